@@ -1,0 +1,38 @@
+"""`paceline evaluate RUN`: the best weights of a run on its test set, in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_USAGE = "usage: paceline evaluate RUN [--device cpu|cuda] [--data-dir PATH]"
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(_USAGE + "\n\nTest a run's best weights and write evaluation.json beside its results.")
+        return 0
+    from paceline.runs.folder import write_json
+    from paceline.training.reuse import evaluate_run, open_run
+
+    path = Path(arguments[0])
+    run_ = open_run(path, arguments[1:])
+    evaluation = evaluate_run(run_)
+    classes = run_.rig.plan.info.classes
+    print(f"{path}: weights of step {run_.checkpoint.step}")
+    print(
+        f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples"
+    )
+    for name, accuracy in zip(classes, evaluation.class_accuracy(), strict=True):
+        print(f"  {name:<16} {'no samples' if accuracy is None else f'{accuracy:.2%}'}")
+    write_json(
+        path / "evaluation.json",
+        {
+            "test_accuracy": evaluation.accuracy,
+            "test_loss": evaluation.loss,
+            "samples": evaluation.samples,
+            "step": run_.checkpoint.step,
+            "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
+            "confusion_matrix": evaluation.confusion,
+        },
+    )
+    return 0

@@ -1,0 +1,85 @@
+"""The `paceline` command: finds the verb, and turns every ending into one screen and an exit code."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import traceback
+
+import paceline
+from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, UserError
+
+VERBS = {
+    "train": "train a recipe, on as many processes as you like",
+    "plan": "everything but the training: resolved config, batch maths, memory",
+    "evaluate": "test a run's best weights",
+    "predict": "label pictures with a run's best weights",
+    "recipes": "list the recipes that come with paceline",
+}
+_USAGE = """\
+paceline {version}: distributed training of vision models, one command and one answer.
+
+{verbs}
+
+first ride:   paceline train shapes-cnn
+every flag:   paceline train --help
+"""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    is_debugging = "--debug" in given
+    given = [argument for argument in given if argument != "--debug"]
+    try:
+        return _dispatch(given)
+    except PacelineError as error:
+        if is_debugging:
+            traceback.print_exc()
+        return _tell(error.screen(), error, error.exit_code)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # Somebody closed the pipe we print to, as `| head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_INTERRUPTED
+    except Exception as error:
+        if is_debugging:
+            traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        screen = PacelineError(
+            f"unexpected {type(error).__name__}: {error}",
+            where=f"{where.filename}:{where.lineno}",
+            hint="run again with --debug for the traceback; if it looks like our fault, please report it",
+        ).screen()
+        return _tell(screen, screen, EXIT_INTERNAL)
+
+
+def _dispatch(given: list[str]) -> int:
+    if not given or given[0] in ("-h", "--help", "help"):
+        verbs = "\n".join(f"  paceline {verb:<10} {text}" for verb, text in VERBS.items())
+        print(_USAGE.format(version=paceline.__version__, verbs=verbs), end="")
+        return 0
+    if given[0] == "--version":
+        print(f"paceline {paceline.__version__}")
+        return 0
+    verb, *rest = given
+    if verb not in VERBS:
+        import difflib
+
+        close = difflib.get_close_matches(verb, VERBS, n=1)
+        hint = f"paceline {close[0]}" if close else "paceline --help"
+        raise UserError(f"unknown command {verb!r}", allowed=", ".join(VERBS), hint=hint)
+    code: int = importlib.import_module(f"paceline.cli.{verb}").run(rest)
+    return code
+
+
+def _tell(screen: str, words: PacelineError | str, code: int) -> int:
+    """Print the screen, unless this is a rank of our own launcher, which prints the first one itself."""
+    from paceline.launch.local import leave_last_words
+
+    if not leave_last_words(words):
+        print(screen, file=sys.stderr)
+    return code

@@ -1,0 +1,80 @@
+"""`paceline plan RECIPE [flags]`, which is also `paceline train --dry-run`: all but the training."""
+
+from __future__ import annotations
+
+from paceline.cli.request import check_joined_world, decide_processes, read_request, wants_help
+from paceline.config.fields import field_table
+from paceline.config.load import LoadedConfig
+from paceline.config.rules import check_world
+from paceline.runs.place import decide_place
+from paceline.world.detect import read_rank_environment
+
+_HELP = "Print what `paceline train` would do with the same recipe and flags. Nothing is started."
+
+
+def run(arguments: list[str]) -> int:
+    if wants_help(arguments, "plan", _HELP):
+        return 0
+    loaded = read_request(arguments)
+    environment = read_rank_environment()
+    if environment is not None:
+        check_joined_world(loaded, environment)
+    world_size = environment.world_size if environment else decide_processes(loaded)
+    check_world(loaded, world_size)
+    if environment is None or environment.rank == 0:
+        _print_config(loaded)
+        _print_numbers(loaded, world_size)
+    return 0
+
+
+def _print_config(loaded: LoadedConfig) -> None:
+    print(f"recipe {loaded.recipe_name} ({loaded.recipe_path})")
+    group = ""
+    for name, spec in field_table().items():
+        if spec.group != group:
+            group = spec.group
+            print(f"\n{group}")
+        value = spec.value_in(loaded.config)
+        shown = " ".join(value) if isinstance(value, tuple) else str(value)
+        origin = loaded.origin(name)
+        print(f"  {name:<18} {shown:<22} {origin if origin == 'default' else loaded.where(name)}")
+
+
+def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
+    from paceline.data.registry import describe_dataset
+    from paceline.parallel.apply import resolve_precision, resolve_strategy
+    from paceline.training.estimate import estimate_memory
+    from paceline.training.narrate import describe_batch, describe_data, describe_steps
+    from paceline.training.plan import make_plan
+    from paceline.world.detect import count_gpus
+
+    config = loaded.config
+    plan = make_plan(config, describe_dataset(config.data, config.train.seed), world_size)
+    strategy = resolve_strategy(config, world_size)
+    device = "cuda:0" if count_gpus(config.parallel) else "cpu"
+    precision = resolve_precision(config, device)
+    memory = estimate_memory(plan, strategy, is_mixed=precision is not None)
+    first, middle, last = (
+        plan.learning_rate(step) for step in (0, plan.total_steps // 2, plan.total_steps - 1)
+    )
+    rows = {
+        "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {plan.lanes} lanes",
+        "data": describe_data(plan),
+        "batch": describe_batch(plan),
+        "steps": describe_steps(plan),
+        "rate": f"{config.optim.base_lr:g} x {config.train.global_batch_size} / 256 = {plan.peak_lr:g}; "
+        f"{config.optim.schedule}: {first:.4g} at first, {middle:.4g} halfway, {last:.4g} at last",
+        "precision": str(precision or "float32").removeprefix("torch."),
+        "parameters": f"{memory.num_parameters:,}",
+        "memory": f"about {_mb(memory.total)} per rank: weights {_mb(memory.weights)}, gradients "
+        f"{_mb(memory.gradients)}, optimizer {_mb(memory.optimizer)}, activations {_mb(memory.activations)}",
+        "folder": str(decide_place(loaded).folder),
+    }
+    print("\nplan")
+    for label, text in rows.items():
+        print(f"  {label:<18} {text}")
+    print("\nnothing was started; `paceline train` with the same words does it")
+
+
+def _mb(size_bytes: int) -> str:
+    return f"{size_bytes / 2**20:,.0f} MB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:,.0f} KB"

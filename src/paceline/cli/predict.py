@@ -1,0 +1,30 @@
+"""`paceline predict RUN IMAGE...`: label pictures with the best weights of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paceline.errors import UserError
+
+_SHOWN = 3
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print("usage: paceline predict RUN IMAGE...\n\nPrint the three likeliest classes of each picture.")
+        return 0
+    from paceline.training.reuse import open_run, predict_pictures
+
+    folder, *names = arguments
+    if not names:
+        raise UserError("no picture to label", hint=f"paceline predict {folder} PICTURE...")
+    pictures = [Path(name) for name in names]
+    for picture in pictures:
+        if not picture.is_file():
+            raise UserError("there is no such picture", got=picture)
+    run_ = open_run(Path(folder), [])
+    classes = run_.rig.plan.info.classes
+    for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):
+        ranked = sorted(zip(probabilities, classes, strict=True), reverse=True)[:_SHOWN]
+        print(f"{picture}: " + ", ".join(f"{name} {probability:.1%}" for probability, name in ranked))
+    return 0

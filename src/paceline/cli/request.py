@@ -1,0 +1,66 @@
+"""What `train` and `plan` have in common: a recipe, flags, and every check that needs no torch."""
+
+from __future__ import annotations
+
+from paceline.config.load import LoadedConfig, load_config, print_help
+from paceline.config.rules import check_config, check_world, largest_fitting_world
+from paceline.data.registry import check_data_config
+from paceline.errors import UserError
+from paceline.metrics.sinks.open import check_trackers
+from paceline.models.registry import check_model_name
+from paceline.world.detect import RankEnvironment, count_gpus, usable_cores
+
+DEFAULT_RECIPE = "shapes-cnn"
+_MOST_CPU_RANKS = 4
+
+
+def wants_help(arguments: list[str], verb: str, text: str) -> bool:
+    if not {"-h", "--help"} & set(arguments):
+        return False
+    print_help(f"paceline {verb} RECIPE", text)
+    return True
+
+
+def read_request(arguments: list[str]) -> LoadedConfig:
+    """Resolve and check a recipe and its flags. Without a recipe, the default one."""
+    has_recipe = bool(arguments) and not arguments[0].startswith("-")
+    recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
+    loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
+    check_config(loaded)
+    check_data_config(loaded.config.data)
+    check_model_name(loaded.config.model.model_name)
+    check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
+    return loaded
+
+
+def decide_processes(loaded: LoadedConfig) -> int:
+    """How many local ranks to start: what the user said, else what this machine has and the batch allows."""
+    config = loaded.config
+    if config.parallel.strategy == "single":
+        return 1
+    if config.parallel.processes:
+        return config.parallel.processes
+    limit = count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
+    return largest_fitting_world(
+        config.train.global_batch_size, config.train.accumulate, config.parallel.lanes, limit
+    )
+
+
+def check_joined_world(loaded: LoadedConfig, environment: RankEnvironment) -> None:
+    """Under another launcher the world size is given; what the recipe says of it must agree."""
+    processes = loaded.config.parallel.processes
+    if processes and processes != environment.world_size:
+        raise UserError(
+            "the launcher started another number of ranks than asked for",
+            where=loaded.where("processes"),
+            got=f"{environment.world_size} ranks by {environment.launcher}, processes {processes}",
+            hint="leave --processes out: the launcher decides",
+        )
+    if loaded.config.parallel.strategy == "single" and environment.world_size > 1:
+        raise UserError(
+            "strategy single runs on one process",
+            where=loaded.where("strategy"),
+            got=f"{environment.world_size} ranks by {environment.launcher}",
+            hint="--strategy ddp",
+        )
+    check_world(loaded, environment.world_size)

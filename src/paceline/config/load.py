@@ -1,0 +1,147 @@
+"""Defaults <- recipe <- flags, through one parser, remembering where each value came from."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from paceline.config.fields import FieldSpec, field_table, find_field, flatten
+from paceline.config.recipe_file import Setting, find_recipe, read_recipe, unknown_name
+from paceline.config.schema import Config
+from paceline.errors import UserError
+
+_TYRO_STYLE = (tyro.conf.OmitArgPrefixes,)
+
+
+@dataclass(frozen=True)
+class LoadedConfig:
+    """A resolved config, the recipe it stands on, and who decided each value."""
+
+    recipe_name: str
+    recipe_path: Path
+    config: Config
+    settings: dict[str, Setting]  # the winning setting of each field that is not at its default
+
+    def origin(self, name: str) -> str:
+        """default, file or flag."""
+        return self.settings[name].kind if name in self.settings else "default"
+
+    def where(self, name: str) -> str:
+        """The file and line, or the flag, that decided a field."""
+        setting = self.settings.get(name)
+        return setting.where if setting else f"default of {find_field(name).flag}"  # type: ignore[union-attr]
+
+
+def load_config(recipe: str, flags: list[str]) -> LoadedConfig:
+    """Resolve a recipe and flags; ranges and cross-field rules are checked by `rules.py`."""
+    path = find_recipe(recipe)
+    settings = read_recipe(path) + parse_flags(flags)
+    return LoadedConfig(
+        recipe_name=_recipe_name(path),
+        recipe_path=path,
+        config=_parse(settings),
+        settings={setting.field.name: setting for setting in settings},
+    )
+
+
+def parse_flags(arguments: list[str]) -> list[Setting]:
+    """Split command-line arguments into settings; values are judged later, by the parser."""
+    settings = []
+    rest = list(arguments)
+    while rest:
+        token = rest.pop(0)
+        if not token.startswith("--"):
+            raise UserError(
+                f"unexpected argument {token!r}", hint="flags start with --; one recipe comes first"
+            )
+        name, has_value, value = token.removeprefix("--").partition("=")
+        negated = find_field(name.removeprefix("no-")) if name.startswith("no-") else None
+        field = find_field(name) or (negated if negated and negated.is_bool else None)
+        if field is None:
+            raise unknown_name(token.partition("=")[0], "the command line")
+        if field.is_bool:
+            if has_value:
+                raise UserError(
+                    f"{field.flag} takes no value", got=token, hint=f"{field.flag} or --no-{name}"
+                )
+            values = ["false" if field is negated else "true"]
+        elif has_value:
+            values = [value]
+        else:
+            values = _take_values(field, rest)
+        settings.append(Setting(field, tuple(values), "flag", f"flag {field.flag}"))
+    return settings
+
+
+def _take_values(field: FieldSpec, rest: list[str]) -> list[str]:
+    values: list[str] = []
+    while rest and not rest[0].startswith("--") and (field.is_tuple or not values):
+        values.append(rest.pop(0))
+    if not values and not field.is_tuple:
+        raise UserError(f"{field.flag} needs a value", where="the command line", allowed=field.expects)
+    return values
+
+
+def _parse(settings: list[Setting]) -> Config:
+    """Hand everything to tyro at once; only if it refuses, find out which setting it was."""
+    latest = {setting.field.name: setting for setting in settings}
+    config = _tyro([token for setting in latest.values() for token in setting.tokens()])
+    if config is not None:
+        return config
+    for setting in latest.values():
+        if _tyro(setting.tokens()) is None:
+            given = " ".join(setting.values)
+            raise UserError(
+                f"{setting.field.name}: {given!r} is not valid",
+                where=setting.where,
+                allowed=setting.field.expects,
+            )
+    raise UserError("the settings are valid one by one but not together")  # pragma: no cover
+
+
+def _tyro(tokens: list[str]) -> Config | None:
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return tyro.cli(Config, args=tokens, config=_TYRO_STYLE)
+        except SystemExit:
+            return None
+
+
+def print_help(prog: str, description: str) -> None:
+    """Every flag with its default, grouped."""
+    with contextlib.suppress(SystemExit):
+        tyro.cli(Config, args=["--help"], prog=prog, description=description, config=_TYRO_STYLE)
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as a recipe that gives the same run."""
+    lines: list[str] = []
+    group = ""
+    for name, value in flatten(config).items():
+        if field_table()[name].group != group:
+            group = field_table()[name].group
+            lines.append(f"\n# {group}" if lines else f"# {group}")
+        lines.append(f"{name}: {_scalar(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(value) + "]"
+    if isinstance(value, str):
+        # Single quotes keep any text as it is; only the quote itself is doubled.
+        return "'" + value.replace("'", "''") + "'"
+    return repr(value)
+
+
+def _recipe_name(path: Path) -> str:
+    """A run's resolved config.yaml stands for the recipe of that run, not for one named "config"."""
+    if path.name == "config.yaml":
+        return path.resolve().parent.name
+    return path.stem

@@ -1,0 +1,132 @@
+"""What fields must hold alone and together. Pure functions of numbers; no files, no torch.
+
+`check_config` needs nothing but the config; `check_world` also the number of ranks. Both run before
+anything is started, so a mistake costs a second and not a queue slot.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paceline.config.fields import field_table
+from paceline.config.load import LoadedConfig
+from paceline.errors import UserError
+
+
+def check_config(loaded: LoadedConfig) -> None:
+    """Ranges of single fields, then the rules between fields."""
+    for name, spec in field_table().items():
+        value = spec.value_in(loaded.config)
+        is_number = isinstance(value, int | float)
+        if is_number and (math.isnan(value) or (spec.range and not spec.range.holds(value))):
+            raise UserError(
+                f"{name} is out of range",
+                where=loaded.where(name),
+                got=value,
+                allowed=str(spec.range or "a number"),
+            )
+    _check_strategy(loaded)
+    _check_modes(loaded)
+
+
+def _check_strategy(loaded: LoadedConfig) -> None:
+    parallel = loaded.config.parallel
+    if parallel.strategy == "single" and parallel.processes > 1:
+        raise UserError(
+            "strategy single runs on one process",
+            where=loaded.where("strategy"),
+            got=f"processes {parallel.processes}",
+            hint="--strategy ddp, or --processes 1",
+        )
+    if parallel.cpu_offload and parallel.strategy != "fsdp":
+        raise UserError(
+            "cpu_offload needs strategy fsdp",
+            where=loaded.where("cpu_offload"),
+            got=f"strategy {parallel.strategy}",
+            hint="add --strategy fsdp, or leave --cpu-offload out",
+        )
+    if parallel.processes > 0:
+        check_world(loaded, parallel.processes)
+
+
+def _check_modes(loaded: LoadedConfig) -> None:
+    config = loaded.config
+    if config.train.amp_dtype != "auto" and not config.train.amp:
+        raise UserError(
+            "mixed precision is both switched off and given a type",
+            where=f"{loaded.where('amp')} and {loaded.where('amp_dtype')}",
+            hint="leave out --no-amp or --amp-dtype",
+        )
+    if config.run.rehearse and config.run.resume:
+        raise UserError(
+            "a rehearsal starts a run of its own", got="--rehearse with --resume", hint="leave one out"
+        )
+    if config.data.cutout > config.data.image_size:
+        raise UserError(
+            "cutout is larger than the image",
+            where=loaded.where("cutout"),
+            got=config.data.cutout,
+            allowed=f"up to image_size {config.data.image_size}",
+        )
+    if config.optim.warmup_epochs >= config.train.epochs and config.optim.warmup_epochs > 0:
+        raise UserError(
+            "warm-up takes the whole run",
+            where=loaded.where("warmup_epochs"),
+            got=f"{config.optim.warmup_epochs:g} of {config.train.epochs} epochs",
+            allowed=f"less than {config.train.epochs}",
+        )
+
+
+def check_world(loaded: LoadedConfig, world_size: int) -> None:
+    """The global batch must fall into equal parts on this many ranks."""
+    config = loaded.config
+    batch, accumulate = config.train.global_batch_size, config.train.accumulate
+    lanes = config.parallel.lanes or world_size
+    if lanes % world_size:
+        raise UserError(
+            f"{lanes} lanes cannot be shared equally by {world_size} ranks",
+            where=loaded.where("lanes"),
+            allowed=f"a multiple of {world_size}",
+            hint=f"--lanes {_either(nearest_multiples(lanes, world_size))}, "
+            f"or --processes {_either(nearest_divisors(lanes, world_size))}",
+        )
+    parts = math.lcm(lanes, world_size * accumulate)
+    if batch % parts:
+        detail = f"{world_size} ranks" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
+        detail += f" in {lanes} lanes" if lanes != world_size else ""
+        sizes = _either(
+            nearest_divisors(batch // accumulate if batch % accumulate == 0 else batch, world_size)
+        )
+        raise UserError(
+            f"global_batch_size {batch} is not divisible by {parts}",
+            where=loaded.where("global_batch_size"),
+            got=f"{batch} over {detail}",
+            allowed=f"a multiple of {parts}",
+            hint=f"--global-batch-size {_either(nearest_multiples(batch, parts))}, or --processes {sizes}",
+        )
+
+
+def largest_fitting_world(config_batch: int, accumulate: int, lanes: int, limit: int) -> int:
+    """The most ranks, up to a limit, that share the batch (and the lanes, where given) equally."""
+    for size in range(limit, 1, -1):
+        if config_batch % (size * accumulate) == 0 and (lanes or size) % size == 0:
+            return size
+    return 1
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """The multiples just below and just above a value that is not one."""
+    below = value // of * of
+    return [number for number in (below, below + of) if number > 0]
+
+
+def nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of a number just below and just above a value."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d <= near][-1:]
+    above = [d for d in divisors if d > near][:1]
+    return below + above
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)

@@ -1,0 +1,227 @@
+"""The run, as data: frozen dataclasses whose fields are the flags and the recipe keys.
+
+A field's name is its flag (`global_batch_size` is `--global-batch-size`) and its key in a recipe, so
+names are unique over all groups. The docstring under a field is its `--help` text. A
+`Range` beside the type is what `rules.py` enforces. Imports no torch: `--help` must answer at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Range:
+    """The allowed interval of a number; an open end excludes its bound."""
+
+    low: float = float("-inf")
+    high: float = float("inf")
+    open_low: bool = False
+    open_high: bool = False
+
+    def holds(self, value: float) -> bool:
+        above = value > self.low if self.open_low else value >= self.low
+        below = value < self.high if self.open_high else value <= self.high
+        return above and below
+
+    def __str__(self) -> str:
+        if self.high == float("inf"):
+            return f"greater than {self.low:.12g}" if self.open_low else f"{self.low:.12g} or more"
+        low = f"more than {self.low:.12g}" if self.open_low else f"from {self.low:.12g}"
+        high = f"less than {self.high:.12g}" if self.open_high else f"up to {self.high:.12g}"
+        return f"{low} {high}"
+
+
+def _alias(*names: str) -> object:
+    return tyro.conf.arg(aliases=[f"--{name}" for name in names])
+
+
+Count = Annotated[int, Range(low=0)]
+Positive = Annotated[int, Range(low=1)]
+NonNegative = Annotated[float, Range(low=0.0)]
+Fraction = Annotated[float, Range(low=0.0, high=1.0, open_high=True)]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    dataset: str = "shapes"
+    """shapes, synthetic, cifar10, fashion-mnist, folder, or FILE.py:FUNCTION."""
+
+    data_dir: str = "data"
+    """Where data sets are looked for and downloaded to."""
+
+    num_samples: Positive = 20_000
+    """Training and validation samples to make (shapes, synthetic)."""
+
+    input_size: str = "784"
+    """Shape of a synthetic sample: 784 for vectors, 3x32x32 for images."""
+
+    num_classes: Annotated[int, Range(low=2)] = 10
+    """Classes of the synthetic data set; other data sets know theirs."""
+
+    train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True, open_high=True)] = 0.9
+    """Share of the training set that is trained on; the rest is the validation set."""
+
+    augment: Literal["none", "light", "imagenet"] = "light"
+    """light: shifted crop and flip. imagenet: resize, random crop to image-size, flip."""
+
+    image_size: Annotated[int, Range(low=8, high=2048)] = 224
+    """Side of the model's input under the imagenet pipeline and for folders."""
+
+    flip: bool = True
+    """Mirror images left to right at random; turn off for letters and digits."""
+
+    cutout: Count = 0
+    """Side of a square blanked out at random in each training image; 0 for none."""
+
+    num_workers: Annotated[int, Range(low=0, high=256), _alias("workers")] = 2
+    """Threads per rank that read image files (data sets that fit in memory need none)."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model_name: str = "cnn"
+    """mlp, cnn, vgg11/16/19, resnet18/34/50, timm:NAME, torchvision:NAME, FILE.py:FUNCTION or
+    package.module:FUNCTION."""
+
+    weights: str = "none"
+    """Start from none, imagenet, or a .safetensors/.pth file; the head is fitted to the data."""
+
+    hidden_size: Positive = 256
+    """Width of the mlp's hidden layers."""
+
+    dropout: Fraction = 0.0
+    """Dropout in the classifier of mlp, cnn and vgg."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    optimizer: Literal["sgd", "nesterov", "adam", "adamw"] = "sgd"
+    """Which optimizer; nesterov is sgd with Nesterov momentum."""
+
+    base_lr: Annotated[float, Range(low=0.0, open_low=True)] = 0.05
+    """Learning rate for a global batch of 256; scaled linearly to the real one."""
+
+    momentum: Fraction = 0.9
+    """Momentum of sgd and nesterov."""
+
+    weight_decay: NonNegative = 5e-4
+    """Weight decay (decoupled under adamw)."""
+
+    schedule: Literal["constant", "cosine", "onecycle"] = "cosine"
+    """Learning-rate curve over the whole run."""
+
+    warmup_epochs: NonNegative = 0.0
+    """Epochs of linear warm-up before the schedule (onecycle: its rising part)."""
+
+    clip_norm: NonNegative = 0.0
+    """Clip the global gradient norm to this; 0 for no clipping."""
+
+    label_smoothing: Fraction = 0.0
+    """Label smoothing of the training loss."""
+
+    ema_decay: Fraction = 0.0
+    """Keep an exponential moving average of the weights and evaluate with it; 0 for none."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    epochs: Positive = 10
+    """Passes over the training set."""
+
+    max_steps: Count = 0
+    """End after this many steps of the run; 0 for no limit."""
+
+    global_batch_size: Positive = 256
+    """Samples per step over all ranks together, on any number of ranks."""
+
+    accumulate: Positive = 1
+    """Microbatches per rank and step; the global batch stays what it is."""
+
+    test_batch_size: Positive = 1024
+    """Samples per rank and forward pass in evaluation."""
+
+    seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
+    """Decides initial weights, sample order, augmentation and generated data."""
+
+    deterministic: bool = False
+    """Only deterministic kernels (slower on GPUs)."""
+
+    amp: bool = True
+    """Mixed precision on GPUs."""
+
+    amp_dtype: Literal["auto", "bf16", "fp16"] = "auto"
+    """auto: bf16 where the GPU has it, else fp16, and full precision on CPUs."""
+
+    compile: bool = False
+    """Compile the model with torch.compile."""
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    strategy: Annotated[Literal["auto", "single", "ddp", "fsdp"], _alias("method")] = "auto"
+    """auto: single on one process, ddp on more. fsdp shards weights, gradients and optimizer."""
+
+    processes: Annotated[int, Range(low=0, high=1024), _alias("world-size")] = 0
+    """Local processes to start; 0: one per GPU, else one per core, at most 4."""
+
+    lanes: Count = 0
+    """Equal parts a global batch is cut into; 0 for one per rank."""
+
+    sync_bn: bool = False
+    """BatchNorm statistics over the whole global batch instead of each rank's part."""
+
+    cpu_offload: bool = False
+    """Keep sharded weights and optimizer state in CPU memory (fsdp)."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto: cuda where there is one."""
+
+    omp_num_threads: Count = 0
+    """CPU threads per rank; 0: cores divided by the ranks of this node."""
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    output_dir: str = ""
+    """The run folder itself; empty: runs/<recipe>-<time>."""
+
+    resume: str = ""
+    """auto: go on with the newest run of this recipe (or in output-dir). Or the path of a run or
+    checkpoint."""
+
+    save_frequency: Count = 0
+    """Also keep the checkpoint of every N-th epoch for ever; 0: only the latest and the best."""
+
+    log_frequency: Annotated[int, Range(low=1), _alias("print-every")] = 10
+    """Steps between two step lines."""
+
+    metric_lines: bool = False
+    """Print one [METRIC] line per epoch for scripts."""
+
+    track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
+    """Also write metrics to these trackers (mlflow and wandb need their extra; both offline)."""
+
+    rehearse: bool = False
+    """Two steps of everything - train, save, resume, evaluate - and a verdict, in seconds."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything that defines a run."""
+
+    data: DataConfig = field(default_factory=DataConfig)
+    """What is trained on."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """What is trained."""
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    """How weights are updated."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """How long, how much at a time, and how exactly."""
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    """Over how many processes."""
+    run: RunConfig = field(default_factory=RunConfig)
+    """What is written, and where."""

@@ -1,0 +1,81 @@
+"""What a data set is to the rest of the house: labels in memory and samples read by index.
+
+`read` takes a whole batch of indices at once, so a resident data set answers with one gather and a
+folder of images with one round of its thread pool. Randomness never enters here: order and
+augmentation belong to `order.py` and `augment.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+Channels = tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class DatasetInfo:
+    """What can be said about a data set without loading it."""
+
+    name: str
+    num_train: int  # training and validation samples together
+    num_test: int
+    classes: tuple[str, ...]
+    sample_shape: tuple[int, ...]  # of a raw sample: (3, 32, 32) for an image, (784,) for a vector
+    mean: Channels = ()  # per channel, in [0, 1]; empty for vectors
+    std: Channels = ()
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
+    def is_image(self) -> bool:
+        return len(self.sample_shape) == 3
+
+
+class Dataset(Protocol):
+    """A fixed set of labelled samples."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64 [N], in CPU memory."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def read(self, indices: Tensor) -> Tensor:
+        """The samples at these positions: uint8 images [B, C, H, W] or float32 vectors [B, D]."""
+        ...
+
+
+class ResidentDataset:
+    """A data set that lives in memory as one tensor: a batch is one gather."""
+
+    def __init__(self, samples: Tensor, labels: Tensor) -> None:
+        if len(samples) != len(labels):
+            raise ValueError(f"{len(samples)} samples but {len(labels)} labels")
+        self.samples = samples
+        self._labels = labels.to(torch.int64)
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, indices: Tensor) -> Tensor:
+        return self.samples[indices.to(self.samples.device)]
+
+
+@dataclass(frozen=True)
+class LoadedData:
+    """The two halves every source delivers; the validation split is cut from `train` later."""
+
+    info: DatasetInfo
+    train: Dataset
+    test: Dataset

@@ -1,0 +1,56 @@
+"""Random draws without a generator: a hash of numbers, computed for a whole batch at once.
+
+A draw depends on its keys alone - seed, epoch, sample, draw number - never on who asks, in which
+order or how often. The mixer is the 64-bit finaliser of the SplitMix family; all arithmetic is exact
+int64 wrap-around, so CPUs and GPUs agree to the bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_WORD = 2**64
+_GOLDEN = 0x9E3779B97F4A7C15
+_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+
+
+def draw_bits(keys: Tensor, *context: int) -> Tensor:
+    """64 random bits for each key (int64), in a context of plain numbers such as (seed, epoch)."""
+    start = 0
+    for number in context:
+        start = _mix_int(start ^ _mix_int(number + _GOLDEN))
+    return _mix(_mix(keys + _signed(_GOLDEN)) ^ _signed(start))
+
+
+def draw_below(limit: int, keys: Tensor, *context: int) -> Tensor:
+    """A whole number in [0, limit) for each key."""
+    return _shift(draw_bits(keys, *context), 33) % limit
+
+
+def draw_permutation(size: int, *context: int) -> Tensor:
+    """The numbers 0..size-1 in random order."""
+    return torch.argsort(draw_bits(torch.arange(size), *context), stable=True)
+
+
+def _mix(bits: Tensor) -> Tensor:
+    bits = (bits ^ _shift(bits, 30)) * _signed(_MULTIPLIERS[0])
+    bits = (bits ^ _shift(bits, 27)) * _signed(_MULTIPLIERS[1])
+    return bits ^ _shift(bits, 31)
+
+
+def _mix_int(bits: int) -> int:
+    """The same on a plain number, so that the context costs no tensor operations."""
+    bits %= _WORD
+    bits = (bits ^ bits >> 30) * _MULTIPLIERS[0] % _WORD
+    bits = (bits ^ bits >> 27) * _MULTIPLIERS[1] % _WORD
+    return bits ^ bits >> 31
+
+
+def _shift(bits: Tensor, by: int) -> Tensor:
+    """Logical right shift; torch's own keeps the sign."""
+    return (bits >> by) & ((1 << (64 - by)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word

@@ -1,0 +1,40 @@
+"""The shape of a synthetic sample, as a person writes it: `784` or `3x32x32`.
+
+By itself and free of torch, so that a wrong one is found before anything is started.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from paceline.errors import UserError
+
+MAX_BYTES = 2**28  # of all samples together; more would not be a quick test any longer
+
+
+def parse_input_size(text: str) -> tuple[int, ...]:
+    """`784` -> (784,) and `3x32x32` -> (3, 32, 32); anything else is the user's mistake."""
+    if re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8}x[1-9][0-9]{0,8})?", text, re.ASCII):
+        shape = tuple(int(part) for part in text.split("x"))
+        if len(shape) == 1 or shape[0] in (1, 3):
+            return shape
+    raise UserError(
+        "this is not the shape of a sample",
+        where="input-size",
+        got=repr(text),
+        allowed="a length such as 784, or channels x height x width such as 3x32x32 (channels 1 or 3)",
+    )
+
+
+def check_total_size(shape: tuple[int, ...], num_samples: int) -> None:
+    """Refuse a synthetic set that would not fit comfortably in memory."""
+    sample_bytes = math.prod(shape) * (1 if len(shape) == 3 else 4)
+    if sample_bytes * num_samples > MAX_BYTES:
+        raise UserError(
+            "the synthetic data set would be too large",
+            where="input-size, num-samples",
+            got=f"{num_samples} samples of {sample_bytes} bytes each",
+            allowed=f"at most {MAX_BYTES // 2**20} MiB in total",
+            hint=f"--num-samples {max(1, MAX_BYTES // sample_bytes)}, or smaller samples",
+        )

@@ -1,0 +1,137 @@
+"""A rank's share of every batch, ready on its device.
+
+The order of an epoch is cut into global batches, a global batch into the ranks' neighbouring shares.
+Data sets that read files are read ahead by one thread; resident ones are gathered when asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from paceline.data.augment import Pipeline
+from paceline.data.dataset import Dataset, ResidentDataset
+from paceline.data.order import epoch_order, even_shares
+from paceline.world.detect import World
+
+_READ_AHEAD = 2
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of one global batch."""
+
+    inputs: Tensor
+    labels: Tensor
+    ids: Tensor  # sample numbers in the data set, on the CPU
+    wait_s: float  # how long the loop stood still for it
+
+
+@dataclass(frozen=True)
+class EvaluationBatch:
+    inputs: Tensor
+    labels: Tensor
+    is_counted: bool  # False for a stand-in that only keeps ranks in step
+
+
+class Loader:
+    """Reads one part (training, validation or test) of a data set for this rank."""
+
+    def __init__(self, dataset: Dataset, ids: Tensor, pipeline: Pipeline, world: World) -> None:
+        self.ids = ids
+        self._pipeline = pipeline
+        self._world = world
+        self._dataset = _make_resident(dataset, world.device)
+        self._labels = dataset.labels.to(world.device)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def on_part(self, ids: Tensor) -> Loader:
+        """The same data set, already on its device, seen through other sample ids."""
+        part = copy.copy(self)
+        part.ids = ids
+        return part
+
+    def train_epoch(
+        self, *, seed: int, epoch: int, global_batch_size: int, first_step: int
+    ) -> Iterator[Batch]:
+        """This rank's batches of an epoch, from any step of it on. A last partial batch is left out."""
+        order = self.ids[epoch_order(len(self.ids), seed, epoch)]
+        share = global_batch_size // self._world.world_size
+        starts = [
+            step * global_batch_size + self._world.rank * share
+            for step in range(first_step, len(order) // global_batch_size)
+        ]
+        shares = [order[start : start + share] for start in starts]
+        asked = time.perf_counter()
+        for ids, samples in self._read_ahead(shares):
+            inputs = self._pipeline.for_training(samples, ids, epoch)
+            labels = self._labels[ids.to(self._labels.device)]
+            yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked)
+            asked = time.perf_counter()
+
+    def evaluation_batches(self, batch_size: int) -> Iterator[EvaluationBatch]:
+        """Every sample once over all ranks, and the same number of batches on each rank.
+
+        Sharded models exchange weights in every forward pass, so a rank whose share is shorter takes
+        part with a stand-in that is not counted.
+        """
+        shares = even_shares(len(self.ids), self._world.world_size)
+        mine = shares[self._world.rank]
+        num_batches = -(-max(len(share) for share in shares) // batch_size)
+        slices = [self.ids[mine[n * batch_size : (n + 1) * batch_size]] for n in range(num_batches)]
+        padded = [part if len(part) else self.ids[:1] for part in slices]
+        for part, (ids, samples) in zip(slices, self._read_ahead(padded), strict=True):
+            labels = self._labels[ids.to(self._labels.device)]
+            yield EvaluationBatch(self._pipeline.for_evaluation(samples), labels, is_counted=len(part) > 0)
+
+    def _read_ahead(self, shares: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        if isinstance(self._dataset, ResidentDataset):
+            for ids in shares:
+                yield ids, self._dataset.read(ids)
+            return
+        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
+            pending: list[Future[Tensor]] = []
+            try:
+                for number, ids in enumerate(shares):
+                    while len(pending) < _READ_AHEAD and number + len(pending) < len(shares):
+                        pending.append(reader.submit(self._dataset.read, shares[number + len(pending)]))
+                    samples = pending.pop(0).result()
+                    yield ids, samples.to(self._world.device, non_blocking=True)
+            finally:
+                for future in pending:
+                    future.cancel()
+
+
+def _make_resident(dataset: Dataset, device: str) -> Dataset:
+    """Copy a data set that is in memory onto the GPU if it takes at most a quarter of what is free."""
+    if not isinstance(dataset, ResidentDataset) or not device.startswith("cuda"):
+        return dataset
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    if dataset.samples.nbytes > free_bytes // 4:
+        return _OnHost(dataset)
+    return ResidentDataset(dataset.samples.to(device), dataset.labels)
+
+
+class _OnHost:
+    """A resident data set too large for the GPU: gathered in host memory, ahead of the loop."""
+
+    def __init__(self, dataset: ResidentDataset) -> None:
+        self._dataset = dataset
+
+    @property
+    def labels(self) -> Tensor:
+        return self._dataset.labels
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def read(self, indices: Tensor) -> Tensor:
+        return self._dataset.read(indices).pin_memory()

@@ -1,0 +1,35 @@
+"""Which sample comes when: pure functions of (seed, epoch, position).
+
+No rank, worker or world size appears here. A rank cuts its part out of the order afterwards, so any
+number of ranks sees the same samples in the same global batches.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+from torch import Tensor
+
+from paceline.data.draws import draw_permutation
+
+_ORDER, _SPLIT = 1, 2  # keeps the draws of different purposes apart
+SPLIT_SEED = 0  # the validation set is the same in every run, whatever its seed
+
+
+def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+    """Positions 0..num_samples-1 in this epoch's order."""
+    return draw_permutation(num_samples, _ORDER, seed, epoch)
+
+
+def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor, Tensor]:
+    """Sample ids of the training and the validation part, each ascending."""
+    num_train = min(max(round(num_samples * train_split), 1), num_samples - 1)
+    shuffled = draw_permutation(num_samples, _SPLIT, SPLIT_SEED)
+    train, validation = shuffled[:num_train], shuffled[num_train:]
+    return train.sort().values, validation.sort().values
+
+
+def even_shares(num_items: int, num_shares: int) -> list[range]:
+    """Neighbouring ranges that cover every item once and differ in length by one at most."""
+    bounds = [num_items * share // num_shares for share in range(num_shares + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -1,0 +1,92 @@
+"""Every data set by name: check it, describe it, load it.
+
+Checking and naming import no torch, so that a wrong flag is found in a fraction of a second; the
+module of a source is imported only when that source is described or loaded. A source is a module with
+`describe(config, seed)`, which is cheap, and `load(config, seed)`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, cast
+
+from paceline.config.schema import DataConfig
+from paceline.data.input_size import check_total_size, parse_input_size
+from paceline.data.reference import check_reference, is_reference
+from paceline.errors import UserError
+
+if TYPE_CHECKING:
+    from paceline.data.dataset import DatasetInfo, LoadedData
+
+__all__ = [
+    "DATASET_NAMES",
+    "check_data_config",
+    "check_dataset_name",
+    "describe_dataset",
+    "load_dataset",
+    "parse_input_size",
+]
+
+_MODULES = {
+    "shapes": "shapes",
+    "synthetic": "synthetic",
+    "cifar10": "cifar10",
+    "fashion-mnist": "fashion_mnist",
+    "folder": "folder",
+}
+DATASET_NAMES = tuple(_MODULES)
+
+
+class _Source(Protocol):
+    def describe(self, config: DataConfig, seed: int) -> DatasetInfo: ...
+
+    def load(self, config: DataConfig, seed: int) -> LoadedData: ...
+
+
+def check_dataset_name(name: str) -> None:
+    """UserError unless `name` is one of ours or a reference to a function that exists."""
+    if name in _MODULES:
+        return
+    if is_reference(name):
+        check_reference(name, where="dataset")
+        return
+    close = difflib.get_close_matches(name.lower().replace("_", "-"), DATASET_NAMES, n=1)
+    raise UserError(
+        "there is no such data set",
+        where="dataset",
+        got=repr(name),
+        allowed=", ".join(DATASET_NAMES) + ", FILE.py:FUNCTION or package.module:FUNCTION",
+        hint=f"did you mean {close[0]!r}?" if close else None,
+    )
+
+
+def check_data_config(config: DataConfig) -> None:
+    """Everything about the data that can be found wrong without touching a sample."""
+    check_dataset_name(config.dataset)
+    if config.dataset == "synthetic":
+        check_total_size(parse_input_size(config.input_size), config.num_samples)
+    if config.dataset == "folder" and not Path(config.data_dir).is_dir():
+        raise UserError(
+            "there is no such folder",
+            where="data-dir",
+            got=str(Path(config.data_dir).absolute()),
+            allowed="a folder that holds train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE",
+        )
+
+
+def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
+    """Sizes, classes and sample shape, without making or decoding a sample."""
+    return _source(config).describe(config, seed)
+
+
+def load_dataset(config: DataConfig, seed: int) -> LoadedData:
+    """Both halves, ready to be read; downloads what is absent and can be downloaded."""
+    return _source(config).load(config, seed)
+
+
+def _source(config: DataConfig) -> _Source:
+    check_data_config(config)
+    module = _MODULES.get(config.dataset, "custom")
+    return cast(_Source, importlib.import_module(f"paceline.data.sources.{module}"))

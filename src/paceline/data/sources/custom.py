@@ -1,0 +1,274 @@
+"""A data set of the user's own: the function `FILE.py:FUNCTION` or `package.module:FUNCTION`.
+
+It may take any of `data_dir`, `seed` and `config`, and returns its train and test halves as a pair, a
+triple with class names, or a dict. A half is an object with `read` and `labels`, a pair of arrays, or a
+map-style torch data set; each is fitted here to what the rest of the house expects.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from paceline.config.schema import DataConfig
+from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.reference import resolve_reference
+from paceline.errors import DataError, PacelineError, UserError
+
+EXPECTED = "(train, test), (train, test, classes) or {'train': ..., 'test': ..., 'classes': ...}"
+EXPECTED_HALF = "(samples, labels), an object with read(indices) and labels, or a map-style data set"
+EXPECTED_SAMPLE = "uint8 images with 1 or 3 channels (CHW or HWC), or vectors of floats"
+_STATISTICS_SAMPLES = 1024
+
+
+class _Reader:
+    """An object of the user's with `read` and `labels`."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._labels = _as_labels(inner.labels)
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, indices: Tensor) -> Tensor:
+        return _as_samples(self._inner.read(indices))
+
+
+class _MapStyle:
+    """A data set with `len(...)` and `[index] -> (sample, label)`; samples are stacked here."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        known = getattr(inner, "targets", None)
+        # Without a list of labels, every sample must be made once just to learn them.
+        self._labels = _as_labels([self._item(i)[1] for i in range(len(inner))] if known is None else known)
+        self._shape = self._sample(0).shape
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, indices: Tensor) -> Tensor:
+        return torch.stack([self._checked(index) for index in indices.tolist()])
+
+    def _checked(self, index: int) -> Tensor:
+        sample = self._sample(index)
+        if sample.shape != self._shape:
+            raise DataError(
+                "the samples of this data set differ in shape",
+                where=f"sample {index}",
+                got=tuple(sample.shape),
+                allowed=f"{tuple(self._shape)}, as sample 0 has",
+                hint="resize the samples in your data set",
+            )
+        return sample
+
+    def _sample(self, index: int) -> Tensor:
+        sample = self._item(index)[0]
+        if isinstance(sample, Image.Image):
+            sample = np.array(sample.convert("RGB" if sample.mode not in ("1", "L") else "L"))
+        return _as_samples(_tensor(sample)[None])[0]
+
+    def _item(self, index: int) -> tuple[Any, Any]:
+        item = self._inner[index]
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise UserError(
+                "an item of a map-style data set is wrong",
+                where=f"dataset, item {index}",
+                got=_kind(item),
+                allowed="(sample, label)",
+            )
+        return item[0], item[1]
+
+
+def describe(config: DataConfig, seed: int) -> DatasetInfo:
+    return load(config, seed).info
+
+
+@lru_cache(maxsize=1)  # describing and loading together call the user's function once
+def load(config: DataConfig, seed: int) -> LoadedData:
+    function = resolve_reference(config.dataset, where="dataset")
+    returned = _call(function, config, seed)
+    try:
+        return _adapt(returned, config.dataset)
+    except PacelineError as error:
+        error.where = f"{config.dataset}, {error.where}" if error.where else config.dataset
+        raise
+
+
+def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
+    """Pass what the function asks for by name; a fault inside it is shown at its own line."""
+    offered = {"data_dir": config.data_dir, "seed": seed, "config": config}
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        wanted = offered
+    else:
+        wanted = {p.name: offered[p.name] for p in parameters if p.name in offered}
+    unknown = [p.name for p in parameters if p.name not in wanted and _is_required(p)]
+    if unknown:
+        raise UserError(
+            "the data set function asks for something it cannot get",
+            where=config.dataset,
+            got=", ".join(unknown),
+            allowed=", ".join(offered),
+        )
+    try:
+        return function(**wanted)
+    except PacelineError:
+        raise
+    except Exception as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"the data set function {config.dataset} failed",
+            where=f"{frame.filename}, line {frame.lineno}",
+            got=f"{type(error).__name__}: {error}",
+        ) from error
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    return parameter.default is parameter.empty and not variadic
+
+
+def _adapt(returned: Any, name: str) -> LoadedData:
+    train_half, test_half, classes = _parts(returned)
+    train, test = _half(train_half, "train"), _half(test_half, "test")
+    shape, test_shape = (tuple(half.read(torch.tensor([0])).shape[1:]) for half in (train, test))
+    if shape != test_shape:
+        raise UserError("train and test differ in sample shape", got=f"{shape} and {test_shape}")
+    if classes is None:
+        classes = getattr(train_half, "classes", None)
+    names = _class_names(classes, int(max(train.labels.max(), test.labels.max())) + 1)
+    mean, std = _statistics(train) if len(shape) == 3 else ((), ())
+    info = DatasetInfo(name, len(train), len(test), names, shape, mean, std)
+    return LoadedData(info, train, test)
+
+
+def _parts(returned: Any) -> tuple[Any, Any, Any]:
+    if isinstance(returned, Mapping) and {"train", "test"} <= returned.keys():
+        return returned["train"], returned["test"], returned.get("classes")
+    if isinstance(returned, tuple | list) and len(returned) in (2, 3):
+        train, test, *rest = returned
+        return train, test, rest[0] if rest else None
+    raise UserError("the data set function returned something else", got=_kind(returned), allowed=EXPECTED)
+
+
+def _half(half: Any, which: str) -> Dataset:
+    """One half of the data set in our own form, not empty and with sound labels."""
+    try:
+        dataset = _fitted(half)
+        if len(dataset) == 0:
+            raise UserError("there are no samples", allowed="at least one")
+        if dataset.labels.min() < 0:
+            raise UserError("a label is negative", got=int(dataset.labels.min()), allowed="0, 1, 2, ...")
+        return dataset
+    except PacelineError as error:
+        error.where = f"{which} half" + (f", {error.where}" if error.where else "")
+        raise
+
+
+def _fitted(half: Any) -> Dataset:
+    if hasattr(half, "read") and hasattr(half, "labels"):
+        return _Reader(half)
+    if isinstance(half, tuple | list) and len(half) == 2:
+        samples, labels = _as_samples(_tensor(half[0])), _as_labels(half[1])
+        if len(samples) != len(labels):
+            raise UserError(
+                "samples and labels differ in number", got=f"{len(samples)} samples and {len(labels)} labels"
+            )
+        return ResidentDataset(samples, labels)
+    if hasattr(half, "__len__") and hasattr(half, "__getitem__") and not isinstance(half, str | Mapping):
+        if len(half) == 0:
+            raise UserError("there are no samples", allowed="at least one")
+        return _MapStyle(half)
+    raise UserError("this is not a data set", got=_kind(half), allowed=EXPECTED_HALF)
+
+
+def _tensor(values: Any) -> Tensor:
+    if isinstance(values, Tensor):
+        return values
+    try:
+        return torch.from_numpy(np.array(values))  # a copy: the user's array may be read-only
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            "this is not an array of numbers", got=_kind(values), allowed=EXPECTED_SAMPLE
+        ) from error
+
+
+def _as_samples(batch: Any) -> Tensor:
+    """uint8 [B, C, H, W] or float32 [B, D], from the layouts people have."""
+    tensor = _tensor(batch).cpu()
+    if tensor.dtype.is_floating_point and tensor.ndim == 2:
+        return tensor.to(torch.float32)
+    if tensor.dtype == torch.uint8 and tensor.ndim == 3:
+        return tensor[:, None]
+    if tensor.dtype == torch.uint8 and tensor.ndim == 4:
+        if tensor.shape[1] in (1, 3):
+            return tensor
+        if tensor.shape[3] in (1, 3):
+            return tensor.permute(0, 3, 1, 2).contiguous()
+    is_float_image = tensor.dtype.is_floating_point and tensor.ndim in (3, 4)
+    raise UserError(
+        "samples of this kind cannot be trained on",
+        got=f"{tensor.dtype} of shape {tuple(tensor.shape[1:])} per sample",
+        allowed=EXPECTED_SAMPLE,
+        hint="return images as uint8 from 0 to 255; scaling is done on the device"
+        if is_float_image
+        else None,
+    )
+
+
+def _as_labels(values: Any) -> Tensor:
+    labels = _tensor(values)
+    if labels.ndim != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
+        _wrong_labels(labels)
+    return labels.cpu().to(torch.int64)
+
+
+def _wrong_labels(labels: Tensor) -> NoReturn:
+    raise UserError(
+        "labels of this kind cannot be trained on",
+        got=f"{labels.dtype} of shape {tuple(labels.shape)}",
+        allowed="one whole number per sample, counted from 0",
+    )
+
+
+def _class_names(classes: Any, num_labels: int) -> tuple[str, ...]:
+    if classes is None:
+        return tuple(str(label) for label in range(max(2, num_labels)))
+    if isinstance(classes, str) or not isinstance(classes, Sequence) or len(classes) < max(2, num_labels):
+        raise UserError(
+            "the class names do not fit the labels",
+            got=repr(classes),
+            allowed=f"at least {max(2, num_labels)} names in a list",
+        )
+    return tuple(str(name) for name in classes)
+
+
+def _statistics(train: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Mean and standard deviation per channel, from samples spread evenly over the set."""
+    step = max(1, len(train) // _STATISTICS_SAMPLES)
+    pixels = train.read(torch.arange(0, len(train), step)[:_STATISTICS_SAMPLES]).to(torch.float64) / 255
+    std, mean = torch.std_mean(pixels, dim=(0, 2, 3), correction=0)
+    return tuple(mean.tolist()), tuple(value or 1.0 for value in std.tolist())
+
+
+def _kind(value: Any) -> str:
+    length = f" of length {len(value)}" if hasattr(value, "__len__") else ""
+    return f"a {type(value).__name__}{length}"

@@ -1,0 +1,106 @@
+"""Made-up samples of any size, for trials without data: a class centre plus noise.
+
+A vector is its class's centre plus Gaussian noise. An image is such a vector taken as a coarse grid of
+colours, enlarged smoothly and covered with pixel noise. Both halves share the centres and share no
+noise. The classes overlap by design: a model that is always right has seen the answers.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.config.schema import DataConfig
+from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.input_size import check_total_size, parse_input_size
+
+Floats = NDArray[np.float32]
+
+CENTRE_STREAM, TRAIN_STREAM, TEST_STREAM = 2, 3, 4  # 0 and 1 belong to the shapes
+
+SEPARATION = 2.7  # half the distance between two centres, in standard deviations of the noise
+GRID = 4  # an image is a grid of this side, enlarged
+IMAGE_GAIN, PIXEL_NOISE = 32.0, 80.0  # grey levels: of one standard deviation; from end to end
+_CHUNK = 512  # images enlarged at a time
+
+
+def make_synthetic(
+    num_samples: int, shape: tuple[int, ...], num_classes: int, seed: int, *, stream: int
+) -> tuple[Tensor, Tensor]:
+    """float32 vectors or uint8 images of this shape, and labels int64 [N], classes balanced."""
+    random = _random(seed, stream)
+    labels = np.arange(num_samples, dtype=np.int64) % num_classes
+    random.shuffle(labels)
+    if len(shape) == 1:
+        samples = torch.from_numpy(_vectors(labels, shape[0], num_classes, seed, random))
+    else:
+        samples = torch.from_numpy(_images(labels, shape, num_classes, seed, random))
+    return samples, torch.from_numpy(labels)
+
+
+def _random(seed: int, stream: int) -> np.random.Generator:
+    return np.random.Generator(np.random.Philox(key=[seed, stream]))
+
+
+def _vectors(
+    labels: NDArray[np.int64], length: int, num_classes: int, seed: int, random: np.random.Generator
+) -> Floats:
+    # Random directions in many dimensions are nearly orthogonal: equal norms put equal distances between.
+    centres = _random(seed, CENTRE_STREAM).standard_normal((num_classes, length))
+    centres *= SEPARATION * math.sqrt(2) / np.linalg.norm(centres, axis=1, keepdims=True)
+    vectors = random.standard_normal((len(labels), length), dtype=np.float32)
+    vectors += centres.astype(np.float32)[labels]
+    return vectors
+
+
+def _images(
+    labels: NDArray[np.int64],
+    shape: tuple[int, ...],
+    num_classes: int,
+    seed: int,
+    random: np.random.Generator,
+) -> NDArray[np.uint8]:
+    channels, height, width = shape
+    grids = _vectors(labels, channels * GRID * GRID, num_classes, seed, random)
+    grids = grids.reshape(-1, channels, GRID, GRID) * np.float32(IMAGE_GAIN) + np.float32(128)
+    down, across = _enlarge(height), _enlarge(width).T
+    images = np.empty((len(labels), *shape), dtype=np.uint8)
+    for start in range(0, len(labels), _CHUNK):
+        pixels = down @ grids[start : start + _CHUNK] @ across
+        noise = random.integers(0, 256, pixels.shape, dtype=np.uint8)
+        pixels += (noise.astype(np.float32) - 127.5) * np.float32(PIXEL_NOISE / 255)
+        images[start : start + _CHUNK] = np.clip(pixels, 0, 255)
+    return images
+
+
+def _enlarge(side: int) -> Floats:
+    """[side, GRID]: weights of linear interpolation between the points of the grid."""
+    positions = np.linspace(0, GRID - 1, side)[:, None]
+    return (1 - abs(positions - np.arange(GRID))).clip(min=0).astype(np.float32)
+
+
+def describe(config: DataConfig, seed: int) -> DatasetInfo:
+    shape = parse_input_size(config.input_size)
+    check_total_size(shape, config.num_samples)
+    channels = shape[0] if len(shape) == 3 else 0
+    return DatasetInfo(
+        name="synthetic",
+        num_train=config.num_samples,
+        num_test=max(1000, config.num_samples // 10),
+        classes=tuple(str(label) for label in range(config.num_classes)),
+        sample_shape=shape,
+        mean=(0.5,) * channels,
+        std=(0.14,) * channels,
+    )
+
+
+def load(config: DataConfig, seed: int) -> LoadedData:
+    info = describe(config, seed)
+    shape, classes = info.sample_shape, info.num_classes
+    train = make_synthetic(info.num_train, shape, classes, seed, stream=TRAIN_STREAM)
+    test = make_synthetic(info.num_test, shape, classes, seed, stream=TEST_STREAM)
+    return LoadedData(info, ResidentDataset(*train), ResidentDataset(*test))

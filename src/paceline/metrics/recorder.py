@@ -1,0 +1,77 @@
+"""The metrics of a run. `metrics.jsonl` is the truth; everything else is made from it.
+
+A row is one JSON object with its step. On resume, rows after the resumed step are cut off before
+anything is appended, so no file ever holds a step or an epoch twice.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from paceline.metrics.sinks.base import Sink
+from paceline.metrics.sinks.open import open_sinks
+from paceline.runs.folder import RunFolder, write_atomically
+
+CSV_COLUMNS = ("epoch", "phase", "loss", "accuracy", "throughput")
+Row = dict[str, Any]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """All complete rows; a line torn by a crash is left out."""
+    rows = []
+    if path.exists():
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except ValueError:
+                continue
+    return rows
+
+
+class Recorder:
+    """Appends rows and keeps the derived files in step. Only the primary has one."""
+
+    def __init__(self, folder: RunFolder, *, resume_step: int) -> None:
+        self._folder = folder
+        self._sinks: list[Sink] = []
+        self._rows = [row for row in read_rows(folder.metrics_jsonl) if row["step"] <= resume_step]
+        # The test rows of an earlier finish belong to that finish.
+        self._rows = [row for row in self._rows if row.get("phase") != "test"]
+        write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in self._rows))
+        self._file = folder.metrics_jsonl.open("a", encoding="utf-8")
+        self._write_csv()
+
+    def open_trackers(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
+        """From now on every row goes to these trackers too; they are given the rows so far."""
+        self._sinks = open_sinks(names, self._folder, config, history=self._rows)
+
+    def step(self, step: int, **values: float) -> None:
+        self._append({"kind": "step", "step": step, **values})
+
+    def epoch(self, step: int, *, epoch: int, phase: str, **values: float) -> None:
+        """phase: train, val or test."""
+        self._append({"kind": "epoch", "step": step, "epoch": epoch, "phase": phase, **values})
+        self._write_csv()
+
+    def close(self) -> None:
+        self._file.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _append(self, row: Row) -> None:
+        row = {**row, "time": round(time.time(), 3)}
+        self._rows.append(row)
+        self._file.write(json.dumps(row) + "\n")
+        self._file.flush()
+        for sink in self._sinks:
+            sink.write(row)
+
+    def _write_csv(self) -> None:
+        lines = [",".join(CSV_COLUMNS)]
+        for row in self._rows:
+            if row["kind"] == "epoch":
+                lines.append(",".join(str(row[column]) for column in CSV_COLUMNS))
+        write_atomically(self._folder.metrics_csv, "\n".join(lines) + "\n")

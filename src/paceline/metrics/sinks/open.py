@@ -1,0 +1,47 @@
+"""Trackers by name, with a clear word when their package is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Any
+
+from paceline.errors import UserError
+from paceline.metrics.sinks.base import Sink
+from paceline.runs.folder import RunFolder
+
+_PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
+
+
+def check_trackers(names: tuple[str, ...], *, chosen: bool) -> None:
+    """Refuse a tracker the user chose and does not have; the default one may be missing."""
+    for name in names:
+        if chosen and importlib.util.find_spec(_PACKAGES[name]) is None:
+            raise UserError(
+                f"the tracker {name} is not installed",
+                where="--track",
+                hint=f"pip install 'paceline[{name}]', or leave {name} out of --track",
+            )
+
+
+def open_sinks(
+    names: tuple[str, ...], folder: RunFolder, config: dict[str, Any], *, history: list[dict[str, Any]]
+) -> list[Sink]:
+    """Open every tracker whose package is there."""
+    sinks: list[Sink] = []
+    for name in names:
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
+            logging.getLogger("paceline").info("no %s files: pip install 'paceline[%s]'", name, name)
+        elif name == "tensorboard":
+            from paceline.metrics.sinks.tensorboard import TensorBoardSink
+
+            sinks.append(TensorBoardSink(folder.tensorboard, history))
+        elif name == "mlflow":
+            from paceline.metrics.sinks.mlflow import MlflowSink
+
+            sinks.append(MlflowSink(folder.path, config))
+        else:
+            from paceline.metrics.sinks.wandb import WandbSink
+
+            sinks.append(WandbSink(folder.path, config))
+    return sinks

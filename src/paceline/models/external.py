@@ -1,0 +1,217 @@
+"""Models from outside the house: of timm, of torchvision, or by a function in a file or a module.
+
+`check_external` says within milliseconds, and without importing torch, whether a name can work;
+`build_external` makes the model. A function is called with those of `num_classes` and `input_shape` that
+it accepts, and its model is taken as it is. Models of the two collections get a head for the data.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.data.reference import check_reference, resolve_reference
+from paceline.errors import DataError, PacelineError, UserError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+COLLECTIONS = ("timm", "torchvision")
+WHERE = "--model-name"
+
+
+def suggest(name: str, known: Iterable[str]) -> str | None:
+    """A hint with the known names nearest to a mistyped one, if any is near."""
+    near = difflib.get_close_matches(name, known, n=3)
+    return f"did you mean {' or '.join(near)}?" if near else None
+
+
+def first_line(error: BaseException) -> str:
+    """An exception in one line short enough for an error screen."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
+
+
+# ------------------------------------------------------------------------------------- checking
+
+
+def check_external(name: str) -> None:
+    """Raise a UserError unless the part before the colon exists and the part after it can."""
+    source, _, target = name.rpartition(":")
+    if source in COLLECTIONS:
+        _check_collection(source, target)
+    else:
+        _check_function(name, source)
+
+
+def _check_collection(collection: str, model: str) -> None:
+    if not model:
+        raise UserError(
+            f"{collection}: names no model",
+            where=WHERE,
+            got=f"{collection}:",
+            allowed=f"{collection}:NAME, for example {collection}:resnet50",
+        )
+    if importlib.util.find_spec(collection) is None:
+        raise UserError(
+            f"the package {collection} is not installed",
+            where=WHERE,
+            got=f"{collection}:{model}",
+            hint=f"pip install 'paceline[{collection}]'",
+        )
+
+
+def _check_function(name: str, source: str) -> None:
+    try:
+        check_reference(name, where=WHERE)
+    except UserError as error:
+        if not source.endswith(".py"):
+            error.hint = suggest(source, COLLECTIONS) or error.hint
+        raise
+
+
+# ------------------------------------------------------------------------------------- building
+
+
+def build_external(
+    name: str, input_shape: tuple[int, ...], num_classes: int, *, pretrained: bool = False
+) -> nn.Module:
+    """Make the model; `pretrained` asks a collection for its own published weights."""
+    source, _, target = name.rpartition(":")
+    if source not in COLLECTIONS:
+        return _build_from_function(name, input_shape, num_classes)
+    if len(input_shape) != 3:
+        raise UserError(f"{name} needs images", got=f"samples of shape {input_shape}")
+    build = _build_timm if source == "timm" else _build_torchvision
+    return build(target, input_shape[0], num_classes, pretrained)
+
+
+def _build_timm(model: str, channels: int, num_classes: int, pretrained: bool) -> nn.Module:
+    timm = _import_collection("timm")
+    _check_listed("timm", model, [*timm.list_models(), *timm.list_pretrained()])
+    with _fetching(f"timm:{model}", pretrained):
+        built: nn.Module = timm.create_model(
+            model, pretrained=pretrained, num_classes=num_classes, in_chans=channels
+        )
+    return built
+
+
+def _build_torchvision(model: str, channels: int, num_classes: int, pretrained: bool) -> nn.Module:
+    from paceline.models.head import replace_head
+
+    models = _import_collection("torchvision").models
+    _check_listed("torchvision", model, models.list_models(module=models))
+    if channels != 3:
+        raise UserError(
+            f"torchvision:{model} needs images of 3 channels",
+            got=f"{channels}",
+            hint="take a built-in model or timm:NAME, which adapt to the channels of the data",
+        )
+    with _fetching(f"torchvision:{model}", pretrained):
+        built: nn.Module = models.get_model(model, weights="DEFAULT" if pretrained else None)
+    if getattr(built, "aux_logits", False):
+        # googlenet and inception_v3 return three outputs in training unless their side heads go.
+        for part, gone in (("aux_logits", False), ("aux1", None), ("aux2", None), ("AuxLogits", None)):
+            if hasattr(built, part):
+                setattr(built, part, gone)
+    replace_head(built, num_classes, model_name=f"torchvision:{model}")
+    return built
+
+
+def _import_collection(collection: str) -> Any:
+    try:
+        return importlib.import_module(collection)
+    except (ImportError, RuntimeError) as error:  # RuntimeError: built for another torch
+        raise UserError(
+            f"{collection} is installed but cannot be imported",
+            got=first_line(error),
+            hint="install builds of torch and torchvision that belong together",
+        ) from error
+
+
+def _check_listed(collection: str, model: str, listed: list[str]) -> None:
+    if model not in listed:
+        raise UserError(
+            f"{collection} has no model {model!r}",
+            where=WHERE,
+            got=f"{collection}:{model}",
+            allowed=f"one of its {len(listed)} names",
+            hint=suggest(model, listed),
+        )
+
+
+@contextmanager
+def _fetching(name: str, pretrained: bool) -> Iterator[None]:
+    """Turn whatever goes wrong while published weights are fetched into one DataError."""
+    try:
+        yield
+    except Exception as error:  # each collection has its own zoo of network errors
+        if not pretrained:
+            raise
+        raise DataError(
+            f"the published weights of {name} could not be loaded",
+            got=first_line(error),
+            hint="fetch them on a machine with network access, or take --weights PATH or --weights none",
+        ) from error
+
+
+def _build_from_function(name: str, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    from torch import nn
+
+    function = resolve_reference(name, where=WHERE)
+    arguments = _accepted(name, function, {"num_classes": num_classes, "input_shape": input_shape})
+    with _users_code(name):
+        model = function(**arguments)
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"{name} does not return a model",
+            where=WHERE,
+            got=f"a value of type {type(model).__name__}",
+            allowed="a torch.nn.Module",
+        )
+    return model
+
+
+def _accepted(name: str, function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
+    """Those of the offered arguments that the function takes by keyword."""
+    signature = inspect.signature(function)
+    by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
+    takes_any = inspect.Parameter.VAR_KEYWORD in kinds.values()
+    accepted = {key: value for key, value in offered.items() if takes_any or kinds.get(key) in by_keyword}
+    try:
+        signature.bind(**accepted)
+    except TypeError as error:
+        raise UserError(
+            f"{name} cannot be called: {error}",
+            where=WHERE,
+            got=f"{getattr(function, '__name__', name)}{signature}",
+            allowed="a function of num_classes and input_shape, of one of them, or of nothing",
+            hint="give every other argument a default",
+        ) from error
+    return accepted
+
+
+@contextmanager
+def _users_code(name: str) -> Iterator[None]:
+    """Report a failure inside a user's file by its own line, not by ours."""
+    try:
+        yield
+    except PacelineError:
+        raise
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        file = Path(name.rpartition(":")[0]).name
+        theirs = [frame for frame in frames if Path(frame.filename).name == file] or frames
+        raise UserError(
+            f"{name} failed while the model was built",
+            where=f"{theirs[-1].filename}, line {theirs[-1].lineno}",
+            got=first_line(error),
+        ) from error

@@ -1,0 +1,33 @@
+"""A small perceptron: the model that trains in seconds on any machine.
+
+Three linear layers, input - hidden - hidden/2 - classes, with ReLU and dropout between them. The
+sample is flattened first, so vectors and images are both welcome.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+
+
+class MLP(nn.Module):
+    def __init__(
+        self, input_shape: tuple[int, ...], num_classes: int, *, hidden_size: int = 256, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        narrow = max(1, hidden_size // 2)
+        self.body = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(math.prod(input_shape), hidden_size),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden_size, narrow),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+        )
+        self.classifier = nn.Linear(narrow, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(self.body(x))
+        return logits

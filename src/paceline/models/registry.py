@@ -1,0 +1,118 @@
+"""Every model by its name: `check_model_name` and `check_weights` before a run, `build_model` in it.
+
+The returned module maps float samples [B, *input_shape] to logits [B, num_classes] and is built on
+torch's default device, so under `torch.device("meta")` it costs nothing and can be counted. Importing
+this file does not import torch: a mistyped name must cost a fraction of a second.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.config.schema import ModelConfig
+from paceline.errors import DataError, UserError
+from paceline.models.external import COLLECTIONS, build_external, check_external, suggest
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PUBLISHED_NAMES = ("vgg11", "vgg16", "vgg19", "resnet18", "resnet34", "resnet50")  # have ImageNet weights
+BUILT_IN = ("mlp", "cnn", *PUBLISHED_NAMES)
+OUTSIDE = "timm:NAME, torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION"
+WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt")
+
+
+def check_model_name(name: str) -> None:
+    """Raise a UserError if no model can be built under this name. Imports no torch."""
+    if ":" in name:
+        check_external(name)
+    elif name not in BUILT_IN:
+        hint = suggest(name, BUILT_IN)
+        if name.endswith(".py"):
+            hint = f"name the function that builds the model as well: {name}:build"
+        raise UserError(
+            "there is no model of this name",
+            where="--model-name",
+            got=name,
+            allowed=f"{', '.join(BUILT_IN)}, {OUTSIDE}",
+            hint=hint,
+        )
+
+
+def check_weights(config: ModelConfig) -> None:
+    """Raise a UserError if these weights cannot suit this model, a DataError if their file is missing."""
+    name, weights = config.model_name, config.weights
+    if weights == "none":
+        return
+    if weights == "imagenet":
+        if name not in PUBLISHED_NAMES and name.rpartition(":")[0] not in COLLECTIONS:
+            raise UserError(
+                f"there are no published ImageNet weights for {name}",
+                where="--weights",
+                got=weights,
+                allowed=f"{', '.join(PUBLISHED_NAMES)}, timm:NAME or torchvision:NAME",
+                hint="take --weights none or --weights PATH",
+            )
+        return
+    if Path(weights).suffix not in WEIGHT_SUFFIXES:
+        raise UserError(
+            "weights must be none, imagenet or a file of weights",
+            where="--weights",
+            got=weights,
+            allowed=f"none, imagenet, or a path that ends in {', '.join(WEIGHT_SUFFIXES)}",
+            hint=suggest(weights, ("none", "imagenet")),
+        )
+    if not Path(weights).expanduser().is_file():
+        raise DataError(
+            "the weights file does not exist",
+            where=str(Path(weights).expanduser().absolute()),
+            hint="correct --weights, or take --weights none",
+        )
+
+
+def build_model(
+    config: ModelConfig, input_shape: tuple[int, ...], num_classes: int, *, load_weights: bool = True
+) -> nn.Module:
+    """The model for samples of `input_shape`, with its initial weights unless they come from elsewhere."""
+    name, weights = config.model_name, config.weights if load_weights else "none"
+    check_model_name(name)
+    if load_weights:
+        check_weights(config)
+    if ":" in name:
+        by_collection = weights == "imagenet"
+        model = build_external(name, input_shape, num_classes, pretrained=by_collection)
+        if by_collection:
+            return model
+    else:
+        model = _build_built_in(config, input_shape, num_classes)
+    if weights != "none":
+        from paceline.models import weights as files
+
+        files.load_weights(model, name, weights)
+    return model
+
+
+def _build_built_in(config: ModelConfig, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+    name = config.model_name
+    if name == "mlp":
+        from paceline.models.mlp import MLP
+
+        return MLP(input_shape, num_classes, hidden_size=config.hidden_size, dropout=config.dropout)
+    if len(input_shape) != 3:
+        raise UserError(
+            f"{name} needs images",
+            got=f"samples of shape {input_shape}",
+            hint="take --model-name mlp for vectors",
+        )
+    if name == "cnn":
+        from paceline.models.cnn import CNN
+
+        return CNN(input_shape, num_classes, dropout=config.dropout)
+    if name.startswith("vgg"):
+        from paceline.models.vgg import VGG
+
+        return VGG(int(name.removeprefix("vgg")), input_shape, num_classes, dropout=config.dropout)
+    from paceline.models.resnet import ResNet
+
+    return ResNet(int(name.removeprefix("resnet")), input_shape, num_classes)

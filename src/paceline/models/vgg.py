@@ -1,0 +1,78 @@
+"""VGG-11, -16 and -19 (Simonyan and Zisserman, 2014), without BatchNorm.
+
+Parameters carry the names and shapes of torchvision's models, so its published weights load here and
+ours load there. Dropout is the configured one (the paper's is 0.5, which the cifar10-vgg19 recipe sets).
+Initialisation: He-normal over the fan-out for convolutions, N(0, 0.01) for linear layers, zero biases.
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import UserError
+
+WIDTHS = (64, 128, 256, 512, 512)  # of the five stages; each ends in a 2x2 max-pool
+DEPTHS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # convolutions per stage
+GRID = 7  # the classifier reads a 7x7 map, whatever the size of the image
+SMALLEST_SIDE = 2 ** len(WIDTHS)
+
+
+def pool_to_grid(x: Tensor) -> Tensor:
+    """Adaptive average pooling to 7x7, in the two common cases without its kernel.
+
+    A 224-pixel image arrives as 7x7 already and a 32-pixel one as a single point. The results are the
+    same bits, and unlike the pooling kernel both have a deterministic backward pass on GPUs.
+    """
+    if x.shape[-2:] == (GRID, GRID):
+        return x
+    if x.shape[-2:] == (1, 1):
+        return x.expand(-1, -1, GRID, GRID)
+    return F.adaptive_avg_pool2d(x, (GRID, GRID))
+
+
+class VGG(nn.Module):
+    def __init__(
+        self, depth: int, input_shape: tuple[int, ...], num_classes: int, *, dropout: float = 0.5
+    ) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        if min(height, width) < SMALLEST_SIDE:
+            raise UserError(
+                f"the images are too small for vgg{depth}",
+                got=f"{height}x{width}",
+                allowed=f"{SMALLEST_SIDE}x{SMALLEST_SIDE} or larger",
+                hint="take a resnet or the cnn for smaller images",
+            )
+        layers: list[nn.Module] = []
+        for filters, repeats in zip(WIDTHS, DEPTHS[depth], strict=True):
+            for _ in range(repeats):
+                layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU(inplace=True)]
+                channels = filters
+            layers.append(nn.MaxPool2d(2))
+        self.features = nn.Sequential(*layers)
+        self.classifier = nn.Sequential(
+            nn.Linear(channels * GRID * GRID, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(4096, 4096),
+            nn.ReLU(inplace=True),
+            nn.Dropout(dropout),
+            nn.Linear(4096, num_classes),
+        )
+        self.apply(_initialise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.classifier(pool_to_grid(self.features(x)).flatten(1))
+        return logits
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Conv2d):
+        nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    elif isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.01)
+    else:
+        return
+    assert module.bias is not None
+    nn.init.zeros_(module.bias)

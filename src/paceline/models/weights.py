@@ -1,0 +1,162 @@
+"""Initial weights from a file or from the published ImageNet ones, matched by name and shape.
+
+A file is data, never a program: safetensors cannot hold code and `torch.load` runs with
+`weights_only=True`. What does not fit - the head of other classes, the stem for small images - is left
+as initialised and counted in a report; if hardly anything fits, the file is the wrong one and that is
+an error. The ImageNet files are torchvision's, fetched once per node into the cache folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from paceline.data.fetch import fetch_file
+from paceline.errors import DataError
+from paceline.models.external import first_line
+from paceline.models.head import find_head
+
+PUBLISHED_AT = "https://download.pytorch.org/models"
+PUBLISHED = {  # the eight hex digits begin the file's SHA-256
+    "vgg11": "vgg11-8a719046.pth",
+    "vgg16": "vgg16-397923af.pth",
+    "vgg19": "vgg19-dcbb9e9d.pth",
+    "resnet18": "resnet18-f37072fd.pth",
+    "resnet34": "resnet34-b627a593.pth",
+    "resnet50": "resnet50-0676ba61.pth",
+}
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Which tensors of a file found their place in a model."""
+
+    loaded: tuple[str, ...]
+    skipped_shape: tuple[str, ...]  # the name is in both, with different shapes
+    missing: tuple[str, ...]  # only in the model
+    unexpected: tuple[str, ...]  # only in the file
+
+    def summary(self) -> str:
+        total = len(self.loaded) + len(self.skipped_shape) + len(self.missing)
+        parts = [f"{len(self.loaded)} of {total} tensors loaded"]
+        for label, names in (
+            ("other shape", self.skipped_shape),
+            ("not in the file", self.missing),
+            ("not in the model", self.unexpected),
+        ):
+            if names:
+                parts.append(f"{label}: {_first(names)}")
+        return "; ".join(parts)
+
+
+def load_weights(model: nn.Module, model_name: str, weights: str) -> LoadReport:
+    """Fill the model from `weights`: `imagenet` or the path of a file."""
+    path = fetch_imagenet(model_name) if weights == "imagenet" else Path(weights).expanduser()
+    report = load_matching(model, read_tensors(path), source=str(path))
+    logging.getLogger("paceline").info("weights of %s: %s", path.name, report.summary())
+    return report
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The named tensors of a .safetensors, .pth or .pt file, in CPU memory."""
+    try:
+        if path.suffix == ".safetensors":
+            content: object = load_file(path, device="cpu")
+        else:
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise DataError(
+            "the weights file cannot be opened", where=str(path), got=first_line(error)
+        ) from error
+    except Exception as error:  # damaged bytes make the readers fail in any way they like
+        raise DataError(
+            "the weights file cannot be read: it is damaged, or holds more than tensors",
+            where=str(path),
+            got=first_line(error),
+            allowed="a .safetensors file, or a .pth/.pt file of named tensors; code in a file is never run",
+            hint="save it anew with torch.save(model.state_dict(), PATH)",
+        ) from error
+    tensors = _named_tensors(content)
+    if not tensors:
+        raise DataError(
+            "the weights file holds no named tensors", where=str(path), got=f"a {type(content).__name__}"
+        )
+    return tensors
+
+
+def _named_tensors(content: object) -> dict[str, Tensor]:
+    """The state dict in what training scripts commonly save: plain, wrapped, or of a DDP model."""
+    if not isinstance(content, Mapping):
+        return {}
+    wrapped = next((content[key] for key in ("state_dict", "model") if key in content), None)
+    if isinstance(wrapped, Mapping):
+        content = wrapped
+    tensors = {str(name): value for name, value in content.items() if isinstance(value, Tensor)}
+    if all(name.startswith("module.") for name in tensors):
+        tensors = {name.removeprefix("module."): value for name, value in tensors.items()}
+    return tensors
+
+
+def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str = "") -> LoadReport:
+    """Copy every tensor whose name and shape fit; a DataError if less than half of the body fits."""
+    own = model.state_dict()
+    shared = [name for name in own if name in tensors]
+    fitting = {name: tensors[name] for name in shared if tensors[name].shape == own[name].shape}
+    report = LoadReport(
+        loaded=tuple(fitting),
+        skipped_shape=tuple(name for name in shared if name not in fitting),
+        missing=tuple(name for name in own if name not in tensors),
+        unexpected=tuple(name for name in tensors if name not in own),
+    )
+    body = _body_sizes(model)
+    covered = sum(size for name, size in body.items() if name in fitting)
+    if not fitting or 2 * covered < sum(body.values()):
+        raise DataError(
+            "the weights file does not belong to this model",
+            where=source or None,
+            got=f"{covered:,} of the {sum(body.values()):,} parameters below the head fit by name and shape\n"
+            f"the model has:    {_first(tuple(own))}\nthe file has:     {_first(tuple(tensors))}\n"
+            f"of another shape: {_first(report.skipped_shape)}",
+            hint="check that --weights and --model-name go together",
+        )
+    model.load_state_dict(fitting, strict=False)
+    return report
+
+
+def _body_sizes(model: nn.Module) -> dict[str, int]:
+    """Parameters by name, without the head: a head for other classes is no sign of a wrong file."""
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    head = find_head(model)
+    prefix = f"{head[0]}." if head else ""
+    return {name: size for name, size in sizes.items() if not (prefix and name.startswith(prefix))} or sizes
+
+
+def _first(names: tuple[str, ...], count: int = 4) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return (", ".join(names[:count]) or "nothing") + more
+
+
+def fetch_imagenet(model_name: str) -> Path:
+    """The published ImageNet weights of a built-in model, downloaded on first use."""
+    file = PUBLISHED[model_name]
+    cache = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline") / "weights"
+    checksum = Path(file).stem.rpartition("-")[2]
+    try:
+        return fetch_file(
+            f"{PUBLISHED_AT}/{file}",
+            cache / file,
+            checksum=checksum,
+            algorithm="sha256",
+            what=f"the ImageNet weights of {model_name}",
+        )
+    except DataError as error:
+        other_ways = "or take a file you have (--weights PATH), or start afresh (--weights none)"
+        error.hint = f"{error.hint}\n{other_ways}" if error.hint else other_ways
+        raise

@@ -1,0 +1,121 @@
+"""Strategies, applied to a finished model from outside: single, DDP or FSDP2.
+
+The order is the documentation: synchronised BatchNorm, memory format, compile, then the wrapper.
+Models know nothing of this, and the loop only sees `ParallelModel`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from paceline.config.schema import Config
+from paceline.parallel.batchnorm import synchronise_batchnorm
+from paceline.world.detect import World
+
+
+@dataclass
+class ParallelModel:
+    """A model ready to train on this rank."""
+
+    module: nn.Module  # the model itself: plain parameters, or sharded ones under fsdp
+    forward: Any  # what a batch goes through in training: the module or its DDP wrapper
+    strategy: str
+    autocast_dtype: torch.dtype | None
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.forward(inputs)
+        return logits
+
+    def reduce_gradients(self, enabled: bool) -> None:
+        """Whether the next backward pass also sums gradients over ranks: only the last microbatch's does."""
+        if isinstance(self.forward, DistributedDataParallel):
+            self.forward.require_backward_grad_sync = enabled
+        elif isinstance(self.forward, FSDPModule):
+            self.forward.set_requires_gradient_sync(enabled)
+
+
+def resolve_strategy(config: Config, world_size: int) -> str:
+    if config.parallel.strategy == "auto":
+        return "ddp" if world_size > 1 else "single"
+    return config.parallel.strategy
+
+
+def resolve_precision(config: Config, device: str) -> torch.dtype | None:
+    """The type of mixed precision, or None for full precision."""
+    if not config.train.amp:
+        return None
+    if config.train.amp_dtype != "auto":
+        return torch.bfloat16 if config.train.amp_dtype == "bf16" else torch.float16
+    if not device.startswith("cuda"):
+        return None  # bf16 is slower than fp32 on most CPUs
+    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+
+
+def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel:
+    """Move a model to its device and wrap it."""
+    strategy = resolve_strategy(config, world.world_size)
+    dtype = resolve_precision(config, world.device)
+    device = torch.device(world.device)
+    model.to(device)
+    if config.parallel.sync_bn and world.world_size > 1:
+        model = synchronise_batchnorm(model, device)
+    if strategy != "fsdp":
+        # Channels-last convolutions are faster on CPUs and tensor cores. FSDP lays its shards out itself.
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if config.train.compile:
+        model.compile()
+    forward: Any = model
+    if strategy == "ddp" and world.world_size > 1:
+        forward = _wrap_ddp(model, device)
+    elif strategy == "fsdp":
+        forward = _shard(model, dtype, offload=config.parallel.cpu_offload)
+    return ParallelModel(model, forward, strategy, dtype)
+
+
+def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+    # Running statistics are averaged before each evaluation, so DDP need not broadcast rank 0's every step.
+    # torch 2.13 renamed the switch.
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    device_ids = [device.index] if device.type == "cuda" else None
+    options: dict[str, Any] = {switch: False}
+    return DistributedDataParallel(model, device_ids=device_ids, **options)
+
+
+def _shard(model: nn.Module, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:
+    """FSDP2: one group of shards per block, and one for what lies between blocks."""
+    options: dict[str, Any] = {
+        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
+        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+    }
+    for block in find_blocks(model):
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """The repeated parts of a model: children of its sequences, not cut any further."""
+    for child in model.children():
+        if isinstance(child, nn.Sequential | nn.ModuleList):
+            for part in child.children():
+                if isinstance(part, nn.Sequential | nn.ModuleList):
+                    yield from find_blocks(nn.ModuleList([part]))
+                elif any(True for _ in part.parameters()):
+                    yield part
+        else:
+            yield from find_blocks(child)

@@ -1,0 +1,72 @@
+"""Exact evaluation: every sample once, sums and counts added over ranks, no padding counted."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from paceline.data.loader import Loader
+from paceline.metrics.throughput import Stopwatch
+from paceline.parallel.apply import ParallelModel
+from paceline.parallel.collectives import sum_over_ranks
+from paceline.training.step import autocast
+from paceline.world.detect import World
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Over all ranks."""
+
+    loss: float
+    accuracy: float
+    samples: int
+    throughput: float
+    confusion: list[list[int]]  # rows: true class, columns: predicted class
+
+    def class_accuracy(self) -> list[float | None]:
+        """Per class; None for a class without samples."""
+        return [row[index] / sum(row) if sum(row) else None for index, row in enumerate(self.confusion)]
+
+
+@torch.no_grad()
+def evaluate(
+    model: ParallelModel,
+    loader: Loader,
+    world: World,
+    *,
+    num_classes: int,
+    batch_size: int,
+    max_batches: int | None,
+) -> Evaluation:
+    """Run a part of the data through the model. Collective: every rank must call it."""
+    watch = Stopwatch()
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=world.device)
+    model.module.eval()
+    for batch in itertools.islice(loader.evaluation_batches(batch_size), max_batches):
+        with autocast(model, world):
+            logits = model.module(batch.inputs).float()
+        if batch.is_counted:
+            loss += F.cross_entropy(logits, batch.labels, reduction="none").double().sum()
+            cells = batch.labels * num_classes + logits.argmax(1)
+            confusion += torch.bincount(cells, minlength=len(confusion))
+    model.module.train()
+    sum_over_ranks(loss, world)
+    sum_over_ranks(confusion, world)
+    return _finish(loss, confusion.view(num_classes, num_classes).cpu(), watch)
+
+
+def _finish(loss: Tensor, confusion: Tensor, watch: Stopwatch) -> Evaluation:
+    samples = int(confusion.sum())
+    watch.count(samples, 0.0)
+    return Evaluation(
+        loss=loss.item() / max(samples, 1),
+        accuracy=int(confusion.trace()) / max(samples, 1),
+        samples=samples,
+        throughput=watch.samples_per_s,
+        confusion=confusion.tolist(),
+    )

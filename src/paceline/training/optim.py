@@ -1,0 +1,68 @@
+"""Optimizers, and the moving average of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from paceline.config.schema import OptimConfig
+
+
+def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """All trainable parameters in one group; the loop sets the learning rate before each step."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    decay = config.weight_decay
+    if config.optimizer in ("sgd", "nesterov"):
+        use_nesterov = config.optimizer == "nesterov" and config.momentum > 0
+        return torch.optim.SGD(
+            parameters, config.base_lr, momentum=config.momentum, weight_decay=decay, nesterov=use_nesterov
+        )
+    if config.optimizer == "adam":
+        return torch.optim.Adam(parameters, config.base_lr, weight_decay=decay)
+    return torch.optim.AdamW(parameters, config.base_lr, weight_decay=decay)
+
+
+class MovingAverage:
+    """An exponential moving average of a model's parameters (of this rank's shards, under FSDP).
+
+    Early on the average follows the weights more closely, so that it does not drag the random start
+    along: the decay at step t is at most (1 + t) / (10 + t).
+    """
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self._decay = decay
+        self._names = [name for name, _ in model.named_parameters()]
+        self._live = list(model.parameters())
+        self.values = [parameter.detach().clone() for parameter in self._live]
+
+    @torch.no_grad()
+    def update(self, step: int) -> None:
+        decay = min(self._decay, (1 + step) / (10 + step))
+        torch._foreach_lerp_(_local(self.values), _local(self._live), 1 - decay)
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Evaluate with the average: it changes places with the live weights for a while."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for live, average in zip(_local(self._live), _local(self.values), strict=True):
+            held = live.clone()
+            live.copy_(average)
+            average.copy_(held)
+
+    def named_values(self) -> dict[str, Tensor]:
+        return dict(zip(self._names, self.values, strict=True))
+
+
+def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]

@@ -1,0 +1,71 @@
+"""A run's arithmetic: who gets how much of each batch, how many steps, which learning rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.config.schema import Config
+from paceline.data.augment import build_pipeline
+from paceline.data.dataset import DatasetInfo
+from paceline.data.order import split_train_validation
+from paceline.errors import UserError
+from paceline.training.schedule import learning_rate, peak_learning_rate
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """Numbers that follow from the config, the data set and the number of ranks."""
+
+    config: Config
+    info: DatasetInfo
+    input_shape: tuple[int, ...]
+    num_train: int
+    num_validation: int
+    world_size: int
+    lanes: int
+    rank_batch_size: int
+    microbatch_size: int
+    steps_per_epoch: int
+    total_steps: int  # of all epochs: what the learning-rate curve spans
+    last_step: int  # where this run ends, which --max-steps may bring forward
+    peak_lr: float
+
+    def learning_rate(self, step: int) -> float:
+        return learning_rate(
+            step,
+            config=self.config.optim,
+            peak=self.peak_lr,
+            steps_per_epoch=self.steps_per_epoch,
+            total_steps=self.total_steps,
+        )
+
+
+def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
+    """Divisibility was checked by the config rules; what depends on the data is checked here."""
+    train, validation = split_train_validation(info.num_train, config.data.train_split)
+    batch = config.train.global_batch_size
+    if len(train) < batch:
+        raise UserError(
+            "the global batch is larger than the training set",
+            got=f"global_batch_size {batch}, {len(train)} training samples",
+            allowed=f"up to {len(train)}",
+            hint="a smaller --global-batch-size or more data",
+        )
+    steps_per_epoch = len(train) // batch
+    total_steps = steps_per_epoch * config.train.epochs
+    rank_batch = batch // world_size
+    return RunPlan(
+        config=config,
+        info=info,
+        input_shape=build_pipeline(config.data, info, config.train.seed).input_shape,
+        num_train=len(train),
+        num_validation=len(validation),
+        world_size=world_size,
+        lanes=config.parallel.lanes or world_size,
+        rank_batch_size=rank_batch,
+        microbatch_size=rank_batch // config.train.accumulate,
+        steps_per_epoch=steps_per_epoch,
+        total_steps=total_steps,
+        last_step=min(total_steps, config.train.max_steps or total_steps),
+        peak_lr=peak_learning_rate(config.optim, batch),
+    )

@@ -1,0 +1,107 @@
+"""`results.json`: what came out of a run, from all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.metrics.throughput import read_memory
+from paceline.parallel.collectives import gather_texts
+from paceline.training.evaluate import Evaluation
+from paceline.training.rig import Rig
+from paceline.training.state import TrainState
+from paceline.world.detect import World
+
+
+@dataclass(frozen=True)
+class RideTotals:
+    """Of this attempt, on this rank."""
+
+    seconds: float  # from the first step to the last checkpoint, evaluation included
+    samples: int
+    wait_s: float
+
+
+def hash_tensors(tensors: dict[str, Tensor]) -> str:
+    """SHA-256 of the tensors' bytes in the order of their names."""
+    digest = hashlib.sha256()
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
+    """One entry per rank, on every rank. Collective."""
+    memory = read_memory(world.device)
+    mine = {
+        "rank": world.rank,
+        "host": world.host,
+        "device": world.device,
+        "samples": totals.samples,
+        "seconds": totals.seconds,
+        "samples_per_second": totals.samples / max(totals.seconds, 1e-9),
+        "data_wait_seconds": totals.wait_s,
+        "peak_memory_mb": memory.peak_mb,
+    }
+    return [json.loads(text) for text in gather_texts(json.dumps(mine), world)]
+
+
+def make_results(
+    rig: Rig,
+    world: World,
+    state: TrainState,
+    test: Evaluation,
+    final_train: dict[str, Any],
+    ranks: list[dict[str, Any]],
+    weights_sha256: str,
+) -> dict[str, Any]:
+    plan = rig.plan
+    seconds = max(entry["seconds"] for entry in ranks)
+    samples = sum(entry["samples"] for entry in ranks)
+    return {
+        "status": "finished",
+        "test_accuracy": test.accuracy,
+        "test_loss": test.loss,
+        "best_epoch": state.best_epoch,
+        "best_validation_accuracy": state.best_accuracy if state.best_epoch else None,
+        "steps": state.step,
+        "samples_seen": state.step * plan.config.train.global_batch_size,
+        "samples_per_second": samples / max(seconds, 1e-9),
+        "training_seconds": seconds,
+        "world_size": world.world_size,
+        "strategy": rig.model.strategy,
+        "weights_sha256": weights_sha256,
+        "distributed_training": {
+            "world_size": world.world_size,
+            "backend": world.backend,
+            "global_batch_size": plan.config.train.global_batch_size,
+            "rank_batch_size": plan.rank_batch_size,
+            "epochs": plan.config.train.epochs,
+            "precision": str(rig.model.autocast_dtype or "torch.float32").removeprefix("torch."),
+        },
+        "performance": {
+            "avg_final_loss": final_train.get("loss"),
+            "avg_final_accuracy": final_train.get("accuracy"),
+            "total_samples_processed": samples,
+            "samples_per_second": samples / max(seconds, 1e-9),
+            "time_per_epoch": final_train.get("seconds"),
+        },
+        "process_metrics": ranks,
+        "model_info": {
+            "name": plan.config.model.model_name,
+            "parameters": rig.num_parameters,
+            "input_shape": list(plan.input_shape),
+            "classes": list(plan.info.classes),
+        },
+        "test": {
+            "samples": test.samples,
+            "class_accuracy": dict(zip(plan.info.classes, test.class_accuracy(), strict=True)),
+            "confusion_matrix": test.confusion,
+        },
+        "success": True,
+    }

@@ -1,0 +1,78 @@
+"""A finished run, opened again to be tested or asked."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from paceline.checkpoints.manager import restore_weights
+from paceline.checkpoints.store import Checkpoint, find_checkpoint
+from paceline.config.load import load_config
+from paceline.config.rules import check_config
+from paceline.config.schema import Config
+from paceline.data.augment import build_pipeline
+from paceline.data.sources.folder import read_picture
+from paceline.errors import UserError
+from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.rig import Rig, build_rig
+from paceline.world.detect import ALONE, World, build_world
+
+
+@dataclass(frozen=True)
+class OpenRun:
+    config: Config
+    world: World
+    checkpoint: Checkpoint
+    rig: Rig
+
+
+def open_run(path: Path, flags: list[str]) -> OpenRun:
+    """The best weights of a run (the latest, if it ended before its first epoch did) on one process."""
+    if not (path / "config.yaml").is_file():
+        raise UserError(
+            "this is not a run folder", where=str(path), hint="a folder that paceline train wrote"
+        )
+    loaded = load_config(str(path / "config.yaml"), flags)
+    check_config(loaded)
+    # Whatever the run was trained on, one process evaluates it.
+    alone = dataclasses.replace(
+        loaded.config.parallel, strategy="single", processes=1, lanes=0, cpu_offload=False
+    )
+    config = dataclasses.replace(loaded.config, parallel=alone)
+    world = build_world(config.parallel, ALONE)
+    torch.set_num_threads(world.threads)
+    best = path / "checkpoints" / "best"
+    checkpoint = find_checkpoint(best if best.exists() else path)
+    rig = build_rig(config, world, load_weights=False)
+    restore_weights(checkpoint, rig.model.module)
+    return OpenRun(config, world, checkpoint, rig)
+
+
+def evaluate_run(run: OpenRun) -> Evaluation:
+    return evaluate(
+        run.rig.model,
+        run.rig.test_data,
+        run.world,
+        num_classes=run.rig.plan.info.num_classes,
+        batch_size=run.config.train.test_batch_size,
+        max_batches=None,
+    )
+
+
+@torch.no_grad()
+def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
+    """Class probabilities of each picture, prepared as the run's evaluation prepares its samples."""
+    info = run.rig.plan.info
+    if not info.is_image or info.sample_shape[1] != info.sample_shape[2]:
+        raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
+    pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
+    samples = torch.stack([read_picture(picture, info.sample_shape[1]) for picture in pictures])
+    if info.sample_shape[0] == 1:
+        samples = samples.float().mean(1, keepdim=True).round().to(torch.uint8)
+    run.rig.model.module.eval()
+    logits = run.rig.model.module(pipeline.for_evaluation(samples.to(run.world.device)))
+    probabilities: list[list[float]] = logits.float().softmax(1).tolist()
+    return probabilities

@@ -1,0 +1,61 @@
+"""Where a run stands: everything a resume needs that is not a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class EpochSums:
+    """Exact sums over the samples trained on so far in this epoch, over all ranks."""
+
+    loss: float = 0.0
+    correct: int = 0
+    samples: int = 0
+    seconds: float = 0.0
+
+    def add(self, loss: float, correct: float, samples: float) -> None:
+        self.loss += loss
+        self.correct += round(correct)
+        self.samples += round(samples)
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / max(self.samples, 1)
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / max(self.samples, 1)
+
+
+@dataclass
+class TrainState:
+    """The clock is the step; epoch and position follow from it."""
+
+    step: int = 0
+    best_epoch: int = 0
+    best_accuracy: float = -1.0
+    best_loss: float = float("inf")
+    epoch_sums: EpochSums = field(default_factory=EpochSums)
+
+    def is_improved_by(self, accuracy: float, loss: float) -> bool:
+        """More accurate, or as accurate with less loss."""
+        return (accuracy, -loss) > (self.best_accuracy, -self.best_loss)
+
+    def to_json(self) -> dict[str, Any]:
+        values = asdict(self)
+        if self.best_epoch == 0:
+            values["best_loss"] = None  # JSON knows no infinity
+        return values
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> TrainState:
+        loss = values["best_loss"]
+        return cls(
+            step=int(values["step"]),
+            best_epoch=int(values["best_epoch"]),
+            best_accuracy=float(values["best_accuracy"]),
+            best_loss=float("inf") if loss is None else float(loss),
+            epoch_sums=EpochSums(**values["epoch_sums"]),
+        )

@@ -1,0 +1,109 @@
+"""One rank's whole life: find its place, join the others, train, and leave word of how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.config.load import LoadedConfig, to_yaml
+from paceline.config.schema import Config
+from paceline.errors import PacelineError
+from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.collectives import broadcast_text
+from paceline.runs.environment import describe_environment
+from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.runs.place import RunPlace, decide_place
+from paceline.training.loop import train
+from paceline.training.rehearse import rehearse
+from paceline.world.detect import RankEnvironment, World, build_world
+from paceline.world.group import process_group
+
+_log = logging.getLogger("paceline")
+
+
+def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, Any]:
+    """Train as this rank; returns the results."""
+    config = loaded.config
+    world = build_world(config.parallel, environment)
+    torch.set_num_threads(world.threads)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+    needs_group = resolve_strategy(config, world.world_size) == "fsdp"
+    with process_group(world, needed=needs_group):
+        place = _agree_on_place(loaded, world)
+        folder = RunFolder(place.folder)
+        folder.create()
+        _open_log(folder, world)
+        with folder.owned() if world.is_primary else nullcontext():
+            if world.is_primary:
+                _write_identity(folder, config)
+            return _train_with_status(config, world, place, folder)
+
+
+def _train_with_status(config: Config, world: World, place: RunPlace, folder: RunFolder) -> dict[str, Any]:
+    try:
+        results = rehearse(config, world, place) if config.run.rehearse else train(config, world, place)
+    except BaseException as error:
+        what = error.what if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
+        if world.is_primary:
+            folder.write_status("failed", reason=what)
+        raise
+    if world.is_primary:
+        folder.write_status("finished", step=results["steps"], test_accuracy=results["test_accuracy"])
+    return results
+
+
+def _agree_on_place(loaded: LoadedConfig, world: World) -> RunPlace:
+    """The primary decides (its clock names the folder) and everybody follows, into its error too."""
+    answer = {}
+    if world.is_primary:
+        try:
+            answer = {
+                name: str(path) for name, path in dataclasses.asdict(decide_place(loaded)).items() if path
+            }
+        except PacelineError:
+            broadcast_text("{}", world)
+            raise
+    answer = json.loads(broadcast_text(json.dumps(answer), world))
+    if not answer:
+        sys.exit(2)
+    resume = answer.get("resume_from")
+    return RunPlace(Path(answer["folder"]), Path(resume) if resume else None)
+
+
+def _open_log(folder: RunFolder, world: World) -> None:
+    """Each rank's own file. All but the primary's output goes there, native libraries' included."""
+    path = folder.log_of(world.rank)
+    handler = logging.FileHandler(path)
+    handler.setFormatter(
+        logging.Formatter(f"%(asctime)s {world.host} rank {world.rank} %(levelname)s %(message)s")
+    )
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
+    if world.is_primary:
+        console = logging.StreamHandler(sys.stdout)
+        console.setFormatter(logging.Formatter("%(message)s"))
+        console.addFilter(lambda record: record.levelno < logging.ERROR)
+        _log.addHandler(console)
+    else:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with path.open("a") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+
+
+def _write_identity(folder: RunFolder, config: Config) -> None:
+    write_atomically(folder.config, to_yaml(config))
+    write_json(folder.environment, describe_environment())
+    folder.write_status("running", step=0)

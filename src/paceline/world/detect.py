@@ -1,0 +1,145 @@
+"""Who am I among how many: the launcher's environment becomes one frozen `World`.
+
+Nothing else in the house reads RANK and its siblings. `read_rank_environment` needs no torch, so that
+a wrong launch is refused before anything heavy is imported; `build_world` adds the device.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.config.schema import ParallelConfig
+from paceline.errors import UserError
+
+_LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by launch/local.py for the ranks it starts
+
+
+@dataclass(frozen=True)
+class RankEnvironment:
+    """What a launcher told this process."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+
+
+@dataclass(frozen=True)
+class World:
+    """The topology of this run and this process's place in it. Built once, never changed."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    launcher: str
+    host: str
+    device: str  # "cpu" or "cuda:1"
+    backend: str  # "gloo" or "nccl"
+    threads: int
+
+    @property
+    def is_primary(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.local_world_size
+
+    def __str__(self) -> str:
+        ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        kind = "cuda" if self.device.startswith("cuda") else "cpu"
+        threads = f"{self.threads} CPU thread" + ("s" if self.threads > 1 else "") + " each"
+        return f"{ranks}{nodes} by {self.launcher}, {kind}, {self.backend}, {threads}"
+
+
+def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment | None:
+    """The launcher's variables as numbers; None when no launcher started this process."""
+    if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        return None
+    missing = [name for name in _LAUNCH_VARIABLES if name not in environment]
+    if missing:
+        raise UserError(
+            f"the launcher's environment is incomplete: {', '.join(missing)} not set",
+            got=", ".join(f"{n}={environment[n]}" for n in _LAUNCH_VARIABLES if n in environment),
+            hint="start with torchrun or with paceline train --processes N, or unset RANK and WORLD_SIZE",
+        )
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        text = environment.get(name, environment["WORLD_SIZE"])
+        if not text.isdecimal():
+            raise UserError(f"{name} in the environment is not a number", got=text)
+        numbers[name] = int(text)
+    if not (
+        0 <= numbers["RANK"] < numbers["WORLD_SIZE"] and numbers["LOCAL_RANK"] < numbers["LOCAL_WORLD_SIZE"]
+    ):
+        raise UserError(
+            "the launcher's environment contradicts itself",
+            got=", ".join(f"{name}={value}" for name, value in numbers.items()),
+            allowed="RANK below WORLD_SIZE and LOCAL_RANK below LOCAL_WORLD_SIZE",
+        )
+    own = environment.get(OWN_LAUNCHER)
+    launcher = own or ("torchrun" if "TORCHELASTIC_RUN_ID" in environment else "the environment")
+    return RankEnvironment(
+        rank=numbers["RANK"],
+        world_size=numbers["WORLD_SIZE"],
+        local_rank=numbers["LOCAL_RANK"],
+        local_world_size=numbers["LOCAL_WORLD_SIZE"],
+        launcher=launcher,
+    )
+
+
+ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="this process")
+
+
+def usable_cores() -> int:
+    """Cores this process may run on, which in a container or a job is fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def threads_per_rank(config: ParallelConfig, local_world_size: int) -> int:
+    return config.omp_num_threads or max(1, usable_cores() // local_world_size)
+
+
+def count_gpus(config: ParallelConfig) -> int:
+    """GPUs this process sees; 0 when the user asked for the CPU."""
+    if config.device == "cpu":
+        return 0
+    import torch
+
+    count = torch.cuda.device_count()
+    if config.device == "cuda" and count == 0:
+        raise UserError(
+            "no CUDA device is visible", where="flag --device", hint="--device cpu, or see nvidia-smi"
+        )
+    return count
+
+
+def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
+    """Add the device and the backend that belongs to it."""
+    gpus = count_gpus(config)
+    if gpus and environment.local_world_size > gpus:
+        raise UserError(
+            "more ranks than GPUs on this node",
+            got=f"{environment.local_world_size} ranks, {gpus} GPUs",
+            hint=f"--processes {gpus}, or --device cpu",
+        )
+    return World(
+        rank=environment.rank,
+        world_size=environment.world_size,
+        local_rank=environment.local_rank,
+        local_world_size=environment.local_world_size,
+        launcher=environment.launcher,
+        host=socket.gethostname(),
+        device=f"cuda:{environment.local_rank}" if gpus else "cpu",
+        backend="nccl" if gpus else "gloo",
+        threads=threads_per_rank(config, environment.local_world_size),
+    )

@@ -1,0 +1,34 @@
+"""Random numbers of the model: initial weights and dropout.
+
+The generators are set anew before every step from (seed, step, rank), so there is no generator state
+to save and a resumed run draws what the undisturbed one would have drawn.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spreads neighbouring numbers apart
+
+
+def seed_initial_weights(seed: int) -> None:
+    """The same on every rank, so that every rank builds the same model."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Different on every rank and step, and a function of nothing else."""
+    torch.manual_seed((seed * _GOLDEN + step * 1_000_003 + rank) % 2**63)
+
+
+def require_determinism() -> None:
+    """Only kernels that give the same bits every time; an operation without one raises."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False

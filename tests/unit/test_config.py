@@ -1,0 +1,118 @@
+"""Defaults <- recipe <- flags, and where each value came from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.config.fields import field_table, flatten
+from paceline.config.load import LoadedConfig, load_config, to_yaml
+from paceline.config.recipe_file import shipped_recipes
+from paceline.config.rules import check_config, check_world, largest_fitting_world, nearest_divisors
+from paceline.config.schema import Config
+from paceline.errors import UserError
+
+# Adding a flag is a decision: it must be added here too, and the number must stay near sixty.
+FLAGS = (
+    "dataset data_dir num_samples input_size num_classes train_split augment image_size flip cutout "
+    "num_workers model_name weights hidden_size dropout "
+    "optimizer base_lr momentum weight_decay schedule warmup_epochs clip_norm label_smoothing ema_decay "
+    "epochs max_steps global_batch_size accumulate test_batch_size seed deterministic amp amp_dtype compile "
+    "strategy processes lanes sync_bn cpu_offload device omp_num_threads "
+    "output_dir resume save_frequency log_frequency metric_lines track rehearse"
+)
+
+
+def write(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
+
+
+def test_flag_list_is_the_agreed_one() -> None:
+    assert " ".join(field_table()) == FLAGS
+    assert len(field_table()) <= 60
+
+
+def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+    recipe = write(tmp_path / "mine.yaml", "epochs: 3\nbase_lr: 3e-4\namp: false\ntrack: [mlflow, wandb]\n")
+    loaded = load_config(recipe, ["--epochs", "5"])
+    assert loaded.config.train.epochs == 5
+    assert loaded.config.optim.base_lr == 3e-4
+    assert loaded.config.train.amp is False
+    assert loaded.config.run.track == ("mlflow", "wandb")
+    assert [loaded.origin(name) for name in ("epochs", "base_lr", "momentum")] == ["flag", "file", "default"]
+    assert loaded.where("base_lr") == f"{recipe}, line 2"
+
+
+@pytest.mark.parametrize(
+    ("flags", "name", "value"),
+    [
+        (["--world-size", "2"], "processes", 2),
+        (["--method", "fsdp"], "strategy", "fsdp"),
+        (["--workers=3"], "num_workers", 3),
+        (["--print_every", "32"], "log_frequency", 32),
+        (["--no-amp"], "amp", False),
+        (["--deterministic"], "deterministic", True),
+        (["--track"], "track", ()),
+        (["--epochs", "4", "--epochs", "6"], "epochs", 6),
+    ],
+)
+def test_flags_of_the_seeds_keep_their_names(flags: list[str], name: str, value: object) -> None:
+    assert flatten(load_config("shapes-cnn", flags).config)[name] == value
+
+
+def test_resolved_config_is_a_recipe_for_the_same_run(tmp_path: Path) -> None:
+    flags = ["--output-dir", "it's a 'folder'", "--base-lr", "1e-7", "--track", "--no-flip"]
+    config = load_config("cifar10-vgg19", flags).config
+    assert load_config(write(tmp_path / "again.yaml", to_yaml(config)), []).config == config
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_are_valid_and_say_what_they_are(name: str) -> None:
+    check_config(load_config(name, []))
+    header = shipped_recipes()[name].read_text().split("\n\n")[0]
+    assert all(line.startswith("#") for line in header.splitlines())
+    assert f"paceline train {name}" in header
+    assert "# machine" in header
+
+
+def check(*flags: str) -> LoadedConfig:
+    loaded = load_config("shapes-cnn", list(flags))
+    check_config(loaded)
+    return loaded
+
+
+def test_indivisible_batch_names_the_nearest_valid_sizes() -> None:
+    with pytest.raises(UserError) as caught:
+        check("--global-batch-size", "250", "--processes", "4", "--accumulate", "2")
+    screen = caught.value.screen()
+    assert "250 is not divisible by 8" in screen
+    assert "248 or 256" in screen
+
+
+def test_indivisible_world_size_names_the_nearest_valid_ones() -> None:
+    with pytest.raises(UserError, match="not divisible by 3") as caught:
+        check_world(check(), 3)
+    assert "--processes 2 or 4" in caught.value.screen()
+
+
+def test_lanes_must_be_shared_equally() -> None:
+    check_world(check("--lanes", "4"), 2)
+    with pytest.raises(UserError, match="4 lanes"):
+        check_world(check("--lanes", "4", "--global-batch-size", "255"), 3)
+    with pytest.raises(UserError, match="not divisible by 4"):
+        check_world(check("--lanes", "4", "--global-batch-size", "258"), 2)
+
+
+def test_default_world_is_the_largest_that_fits() -> None:
+    assert largest_fitting_world(256, 1, 0, limit=4) == 4
+    assert largest_fitting_world(250, 1, 0, limit=4) == 2
+    assert largest_fitting_world(251, 1, 0, limit=4) == 1
+    assert largest_fitting_world(256, 1, 2, limit=4) == 2
+    assert nearest_divisors(256, 3) == [2, 4]
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(AttributeError):
+        Config().train.epochs = 3  # type: ignore[misc]

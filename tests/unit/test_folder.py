@@ -1,0 +1,186 @@
+"""Folders of pictures: layouts, the stable split, equal pixels on any number of threads, named faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from paceline.config.schema import DataConfig
+from paceline.data.registry import describe_dataset, load_dataset
+from paceline.data.sources.folder import EXTENSIONS, _scan, read_picture
+from paceline.errors import DataError
+
+
+def config(data_dir: Path, workers: int = 0) -> DataConfig:
+    return DataConfig(dataset="folder", data_dir=str(data_dir), image_size=28, num_workers=workers)
+
+
+def picture(path: Path, width: int = 40, height: int = 30, seed: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(path)
+
+
+def two_halves(root: Path) -> None:
+    for half, count in (("train", 3), ("test", 2)):
+        for label, name in enumerate(("bird", "ant")):
+            for number in range(count):
+                picture(root / half / name / f"{number}.png", seed=10 * label + number)
+
+
+def one_half(root: Path, count: int = 30) -> None:
+    for name in ("a", "b"):
+        for number in range(count):
+            picture(root / name / f"{number}.png", 8, 8, number)
+
+
+def test_train_and_test_folders(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    (tmp_path / "train" / "ant" / "notes.txt").write_text("not a picture")
+    (tmp_path / "train" / ".cache").mkdir()
+    info, data = describe_dataset(config(tmp_path), 0), load_dataset(config(tmp_path), 0)
+    assert data.info == info
+    assert info.classes == ("ant", "bird")
+    assert (info.num_train, info.num_test, info.sample_shape) == (6, 4, (3, 32, 32))
+    assert data.train.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    expected = read_picture(tmp_path / "train" / "bird" / "1.png", 32)
+    assert torch.equal(data.train.read(torch.tensor([4]))[0], expected)
+
+
+def test_describing_opens_no_picture(tmp_path: Path) -> None:
+    for half in ("train", "test"):
+        for name in ("a", "b"):
+            (tmp_path / half / name).mkdir(parents=True)
+            (tmp_path / half / name / "broken.JPG").write_bytes(b"")
+    assert describe_dataset(config(tmp_path), 0).num_train == 2
+
+
+def test_pixels_do_not_depend_on_threads(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    order = torch.tensor([5, 0, 3, 3])
+    alone, together = (load_dataset(config(tmp_path, workers), 0).train.read(order) for workers in (0, 3))
+    assert alone.dtype == torch.uint8
+    assert alone.shape == (4, 3, 32, 32)
+    assert torch.equal(alone, together)
+
+
+def test_one_folder_is_split_and_adding_moves_nothing(tmp_path: Path) -> None:
+    one_half(tmp_path)
+
+    def test_names() -> set[str]:
+        _, _, held = _scan(config(tmp_path))
+        return {path.relative_to(tmp_path).as_posix() for path in held.paths}
+
+    before = test_names()
+    assert 4 <= len(before) <= 20
+    picture(tmp_path / "a" / "000-new.png", 8, 8)
+    assert before <= test_names()
+    info = describe_dataset(config(tmp_path), 0)
+    assert info.num_train + info.num_test == 61
+
+
+@pytest.mark.parametrize("extension", sorted(EXTENSIONS))
+def test_every_format(tmp_path: Path, extension: str) -> None:
+    path = tmp_path / f"p{extension}"
+    Image.new("RGB", (50, 40), (250, 10, 10)).save(path)
+    pixels = read_picture(path, 16)
+    assert pixels.shape == (3, 16, 16)
+    assert pixels[0].min() > 230
+    assert pixels[1:].max() < 30
+
+
+def test_the_central_square_is_scaled(tmp_path: Path) -> None:
+    wide = Image.new("RGB", (300, 100), (255, 0, 0))
+    wide.paste((0, 255, 0), (100, 0, 200, 100))
+    wide.save(tmp_path / "wide.png")
+    pixels = read_picture(tmp_path / "wide.png", 50)
+    assert pixels[1, :, 1:-1].min() == 255  # the outermost columns blend with what lies beyond
+    assert pixels[0, :, 1:-1].max() == 0
+    assert pixels[1].min() > 200
+
+
+def test_close_to_scaling_first_and_cutting_afterwards(tmp_path: Path) -> None:
+    ramp = np.linspace(0, 255, 90 * 120).reshape(90, 120).astype(np.uint8)
+    image = Image.fromarray(ramp).convert("RGB")
+    image.save(tmp_path / "p.png")
+    scaled = np.array(image.resize((40, 30), Image.Resampling.BILINEAR))[:, 5:35].transpose(2, 0, 1)
+    difference = read_picture(tmp_path / "p.png", 30).int() - torch.from_numpy(scaled.copy()).int()
+    assert difference.abs().max() <= 2
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16", "CMYK"])
+def test_other_colour_modes(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / ("p.jpg" if mode == "CMYK" else "p.png")
+    if mode == "I;16":
+        Image.fromarray(np.full((9, 9), 128 * 256, dtype=np.uint16)).save(path)
+    else:
+        Image.new("RGB", (9, 9), (128, 128, 128)).convert(mode).save(path)
+    pixels = read_picture(path, 8)
+    assert pixels.shape == (3, 8, 8)
+    if mode != "1":
+        assert 120 <= pixels.float().mean() <= 136
+
+
+def test_palette_with_transparency_gives_no_warning(tmp_path: Path) -> None:
+    Image.new("P", (9, 9), 1).save(tmp_path / "p.png", transparency=b"\x00\x80")
+    assert read_picture(tmp_path / "p.png", 8).shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize("fault", ["truncated.jpg", "truncated.png", "empty.png", "text.png", "absent.png"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_unreadable_picture_is_named(tmp_path: Path, fault: str, workers: int) -> None:
+    two_halves(tmp_path)
+    bad = tmp_path / "train" / "ant" / fault
+    picture(bad, 200, 200)
+    data = load_dataset(config(tmp_path, workers), 0)
+    whole = bad.read_bytes()
+    if fault.startswith("absent"):
+        bad.unlink()
+    else:
+        bad.write_bytes({"tru": whole[: len(whole) // 2], "emp": b"", "tex": b"hello"}[fault[:3]])
+    with pytest.raises(DataError) as caught:
+        data.train.read(torch.arange(len(data.train)))
+    assert str(bad) in caught.value.screen()
+
+
+def check_refused(root: Path, *said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        describe_dataset(config(root), 0)
+    assert all(words in caught.value.screen() for words in said)
+
+
+def test_an_empty_folder(tmp_path: Path) -> None:
+    check_refused(tmp_path, "0 class folders", str(tmp_path))
+
+
+def test_one_class_only(tmp_path: Path) -> None:
+    picture(tmp_path / "cats" / "1.png")
+    check_refused(tmp_path, "1 class folders: cats")
+
+
+def test_classes_without_pictures(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    (tmp_path / "train" / "cow").mkdir()
+    (tmp_path / "test" / "cow").mkdir()
+    check_refused(tmp_path, "no pictures in cow")
+
+
+def test_halves_that_differ(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    picture(tmp_path / "train" / "cow" / "1.png")
+    picture(tmp_path / "test" / "dog" / "1.png")
+    check_refused(tmp_path, "cow: only in train", "dog: only in test")
+
+
+def test_no_test_folder(tmp_path: Path) -> None:
+    picture(tmp_path / "train" / "cow" / "1.png")
+    check_refused(tmp_path, "no test folder")
+
+
+def test_too_few_to_split(tmp_path: Path) -> None:
+    one_half(tmp_path, count=1)
+    check_refused(tmp_path, "too few pictures")

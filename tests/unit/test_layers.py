@@ -1,0 +1,78 @@
+"""The floor plan holds: a layer imports only layers below it, and the light ones never torch."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
+# From the ground up; docs/architecture.md tells why.
+LAYERS = [
+    *("errors", "config", "runs", "world", "data", "models", "parallel", "checkpoints", "metrics"),
+    *("training", "launch", "cli"),
+]
+WITHOUT_TORCH = {"errors", "config", "runs", "launch", "cli"}
+# Layers that hold heavy and light files: these must answer before torch is imported.
+LIGHT_FILES = {"world/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"}
+
+
+def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else list(ast.walk(tree))
+    names: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(str(node.module))
+    return names
+
+
+def modules() -> list[tuple[str, Path]]:
+    files = [path for path in SOURCE.rglob("*.py") if path.parent != SOURCE or path.name == "errors.py"]
+    return [(path.relative_to(SOURCE).parts[0].removesuffix(".py"), path) for path in files]
+
+
+def test_layers_import_only_downwards() -> None:
+    found = 0
+    for layer, path in modules():
+        for name in imports_of(path, top_level_only=False):
+            parts = name.split(".")
+            if parts[0] == "paceline" and len(parts) > 1:
+                found += 1
+                assert LAYERS.index(parts[1]) <= LAYERS.index(layer), f"{path} imports {name}"
+    assert found > 100
+
+
+def test_light_modules_do_not_import_torch_at_the_top() -> None:
+    light = [
+        p for layer, p in modules() if layer in WITHOUT_TORCH or str(p.relative_to(SOURCE)) in LIGHT_FILES
+    ]
+    assert len(light) > 15
+    for path in light:
+        heavy = {name.split(".")[0] for name in imports_of(path, top_level_only=True)} & {"torch", "numpy"}
+        assert not heavy, f"{path} imports {heavy}"
+
+
+def test_models_know_nothing_of_distribution() -> None:
+    for layer, path in modules():
+        if layer == "models":
+            assert not any(
+                name.startswith("torch.distributed") for name in imports_of(path, top_level_only=False)
+            )
+
+
+def test_only_the_world_reads_the_launcher_environment() -> None:
+    readers = [path for layer, path in modules() if '"LOCAL_RANK"' in path.read_text() and layer != "world"]
+    assert readers == []
+
+
+def test_files_and_functions_stay_small() -> None:
+    for _, path in modules():
+        text = path.read_text()
+        assert text.count("\n") <= 400, path
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno <= 75, f"{path}: {node.name}"
+    assert (SOURCE / "training" / "loop.py").read_text().count("\n") <= 250

@@ -1,0 +1,54 @@
+"""The launcher's environment as one frozen value."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.config.schema import ParallelConfig
+from paceline.errors import UserError
+from paceline.world.detect import ALONE, build_world, read_rank_environment, threads_per_rank
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "1",
+    "TORCHELASTIC_RUN_ID": "x",
+}
+
+
+def test_no_launcher() -> None:
+    assert read_rank_environment({}) is None
+
+
+def test_torchrun() -> None:
+    environment = read_rank_environment(TORCHRUN)
+    assert environment is not None
+    assert (environment.rank, environment.world_size, environment.launcher) == (3, 4, "torchrun")
+    world = build_world(ParallelConfig(device="cpu", omp_num_threads=3), environment)
+    assert (world.num_nodes, world.is_primary, world.device, world.backend) == (2, False, "cpu", "gloo")
+    assert str(world) == "4 ranks on 2 nodes by torchrun, cpu, gloo, 3 CPU threads each"
+
+
+def test_missing_variables_are_named() -> None:
+    with pytest.raises(UserError, match="LOCAL_RANK, MASTER_ADDR, MASTER_PORT not set"):
+        read_rank_environment({"RANK": "0", "WORLD_SIZE": "2"})
+
+
+@pytest.mark.parametrize("change", [{"RANK": "4"}, {"RANK": "x"}, {"RANK": "-1"}, {"LOCAL_RANK": "2"}])
+def test_contradictions_are_refused(change: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"contradicts|not a number"):
+        read_rank_environment({**TORCHRUN, **change})
+
+
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.world.detect.usable_cores", lambda: 8)
+    assert threads_per_rank(ParallelConfig(), 2) == 4
+    assert threads_per_rank(ParallelConfig(), 16) == 1
+    assert threads_per_rank(ParallelConfig(omp_num_threads=5), 2) == 5
+
+
+def test_alone() -> None:
+    assert build_world(ParallelConfig(device="cpu"), ALONE).world_size == 1
