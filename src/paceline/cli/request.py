@@ -7,7 +7,7 @@ from paceline.config.rules import check_config, check_world, largest_fitting_wor
 from paceline.data.registry import check_data_config
 from paceline.errors import UserError
 from paceline.metrics.sinks.open import check_trackers
-from paceline.models.registry import check_model_name
+from paceline.models.registry import check_model_name, check_weights
 from paceline.world.detect import RankEnvironment, count_gpus, usable_cores
 
 DEFAULT_RECIPE = "shapes-cnn"
@@ -29,6 +29,7 @@ def read_request(arguments: list[str]) -> LoadedConfig:
     check_config(loaded)
     check_data_config(loaded.config.data)
     check_model_name(loaded.config.model.model_name)
+    check_weights(loaded.config.model)
     check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
     return loaded
 

@@ -121,7 +121,11 @@ def unknown_name(key: str, where: str) -> UserError:
     names = [*field_table(), *(alias for spec in field_table().values() for alias in spec.aliases)]
     name = key.lstrip("-").replace("-", "_")
     # "batch_size" should find "global_batch_size" although half of its letters are missing.
-    close = [n for n in names if name in n] or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    close = (
+        difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+        or [n for n in names if name in n]
+        or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    )
     is_flag = key.startswith("-")
     if not close:
         hint = "paceline train --help lists them all"

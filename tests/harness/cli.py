@@ -1,0 +1,41 @@
+"""The `paceline` command as a person runs it: its own process, its own folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+def environment(**extra: str) -> dict[str, str]:
+    """The test's environment without a launcher's traces; Python warnings count as errors of ours."""
+    clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
+    return {**clean, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **extra}
+
+
+def paceline(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) -> Answer:
+    return command(sys.executable, "-m", "paceline", *arguments, cwd=cwd, timeout_s=timeout_s, **extra)
+
+
+def command(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) -> Answer:
+    done = subprocess.run(
+        arguments,
+        cwd=cwd,
+        env=environment(**extra),
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    return Answer(done.returncode, done.stdout, done.stderr)
