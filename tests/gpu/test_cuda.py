@@ -1,0 +1,68 @@
+"""What only a GPU can show. Run with `pytest -m gpu`; CI has none."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.runs import read_results, step_losses
+from paceline.cli.main import main
+from paceline.config.schema import ModelConfig
+from paceline.models.registry import build_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+QUICK = ["--num-samples=2560", "--epochs=2", "--global-batch-size=256", "--log-frequency=1", "--track"]
+
+
+def train(folder: Path, *flags: str) -> list[float]:
+    assert main(["train", "shapes-cnn", *QUICK, "--output-dir", str(folder), *flags]) == 0
+    return step_losses(folder)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("strategy", ["single", "fsdp"])
+def test_mixed_precision_learns_like_full_precision(tmp_path: Path, dtype: str, strategy: str) -> None:
+    full = train(tmp_path / "full", "--no-amp")
+    mixed = train(tmp_path / "mixed", "--amp-dtype", dtype, "--strategy", strategy)
+    assert len(mixed) == len(full)
+    assert all(math.isfinite(loss) for loss in mixed)
+    # Half the digits: the curves stay together to about two of them over these few steps.
+    assert mixed == pytest.approx(full, abs=0.05)
+    assert read_results(tmp_path / "mixed")["distributed_training"]["precision"] != "float32"
+
+
+def test_fsdp_with_cpu_offload(tmp_path: Path) -> None:
+    sharded = train(tmp_path / "offload", "--strategy", "fsdp", "--cpu-offload", "--no-amp")
+    # cuDNN picks other kernels for other layouts; the sums agree to float32's digits.
+    assert sharded == pytest.approx(train(tmp_path / "single", "--no-amp"), abs=1e-3)
+
+
+def test_resume_on_the_gpu(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", "--deterministic")
+    train(tmp_path / "halves", "--deterministic", "--max-steps", "5")
+    resumed = train(tmp_path / "halves", "--deterministic", "--resume", "auto")
+    assert resumed == whole
+    hashes = [read_results(tmp_path / name)["weights_sha256"] for name in ("whole", "halves")]
+    assert hashes[0] == hashes[1]
+
+
+def test_compiled_model_trains(tmp_path: Path) -> None:
+    assert train(tmp_path, "--compile")[-1] < 2.4
+
+
+@pytest.mark.parametrize("name", ["vgg19", "resnet50"])
+def test_logits_equal_torchvisions_for_equal_weights(name: str) -> None:
+    torchvision = pytest.importorskip("torchvision", reason="needs torchvision to compare with")
+    theirs = torchvision.models.get_model(name).cuda().eval()
+    ours = build_model(ModelConfig(model_name=name), (3, 224, 224), 1000).cuda().eval()
+    ours.load_state_dict(theirs.state_dict())
+    images = torch.randn(4, 3, 224, 224, device="cuda")
+    with torch.no_grad():
+        assert torch.equal(ours(images), theirs(images))
