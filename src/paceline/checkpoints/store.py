@@ -19,8 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from paceline.checkpoints.capture import Tensors
 from paceline.errors import CheckpointError
+from paceline.runs.folder import CHECKPOINT_STATE as STATE
+from paceline.runs.folder import locate_checkpoint
 
-STATE = "state.json"
 _PREFIX, _TEMPORARY = "step-", ".tmp-"
 
 
@@ -84,22 +85,16 @@ def commit(
 
 def find_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint behind a run folder, its checkpoints folder, `latest`, `best` or a step folder."""
-    for candidate in (path, path / "latest", path / "checkpoints" / "latest"):
-        if (candidate / STATE).is_file():
-            step_folder = candidate.resolve()
-            try:
-                state = json.loads((step_folder / STATE).read_text())
-                return Checkpoint(step_folder, {**state, "step": int(state["step"])})
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                where = str(step_folder / STATE)
-                raise CheckpointError(
-                    "a checkpoint's state is unreadable", where=where, got=str(error)
-                ) from error
-    raise CheckpointError(
-        "there is no checkpoint here",
-        where=str(path),
-        allowed="a run folder, or one of its checkpoints/step-*, latest or best",
-    )
+    folder = locate_checkpoint(path)
+    if folder is None:
+        raise CheckpointError("there is no checkpoint here", where=str(path))
+    try:
+        state = json.loads((folder / STATE).read_text())
+        return Checkpoint(folder, {**state, "step": int(state["step"])})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            "a checkpoint's state is unreadable", where=str(folder / STATE), got=str(error)
+        ) from error
 
 
 def remove_leftovers(folder: Path) -> None:

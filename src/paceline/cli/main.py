@@ -39,8 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         return _tell(error.screen(), error, error.exit_code)
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        return _tell("\ninterrupted", "interrupted", EXIT_INTERRUPTED)
     except BrokenPipeError:
         # Somebody closed the pipe we print to, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -16,13 +16,14 @@ from pathlib import Path
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, PacelineError
 from paceline.world.detect import OWN_LAUNCHER
 
+_SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where the agent looks for a rank's last words
 
 
 def launch_ranks(arguments: list[str], *, processes: int, threads: int) -> int:
     """Run `paceline <arguments>` as this many ranks; returns the exit code for the shell."""
     # Imported here: the verbs that start nothing should not wait for torch.
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -51,6 +52,9 @@ def launch_ranks(arguments: list[str], *, processes: int, threads: int) -> int:
             file=sys.stderr,
         )
         return first.exitcode if first.exitcode > 0 else EXIT_INTERNAL
+    except SignalException as stopped:
+        print("\ninterrupted; every rank was stopped", file=sys.stderr)
+        return _SIGNAL_EXIT + int(stopped.sigval)
     return EXIT_FINISHED
 
 

@@ -22,6 +22,7 @@ from typing import Any
 from paceline.errors import UserError
 
 RUNS = Path("runs")
+CHECKPOINT_STATE = "state.json"
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -107,6 +108,21 @@ class RunFolder:
             file.write(f"{socket.gethostname()} pid {os.getpid()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
             file.flush()
             yield
+
+
+def locate_checkpoint(path: Path) -> Path | None:
+    """The step folder behind a run folder, its checkpoints folder, `latest`, `best` or a step folder."""
+    for candidate in (path, path / "latest", path / "checkpoints" / "latest"):
+        if (candidate / CHECKPOINT_STATE).is_file():
+            return candidate.resolve()
+    return None
+
+
+def require_run_folder(path: Path) -> None:
+    if not (path / "config.yaml").is_file():
+        raise UserError(
+            "this is not a run folder", where=str(path), hint="a folder that paceline train wrote"
+        )
 
 
 def new_run_folder(recipe_name: str) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
-from paceline.runs.folder import RunFolder, new_run_folder, newest_run_folder
+from paceline.runs.folder import RunFolder, locate_checkpoint, new_run_folder, newest_run_folder
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ def decide_place(loaded: LoadedConfig) -> RunPlace:
         has_checkpoint = (RunFolder(folder).checkpoints / "latest").exists()
         return RunPlace(folder, folder if has_checkpoint else None)
     source = Path(run.resume)
-    if not source.is_dir():
+    if locate_checkpoint(source) is None:
         raise UserError(
-            "there is nothing to resume from",
+            "there is nothing to resume from: no checkpoint here",
             where=loaded.where("resume"),
             got=run.resume,
             allowed="auto, a run folder, or one of its checkpoints/step-*, latest or best",

@@ -158,7 +158,7 @@ def _log_step(
 ) -> None:
     """Bring an interval's sums to the host: the only moment the loop waits for the device."""
     norm = norm if norm is not None else sums.new_zeros(())
-    packed = torch.cat([sums, norm.double().reshape(1) / ride.world.world_size])
+    packed = torch.cat([sums, norm.to(sums).reshape(1) / ride.world.world_size])
     loss, correct, samples, grad_norm = sum_over_ranks(packed, ride.world).tolist()
     state, last_step = ride.state, ride.rig.plan.last_step
     state.epoch_sums.add(loss, correct, samples)

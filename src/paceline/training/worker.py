@@ -52,7 +52,7 @@ def _train_with_status(config: Config, world: World, place: RunPlace, folder: Ru
     try:
         results = rehearse(config, world, place) if config.run.rehearse else train(config, world, place)
     except BaseException as error:
-        what = error.what if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
+        what = _in_words(error)
         _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
         if world.is_primary:
             folder.write_status("failed", reason=what)
@@ -60,6 +60,14 @@ def _train_with_status(config: Config, world: World, place: RunPlace, folder: Ru
     if world.is_primary:
         folder.write_status("finished", step=results["steps"], test_accuracy=results["test_accuracy"])
     return results
+
+
+def _in_words(error: BaseException) -> str:
+    if isinstance(error, PacelineError):
+        return error.what
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted by the user"
+    return f"{type(error).__name__}: {error}"
 
 
 def _agree_on_place(loaded: LoadedConfig, world: World) -> RunPlace:

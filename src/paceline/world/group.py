@@ -21,13 +21,15 @@ def process_group(world: World, *, needed: bool) -> Iterator[None]:
         yield
         return
     device = torch.device(world.device)
+    # Beside nccl, gloo for what lies in CPU memory: offloaded shards, for one.
+    backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
     if world.world_size == 1:
         # A store in memory: no port is opened for a group of one.
         store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(world.backend, store=store, rank=0, world_size=1, timeout=START_TIMEOUT)
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=START_TIMEOUT)
     else:
         dist.init_process_group(
-            world.backend, timeout=START_TIMEOUT, device_id=device if device.type == "cuda" else None
+            backend, timeout=START_TIMEOUT, device_id=device if device.type == "cuda" else None
         )
     try:
         yield

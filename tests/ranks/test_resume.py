@@ -1,0 +1,64 @@
+"""A run that was stopped and resumed ends where the undisturbed one ends."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from harness.ranks import run_ranks
+from harness.runs import read_results, step_losses, train_in
+from paceline.metrics.recorder import read_rows
+
+EVERYTHING = ("--ema-decay", "0.9", "--clip-norm", "1", "--dropout", "0.3", "--warmup-epochs", "0.5")
+
+
+def state_of(folder: Path) -> dict[str, object]:
+    """Every tensor of the latest checkpoint and its state, without wall-clock times."""
+    path = folder / "checkpoints" / "latest"
+    state = json.loads((path / "state.json").read_text())
+    del state["epoch_sums"]["seconds"], state["world_size"], state["strategy"]
+    tensors = {
+        f"{file.stem}:{name}": value.tolist()
+        for file in sorted(path.glob("*.safetensors"))
+        for name, value in load_file(file).items()
+    }
+    assert any(name.startswith("optimizer:") for name in tensors)
+    assert any(name.startswith("ema:") for name in tensors)
+    return {**state, **tensors}
+
+
+def metrics_without_time(folder: Path) -> list[str]:
+    lines = (folder / "metrics.csv").read_text().splitlines()
+    return [line.rpartition(",")[0] for line in lines]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "optimizer", "stop"),
+    [("ddp", "sgd", 4), ("ddp", "adamw", 13), ("fsdp", "sgd", 13), ("fsdp", "adamw", 9)],
+)
+def test_same_world_same_bits(tmp_path: Path, strategy: str, optimizer: str, stop: int) -> None:
+    flags = ("--strategy", strategy, "--optimizer", optimizer, "--base-lr", "0.01", *EVERYTHING)
+    run_ranks(2, train_in, str(tmp_path / "whole"), flags)
+    halves = str(tmp_path / "halves")
+    run_ranks(2, train_in, halves, (*flags, "--max-steps", str(stop)))
+    run_ranks(2, train_in, halves, flags, True)
+    assert state_of(tmp_path / "halves") == state_of(tmp_path / "whole")
+    assert metrics_without_time(tmp_path / "halves") == metrics_without_time(tmp_path / "whole")
+    assert step_losses(tmp_path / "halves") == step_losses(tmp_path / "whole")
+    hashes = {read_results(tmp_path / name)["weights_sha256"] for name in ("whole", "halves")}
+    assert len(hashes) == 1
+
+
+def test_another_world_and_strategy_goes_on_with_the_same_losses(tmp_path: Path) -> None:
+    run_ranks(1, train_in, str(tmp_path / "whole"), ("--strategy", "single"))
+    folder = str(tmp_path / "moved")
+    run_ranks(2, train_in, folder, ("--strategy", "ddp", "--max-steps", "5"))
+    run_ranks(4, train_in, folder, ("--strategy", "fsdp", "--max-steps", "11"), True)
+    run_ranks(1, train_in, folder, ("--strategy", "single"), True)
+    moved, whole = (step_losses(tmp_path / name) for name in ("moved", "whole"))
+    assert moved == pytest.approx(whole, abs=1e-5)  # sums in another order
+    steps = [row["step"] for row in read_rows(tmp_path / "moved" / "metrics.jsonl") if row["kind"] == "step"]
+    assert steps == list(range(1, 19))
