@@ -10,7 +10,7 @@ from PIL import Image
 
 from harness.cli import Answer, paceline
 
-USER, DATA, CHECKPOINT = 2, 3, 4
+USER, DATA = 2, 3
 MOST_LINES = 12
 
 
@@ -170,12 +170,15 @@ def test_batch_larger_than_the_training_set(tmp_path: Path) -> None:
 
 def test_things_that_are_not_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    assert_one_screen(paceline("evaluate", "empty", cwd=tmp_path), USER, "not a run folder")
-    assert_one_screen(paceline("predict", "empty", cwd=tmp_path), USER, "no picture")
-    assert_one_screen(paceline("predict", "empty", "x.png", cwd=tmp_path), USER, "no such picture")
-    assert_one_screen(
-        paceline("train", "--resume", "empty", "--processes", "1", cwd=tmp_path), CHECKPOINT, "no checkpoint"
-    )
+    (tmp_path / "x.png").write_bytes(b"")
+    for arguments, part in [
+        (["evaluate", "empty"], "not a run folder"),
+        (["predict", "empty"], "no picture"),
+        (["predict", "empty", "y.png"], "no such picture"),
+        (["predict", "empty", "x.png"], "not a run folder"),
+        (["train", "--resume", "empty"], "no checkpoint here"),
+    ]:
+        assert_one_screen(paceline(*arguments, cwd=tmp_path), USER, part)
 
 
 def test_half_a_launcher(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.runs.folder import require_run_folder, write_json
+
 _USAGE = "usage: paceline evaluate RUN [--device cpu|cuda] [--data-dir PATH]"
 
 
@@ -11,10 +13,10 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(_USAGE + "\n\nTest a run's best weights and write evaluation.json beside its results.")
         return 0
-    from paceline.runs.folder import write_json
+    path = Path(arguments[0])
+    require_run_folder(path)
     from paceline.training.reuse import evaluate_run, open_run
 
-    path = Path(arguments[0])
     run_ = open_run(path, arguments[1:])
     evaluation = evaluate_run(run_)
     classes = run_.rig.plan.info.classes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.runs.folder import require_run_folder
 
 _SHOWN = 3
 
@@ -13,8 +14,6 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print("usage: paceline predict RUN IMAGE...\n\nPrint the three likeliest classes of each picture.")
         return 0
-    from paceline.training.reuse import open_run, predict_pictures
-
     folder, *names = arguments
     if not names:
         raise UserError("no picture to label", hint=f"paceline predict {folder} PICTURE...")
@@ -22,6 +21,9 @@ def run(arguments: list[str]) -> int:
     for picture in pictures:
         if not picture.is_file():
             raise UserError("there is no such picture", got=picture)
+    require_run_folder(Path(folder))
+    from paceline.training.reuse import open_run, predict_pictures
+
     run_ = open_run(Path(folder), [])
     classes = run_.rig.plan.info.classes
     for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):

@@ -27,7 +27,9 @@ def launch_ranks(arguments: list[str], *, processes: int, threads: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):  # what it would say, we say in our own words
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ[OWN_LAUNCHER] = "paceline"
     os.environ["OMP_NUM_THREADS"] = str(threads)
     settings = LaunchConfig(

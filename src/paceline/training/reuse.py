@@ -16,6 +16,7 @@ from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
 from paceline.errors import UserError
+from paceline.runs.folder import require_run_folder
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.rig import Rig, build_rig
 from paceline.world.detect import ALONE, World, build_world
@@ -31,10 +32,7 @@ class OpenRun:
 
 def open_run(path: Path, flags: list[str]) -> OpenRun:
     """The best weights of a run (the latest, if it ended before its first epoch did) on one process."""
-    if not (path / "config.yaml").is_file():
-        raise UserError(
-            "this is not a run folder", where=str(path), hint="a folder that paceline train wrote"
-        )
+    require_run_folder(path)
     loaded = load_config(str(path / "config.yaml"), flags)
     check_config(loaded)
     # Whatever the run was trained on, one process evaluates it.
