@@ -9,37 +9,54 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+EXTRAS_BIN := .venv-extras/bin
+EXTRAS_READY := .venv-extras/.ready
+EXTRAS := dev,torchvision,timm,mlflow,wandb
+EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py)
 
-.PHONY: help setup train test test-slow lint type check format clean
+.PHONY: help setup train test test-extras test-slow lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train       train the default recipe on this machine (RECIPE=name ARGS='--epochs 3')"
 	@echo "make test        run the tests (minutes)"
+	@echo "make test-extras run the tests of torchvision:, timm:, MLflow and W&B, in .venv-extras"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make check       lint, type, test: what a commit must pass"
 	@echo "make setup       only bring .venv up to date"
 
 setup: $(READY)
 
+# $(call install,VENV,EXTRAS): bring a venv up to date and leave its stamp.
 # Package indexes answer "too many requests" at times, so installing is tried a few times with growing pauses.
-$(READY): pyproject.toml constraints.txt
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo "error: Paceline needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -V). Try: make PYTHON=python3.12 ..."; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@echo "installing into .venv (once; torch is large)"
+	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
+	@echo "installing into $(1) (once; torch is large)"
 	@for pause in 5 15 45 0; do \
-		PIP_CONSTRAINT=constraints.txt $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[dev]' && break; \
+		PIP_CONSTRAINT=constraints.txt $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[$(2)]' && break; \
 		test $$pause -gt 0 || { echo "error: the packages could not be installed"; exit 1; }; \
 		echo "installing failed; trying again in $$pause s"; sleep $$pause; \
 	done
 	@touch $@
+endef
+
+$(READY): pyproject.toml constraints.txt
+	$(call install,.venv,dev)
+
+$(EXTRAS_READY): pyproject.toml constraints.txt
+	$(call install,.venv-extras,$(EXTRAS))
 
 train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+# What skips in .venv for want of a package must run here.
+test-extras: $(EXTRAS_READY)
+	PACELINE_REQUIRE_EXTRAS=1 $(EXTRAS_BIN)/python -m pytest -m "not slow and not gpu" $(EXTRAS_TESTS) $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
@@ -58,4 +75,4 @@ type: setup
 check: lint type test
 
 clean:
-	rm -rf .venv build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-extras build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

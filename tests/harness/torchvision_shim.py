@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 import warnings
 from typing import Any
 
-import pytest
 import torch
+
+from harness.extras import need_packages
 
 
 @functools.cache
@@ -25,8 +25,7 @@ def _declare_operators() -> torch.library.Library:
 
 
 def _import(name: str) -> Any:
-    if importlib.util.find_spec(name) is None:
-        pytest.skip(f"{name} is not installed (pip install 'paceline[{name}]')")
+    need_packages(name)
     if torch.version.cuda is None:
         _declare_operators()
     with warnings.catch_warnings():
@@ -39,6 +38,5 @@ def import_torchvision() -> Any:
 
 
 def import_timm() -> Any:
-    if importlib.util.find_spec("torchvision") is not None:
-        _import("torchvision")
+    import_torchvision()  # timm imports it, and only _import knows how
     return _import("timm")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from torch import nn
 from harness.torchvision_shim import import_timm, import_torchvision
 from paceline.config.schema import ModelConfig
 from paceline.errors import DataError, UserError
+from paceline.models.external import build_external
 from paceline.models.head import find_head, replace_head
 from paceline.models.registry import build_model, check_model_name
 
@@ -161,6 +165,42 @@ def test_a_model_without_a_head_is_named() -> None:
         replace_head(nn.Sequential(nn.ReLU()), 5, model_name="torchvision:strange")
 
 
+def is_locked(path: Path) -> bool:
+    with path.open("ab") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("collection", ["timm", "torchvision"])
+def test_published_weights_with_fake_constructor_are_fetched_under_a_lock(
+    collection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = tmp_path / "cache" / ".collection-weights.lock"
+    monkeypatch.setenv("PACELINE_CACHE", str(lock.parent))
+    held = []
+
+    def construct(name: str, **options: Any) -> nn.Module:
+        held.append(lock.exists() and is_locked(lock))
+        return nn.Sequential(nn.Linear(4, 10))
+
+    def names(**options: Any) -> list[str]:
+        return ["net"]
+
+    fake = SimpleNamespace(list_models=names, list_pretrained=names, create_model=construct)
+    fake.models = SimpleNamespace(list_models=names, get_model=construct)
+    monkeypatch.setitem(sys.modules, collection, fake)
+    build_external(f"{collection}:net", CIFAR, 10, pretrained=True)
+    assert held == [True]
+    assert not is_locked(lock)
+    lock.unlink()
+    build_external(f"{collection}:net", CIFAR, 10)
+    assert held == [True, False]
+    assert not lock.exists(), "nothing is fetched, so nobody waits"
+
+
 # The collections themselves, where they are installed.
 
 
@@ -211,8 +251,9 @@ def test_torchvision_needs_three_channels() -> None:
 
 @pytest.mark.parametrize("collection", ["timm", "torchvision"])
 def test_published_weights_that_cannot_be_had_are_a_data_error(
-    collection: str, monkeypatch: pytest.MonkeyPatch
+    collection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
     package = import_timm() if collection == "timm" else import_torchvision()
 
     def no_network(*args: object, **kwargs: object) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from harness.extras import need_packages
 from paceline.metrics.sinks.mlflow import MAX_PARAM_LENGTH, MlflowSink
 from paceline.metrics.sinks.wandb import WandbSink
 
@@ -69,10 +70,11 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def import_or_skip(*names: str) -> None:
     """Import what a test needs, or skip it; what the packages warn about themselves is not ours."""
+    need_packages(*dict.fromkeys(name.partition(".")[0] for name in names))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in names:
-            pytest.importorskip(name, reason=f"the package {name.partition('.')[0]} is not installed")
+            importlib.import_module(name)
 
 
 # --- TensorBoard

@@ -11,12 +11,14 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.data.fetch import locked
 from paceline.data.reference import check_reference, resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
 
@@ -149,12 +151,16 @@ def _check_listed(collection: str, model: str, listed: list[str]) -> None:
 
 @contextmanager
 def _fetching(name: str, pretrained: bool) -> Iterator[None]:
-    """Turn whatever goes wrong while published weights are fetched into one DataError."""
-    try:
+    """Let the ranks of a node fetch published weights one after the other; any failure is one DataError."""
+    if not pretrained:
         yield
+        return
+    cache = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
+    try:
+        # The collections download without a lock of their own: whoever waited here finds the file.
+        with locked(cache / "collection-weights"):
+            yield
     except Exception as error:  # each collection has its own zoo of network errors
-        if not pretrained:
-            raise
         raise DataError(
             f"the published weights of {name} could not be loaded",
             got=first_line(error),
