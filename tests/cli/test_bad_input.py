@@ -106,9 +106,7 @@ def test_wrong_recipes(case: str, tmp_path: Path) -> None:
 
 
 def test_recipe_that_is_not_there(tmp_path: Path) -> None:
-    assert_one_screen(
-        paceline("train", "shape-cnn", cwd=tmp_path), USER, "no recipe", "paceline train shapes-cnn"
-    )
+    assert_one_screen(paceline("train", "shape-cnn", cwd=tmp_path), USER, "no recipe", "paceline train shapes-cnn")
     assert_one_screen(paceline("train", ".", cwd=tmp_path), USER, "not a folder")
     assert_one_screen(paceline("trian", cwd=tmp_path), USER, "unknown command", "paceline train")
 
@@ -150,9 +148,7 @@ def test_broken_data(case: str, processes: str, tmp_path: Path) -> None:
     data = tmp_path / "data"
     data.mkdir()
     make(data)
-    answer = paceline(
-        "train", *arguments, "--data-dir", "data", "--processes", processes, "--track", cwd=tmp_path
-    )
+    answer = paceline("train", *arguments, "--data-dir", "data", "--processes", processes, "--track", cwd=tmp_path)
     assert_one_screen(answer, DATA, *parts)
 
 

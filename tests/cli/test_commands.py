@@ -137,9 +137,7 @@ def test_torchrun_joins_and_gives_the_same_bits(run_folder: Path, tmp_path: Path
 
 
 def test_fsdp_from_the_command_line_agrees_with_ddp(run_folder: Path, tmp_path: Path) -> None:
-    answer = paceline(
-        "train", *QUICK, "--strategy", "fsdp", "--processes", "2", "--output-dir", "fsdp", cwd=tmp_path
-    )
+    answer = paceline("train", *QUICK, "--strategy", "fsdp", "--processes", "2", "--output-dir", "fsdp", cwd=tmp_path)
     assert answer.code == 0, answer
     assert step_losses(tmp_path / "fsdp") == pytest.approx(step_losses(run_folder), abs=1e-5)
 
@@ -179,9 +177,7 @@ def test_resume_auto_goes_on_with_the_newest_run(tmp_path: Path) -> None:
     assert "at step 5" in again.out
     (folder,) = (tmp_path / "runs").iterdir()
     assert len(step_losses(folder)) == 18
-    changed = paceline(
-        *("train", *QUICK, "--processes", "1", "--resume", "auto", "--model-name", "mlp"), cwd=tmp_path
-    )
+    changed = paceline(*("train", *QUICK, "--processes", "1", "--resume", "auto", "--model-name", "mlp"), cwd=tmp_path)
     assert changed.code == 4
     assert "model_name: saved 'cnn', now 'mlp'" in changed.err
 

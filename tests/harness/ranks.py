@@ -44,9 +44,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
         readers, processes = [], []
         for rank in range(world_size):
             reader, writer = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(
-                target=_rank_main, args=(rank, world_size, store, writer, function, arguments)
-            )
+            process = _CONTEXT.Process(target=_rank_main, args=(rank, world_size, store, writer, function, arguments))
             process.start()
             writer.close()
             readers.append(reader)

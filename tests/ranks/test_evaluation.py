@@ -66,9 +66,7 @@ def number_of_batches(size: int, batch_size: int, world_size: int, rank: int) ->
     vectors, labels = samples_of(size)
     info = DatasetInfo("test", size, size, ("a", "b", "c"), (5,))
     pipeline = build_pipeline(DataConfig(augment="none"), info, 0)
-    loader = Loader(
-        ResidentDataset(vectors, labels), torch.arange(size), pipeline, make_world(rank, world_size)
-    )
+    loader = Loader(ResidentDataset(vectors, labels), torch.arange(size), pipeline, make_world(rank, world_size))
     return len(list(loader.evaluation_batches(batch_size)))
 
 

@@ -39,9 +39,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         (2, ("--strategy", "fsdp", "--accumulate", "2")),
     ],
 )
-def test_losses_equal_the_lone_run(
-    tmp_path: Path, alone: list[float], world_size: int, flags: tuple[str, ...]
-) -> None:
+def test_losses_equal_the_lone_run(tmp_path: Path, alone: list[float], world_size: int, flags: tuple[str, ...]) -> None:
     assert losses_of(tmp_path, world_size, *flags) == pytest.approx(alone, abs=TOLERANCE)
 
 

@@ -19,14 +19,14 @@ def state_of(folder: Path) -> dict[str, object]:
     """Every tensor of the latest checkpoint and its state, without wall-clock times."""
     path = folder / "checkpoints" / "latest"
     state = json.loads((path / "state.json").read_text())
-    del state["epoch_sums"]["seconds"], state["world_size"], state["strategy"]
+    del state["epoch_sums"]["seconds"], state["config"]["max_steps"]
     tensors = {
         f"{file.stem}:{name}": value.tolist()
         for file in sorted(path.glob("*.safetensors"))
         for name, value in load_file(file).items()
     }
-    assert any(name.startswith("optimizer:") for name in tensors)
-    assert any(name.startswith("ema:") for name in tensors)
+    assert any(name.startswith("optimizer") for name in tensors)
+    assert any(name.startswith("ema") for name in tensors)
     return {**state, **tensors}
 
 
@@ -62,3 +62,14 @@ def test_another_world_and_strategy_goes_on_with_the_same_losses(tmp_path: Path)
     assert moved == pytest.approx(whole, abs=1e-5)  # sums in another order
     steps = [row["step"] for row in read_rows(tmp_path / "moved" / "metrics.jsonl") if row["kind"] == "step"]
     assert steps == list(range(1, 19))
+
+
+def test_three_ranks_and_batchnorm_same_bits(tmp_path: Path) -> None:
+    # Three ranks: sums depend on how DDP arranges its buckets. BatchNorm: ranks have statistics of their own.
+    flags = ("--model-name", "harness.batchnorm_model:build", "--global-batch-size", "63", "--ema-decay", "0.9")
+    run_ranks(3, train_in, str(tmp_path / "whole"), flags)
+    halves = str(tmp_path / "halves")
+    run_ranks(3, train_in, halves, (*flags, "--max-steps", "4"))
+    run_ranks(3, train_in, halves, flags, True)
+    assert state_of(tmp_path / "halves") == state_of(tmp_path / "whole")
+    assert step_losses(tmp_path / "halves") == step_losses(tmp_path / "whole")

@@ -25,9 +25,7 @@ def test_first_ride_learns_the_shapes_in_time(tmp_path: Path) -> None:
 
 
 def test_synthetic_mlp_learns(tmp_path: Path) -> None:
-    answer = paceline(
-        "train", "synthetic-mlp", "--world-size", "4", "--output-dir", "run", cwd=tmp_path, timeout_s=300
-    )
+    answer = paceline("train", "synthetic-mlp", "--world-size", "4", "--output-dir", "run", cwd=tmp_path, timeout_s=300)
     assert answer.code == 0, answer
     results = read_results(tmp_path / "run")
     assert results["test_accuracy"] > 0.9

@@ -4,75 +4,188 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from harness.ranks import make_world, run_ranks
+from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import store
-from paceline.checkpoints.store import commit, find_checkpoint, remove_leftovers
+from paceline.checkpoints.manager import CheckpointManager
+from paceline.checkpoints.payload import Box, PayloadReader, Piece, write_pieces
+from paceline.checkpoints.store import Retention
 from paceline.errors import CheckpointError
+from paceline.world.detect import World
 
 
-def save(folder: Path, step: int, *, is_best: bool = False, keep: bool = False) -> Path:
-    payload = {"model": {"weight": torch.full((3,), float(step))}}
-    return commit(folder, payload, {"step": step}, is_best=is_best, keep=keep)
+def open_manager(folder: Path, *, is_async: bool = False, **keep: int) -> CheckpointManager:
+    world = make_world(0, 1)
+    return CheckpointManager(folder, world, is_sharded=False, retention=Retention(**keep), is_async=is_async)
+
+
+def save(manager: CheckpointManager, step: int, *, accuracy: float | None = None, **flags: Any) -> None:
+    validation = None if accuracy is None else {"accuracy": accuracy, "loss": 1.0}
+    state = {"step": step, "keep": flags.pop("keep", False), "validation": validation}
+    payload = {"model": {"weight": torch.full((3,), float(step)), "count": torch.tensor(step)}}
+    manager.save(payload, state, {"step": step}, is_best=flags.pop("is_best", False))
 
 
 def steps_in(folder: Path) -> list[int]:
     return sorted(int(path.name.removeprefix("step-")) for path in folder.glob("step-*"))
 
 
-def test_latest_best_and_kept_ones_stay(tmp_path: Path) -> None:
-    for step in range(1, 7):
-        save(tmp_path, step, is_best=step == 2, keep=step == 3)
-    assert steps_in(tmp_path) == [2, 3, 6]
-    assert find_checkpoint(tmp_path / "latest").step == 6
-    assert find_checkpoint(tmp_path / "best").step == 2
+@pytest.mark.parametrize("is_async", [False, True])
+def test_latest_best_and_kept_ones_stay(tmp_path: Path, is_async: bool) -> None:
+    manager = open_manager(tmp_path, is_async=is_async, keep_last=2, keep_best=2)
+    for step, accuracy in enumerate([0.1, 0.9, 0.3, 0.8, 0.2, 0.4, 0.5], start=1):
+        save(manager, step, accuracy=accuracy, is_best=step == 2, keep=step == 3)
+    manager.wait()
+    assert steps_in(tmp_path) == [2, 3, 4, 6, 7]  # best two: 2 and 4; kept: 3; last two: 6 and 7
+    assert store.open_checkpoint(tmp_path / "latest").step == 7
+    assert store.open_checkpoint(tmp_path / "best").step == 2
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_any_way_of_naming_it_finds_it(tmp_path: Path) -> None:
-    folder = tmp_path / "run" / "checkpoints"
-    path = save(folder, 7)
-    for name in (tmp_path / "run", folder, folder / "latest", path):
-        checkpoint = find_checkpoint(name)
-        assert checkpoint.path == path
-        assert checkpoint.run_path == tmp_path / "run"
-    assert torch.equal(find_checkpoint(path).tensors("model")["weight"], torch.full((3,), 7.0))
+def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 4),
+        "b": torch.randn(2).bfloat16(),
+        "count": torch.tensor(7),
+        "flags": torch.tensor([True, False]),
+        "none": torch.empty(0, 5),
+        "strided": torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+    }
+    pieces = {n: Piece(t, Box((0,) * t.dim(), tuple(t.shape)), tuple(t.shape)) for n, t in tensors.items()}
+    seal = write_pieces(tmp_path / "x.safetensors", pieces)
+    assert seal.size_bytes == (tmp_path / "x.safetensors").stat().st_size
+    read = load_file(tmp_path / "x.safetensors")
+    assert read.keys() == tensors.keys()
+    assert all(torch.equal(read[name], tensors[name]) and read[name].dtype == tensors[name].dtype for name in read)
 
 
-def test_a_failed_save_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(tmp_path, 1)
+@pytest.mark.parametrize("cut", [(4, 6), (1, 9), (10, 0), (3, 3, 4)])
+def test_any_box_is_read_from_any_cut(tmp_path: Path, cut: tuple[int, ...]) -> None:
+    whole = torch.arange(50.0).view(10, 5)
+    start, names = 0, []
+    for number, rows in enumerate(cut):
+        names.append(f"part-{number}.safetensors")
+        part = whole[start : start + rows]
+        write_pieces(tmp_path / names[-1], {"w": Piece(part, Box((start, 0), tuple(part.shape)), (10, 5))})
+        start += rows
+    reader = PayloadReader(tmp_path, names)
+    assert reader.shapes == {"w": (10, 5)}
+    assert torch.equal(reader.read("w"), whole)
+    for box in [Box((0, 0), (2, 5)), Box((3, 1), (4, 3)), Box((9, 0), (1, 5)), Box((10, 0), (0, 5))]:
+        assert torch.equal(reader.read("w", box), whole[box.slices((0, 0))])
 
-    def full_disk(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(store, "save_file", full_disk)
-    with pytest.raises(CheckpointError, match="cannot be written") as caught:
-        save(tmp_path, 2)
+def test_a_missing_slice_is_noticed(tmp_path: Path) -> None:
+    part = torch.zeros(4, 5)
+    write_pieces(tmp_path / "part.safetensors", {"w": Piece(part, Box((0, 0), (4, 5)), (10, 5))})
+    with pytest.raises(CheckpointError, match="missing"):
+        PayloadReader(tmp_path, ["part.safetensors"]).read("w")
+
+
+def fail_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_failed_save_is_a_warning_and_three_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
+) -> None:
+    manager = open_manager(tmp_path, is_async=is_async)
+    save(manager, 1)
+    manager.wait()
+    monkeypatch.setattr(manager_module, "write_pieces", fail_to_write)
+    for step in (2, 3):
+        save(manager, step)
+        manager.wait()
+    with pytest.raises(CheckpointError, match="3 checkpoints in a row") as caught:  # noqa: PT012 - either may tell
+        save(manager, 4)
+        manager.wait()
     assert "No space left" in caught.value.screen()
+    assert [record.message.count("could not be saved") for record in caplog.records] == [1, 1, 1]
     assert steps_in(tmp_path) == [1]
-    assert find_checkpoint(tmp_path).step == 1
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_good_save_forgives_the_failures_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = open_manager(tmp_path)
+    for step in range(1, 10):
+        with monkeypatch.context() as patch:
+            if step % 3:
+                patch.setattr(manager_module, "write_pieces", fail_to_write)
+            save(manager, step)
+    assert steps_in(tmp_path) == [9]
+
+
+def test_no_room_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = open_manager(tmp_path)
+    monkeypatch.setattr(store, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(manager_module, "write_pieces", lambda *_: pytest.fail("wrote"))
+    save(manager, 1)
+    assert manager._failures_in_a_row == 1
+    assert steps_in(tmp_path) == []
+
+
+def test_short_space_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = open_manager(tmp_path)
+    monkeypatch.setattr(store, "free_bytes", lambda _: 150)
+    manager.warn_if_space_is_short(75)
+    assert caplog.records == []
+    manager.warn_if_space_is_short(76)
+    assert "do not fit" in caplog.text
+
+
+def test_staged_copies_do_not_follow_training(tmp_path: Path) -> None:
+    manager = open_manager(tmp_path, is_async=True)
+    weight = torch.ones(1000)
+    state = {"step": 1, "keep": False, "validation": None}
+    manager.save({"model": {"weight": weight}}, state, {"step": 1}, is_best=False)
+    weight.fill_(2.0)
+    manager.wait()
+    assert torch.equal(load_file(tmp_path / "latest" / "model.safetensors")["weight"], torch.ones(1000))
 
 
 def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    save(tmp_path, 1)
+    save(open_manager(tmp_path), 1)
     (tmp_path / ".tmp-step-00000002").mkdir()
-    remove_leftovers(tmp_path)
+    (tmp_path / ".tmp-latest").symlink_to("nowhere")
+    open_manager(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-00000001"]
 
 
-def test_damage_is_one_screen(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    (path / "model.safetensors").write_bytes(b"not tensors")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        find_checkpoint(tmp_path).tensors("model")
-    (path / "state.json").write_text("{")
-    with pytest.raises(CheckpointError, match="unreadable"):
-        find_checkpoint(tmp_path)
-    (path / "state.json").write_text(json.dumps(["no", "step"]))
-    with pytest.raises(CheckpointError, match="unreadable"):
-        find_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match="no checkpoint here"):
-        find_checkpoint(tmp_path / "elsewhere")
+def save_sharded(world: World, folder: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    values = torch.arange(35.0).view(7, 5)
+    payload = {"model": {"w": distribute_tensor(values, mesh, [Shard(0)]), "b": torch.ones(2)}}
+    manager = CheckpointManager(Path(folder), world, is_sharded=True, retention=Retention(), is_async=True)
+    manager.save(payload, {"step": 3, "keep": False, "validation": None}, {"step": 3}, is_best=True)
+    manager.wait()
+
+
+def test_ranks_write_their_own_slices(tmp_path: Path) -> None:
+    run_ranks(3, save_sharded, str(tmp_path))
+    checkpoint = store.open_checkpoint(tmp_path / "best")
+    names = checkpoint.files_of("model")
+    assert names == [f"model-{rank:05}-of-00003.safetensors" for rank in range(3)]
+    reader = PayloadReader(checkpoint.path, names)
+    assert torch.equal(reader.read("w"), torch.arange(35.0).view(7, 5))
+    assert torch.equal(reader.read("b"), torch.ones(2))
+    assert sorted(path.name for path in checkpoint.path.iterdir()) == ["manifest.json", *names, "state.json"]
+
+
+def test_manifest_says_where_it_comes_from(tmp_path: Path) -> None:
+    save(open_manager(tmp_path), 5)
+    manifest = json.loads((tmp_path / "latest" / "manifest.json").read_text())
+    assert manifest["schema"] == 1
+    assert manifest["about"] == {"step": 5}
+    assert set(manifest["files"]) == {"model.safetensors", "state.json"}

@@ -19,8 +19,9 @@ FLAGS = (
     "num_workers model_name weights hidden_size dropout "
     "optimizer base_lr momentum weight_decay schedule warmup_epochs clip_norm label_smoothing ema_decay "
     "epochs max_steps global_batch_size accumulate test_batch_size seed deterministic amp amp_dtype compile "
-    "strategy processes lanes sync_bn cpu_offload device omp_num_threads "
-    "output_dir resume save_frequency log_frequency metric_lines track rehearse"
+    "strategy processes lanes exact sync_bn cpu_offload device omp_num_threads "
+    "output_dir resume load_policy best_is_latest init_from save_frequency save_steps keep_last keep_best async_save "
+    "log_frequency metric_lines track rehearse"
 )
 
 

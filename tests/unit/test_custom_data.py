@@ -90,9 +90,7 @@ def test_every_form_of_a_half(
 
 
 def test_pixels_survive(tmp_path: Path) -> None:
-    data = loaded(
-        tmp_path, returning("(images.permute(0, 2, 3, 1), labels), Map([(images[i], 0) for i in (2, 3)])")
-    )
+    data = loaded(tmp_path, returning("(images.permute(0, 2, 3, 1), labels), Map([(images[i], 0) for i in (2, 3)])"))
     images = torch.arange(4 * 3 * 8 * 9, dtype=torch.int64).to(torch.uint8).reshape(4, 3, 8, 9)
     assert torch.equal(data.train.read(torch.tensor([3, 1])), images[[3, 1]])
     assert torch.equal(data.test.read(torch.tensor([1, 0])), images[[3, 2]])
@@ -182,9 +180,7 @@ def test_a_fault_inside_is_shown_at_its_line(tmp_path: Path) -> None:
 
 
 def test_a_fault_while_importing(tmp_path: Path) -> None:
-    assert "No module named 'absent_thing'" in refused(
-        tmp_path, "import absent_thing\ndef make_dataset(): pass\n"
-    )
+    assert "No module named 'absent_thing'" in refused(tmp_path, "import absent_thing\ndef make_dataset(): pass\n")
 
 
 def test_an_argument_nobody_can_give(tmp_path: Path) -> None:

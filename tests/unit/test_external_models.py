@@ -25,9 +25,7 @@ CIFAR = (3, 32, 32)
 IMAGENET = (3, 224, 224)
 
 
-def build(
-    name: str, input_shape: tuple[int, ...] = CIFAR, num_classes: int = 10, **options: Any
-) -> nn.Module:
+def build(name: str, input_shape: tuple[int, ...] = CIFAR, num_classes: int = 10, **options: Any) -> nn.Module:
     return build_model(ModelConfig(model_name=name, **options), input_shape, num_classes)
 
 
@@ -217,9 +215,7 @@ def test_torchvision_models_get_a_head_for_the_data(model: str) -> None:
         assert built.train()(torch.empty(2, *shape)).shape == (2, 10)
 
 
-@pytest.mark.parametrize(
-    "model", ["resnet50d", "swinv2_base_window8_256", "convnext_tiny", "resnet18.a1_in1k"]
-)
+@pytest.mark.parametrize("model", ["resnet50d", "swinv2_base_window8_256", "convnext_tiny", "resnet18.a1_in1k"])
 def test_timm_models_get_a_head_and_stem_for_the_data(model: str) -> None:
     import_timm()
     shape = (1, 256, 256)

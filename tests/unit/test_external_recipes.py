@@ -6,24 +6,23 @@ import math
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from harness.ranks import make_world
 from harness.runs import step_losses
 from harness.torchvision_shim import import_timm, import_torchvision
-from paceline.checkpoints.manager import restore_weights
-from paceline.checkpoints.store import find_checkpoint
 from paceline.config.load import load_config
 from paceline.config.rules import check_config
-from paceline.config.schema import Config
 from paceline.metrics.recorder import read_rows
-from paceline.models.registry import build_model
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
-from paceline.training.loop import train
+from paceline.training import loop
+from paceline.training.rig import Rig, build_rig
 from paceline.world.group import process_group
-from paceline.world.seeds import seed_initial_weights
 
 IMAGE_SIDE, STEPS = 64, 2
 SMALL = [
@@ -39,40 +38,49 @@ PACKAGES = {"cifar10-swin": import_torchvision, "cifar10-timm": import_timm}
 @dataclass(frozen=True)
 class Answer:
     losses: list[float]  # by step
-    unmoved_share: float  # of the parameters, from their initial values to the checkpoint
+    unmoved_share: float  # of the parameters: those that still have their initial values
 
 
-def train_small(recipe: str, strategy: str, folder: Path) -> Answer:
+def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Answer:
     loaded = load_config(recipe, [*SMALL, f"--strategy={strategy}"])
     check_config(loaded)
-    config, world = loaded.config, make_world(0, 1)
+    world = make_world(0, 1)
+    rigs: list[Rig] = []
+    initial: dict[str, Tensor] = {}
+
+    def build_and_remember(*arguments: Any, **options: Any) -> Rig:
+        rigs.append(build_rig(*arguments, **options))
+        initial.update({name: value.clone() for name, value in parameters_of(rigs[0]).items()})
+        return rigs[0]
+
+    monkeypatch.setattr(loop, "build_rig", build_and_remember)
     RunFolder(folder).create()
     with process_group(world, needed=strategy == "fsdp"):
         # The synthetic test set has at least 1000 samples; one batch of it shows that evaluation works.
-        results = train(config, world, RunPlace(folder, None), eval_batches=1)
+        results = loop.train(loaded.config, world, RunPlace(folder, None), eval_batches=1)
+        final = parameters_of(rigs[0])
+    shutil.rmtree(RunFolder(folder).checkpoints)  # a gigabyte, which pytest would keep for three runs
     assert results["steps"] == STEPS
     assert math.isfinite(results["test_loss"])
     norms = [row["grad_norm"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
     assert all(math.isfinite(norm) and norm > 0 for norm in norms)
-    answer = Answer(step_losses(folder), unmoved_share(config, folder))
-    shutil.rmtree(folder / "checkpoints")  # a gigabyte, which pytest would keep for three runs
-    return answer
+    unmoved = [name for name, value in final.items() if value.equal(initial[name])]
+    return Answer(step_losses(folder), len(unmoved) / len(initial))
 
 
-def unmoved_share(config: Config, folder: Path) -> float:
-    seed_initial_weights(config.train.seed)
-    model = build_model(config.model, (3, IMAGE_SIDE, IMAGE_SIDE), config.data.num_classes)
-    initial = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    restore_weights(find_checkpoint(folder), model)
-    unmoved = [name for name, parameter in model.named_parameters() if parameter.equal(initial[name])]
-    return len(unmoved) / len(initial)
+def parameters_of(rig: Rig) -> dict[str, Tensor]:
+    """The values themselves; in a group of one, a rank's shard is the whole parameter."""
+    named = rig.model.module.named_parameters()
+    return {name: value.to_local().detach() if isinstance(value, DTensor) else value.detach() for name, value in named}
 
 
-@pytest.mark.timeout(300)  # Swin takes 30 to 45 s on a core, mostly writing its checkpoints
+@pytest.mark.timeout(300)  # Swin has 87 million parameters: half a minute, a whole one on a busy machine
 @pytest.mark.parametrize("recipe", PACKAGES)
-def test_a_recipe_trains_alike_alone_and_sharded(recipe: str, tmp_path: Path) -> None:
+def test_a_recipe_trains_alike_alone_and_sharded(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     PACKAGES[recipe]()
-    alone, sharded = (train_small(recipe, strategy, tmp_path / strategy) for strategy in ("single", "fsdp"))
+    alone, sharded = (
+        train_small(recipe, strategy, tmp_path / strategy, monkeypatch) for strategy in ("single", "fsdp")
+    )
     assert len(alone.losses) == STEPS
     # The second loss shows the first update. Not exact: fsdp lays weights out in another memory format,
     # for which a CPU may have another kernel. A lost update is a hundred times this.

@@ -46,9 +46,7 @@ def test_layers_import_only_downwards() -> None:
 
 
 def test_light_modules_do_not_import_torch_at_the_top() -> None:
-    light = [
-        p for layer, p in modules() if layer in WITHOUT_TORCH or str(p.relative_to(SOURCE)) in LIGHT_FILES
-    ]
+    light = [p for layer, p in modules() if layer in WITHOUT_TORCH or str(p.relative_to(SOURCE)) in LIGHT_FILES]
     assert len(light) > 15
     for path in light:
         heavy = {name.split(".")[0] for name in imports_of(path, top_level_only=True)} & {"torch", "numpy"}
@@ -58,9 +56,7 @@ def test_light_modules_do_not_import_torch_at_the_top() -> None:
 def test_models_know_nothing_of_distribution() -> None:
     for layer, path in modules():
         if layer == "models":
-            assert not any(
-                name.startswith("torch.distributed") for name in imports_of(path, top_level_only=False)
-            )
+            assert not any(name.startswith("torch.distributed") for name in imports_of(path, top_level_only=False))
 
 
 def test_only_the_world_reads_the_launcher_environment() -> None:
@@ -75,4 +71,4 @@ def test_files_and_functions_stay_small() -> None:
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.FunctionDef):
                 assert (node.end_lineno or 0) - node.lineno <= 75, f"{path}: {node.name}"
-    assert (SOURCE / "training" / "loop.py").read_text().count("\n") <= 250
+    assert (SOURCE / "training" / "loop.py").read_text().count("\n") <= 150

@@ -34,9 +34,7 @@ def build(name: str, input_shape: tuple[int, ...], num_classes: int = 10, **opti
     return build_model(ModelConfig(model_name=name, **options), input_shape, num_classes)
 
 
-def build_on_meta(
-    name: str, input_shape: tuple[int, ...], num_classes: int = 10, **options: Any
-) -> nn.Module:
+def build_on_meta(name: str, input_shape: tuple[int, ...], num_classes: int = 10, **options: Any) -> nn.Module:
     with torch.device("meta"):
         config = ModelConfig(model_name=name, **options)
         return build_model(config, input_shape, num_classes, load_weights=False)

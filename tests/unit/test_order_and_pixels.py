@@ -70,8 +70,7 @@ def global_batches(data: LoadedData, config: DataConfig, world_size: int, first_
     train_ids, _ = split_train_validation(len(data.train), config.train_split)
     loaders = [Loader(data.train, train_ids, pipeline, make_world(r, world_size)) for r in range(world_size)]
     epochs = [
-        loader.train_epoch(seed=SEED, epoch=EPOCH, global_batch_size=BATCH, first_step=first_step)
-        for loader in loaders
+        loader.train_epoch(seed=SEED, epoch=EPOCH, global_batch_size=BATCH, first_step=first_step) for loader in loaders
     ]
     return [
         Batch(

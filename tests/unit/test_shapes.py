@@ -92,8 +92,7 @@ def augmented(images: Tensor) -> Tensor:
 def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
     with torch.no_grad():
         right = [
-            (model(normalised(x)).argmax(1) == y)
-            for x, y in zip(images.split(500), labels.split(500), strict=True)
+            (model(normalised(x)).argmax(1) == y) for x, y in zip(images.split(500), labels.split(500), strict=True)
         ]
     return torch.cat(right).float().mean().item()
 

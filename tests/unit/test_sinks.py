@@ -87,8 +87,7 @@ def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
     reader = EventAccumulator(str(folder))
     reader.Reload()
     return {
-        tag: [(event.step, round(event.value, 6)) for event in reader.Scalars(tag)]
-        for tag in reader.Tags()["scalars"]
+        tag: [(event.step, round(event.value, 6)) for event in reader.Scalars(tag)] for tag in reader.Tags()["scalars"]
     }
 
 
@@ -193,9 +192,7 @@ def test_mlflow_keeps_a_run_in_the_folder(folder: Path, mlflow_client: Callable[
     assert [step for step, _ in points["step/loss"]] == [2, 4, 6, 8]
 
 
-def test_mlflow_resumes_the_same_run_and_repeats_no_step(
-    folder: Path, mlflow_client: Callable[[], Any]
-) -> None:
+def test_mlflow_resumes_the_same_run_and_repeats_no_step(folder: Path, mlflow_client: Callable[[], Any]) -> None:
     sink = MlflowSink(folder, CONFIG)
     # Killed (no close) between the train and the val row of epoch 3; the checkpoint is that of epoch 2.
     lost = rows_of_epoch(3, loss=9.0)[:-1]
@@ -263,9 +260,7 @@ def read_wandb(folder: Path) -> tuple[list[Any], list[tuple[int, dict[str, float
 
     wandb.teardown()  # its service writes the files, and may still be at it after finish()
     runs, history = [], []
-    for path in sorted(
-        folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns
-    ):
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         for content in read_leveldb_log(path.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(content)
@@ -273,8 +268,7 @@ def read_wandb(folder: Path) -> tuple[list[Any], list[tuple[int, dict[str, float
                 runs.append(record.run)
             elif record.WhichOneof("record_type") == "history":
                 values = {
-                    item.key or ".".join(item.nested_key): json.loads(item.value_json)
-                    for item in record.history.item
+                    item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item
                 }
                 scalars = {key: value for key, value in values.items() if not key.startswith("_")}
                 history.append((int(values["_step"]), scalars))
@@ -410,9 +404,7 @@ def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_mlflow")
-def test_mlflow_with_fake_package_goes_quiet_after_one_warning(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_mlflow_with_fake_package_goes_quiet_after_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = MlflowSink(folder, CONFIG)
     sink.write(step_row(1))
     assert warnings_of(caplog) == []

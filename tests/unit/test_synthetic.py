@@ -26,9 +26,7 @@ def config(**values: object) -> DataConfig:
     return DataConfig(**{"dataset": "synthetic", "num_samples": 2000, **values})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("text", "shape"), [("784", (784,)), ("3x32x32", (3, 32, 32)), ("1x28x28", (1, 28, 28))]
-)
+@pytest.mark.parametrize(("text", "shape"), [("784", (784,)), ("3x32x32", (3, 32, 32)), ("1x28x28", (1, 28, 28))])
 def test_input_sizes(text: str, shape: tuple[int, ...]) -> None:
     assert parse_input_size(text) == shape
 
@@ -85,9 +83,7 @@ def test_a_missing_folder_is_found_early(tmp_path: Path) -> None:
         check_data_config(DataConfig(dataset="folder", data_dir=str(tmp_path / "absent")))
 
 
-@pytest.mark.parametrize(
-    ("size", "dtype"), [("20", torch.float32), ("3x32x32", torch.uint8), ("1x28x28", torch.uint8)]
-)
+@pytest.mark.parametrize(("size", "dtype"), [("20", torch.float32), ("3x32x32", torch.uint8), ("1x28x28", torch.uint8)])
 def test_shape_type_and_balance(size: str, dtype: torch.dtype) -> None:
     wanted = config(input_size=size, num_classes=7)
     info, data = describe_dataset(wanted, 1), load_dataset(wanted, 1)
@@ -123,9 +119,7 @@ def test_an_mlp_learns_it_but_not_perfectly() -> None:
     test_samples, test_labels = make_synthetic(2000, (784,), 10, 42, stream=TEST_STREAM)
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        mlp = nn.Sequential(
-            nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10)
-        )
+        mlp = nn.Sequential(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 128), nn.ReLU(), nn.Linear(128, 10))
         optimizer = torch.optim.Adam(mlp.parameters(), 1e-3)
         for batch in torch.randperm(16_000).split(64):
             optimizer.zero_grad()

@@ -62,9 +62,7 @@ def test_common_wrappings_are_understood(tmp_path: Path, wrap: Any) -> None:
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
 
 
-def test_a_head_for_other_classes_is_skipped_and_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_head_for_other_classes_is_skipped_and_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = fresh_state("cnn", num_classes=100)
     path = save(saved, tmp_path / "hundred.safetensors")
     with caplog.at_level(logging.INFO, logger="paceline"):
@@ -73,8 +71,7 @@ def test_a_head_for_other_classes_is_skipped_and_reported(
     assert loaded["classifier.weight"].shape == (10, 512)
     assert all(torch.equal(loaded[n], saved[n]) for n in saved if not n.startswith("classifier."))
     assert caplog.messages == [
-        "weights of hundred.safetensors: 8 of 10 tensors loaded; "
-        "other shape: classifier.weight, classifier.bias"
+        "weights of hundred.safetensors: 8 of 10 tensors loaded; other shape: classifier.weight, classifier.bias"
     ]
 
 
@@ -99,9 +96,7 @@ def test_the_report_names_every_difference() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("file_of", "model"), [("mlp", "cnn"), ("resnet18", "resnet50"), ("resnet34", "resnet50")]
-)
+@pytest.mark.parametrize(("file_of", "model"), [("mlp", "cnn"), ("resnet18", "resnet50"), ("resnet34", "resnet50")])
 def test_weights_of_another_model_are_refused(tmp_path: Path, file_of: str, model: str) -> None:
     path = save(fresh_state(file_of), tmp_path / "model.safetensors")
     with pytest.raises(DataError, match="does not belong") as caught:
@@ -221,9 +216,7 @@ def test_imagenet_weights_are_fetched_verified_and_kept(
 
 
 @pytest.mark.parametrize("tampered", [True, False])
-def test_imagenet_weights_that_cannot_be_had_name_the_ways_out(
-    published: Path, tmp_path: Path, tampered: bool
-) -> None:
+def test_imagenet_weights_that_cannot_be_had_name_the_ways_out(published: Path, tmp_path: Path, tampered: bool) -> None:
     if tampered:
         (published / weights.PUBLISHED["resnet18"]).write_bytes(b"something else")
     with pytest.raises(DataError) as caught:

@@ -1,7 +1,7 @@
-"""Between live training objects and named tensors on the CPU.
+"""Between live training objects and named pieces in CPU memory.
 
-Names are the model's own parameter names, never a wrapper's, so what DDP saved FSDP can load and the
-other way round. Under FSDP gathering is collective: every rank must take part.
+Names are the model's own parameter names, never a wrapper's, so what DDP saved FSDP can load and the other way
+round. Nothing here talks to other ranks: each stages the slices it holds and restores the ones it needs.
 """
 
 from __future__ import annotations
@@ -10,68 +10,91 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+
+from paceline.checkpoints.payload import PayloadReader, Piece, local_box, local_values
 
 Tensors = dict[str, Tensor]
 
 
-def whole(value: Tensor, device: str) -> Tensor:
-    """A tensor in one piece in CPU memory, as a copy that training will not change."""
-    value = value.detach()
-    if isinstance(value, DTensor):
-        value = value.to(device).full_tensor()  # type: ignore[attr-defined]
-    return value.to("cpu", copy=True).contiguous()
+def model_tensors(model: nn.Module) -> Tensors:
+    return dict(model.state_dict())
 
 
-def capture_model(model: nn.Module, device: str) -> Tensors:
-    return {name: whole(value, device) for name, value in model.state_dict().items()}
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Optimizer state by parameter name: `conv1.weight/momentum_buffer`."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+        if isinstance(value, Tensor)
+    }
+
+
+class Stage:
+    """CPU memory that is kept from save to save, so that a copy costs no page faults."""
+
+    def __init__(self) -> None:
+        self._buffers: Tensors = {}
+
+    @torch.no_grad()
+    def copy(self, kind: str, tensors: Tensors, *, sharded_only: bool) -> dict[str, Piece]:
+        """Copies that training will not change; of replicated tensors one rank's copy is enough."""
+        pieces = {}
+        for name, tensor in tensors.items():
+            if sharded_only and not isinstance(tensor, DTensor):
+                continue
+            values = local_values(tensor.detach())
+            buffer = self._buffers.get(f"{kind}/{name}")
+            if buffer is None or buffer.shape != values.shape:
+                is_cuda = values.device.type == "cuda"
+                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
+                self._buffers[f"{kind}/{name}"] = buffer
+            buffer.copy_(values, non_blocking=True)
+            pieces[name] = Piece(buffer, local_box(tensor), tuple(tensor.shape))
+        return pieces
 
 
 @torch.no_grad()
-def restore_tensors(own: Tensors, tensors: Tensors) -> None:
-    """Copy saved values into live tensors; the names must match exactly."""
-    missing, extra = own.keys() - tensors.keys(), tensors.keys() - own.keys()
+def restore_tensors(own: Tensors, saved: PayloadReader) -> None:
+    """Copy saved values into live tensors; the names and shapes must match exactly."""
+    missing, extra = own.keys() - saved.shapes.keys(), saved.shapes.keys() - own.keys()
     if missing or extra:
         raise KeyError(f"missing {sorted(missing)[:3]}, unexpected {sorted(extra)[:3]}")
     for name, target in own.items():
-        if target.shape != tensors[name].shape:
-            raise KeyError(f"{name} is {tuple(tensors[name].shape)}, the model has {tuple(target.shape)}")
-        target.copy_(_like(target, tensors[name]))
+        if tuple(target.shape) != saved.shapes[name]:
+            raise KeyError(f"{name} is {saved.shapes[name]}, the model has {tuple(target.shape)}")
+        local_values(target.detach()).copy_(saved.read(name, local_box(target)))
 
 
-def capture_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, device: str) -> Tensors:
-    """Optimizer state by parameter name: `conv1.weight/momentum_buffer`."""
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
-            if isinstance(value, Tensor):
-                tensors[f"{name}/{key}"] = whole(value, device)
-    return tensors
-
-
-def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+@torch.no_grad()
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: PayloadReader) -> None:
+    """Put saved state where the optimizer would have put its own."""
+    keys: dict[str, list[str]] = {}
+    for full_key in saved.shapes:
+        owner, _, key = full_key.rpartition("/")
+        keys.setdefault(owner, []).append(key)
+    is_fused = bool(optimizer.param_groups[0].get("fused"))
     for name, parameter in model.named_parameters():
         state: dict[str, Any] = {}
-        for full_key, value in tensors.items():
-            owner, _, key = full_key.rpartition("/")
-            if owner == name:
+        for key in keys.get(name, []):
+            full_key = f"{name}/{key}"
+            if saved.shapes[full_key] == tuple(parameter.shape):
+                state[key] = torch.zeros_like(parameter, requires_grad=False)
+                local_values(state[key]).copy_(saved.read(full_key, local_box(parameter)))
+            else:
                 # Scalars such as Adam's step count live on the CPU unless the optimizer is fused.
-                scalar_device = parameter.device if _is_fused(optimizer) else value.device
-                state[key] = (
-                    _like(parameter, value) if value.shape == parameter.shape else value.to(scalar_device)
-                )
+                state[key] = saved.read(full_key).to(parameter.device if is_fused else "cpu")
         if state:
             optimizer.state[parameter] = state
 
 
-def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
-    return bool(optimizer.param_groups[0].get("fused"))
-
-
-def _like(target: Tensor, value: Tensor) -> Tensor:
-    """A saved value in the target's placement, type and layout."""
-    if isinstance(target, DTensor):
-        # Every rank has the whole value, so each cuts out its own shard: nothing is sent.
-        moved = value.to(target.device, target.dtype)
-        return distribute_tensor(moved, target.device_mesh, target.placements, src_data_rank=None)
-    return torch.empty_like(target, requires_grad=False).copy_(value)
+def gather_whole(tensors: Tensors, device: str) -> Tensors:
+    """Every tensor in one piece on the CPU. Collective under FSDP."""
+    whole = {}
+    for name, tensor in tensors.items():
+        value = tensor.detach()
+        if isinstance(value, DTensor):
+            value = value.to(device).full_tensor()  # type: ignore[attr-defined]
+        whole[name] = value.to("cpu", copy=True).contiguous()
+    return whole

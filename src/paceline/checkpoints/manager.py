@@ -1,86 +1,175 @@
-"""Saving and restoring the whole training state. Collective: every rank calls, the primary writes."""
+"""Saving while training goes on, and restoring.
+
+The loop waits only until the tensors are copied out of the device; a thread writes, seals, commits and verifies them.
+At most one save is in flight. Under FSDP every rank writes its own slices and leaves a note when they are on disk;
+the primary waits for all notes before it commits. A save that fails is a loud warning and the run goes on with the
+checkpoint before; three in a row end it.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
+import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from paceline.checkpoints.capture import (
-    capture_model,
-    capture_optimizer,
-    restore_optimizer,
-    restore_tensors,
-    whole,
-)
-from paceline.checkpoints.store import Checkpoint, commit, find_checkpoint, remove_leftovers
+from paceline.checkpoints import store
+from paceline.checkpoints.capture import Stage, Tensors
+from paceline.checkpoints.format import FileSeal, verify
+from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import wait_for_all
 from paceline.world.detect import World
+
+_log = logging.getLogger("paceline")
+MOST_FAILURES_IN_A_ROW = 3
+_PEERS_TIMEOUT_S = 600.0
+_POLL_S = 0.02
+_SPARE_BYTES = 2**20
 
 
 class CheckpointManager:
     """Keeps the checkpoints of one run."""
 
-    def __init__(self, folder: Path, world: World) -> None:
+    def __init__(
+        self, folder: Path, world: World, *, is_sharded: bool, retention: store.Retention, is_async: bool
+    ) -> None:
         self._folder = folder
         self._world = world
+        self._num_writers = world.world_size if is_sharded else 1
+        self._retention = retention
+        self._is_async = is_async
+        self._stage = Stage()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._failures_in_a_row = 0
         if world.is_primary:
-            remove_leftovers(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            store.remove_leftovers(folder)
+        wait_for_all(world)
 
-    def save(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        average: dict[str, Tensor],
-        state: dict[str, Any],
-        *,
-        is_best: bool,
-        keep: bool,
-    ) -> None:
-        device = self._world.device
-        payload = {
-            "model": capture_model(model, device),
-            "optimizer": capture_optimizer(model, optimizer, device),
+    def warn_if_space_is_short(self, size_bytes: int) -> None:
+        """Before the first step: two checkpoints must fit, the old one and the one being written."""
+        free = store.free_bytes(self._folder)
+        if self._world.is_primary and free < 2 * size_bytes:
+            _log.warning(
+                "warning: two checkpoints of %.0f MB do not fit on the disk of %s (%.0f MB free)",
+                *(size_bytes / 2**20, self._folder, free / 2**20),
+            )
+
+    def save(self, payload: dict[str, Tensors], state: dict[str, Any], about: dict[str, Any], *, is_best: bool) -> None:
+        """Stage this rank's part and start writing it. Every rank must call it at the same step."""
+        self.wait()
+        if not self._world.is_primary and self._num_writers == 1:
+            return
+        pieces = {
+            kind: self._stage.copy(kind, tensors, sharded_only=not self._world.is_primary)
+            for kind, tensors in payload.items()
         }
-        if average:
-            payload["ema"] = {name: whole(value, device) for name, value in average.items()}
-        if self._world.is_primary:
-            commit(self._folder, payload, state, is_best=is_best, keep=keep)
+        if self._world.device.startswith("cuda"):
+            torch.cuda.current_stream().synchronize()
+        arguments = (pieces, json.dumps(state, indent=1).encode(), about, is_best)
+        if self._is_async:
+            self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint-writer")
+            self._thread.start()
+        else:
+            self._write(*arguments)
+            self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is in flight; a failed save is told here."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        failure, self._failure = self._failure, None
+        if failure is None:
+            return
+        self._failures_in_a_row += 1
+        reason = getattr(failure, "strerror", None) or str(failure)
+        count = f"{self._failures_in_a_row} of {MOST_FAILURES_IN_A_ROW}"
+        _log.warning("warning: a checkpoint could not be saved: %s (failure %s in a row)", reason, count)
+        if self._failures_in_a_row >= MOST_FAILURES_IN_A_ROW:
+            raise CheckpointError(
+                f"{MOST_FAILURES_IN_A_ROW} checkpoints in a row could not be saved",
+                where=str(self._folder),
+                got=reason,
+                hint="the newest checkpoint there is whole; make room, then --resume auto",
+            ) from failure
+
+    def finish(self) -> None:
+        """The last save is committed, and every rank knows it. Collective."""
+        self.wait()
         wait_for_all(self._world)
 
-    def best(self) -> Checkpoint | None:
+    def best(self) -> store.Checkpoint | None:
         path = self._folder / "best"
-        return find_checkpoint(path) if path.exists() else None
+        return store.open_checkpoint(path) if path.exists() else None
 
+    def _write(self, pieces: dict[str, dict[str, Piece]], state: bytes, about: dict[str, Any], is_best: bool) -> None:
+        """The whole save of this rank, usually in a thread. Never raises: `wait` tells."""
+        temporary = store.temporary_folder(self._folder, about["step"])
+        try:
+            self._require_space(pieces)
+            temporary.mkdir(parents=True, exist_ok=True)
+            seals = {
+                name: write_pieces(temporary / name, pieces[kind])
+                for kind in pieces
+                for name in [self._file_name(kind)]
+            }
+            if self._world.is_primary:
+                seals.update(self._collect_notes(temporary))
+                self._commit(temporary, seals, state, about, is_best)
+                self._failures_in_a_row = 0
+            else:
+                self._leave_note(temporary, seals)
+        except BaseException as error:
+            if self._world.is_primary:
+                shutil.rmtree(temporary, ignore_errors=True)
+            self._failure = error
 
-def restore_training(
-    checkpoint: Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, average: dict[str, Tensor]
-) -> None:
-    """Weights, optimizer and moving average of a checkpoint, into live objects."""
-    _restore(checkpoint, model.state_dict(), checkpoint.tensors("model"))
-    restore_optimizer(model, optimizer, checkpoint.tensors("optimizer"))
-    if average:
-        _restore(checkpoint, average, checkpoint.tensors("ema"))
+    def _commit(
+        self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool
+    ) -> None:
+        final = store.commit(temporary, seals, state, about)
+        verify(final)  # from the disk, before anything older is touched
+        store.point(self._folder, "latest", final)
+        if is_best:
+            store.point(self._folder, "best", final)
+        store.prune(self._folder, self._retention)
 
+    def _require_space(self, pieces: dict[str, dict[str, Piece]]) -> None:
+        mine = sum(piece.values.nbytes for part in pieces.values() for piece in part.values())
+        needed = mine * self._num_writers + _SPARE_BYTES
+        if store.free_bytes(self._folder) < needed:
+            raise OSError(errno.ENOSPC, f"no room for {needed / 2**20:.0f} MB")
 
-def restore_weights(checkpoint: Checkpoint, model: nn.Module) -> None:
-    """The weights to evaluate with: the moving average where there is one, else the weights."""
-    tensors = checkpoint.tensors("model")
-    if (checkpoint.path / "ema.safetensors").exists():
-        tensors.update(checkpoint.tensors("ema"))
-    _restore(checkpoint, model.state_dict(), tensors)
+    def _file_name(self, kind: str) -> str:
+        if self._num_writers == 1:
+            return f"{kind}.safetensors"
+        return f"{kind}-{self._world.rank:05}-of-{self._num_writers:05}.safetensors"
 
+    def _leave_note(self, temporary: Path, seals: dict[str, FileSeal]) -> None:
+        """Tell the primary, through the folder, that this rank's slices are on disk."""
+        note = {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()}
+        draft = temporary / f".draft-{self._world.rank}"
+        draft.write_text(json.dumps(note))
+        draft.rename(temporary / f".note-{self._world.rank}")
 
-def _restore(checkpoint: Checkpoint, live: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    try:
-        restore_tensors(live, tensors)
-    except KeyError as error:
-        raise CheckpointError(
-            "the checkpoint holds another model",
-            where=str(checkpoint.path),
-            got=str(error.args[0]),
-            hint="resume with the model it was trained with, or start a new run",
-        ) from error
+    def _collect_notes(self, temporary: Path) -> dict[str, FileSeal]:
+        seals = {}
+        deadline = time.monotonic() + _PEERS_TIMEOUT_S
+        for rank in range(1, self._num_writers):
+            note = temporary / f".note-{rank}"
+            while not note.exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"rank {rank} did not write its part within {_PEERS_TIMEOUT_S:.0f} s")
+                time.sleep(_POLL_S)
+            seals.update({name: FileSeal(*values) for name, values in json.loads(note.read_text()).items()})
+            note.unlink()
+        return seals

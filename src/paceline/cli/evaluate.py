@@ -21,9 +21,7 @@ def run(arguments: list[str]) -> int:
     evaluation = evaluate_run(run_)
     classes = run_.rig.plan.info.classes
     print(f"{path}: weights of step {run_.checkpoint.step}")
-    print(
-        f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples"
-    )
+    print(f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples")
     for name, accuracy in zip(classes, evaluation.class_accuracy(), strict=True):
         print(f"  {name:<16} {'no samples' if accuracy is None else f'{accuracy:.2%}'}")
     write_json(

@@ -54,9 +54,7 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     device = "cuda:0" if count_gpus(config.parallel) else "cpu"
     precision = resolve_precision(config, device)
     memory = estimate_memory(plan, strategy, is_mixed=precision is not None)
-    first, middle, last = (
-        plan.learning_rate(step) for step in (0, plan.total_steps // 2, plan.total_steps - 1)
-    )
+    first, middle, last = (plan.learning_rate(step) for step in (0, plan.total_steps // 2, plan.total_steps - 1))
     rows = {
         "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {plan.lanes} lanes",
         "data": describe_data(plan),

@@ -42,9 +42,7 @@ def decide_processes(loaded: LoadedConfig) -> int:
     if config.parallel.processes:
         return config.parallel.processes
     limit = count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
-    return largest_fitting_world(
-        config.train.global_batch_size, config.train.accumulate, config.parallel.lanes, limit
-    )
+    return largest_fitting_world(config.train.global_batch_size, config.train.accumulate, config.parallel.lanes, limit)
 
 
 def check_joined_world(loaded: LoadedConfig, environment: RankEnvironment) -> None:

@@ -55,9 +55,7 @@ def parse_flags(arguments: list[str]) -> list[Setting]:
     while rest:
         token = rest.pop(0)
         if not token.startswith("--"):
-            raise UserError(
-                f"unexpected argument {token!r}", hint="flags start with --; one recipe comes first"
-            )
+            raise UserError(f"unexpected argument {token!r}", hint="flags start with --; one recipe comes first")
         name, has_value, value = token.removeprefix("--").partition("=")
         negated = find_field(name.removeprefix("no-")) if name.startswith("no-") else None
         field = find_field(name) or (negated if negated and negated.is_bool else None)
@@ -65,9 +63,7 @@ def parse_flags(arguments: list[str]) -> list[Setting]:
             raise unknown_name(token.partition("=")[0], "the command line")
         if field.is_bool:
             if has_value:
-                raise UserError(
-                    f"{field.flag} takes no value", got=token, hint=f"{field.flag} or --no-{name}"
-                )
+                raise UserError(f"{field.flag} takes no value", got=token, hint=f"{field.flag} or --no-{name}")
             values = ["false" if field is negated else "true"]
         elif has_value:
             values = [value]

@@ -73,13 +73,9 @@ def read_recipe(path: Path) -> list[Setting]:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         hint = "indent with spaces; YAML allows no tabs" if "\\t" in str(error.problem) else None
         problem = error.problem or "the file cannot be read as YAML"
-        raise UserError(
-            f"the recipe is not valid YAML: {problem}", where=f"{path}{line}", hint=hint
-        ) from error
+        raise UserError(f"the recipe is not valid YAML: {problem}", where=f"{path}{line}", hint=hint) from error
     except yaml.YAMLError as error:  # a control character, for one
-        raise UserError(
-            f"the recipe is not valid YAML: {str(error).splitlines()[0]}", where=str(path)
-        ) from error
+        raise UserError(f"the recipe is not valid YAML: {str(error).splitlines()[0]}", where=str(path)) from error
     if root is None:
         raise UserError("the recipe is empty", where=str(path), allowed="one `key: value` per line")
     if not isinstance(root, yaml.MappingNode):

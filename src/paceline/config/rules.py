@@ -45,8 +45,30 @@ def _check_strategy(loaded: LoadedConfig) -> None:
             got=f"strategy {parallel.strategy}",
             hint="add --strategy fsdp, or leave --cpu-offload out",
         )
+    if parallel.exact:
+        _check_exact(loaded)
     if parallel.processes > 0:
         check_world(loaded, parallel.processes)
+
+
+def _check_exact(loaded: LoadedConfig) -> None:
+    parallel = loaded.config.parallel
+    if parallel.strategy == "fsdp" or parallel.sync_bn:
+        raise UserError(
+            "exact runs whole models, lane by lane",
+            where=loaded.where("exact"),
+            got="strategy fsdp" if parallel.strategy == "fsdp" else "sync_bn",
+            hint="--strategy ddp without --sync-bn, or leave --exact out",
+        )
+    if parallel.lanes & (parallel.lanes - 1):
+        powers = [2 ** (parallel.lanes.bit_length() - 1), 2 ** parallel.lanes.bit_length()]
+        raise UserError(
+            "exact needs a power of two of lanes, to sum them in one tree",
+            where=loaded.where("lanes"),
+            got=parallel.lanes,
+            allowed="1, 2, 4, 8, ...",
+            hint=f"--lanes {_either(powers)}",
+        )
 
 
 def _check_modes(loaded: LoadedConfig) -> None:
@@ -57,10 +79,14 @@ def _check_modes(loaded: LoadedConfig) -> None:
             where=f"{loaded.where('amp')} and {loaded.where('amp_dtype')}",
             hint="leave out --no-amp or --amp-dtype",
         )
-    if config.run.rehearse and config.run.resume:
+    if config.run.init_from and config.run.resume not in ("", "auto"):
         raise UserError(
-            "a rehearsal starts a run of its own", got="--rehearse with --resume", hint="leave one out"
+            "a run either starts from weights or goes on from a checkpoint",
+            got=f"--init-from {config.run.init_from} with --resume {config.run.resume}",
+            hint="leave one out",
         )
+    if config.run.rehearse and config.run.resume:
+        raise UserError("a rehearsal starts a run of its own", got="--rehearse with --resume", hint="leave one out")
     if config.data.cutout > config.data.image_size:
         raise UserError(
             "cutout is larger than the image",
@@ -90,13 +116,19 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
             hint=f"--lanes {_either(nearest_multiples(lanes, world_size))}, "
             f"or --processes {_either(nearest_divisors(lanes, world_size))}",
         )
-    parts = math.lcm(lanes, world_size * accumulate)
+    if config.parallel.exact and lanes & (lanes - 1):
+        raise UserError(
+            "exact needs a power of two of ranks, or --lanes",
+            where=loaded.where("exact"),
+            got=f"{world_size} ranks",
+            allowed="1, 2, 4, 8, ...",
+        )
+    # Under exact every lane is cut into microbatches, else every rank's share.
+    parts = lanes * accumulate if config.parallel.exact else math.lcm(lanes, world_size * accumulate)
     if batch % parts:
         detail = f"{world_size} ranks" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
         detail += f" in {lanes} lanes" if lanes != world_size else ""
-        sizes = _either(
-            nearest_divisors(batch // accumulate if batch % accumulate == 0 else batch, world_size)
-        )
+        sizes = _either(nearest_divisors(batch // accumulate if batch % accumulate == 0 else batch, world_size))
         raise UserError(
             f"global_batch_size {batch} is not divisible by {parts}",
             where=loaded.where("global_batch_size"),

@@ -171,6 +171,9 @@ class ParallelConfig:
     lanes: Count = 0
     """Equal parts a global batch is cut into; 0 for one per rank."""
 
+    exact: bool = False
+    """The same bits on 1, 2, 4, ... ranks: each lane runs by itself and sums form one fixed tree."""
+
     sync_bn: bool = False
     """BatchNorm statistics over the whole global batch instead of each rank's part."""
 
@@ -193,8 +196,30 @@ class RunConfig:
     """auto: go on with the newest run of this recipe (or in output-dir). Or the path of a run or
     checkpoint."""
 
+    load_policy: Literal["fresh", "eager", "none"] = "fresh"
+    """What --resume auto may take: fresh: this run's own checkpoints; eager: else any earlier run's of
+    the recipe, in a new folder; none: nothing."""
+
+    best_is_latest: bool = False
+    """Resume from the best checkpoint instead of the newest."""
+
+    init_from: str = ""
+    """Start a new run from the weights of a run, checkpoint or file, where names and shapes match."""
+
     save_frequency: Count = 0
-    """Also keep the checkpoint of every N-th epoch for ever; 0: only the latest and the best."""
+    """Also keep the checkpoint of every N-th epoch for ever; 0 for none."""
+
+    save_steps: Count = 0
+    """Save every N steps as well as after every epoch; 0: only after epochs."""
+
+    keep_last: Positive = 2
+    """How many of the newest checkpoints stay."""
+
+    keep_best: Positive = 1
+    """How many of the best checkpoints stay."""
+
+    async_save: bool = True
+    """Write checkpoints beside training; the loop waits only for the copy out of the device."""
 
     log_frequency: Annotated[int, Range(low=1), _alias("print-every")] = 10
     """Steps between two step lines."""

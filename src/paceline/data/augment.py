@@ -91,9 +91,7 @@ class Pipeline:
         if scale == 1.0:
             return samples
         size = (round(height * scale), round(width * scale))
-        return F.interpolate(
-            samples.float(), size, mode="bilinear", align_corners=False, antialias=scale < 1.0
-        )
+        return F.interpolate(samples.float(), size, mode="bilinear", align_corners=False, antialias=scale < 1.0)
 
     def _normalise(self, samples: Tensor) -> Tensor:
         mean = torch.tensor(self.mean, device=samples.device).view(1, -1, 1, 1) * 255
@@ -116,13 +114,9 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     """The pipeline a config asks for; vectors pass through untouched."""
     kind = config.augment
     if kind == "imagenet" and not info.is_image:
-        raise UserError(
-            "the imagenet pipeline needs images", got=f"{info.name} has vectors", hint="--augment none"
-        )
+        raise UserError("the imagenet pipeline needs images", got=f"{info.name} has vectors", hint="--augment none")
     if kind == "light" and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
-        raise UserError(
-            "the light pipeline needs square images", got=info.sample_shape, hint="--augment none"
-        )
+        raise UserError("the light pipeline needs square images", got=info.sample_shape, hint="--augment none")
     is_imagenet = kind == "imagenet" and info.sample_shape[0] == 3
     return Pipeline(
         kind=kind,

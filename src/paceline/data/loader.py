@@ -37,6 +37,7 @@ class Batch:
 class EvaluationBatch:
     inputs: Tensor
     labels: Tensor
+    share: int  # which of this rank's shares
     is_counted: bool  # False for a stand-in that only keeps ranks in step
 
 
@@ -59,9 +60,7 @@ class Loader:
         part.ids = ids
         return part
 
-    def train_epoch(
-        self, *, seed: int, epoch: int, global_batch_size: int, first_step: int
-    ) -> Iterator[Batch]:
+    def train_epoch(self, *, seed: int, epoch: int, global_batch_size: int, first_step: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, from any step of it on. A last partial batch is left out."""
         order = self.ids[epoch_order(len(self.ids), seed, epoch)]
         share = global_batch_size // self._world.world_size
@@ -77,20 +76,25 @@ class Loader:
             yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked)
             asked = time.perf_counter()
 
-    def evaluation_batches(self, batch_size: int) -> Iterator[EvaluationBatch]:
+    def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:
         """Every sample once over all ranks, and the same number of batches on each rank.
 
         Sharded models exchange weights in every forward pass, so a rank whose share is shorter takes
-        part with a stand-in that is not counted.
+        part with a stand-in that is not counted. A rank may have several shares (its lanes).
         """
-        shares = even_shares(len(self.ids), self._world.world_size)
-        mine = shares[self._world.rank]
-        num_batches = -(-max(len(share) for share in shares) // batch_size)
-        slices = [self.ids[mine[n * batch_size : (n + 1) * batch_size]] for n in range(num_batches)]
-        padded = [part if len(part) else self.ids[:1] for part in slices]
-        for part, (ids, samples) in zip(slices, self._read_ahead(padded), strict=True):
+        shares = even_shares(len(self.ids), self._world.world_size * shares_per_rank)
+        batches_per_share = -(-max(len(share) for share in shares) // batch_size)
+        first = self._world.rank * shares_per_rank
+        parts = [
+            (number, self.ids[share[start * batch_size : (start + 1) * batch_size]])
+            for number, share in enumerate(shares[first : first + shares_per_rank])
+            for start in range(batches_per_share)
+        ]
+        padded = [ids if len(ids) else self.ids[:1] for _, ids in parts]
+        for (number, part), (ids, samples) in zip(parts, self._read_ahead(padded), strict=True):
             labels = self._labels[ids.to(self._labels.device)]
-            yield EvaluationBatch(self._pipeline.for_evaluation(samples), labels, is_counted=len(part) > 0)
+            inputs = self._pipeline.for_evaluation(samples)
+            yield EvaluationBatch(inputs, labels, share=number, is_counted=len(part) > 0)
 
     def _read_ahead(self, shares: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         if isinstance(self._dataset, ResidentDataset):

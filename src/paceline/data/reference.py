@@ -54,9 +54,7 @@ def resolve_reference(name: str, *, where: str) -> Callable[..., Any]:
     try:
         module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
     except Exception as error:
-        raise UserError(
-            f"importing {place} failed", where=where, got=f"{type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"importing {place} failed", where=where, got=f"{type(error).__name__}: {error}") from error
     found = getattr(module, function, None)
     if not callable(found):
         raise UserError(f"{function!r} in {place} is not a function", where=where, got=type(found).__name__)

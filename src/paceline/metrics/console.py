@@ -57,9 +57,7 @@ class Console:
         else:
             self.note(f"{line}  eta {format_seconds(self.remaining_s(step, total_steps))}")
 
-    def epoch(
-        self, epoch: int, epochs: int, train: Mapping[str, float], val: Mapping[str, float], best: bool
-    ) -> None:
+    def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Mapping[str, float], best: bool) -> None:
         number = f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
         self.note(
             f"{number}  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"

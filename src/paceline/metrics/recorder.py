@@ -31,6 +31,13 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def inherit_rows(source: RunFolder, folder: RunFolder) -> None:
+    """A run that goes on in a new folder takes its history along."""
+    if source.path.resolve() != folder.path.resolve() and not folder.metrics_jsonl.exists():
+        rows = read_rows(source.metrics_jsonl)
+        write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in rows))
+
+
 class Recorder:
     """Appends rows and keeps the derived files in step. Only the primary has one."""
 

@@ -48,9 +48,7 @@ class Memory:
 def read_memory(device: str) -> Memory:
     """Of the GPU this rank uses, or of the process on a CPU."""
     if device.startswith("cuda"):
-        return Memory(
-            torch.cuda.memory_allocated(device) / 2**20, torch.cuda.max_memory_allocated(device) / 2**20
-        )
+        return Memory(torch.cuda.memory_allocated(device) / 2**20, torch.cuda.max_memory_allocated(device) / 2**20)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there and kilobytes elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     statm = Path("/proc/self/statm")

@@ -82,9 +82,7 @@ def _check_function(name: str, source: str) -> None:
 # ------------------------------------------------------------------------------------- building
 
 
-def build_external(
-    name: str, input_shape: tuple[int, ...], num_classes: int, *, pretrained: bool = False
-) -> nn.Module:
+def build_external(name: str, input_shape: tuple[int, ...], num_classes: int, *, pretrained: bool = False) -> nn.Module:
     """Make the model; `pretrained` asks a collection for its own published weights."""
     source, _, target = name.rpartition(":")
     if source not in COLLECTIONS:
@@ -99,9 +97,7 @@ def _build_timm(model: str, channels: int, num_classes: int, pretrained: bool) -
     timm = _import_collection("timm")
     _check_listed("timm", model, [*timm.list_models(), *timm.list_pretrained()])
     with _fetching(f"timm:{model}", pretrained):
-        built: nn.Module = timm.create_model(
-            model, pretrained=pretrained, num_classes=num_classes, in_chans=channels
-        )
+        built: nn.Module = timm.create_model(model, pretrained=pretrained, num_classes=num_classes, in_chans=channels)
     return built
 
 

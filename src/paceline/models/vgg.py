@@ -32,9 +32,7 @@ def pool_to_grid(x: Tensor) -> Tensor:
 
 
 class VGG(nn.Module):
-    def __init__(
-        self, depth: int, input_shape: tuple[int, ...], num_classes: int, *, dropout: float = 0.5
-    ) -> None:
+    def __init__(self, depth: int, input_shape: tuple[int, ...], num_classes: int, *, dropout: float = 0.5) -> None:
         super().__init__()
         channels, height, width = input_shape
         if min(height, width) < SMALLEST_SIDE:

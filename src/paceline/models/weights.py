@@ -72,9 +72,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         else:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise DataError(
-            "the weights file cannot be opened", where=str(path), got=first_line(error)
-        ) from error
+        raise DataError("the weights file cannot be opened", where=str(path), got=first_line(error)) from error
     except Exception as error:  # damaged bytes make the readers fail in any way they like
         raise DataError(
             "the weights file cannot be read: it is damaged, or holds more than tensors",
@@ -85,9 +83,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         ) from error
     tensors = _named_tensors(content)
     if not tensors:
-        raise DataError(
-            "the weights file holds no named tensors", where=str(path), got=f"a {type(content).__name__}"
-        )
+        raise DataError("the weights file holds no named tensors", where=str(path), got=f"a {type(content).__name__}")
     return tensors
 
 

@@ -79,7 +79,7 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
     if config.train.compile:
         model.compile()
     forward: Any = model
-    if strategy == "ddp" and world.world_size > 1:
+    if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
         forward = _wrap_ddp(model, device)
     elif strategy == "fsdp":
         forward = _shard(model, dtype, offload=config.parallel.cpu_offload)
@@ -94,6 +94,23 @@ def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel
     device_ids = [device.index] if device.type == "cuda" else None
     options: dict[str, Any] = {switch: False}
     return DistributedDataParallel(model, device_ids=device_ids, **options)
+
+
+def settle_buckets(model: ParallelModel, example: Tensor) -> None:
+    """Let DDP arrange its gradient buckets before the first real step.
+
+    It does so once per process, after its first backward pass, and the arrangement decides the order in which
+    three or more ranks are summed. Left alone, a resumed run would sum its first step otherwise than the
+    undisturbed run did. The pass leaves no trace: gradients are dropped and running statistics put back.
+    """
+    if not isinstance(model.forward, DistributedDataParallel):
+        return
+    before = [buffer.clone() for buffer in model.module.buffers()]
+    (model(example).sum() * 0.0).backward()
+    model.module.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for buffer, value in zip(model.module.buffers(), before, strict=True):
+            buffer.copy_(value)
 
 
 def _shard(model: nn.Module, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:

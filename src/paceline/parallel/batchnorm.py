@@ -35,9 +35,7 @@ class CrossRankBatchNorm(nn.modules.batchnorm._BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(
-                f"BatchNorm needs a batch and a channel dimension, got shape {tuple(input.shape)}"
-            )
+            raise ValueError(f"BatchNorm needs a batch and a channel dimension, got shape {tuple(input.shape)}")
 
     def forward(self, input: Tensor) -> Tensor:
         self._check_input_dim(input)

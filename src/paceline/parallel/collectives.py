@@ -48,21 +48,66 @@ def wait_for_all(world: World) -> None:
         sum_over_ranks(torch.zeros(1, device=world.device), world).item()
 
 
+def gather_rows(row: Tensor, world: World) -> Tensor:
+    """Every rank's tensor, stacked by rank, on every rank."""
+    everyone = [torch.empty_like(row) for _ in range(world.world_size)]
+    dist.all_gather(everyone, row.contiguous())
+    return torch.stack(everyone)
+
+
+def tree_sum(rows: Tensor) -> Tensor:
+    """Add up the rows of a tensor in a fixed binary tree: neighbours first, then neighbours of those."""
+    while len(rows) > 1:
+        pairs = rows[0 : len(rows) - len(rows) % 2]
+        rest = rows[len(pairs) :]
+        rows = torch.cat([pairs[0::2] + pairs[1::2], rest])
+    return rows[0]
+
+
+def sum_lanes(rows: Tensor, world: World) -> Tensor:
+    """Add up every rank's rows, in the order of ranks, in one fixed tree: the same bits on every rank."""
+    if world.world_size == 1:
+        return tree_sum(rows)
+    return tree_sum(gather_rows(rows, world).flatten(0, 1))
+
+
+def _float_buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
+
+
 @torch.no_grad()
+def gather_buffers(model: nn.Module, world: World) -> Tensor | None:
+    """Every rank's running statistics, one row per rank; None where there are none to differ."""
+    buffers = list(_float_buffers(model).values())
+    if world.world_size == 1 or not buffers:
+        return None
+    mine = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
+    return gather_rows(mine, world)
+
+
+@torch.no_grad()
+def spread_buffers(model: nn.Module, flat: Tensor) -> dict[str, Tensor]:
+    """A flat row of statistics as named tensors of the buffers' shapes."""
+    named, position = {}, 0
+    for name, buffer in _float_buffers(model).items():
+        named[name] = flat[position : position + buffer.numel()].view_as(buffer).to(buffer.dtype)
+        position += buffer.numel()
+    return named
+
+
+@torch.no_grad()
+def set_buffers(model: nn.Module, flat: Tensor) -> None:
+    values = spread_buffers(model, flat.to(next(model.parameters()).device))
+    for name, buffer in _float_buffers(model).items():
+        buffer.copy_(values[name])
+
+
 def average_buffers(model: nn.Module, world: World) -> None:
     """Give every rank the mean of all ranks' running statistics.
 
     BatchNorm's running mean and variance are moving averages, and averaging is linear: doing it once
     before an evaluation gives what doing it after every step would have given.
     """
-    if world.world_size == 1:
-        return
-    buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    if not buffers:
-        return
-    flat = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
-    sum_over_ranks(flat, world).div_(world.world_size)
-    start = 0
-    for buffer in buffers:
-        buffer.copy_(flat[start : start + buffer.numel()].view_as(buffer))
-        start += buffer.numel()
+    rows = gather_buffers(model, world)
+    if rows is not None:
+        set_buffers(model, tree_sum(rows) / world.world_size)

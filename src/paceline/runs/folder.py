@@ -22,7 +22,7 @@ from typing import Any
 from paceline.errors import UserError
 
 RUNS = Path("runs")
-CHECKPOINT_STATE = "state.json"
+CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -110,19 +110,15 @@ class RunFolder:
             yield
 
 
-def locate_checkpoint(path: Path) -> Path | None:
-    """The step folder behind a run folder, its checkpoints folder, `latest`, `best` or a step folder."""
-    for candidate in (path, path / "latest", path / "checkpoints" / "latest"):
-        if (candidate / CHECKPOINT_STATE).is_file():
-            return candidate.resolve()
-    return None
+def has_checkpoint(path: Path) -> bool:
+    """Whether this is a checkpoint, or a run folder or checkpoints folder that holds one."""
+    patterns = (CHECKPOINT_MARK, f"step-*/{CHECKPOINT_MARK}", f"checkpoints/step-*/{CHECKPOINT_MARK}")
+    return any(True for pattern in patterns for _ in path.glob(pattern))
 
 
 def require_run_folder(path: Path) -> None:
     if not (path / "config.yaml").is_file():
-        raise UserError(
-            "this is not a run folder", where=str(path), hint="a folder that paceline train wrote"
-        )
+        raise UserError("this is not a run folder", where=str(path), hint="a folder that paceline train wrote")
 
 
 def new_run_folder(recipe_name: str) -> Path:
@@ -138,5 +134,5 @@ def new_run_folder(recipe_name: str) -> Path:
 
 def newest_run_folder(recipe_name: str) -> Path | None:
     """The newest run of this recipe that has a checkpoint to go on from."""
-    latest = RUNS.glob(f"{recipe_name}-*/checkpoints/latest")
-    return max((path.parent.parent for path in latest), key=lambda path: path.name, default=None)
+    runs = [path for path in RUNS.glob(f"{recipe_name}-[0-9]*") if has_checkpoint(path)]
+    return max(runs, key=lambda path: path.name, default=None)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
-from paceline.runs.folder import RunFolder, locate_checkpoint, new_run_folder, newest_run_folder
+from paceline.runs.folder import RunFolder, has_checkpoint, new_run_folder, newest_run_folder
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ def decide_place(loaded: LoadedConfig) -> RunPlace:
     given = Path(run.output_dir) if run.output_dir else None
     if given is not None and given.exists() and not given.is_dir():
         raise UserError("output_dir is a file", where=loaded.where("output_dir"), got=run.output_dir)
-    if not run.resume:
+    if not run.resume or (run.resume == "auto" and run.load_policy == "none"):
         name = loaded.recipe_name + ("-rehearsal" if run.rehearse else "")
         folder = given or new_run_folder(name)
         if RunFolder(folder).holds_a_run:
@@ -33,22 +33,30 @@ def decide_place(loaded: LoadedConfig) -> RunPlace:
             )
         return RunPlace(folder, None)
     if run.resume == "auto":
-        own = loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None
-        folder = given or own or newest_run_folder(loaded.recipe_name) or new_run_folder(loaded.recipe_name)
-        has_checkpoint = (RunFolder(folder).checkpoints / "latest").exists()
-        return RunPlace(folder, folder if has_checkpoint else None)
+        return _place_for_auto(loaded, given)
     source = Path(run.resume)
-    if locate_checkpoint(source) is None:
+    if not has_checkpoint(source):
         raise UserError(
             "there is nothing to resume from: no checkpoint here",
             where=loaded.where("resume"),
             got=run.resume,
             allowed="auto, a run folder, or one of its checkpoints/step-*, latest or best",
         )
-    return RunPlace(given or _owner_of(source), source)
+    return RunPlace(given or owner_of(source), source)
 
 
-def _owner_of(source: Path) -> Path:
+def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
+    """This run's own folder if it has something to go on from; what else may be taken, the policy says."""
+    own = given or (loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None)
+    newest = newest_run_folder(loaded.recipe_name)
+    if loaded.config.run.load_policy == "eager":
+        folder = own or new_run_folder(loaded.recipe_name)
+        return RunPlace(folder, folder if has_checkpoint(folder) else newest)
+    folder = own or newest or new_run_folder(loaded.recipe_name)
+    return RunPlace(folder, folder if has_checkpoint(folder) else None)
+
+
+def owner_of(source: Path) -> Path:
     """The run folder of a path given to --resume: itself, or the one around its checkpoints folder."""
     for path in (source, *source.absolute().parents):
         if path.name == "checkpoints":

@@ -36,9 +36,7 @@ def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEs
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shards = plan.world_size if strategy == "fsdp" else 1
     copies = (
-        _OPTIMIZER_COPIES[config.optim.optimizer]
-        if config.optim.momentum or "adam" in config.optim.optimizer
-        else 0
+        _OPTIMIZER_COPIES[config.optim.optimizer] if config.optim.momentum or "adam" in config.optim.optimizer else 0
     )
     weights = 4 * num_parameters // shards
     averages = weights if config.optim.ema_decay else 0

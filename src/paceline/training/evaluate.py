@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from paceline.data.loader import Loader
 from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.apply import ParallelModel
-from paceline.parallel.collectives import sum_over_ranks
+from paceline.parallel.collectives import sum_lanes, sum_over_ranks
 from paceline.training.step import autocast
 from paceline.world.detect import World
 
@@ -40,24 +40,25 @@ def evaluate(
     *,
     num_classes: int,
     batch_size: int,
-    max_batches: int | None,
+    shares_per_rank: int = 1,
+    max_batches: int | None = None,
 ) -> Evaluation:
     """Run a part of the data through the model. Collective: every rank must call it."""
     watch = Stopwatch()
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    loss = torch.zeros(shares_per_rank, dtype=torch.float64, device=world.device)
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=world.device)
     model.module.eval()
-    for batch in itertools.islice(loader.evaluation_batches(batch_size), max_batches):
+    batches = loader.evaluation_batches(batch_size, shares_per_rank=shares_per_rank)
+    for batch in itertools.islice(batches, max_batches):
         with autocast(model, world):
             logits = model.module(batch.inputs).float()
         if batch.is_counted:
-            loss += F.cross_entropy(logits, batch.labels, reduction="none").double().sum()
+            loss[batch.share] += F.cross_entropy(logits, batch.labels, reduction="none").double().sum()
             cells = batch.labels * num_classes + logits.argmax(1)
             confusion += torch.bincount(cells, minlength=len(confusion))
     model.module.train()
-    sum_over_ranks(loss, world)
     sum_over_ranks(confusion, world)
-    return _finish(loss, confusion.view(num_classes, num_classes).cpu(), watch)
+    return _finish(sum_lanes(loss, world), confusion.view(num_classes, num_classes).cpu(), watch)
 
 
 def _finish(loss: Tensor, confusion: Tensor, watch: Stopwatch) -> Evaluation:

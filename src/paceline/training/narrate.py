@@ -29,10 +29,7 @@ def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
 def describe_data(plan: RunPlan) -> str:
     info = plan.info
     parts = f"{plan.num_train:,} train, {plan.num_validation:,} validation, {info.num_test:,} test"
-    return (
-        f"{info.name}: {parts} samples,"
-        f" {info.num_classes} classes, inputs {'x'.join(map(str, plan.input_shape))}"
-    )
+    return f"{info.name}: {parts} samples, {info.num_classes} classes, inputs {'x'.join(map(str, plan.input_shape))}"
 
 
 def describe_batch(plan: RunPlan) -> str:

@@ -29,9 +29,7 @@ def rehearse(config: Config, world: World, place: RunPlace) -> dict[str, Any]:
     again = RunPlace(place.folder, place.folder)
     results = train(longer, world, again, eval_batches=_EVAL_BATCHES)
     seconds = time.perf_counter() - started
-    console.note(
-        f"\nrehearsal passed in {seconds:.1f} s: this recipe trains, saves, resumes and evaluates here"
-    )
+    console.note(f"\nrehearsal passed in {seconds:.1f} s: this recipe trains, saves, resumes and evaluates here")
     return results
 
 

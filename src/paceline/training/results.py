@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_tensors
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
 from paceline.training.evaluate import Evaluation
@@ -35,6 +36,16 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
+def hash_state(rig: Rig, device: str) -> dict[str, str]:
+    """Hashes of the final weights and, for an exact run, of the optimizer's state too. Collective under FSDP."""
+    module = rig.model.module
+    hashes = {"weights_sha256": hash_tensors(gather_whole(model_tensors(module), device))}
+    if rig.plan.config.parallel.exact:
+        state = optimizer_tensors(module, rig.optimizer)
+        hashes["optimizer_sha256"] = hash_tensors(gather_whole(state, device))
+    return hashes
+
+
 def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
     """One entry per rank, on every rank. Collective."""
     memory = read_memory(world.device)
@@ -58,7 +69,7 @@ def make_results(
     test: Evaluation,
     final_train: dict[str, Any],
     ranks: list[dict[str, Any]],
-    weights_sha256: str,
+    hashes: dict[str, str],
 ) -> dict[str, Any]:
     plan = rig.plan
     seconds = max(entry["seconds"] for entry in ranks)
@@ -75,7 +86,7 @@ def make_results(
         "training_seconds": seconds,
         "world_size": world.world_size,
         "strategy": rig.model.strategy,
-        "weights_sha256": weights_sha256,
+        **hashes,
         "distributed_training": {
             "world_size": world.world_size,
             "backend": world.backend,

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoints.manager import restore_weights
-from paceline.checkpoints.store import Checkpoint, find_checkpoint
+from paceline.checkpoints.resume import choose_checkpoint, restore_weights
+from paceline.checkpoints.store import Checkpoint
 from paceline.config.load import load_config
 from paceline.config.rules import check_config
 from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
-from paceline.errors import UserError
+from paceline.errors import CheckpointError, UserError
 from paceline.runs.folder import require_run_folder
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.rig import Rig, build_rig
@@ -36,14 +36,13 @@ def open_run(path: Path, flags: list[str]) -> OpenRun:
     loaded = load_config(str(path / "config.yaml"), flags)
     check_config(loaded)
     # Whatever the run was trained on, one process evaluates it.
-    alone = dataclasses.replace(
-        loaded.config.parallel, strategy="single", processes=1, lanes=0, cpu_offload=False
-    )
+    alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes=1, cpu_offload=False)
     config = dataclasses.replace(loaded.config, parallel=alone)
     world = build_world(config.parallel, ALONE)
     torch.set_num_threads(world.threads)
-    best = path / "checkpoints" / "best"
-    checkpoint = find_checkpoint(best if best.exists() else path)
+    checkpoint = choose_checkpoint(path, world, prefer_best=True)
+    if checkpoint is None:
+        raise CheckpointError("this run has no checkpoint", where=str(path))
     rig = build_rig(config, world, load_weights=False)
     restore_weights(checkpoint, rig.model.module)
     return OpenRun(config, world, checkpoint, rig)
@@ -56,7 +55,7 @@ def evaluate_run(run: OpenRun) -> Evaluation:
         run.world,
         num_classes=run.rig.plan.info.num_classes,
         batch_size=run.config.train.test_batch_size,
-        max_batches=None,
+        shares_per_rank=run.rig.step.lanes_per_rank,
     )
 
 

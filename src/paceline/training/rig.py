@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from paceline.checkpoints.manager import restore_training
+import paceline
+from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
+from paceline.checkpoints.resume import reader_of, restore_training
 from paceline.checkpoints.store import Checkpoint
 from paceline.config.fields import flatten
 from paceline.config.schema import Config
@@ -18,7 +22,8 @@ from paceline.data.order import split_train_validation
 from paceline.data.registry import load_dataset
 from paceline.errors import CheckpointError
 from paceline.models.registry import build_model
-from paceline.parallel.apply import ParallelModel, parallelise
+from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
+from paceline.parallel.collectives import gather_buffers, set_buffers, spread_buffers, tree_sum
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
 from paceline.training.state import TrainState
@@ -28,9 +33,14 @@ from paceline.world.seeds import require_determinism, seed_initial_weights
 
 # A change in one of these makes another run of it, not a continuation.
 _IDENTITY = (
-    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "model_name", "hidden_size"),
-    *("optimizer", "global_batch_size", "seed"),
+    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
+    *("model_name", "hidden_size", "optimizer", "global_batch_size", "seed", "exact"),
 )
+# These say where and how a run is watched, never what it computes.
+_SILENT = ("output_dir", "resume", "load_policy", "track", "max_steps")
+
+
+_log = logging.getLogger("paceline")
 
 
 @dataclass
@@ -50,45 +60,91 @@ class Rig:
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.module.parameters())
 
-    def average_values(self) -> dict[str, Tensor]:
+    def checkpoint_bytes(self) -> int:
+        """About how large one checkpoint will be: weights, optimizer state, moving average."""
+        weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.module.parameters())
+        copies = 1 + (2 if "adam" in self.plan.config.optim.optimizer else 1) + (self.average is not None)
+        return weights * copies
+
+    def average_values(self) -> Tensors:
         return self.average.named_values() if self.average else {}
 
-    def state_json(self, state: TrainState) -> dict[str, Any]:
+    def payload(self, world: World) -> dict[str, Tensors]:
+        """Every tensor a resume needs, by kind. Collective where ranks have statistics of their own."""
+        module = self.model.module
+        payload = {"model": model_tensors(module), "optimizer": optimizer_tensors(module, self.optimizer)}
+        rows = gather_buffers(module, world)
+        if rows is not None:
+            # The model carries the mean, for whoever evaluates it; a resume takes its own row.
+            payload["model"].update(spread_buffers(module, tree_sum(rows) / world.world_size))
+            payload["statistics"] = {"per_rank": rows}
+        if self.average is not None:
+            payload["ema"] = self.average_values()
+        return payload
+
+    def state_json(self, state: TrainState, *, keep: bool) -> dict[str, Any]:
         """What goes into a checkpoint beside the tensors."""
         return {
             **state.to_json(),
+            "keep": keep,
             "steps_per_epoch": self.plan.steps_per_epoch,
-            "world_size": self.plan.world_size,
-            "strategy": self.model.strategy,
             "scaler": self.step.scaler.state_dict(),
-            "identity": identity_of(self.plan.config),
+            "config": flatten(self.plan.config),
         }
 
-    def resume(self, checkpoint: Checkpoint) -> TrainState:
-        """Take over everything a checkpoint holds."""
-        saved, now = checkpoint.state.get("identity", {}), identity_of(self.plan.config)
-        changed = [name for name in now if saved.get(name) != now[name]]
-        if changed:
-            lines = [f"{name}: saved {saved.get(name)!r}, now {now[name]!r}" for name in changed[:3]]
-            raise CheckpointError(
-                "this run cannot go on from that checkpoint",
-                where=str(checkpoint.path),
-                got="\n".join(lines),
-                hint="give the values it was saved with, or start a new run in another --output-dir",
-            )
+    def about(self, state: TrainState) -> dict[str, Any]:
+        """What a checkpoint's manifest says of its origin."""
+        return {
+            "step": state.step,
+            "world_size": self.plan.world_size,
+            "strategy": self.model.strategy,
+            "config_hash": hash_config(self.plan.config),
+            "paceline": paceline.__version__,
+            "torch": torch.__version__,
+        }
+
+    def resume(self, checkpoint: Checkpoint, world: World) -> TrainState:
+        """Take over everything a checkpoint holds; refuse one of another run."""
+        _compare_configs(checkpoint, self.plan)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
+        if checkpoint.files_of("statistics"):
+            rows = reader_of(checkpoint, "statistics").read("per_rank")
+            if len(rows) == world.world_size:
+                set_buffers(self.model.module, rows[world.rank])
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
         return TrainState.from_json(checkpoint.state)
 
 
-def identity_of(config: Config) -> dict[str, Any]:
-    values = flatten(config)
-    return {name: values[name] for name in _IDENTITY}
+def hash_config(config: Config) -> str:
+    """Of everything that decides what is computed."""
+    values = {name: value for name, value in flatten(config).items() if name not in _SILENT}
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _compare_configs(checkpoint: Checkpoint, plan: RunPlan) -> None:
+    saved = checkpoint.state.get("config", {})
+    now = json.loads(json.dumps(flatten(plan.config)))
+    if now["exact"]:
+        saved_world = int(checkpoint.manifest.about.get("world_size", 0))
+        saved, now = {**saved, "lanes": saved.get("lanes") or saved_world}, {**now, "lanes": plan.lanes}
+    identity = (*_IDENTITY, "lanes") if now["exact"] else _IDENTITY
+    changed = [name for name in now if saved.get(name) != now[name]]
+    lines = [f"{name}: saved {saved.get(name)!r}, now {now[name]!r}" for name in changed if name in identity]
+    if lines:
+        raise CheckpointError(
+            "this run cannot go on from that checkpoint",
+            where=str(checkpoint.path),
+            got="\n".join(lines[:3]),
+            hint="give the values it was saved with, or --init-from to start a new run from its weights",
+        )
+    for name in changed:
+        if name not in _SILENT:
+            _log.info("note: %s was %r when the checkpoint was saved, is %r now", name, saved.get(name), now[name])
 
 
 def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig:
-    if config.train.deterministic:
+    if config.train.deterministic or config.parallel.exact:
         require_determinism()
     data = load_dataset(config.data, config.train.seed)
     plan = make_plan(config, data.info, world.world_size)
@@ -99,6 +155,7 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     seed_initial_weights(config.train.seed)
     model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
     parallel = parallelise(model, config, world)
+    settle_buckets(parallel, torch.zeros(2, *plan.input_shape, device=world.device))
     optimizer = build_optimizer(config.optim, parallel.module)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     return Rig(

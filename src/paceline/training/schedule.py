@@ -16,9 +16,7 @@ def peak_learning_rate(config: OptimConfig, global_batch_size: int) -> float:
     return config.base_lr * global_batch_size / REFERENCE_BATCH
 
 
-def learning_rate(
-    step: int, *, config: OptimConfig, peak: float, steps_per_epoch: int, total_steps: int
-) -> float:
+def learning_rate(step: int, *, config: OptimConfig, peak: float, steps_per_epoch: int, total_steps: int) -> float:
     """The rate for the update that ends step number `step` (counted from 0)."""
     warmup = round(config.warmup_epochs * steps_per_epoch)
     if config.schedule == "onecycle":

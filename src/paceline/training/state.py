@@ -38,6 +38,7 @@ class TrainState:
     best_accuracy: float = -1.0
     best_loss: float = float("inf")
     epoch_sums: EpochSums = field(default_factory=EpochSums)
+    validation: dict[str, float] | None = None  # at this very step; None inside an epoch
 
     def is_improved_by(self, accuracy: float, loss: float) -> bool:
         """More accurate, or as accurate with less loss."""
@@ -58,4 +59,5 @@ class TrainState:
             best_accuracy=float(values["best_accuracy"]),
             best_loss=float("inf") if loss is None else float(loss),
             epoch_sums=EpochSums(**values["epoch_sums"]),
+            validation=values["validation"],
         )

@@ -75,9 +75,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World) -> RunPlace:
     answer = {}
     if world.is_primary:
         try:
-            answer = {
-                name: str(path) for name, path in dataclasses.asdict(decide_place(loaded)).items() if path
-            }
+            answer = {name: str(path) for name, path in dataclasses.asdict(decide_place(loaded)).items() if path}
         except PacelineError:
             broadcast_text("{}", world)
             raise
@@ -92,9 +90,7 @@ def _open_log(folder: RunFolder, world: World) -> None:
     """Each rank's own file. All but the primary's output goes there, native libraries' included."""
     path = folder.log_of(world.rank)
     handler = logging.FileHandler(path)
-    handler.setFormatter(
-        logging.Formatter(f"%(asctime)s {world.host} rank {world.rank} %(levelname)s %(message)s")
-    )
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {world.host} rank {world.rank} %(levelname)s %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     _log.propagate = False

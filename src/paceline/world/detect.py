@@ -76,9 +76,7 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
         if not text.isdecimal():
             raise UserError(f"{name} in the environment is not a number", got=text)
         numbers[name] = int(text)
-    if not (
-        0 <= numbers["RANK"] < numbers["WORLD_SIZE"] and numbers["LOCAL_RANK"] < numbers["LOCAL_WORLD_SIZE"]
-    ):
+    if not (0 <= numbers["RANK"] < numbers["WORLD_SIZE"] and numbers["LOCAL_RANK"] < numbers["LOCAL_WORLD_SIZE"]):
         raise UserError(
             "the launcher's environment contradicts itself",
             got=", ".join(f"{name}={value}" for name, value in numbers.items()),
@@ -106,6 +104,8 @@ def usable_cores() -> int:
 
 
 def threads_per_rank(config: ParallelConfig, local_world_size: int) -> int:
+    if config.exact:  # the number of threads decides how sums are cut, so it must not follow the ranks
+        return config.omp_num_threads or 1
     return config.omp_num_threads or max(1, usable_cores() // local_world_size)
 
 
@@ -117,9 +117,7 @@ def count_gpus(config: ParallelConfig) -> int:
 
     count = torch.cuda.device_count()
     if config.device == "cuda" and count == 0:
-        raise UserError(
-            "no CUDA device is visible", where="flag --device", hint="--device cpu, or see nvidia-smi"
-        )
+        raise UserError("no CUDA device is visible", where="flag --device", hint="--device cpu, or see nvidia-smi")
     return count
 
 

@@ -28,9 +28,7 @@ def process_group(world: World, *, needed: bool) -> Iterator[None]:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=START_TIMEOUT)
     else:
-        dist.init_process_group(
-            backend, timeout=START_TIMEOUT, device_id=device if device.type == "cuda" else None
-        )
+        dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=device if device.type == "cuda" else None)
     try:
         yield
     finally:

@@ -206,9 +206,7 @@ def _tensor(values: Any) -> Tensor:
     try:
         return torch.from_numpy(np.array(values))  # a copy: the user's array may be read-only
     except (TypeError, ValueError) as error:
-        raise UserError(
-            "this is not an array of numbers", got=_kind(values), allowed=EXPECTED_SAMPLE
-        ) from error
+        raise UserError("this is not an array of numbers", got=_kind(values), allowed=EXPECTED_SAMPLE) from error
 
 
 def _as_samples(batch: Any) -> Tensor:
@@ -228,9 +226,7 @@ def _as_samples(batch: Any) -> Tensor:
         "samples of this kind cannot be trained on",
         got=f"{tensor.dtype} of shape {tuple(tensor.shape[1:])} per sample",
         allowed=EXPECTED_SAMPLE,
-        hint="return images as uint8 from 0 to 255; scaling is done on the device"
-        if is_float_image
-        else None,
+        hint="return images as uint8 from 0 to 255; scaling is done on the device" if is_float_image else None,
     )
 
 

@@ -104,9 +104,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     rank = len(shape)
     header_bytes = 4 + 4 * rank
     if content[:4] != bytes((0, 0, _UNSIGNED_BYTE, rank)) or len(content) < header_bytes:
-        raise _damaged(
-            path, f"a file that begins {content[:4].hex(' ') or 'nowhere'}", f"00 00 08 {rank:02x}"
-        )
+        raise _damaged(path, f"a file that begins {content[:4].hex(' ') or 'nowhere'}", f"00 00 08 {rank:02x}")
     found = tuple(int(number) for number in np.frombuffer(content, dtype=">u4", count=rank, offset=4))
     if found != shape:
         raise _damaged(path, f"dimensions {found}", f"dimensions {shape}")

@@ -69,9 +69,7 @@ def read_picture(path: Path, side: int) -> Tensor:
     """A picture as uint8 [3, side, side]: its central square, scaled."""
     try:
         with Image.open(path) as image:
-            square = _as_rgb(image).resize(
-                (side, side), Image.Resampling.BILINEAR, box=_central_square(*image.size)
-            )
+            square = _as_rgb(image).resize((side, side), Image.Resampling.BILINEAR, box=_central_square(*image.size))
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(
             "this picture cannot be read",

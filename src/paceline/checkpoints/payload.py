@@ -1,0 +1,171 @@
+"""Tensors in safetensors files, as whole tensors or as slices that know their place in the whole.
+
+Reading is the library's. Writing is ours for one reason: the checksum is summed while the bytes go out, so nothing
+is copied, nothing is read twice, and the interpreter's lock is free meanwhile for the training loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from paceline.checkpoints.format import FileSeal, add_checksum, chunks_of
+from paceline.errors import CheckpointError
+
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a slice lies in its tensor."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
+        """This box as indices into a tensor whose first element lies at `origin`."""
+        return tuple(
+            slice(start - zero, start - zero + size)
+            for start, zero, size in zip(self.offset, origin, self.shape, strict=True)
+        )
+
+    def overlap(self, other: Box) -> Box | None:
+        offset = tuple(map(max, self.offset, other.offset))
+        ends = [
+            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        ]
+        shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
+        return Box(offset, shape) if all(size > 0 for size in shape) else None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor, or this rank's slice of one, in CPU memory."""
+
+    values: Tensor
+    box: Box
+    whole_shape: tuple[int, ...]
+
+
+def local_box(tensor: Tensor) -> Box:
+    """The part of a tensor this rank holds."""
+    if isinstance(tensor, DTensor):
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return Box(tuple(offset), tuple(shape))
+    return Box((0,) * tensor.dim(), tuple(tensor.shape))
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:
+    """Write a safetensors file, flush it to disk and return its seal."""
+    header: dict[str, object] = {}
+    places = {}
+    position = 0
+    for name, piece in pieces.items():
+        size = piece.values.nbytes
+        header[name] = {
+            "dtype": _TYPES[piece.values.dtype],
+            "shape": list(piece.values.shape),
+            "data_offsets": [position, position + size],
+        }
+        position += size
+        if piece.box.shape != piece.whole_shape:
+            places[name] = {"offset": piece.box.offset, "whole_shape": piece.whole_shape}
+    header["__metadata__"] = {"format": "pt", "paceline_slices": json.dumps(places)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
+    checksum, size = 0, 0
+    with path.open("wb", buffering=0) as file:
+        for data in _byte_views(len(text).to_bytes(8, "little") + text, pieces):
+            for chunk in chunks_of(data):
+                checksum = add_checksum(chunk, checksum)
+                size += _write_all(file.fileno(), chunk)
+        os.fsync(file.fileno())
+    return FileSeal(size, checksum)
+
+
+def _byte_views(head: bytes, pieces: dict[str, Piece]) -> Iterator[memoryview]:
+    yield memoryview(head)
+    for piece in pieces.values():
+        if piece.values.numel():
+            yield piece.values.contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _write_all(descriptor: int, data: memoryview) -> int:
+    """`os.write` may write less than it was given, near a full disk for one."""
+    written = 0
+    while written < len(data):
+        written += os.write(descriptor, data[written:])
+    return written
+
+
+class PayloadReader:
+    """Any slice of any tensor out of the files of one kind (`model`, `optimizer` or `ema`)."""
+
+    def __init__(self, folder: Path, files: list[str]) -> None:
+        self._folder = folder
+        self._found: dict[str, list[tuple[str, Box]]] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for name in files:
+            with self._open(name) as file:
+                places = json.loads((file.metadata() or {}).get("paceline_slices", "{}"))
+                for key in file.keys():  # noqa: SIM118 - not a dictionary
+                    shape = tuple(file.get_slice(key).get_shape())
+                    place = places.get(key, {"offset": [0] * len(shape), "whole_shape": shape})
+                    self._found.setdefault(key, []).append((name, Box(tuple(place["offset"]), shape)))
+                    self.shapes[key] = tuple(place["whole_shape"])
+
+    def read(self, key: str, box: Box | None = None) -> Tensor:
+        """The values of a box of a tensor; without a box, the whole tensor."""
+        box = box or Box((0,) * len(self.shapes[key]), self.shapes[key])
+        if box.shape == ():
+            with self._open(self._found[key][0][0]) as file:
+                scalar: Tensor = file.get_tensor(key)
+            return scalar
+        parts = [(name, piece, piece.overlap(box)) for name, piece in self._found[key]]
+        result: Tensor | None = None
+        covered = 0
+        for name, piece, common in parts:
+            # A rank may hold no row at all of a small tensor; it still needs the type.
+            wanted = common or Box(piece.offset, (0,) * len(piece.shape))
+            if common is None and result is not None:
+                continue
+            with self._open(name) as file:
+                part = file.get_slice(key)[wanted.slices(piece.offset)]
+            result = torch.empty(box.shape, dtype=part.dtype) if result is None else result
+            if common is not None:
+                result[common.slices(box.offset)] = part
+                covered += part.numel()
+        if result is None or covered != result.numel():
+            raise CheckpointError("a slice is missing from the checkpoint", where=str(self._folder), got=key)
+        return result
+
+    def _open(self, name: str) -> safe_open:
+        try:
+            return safe_open(self._folder / name, framework="pt")
+        except (OSError, SafetensorError) as error:
+            where = str(self._folder / name)
+            raise CheckpointError("a checkpoint file cannot be read", where=where, got=str(error)) from error

@@ -1,0 +1,92 @@
+"""One answer to the last bit: gradients summed over lanes in one fixed binary tree.
+
+A run has a fixed number of lanes, a power of two; a rank has lanes / world_size neighbouring ones and runs each by
+itself. Float addition is not associative, but it is commutative and deterministic: if every sum pairs the same
+numbers in the same tree, it gives the same bits, wherever it is computed. A rank's lanes are a subtree, which it
+sums alone; ranks finish the tree together. Each gathers one part of the vector from all (all-to-all), sums it,
+and gives it back to all (all-gather): the bytes of an ordinary all-reduce.
+
+BatchNorm's running statistics travel in the same vector. Each lane starts from those of the step's beginning, and
+the new ones are the mean over lanes.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel.collectives import tree_sum
+from paceline.world.detect import World
+
+
+class LaneReducer:
+    """Collects what each lane's backward pass left behind and leaves the sum over all lanes in its place."""
+
+    def __init__(self, model: nn.Module, world: World, lanes: int) -> None:
+        self._world = world
+        self._lanes = lanes
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+        self._counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
+        size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers))
+        self._padding = -size % world.world_size
+        self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), left to right
+        self._start: list[Tensor] = []
+
+    @property
+    def lanes_per_rank(self) -> int:
+        return self._lanes // self._world.world_size
+
+    @torch.no_grad()
+    def begin_step(self) -> None:
+        self._start = [buffer.clone() for buffer in (*self._buffers, *self._counters)]
+
+    @torch.no_grad()
+    def begin_lane(self) -> None:
+        """Every lane starts without gradients and with the same running statistics."""
+        for parameter in self._parameters:
+            parameter.grad = None
+        for buffer, value in zip((*self._buffers, *self._counters), self._start, strict=True):
+            buffer.copy_(value)
+
+    @torch.no_grad()
+    def end_lane(self) -> None:
+        """Add this lane to the tree; two finished subtrees of one height make a higher one."""
+        parts = [
+            (parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).reshape(-1)
+            for parameter in self._parameters
+        ]
+        parts += [buffer.reshape(-1).to(torch.float32) for buffer in self._buffers]
+        parts.append(parts[0].new_zeros(self._padding))
+        vector, height = torch.cat(parts), 0
+        while self._subtrees and self._subtrees[-1][0] == height:
+            vector = self._subtrees.pop()[1] + vector
+            height += 1
+        self._subtrees.append((height, vector))
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Finish the tree over ranks and put gradients and statistics where they belong."""
+        ((_, vector),) = self._subtrees
+        self._subtrees.clear()
+        if self._world.world_size > 1:
+            vector = self._finish_tree(vector)
+        position = 0
+        for parameter in self._parameters:
+            part = vector[position : position + parameter.numel()]
+            # In the parameter's own memory layout, so that optimizers see what they would have seen.
+            parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
+            position += parameter.numel()
+        for buffer in self._buffers:
+            part = vector[position : position + buffer.numel()]
+            buffer.copy_(part.view(buffer.shape) / self._lanes)
+            position += buffer.numel()
+
+    def _finish_tree(self, vector: Tensor) -> Tensor:
+        ranks = self._world.world_size
+        everyones = torch.empty_like(vector)
+        dist.all_to_all_single(everyones, vector)
+        mine = tree_sum(everyones.view(ranks, -1))
+        dist.all_gather(list(vector.chunk(ranks)), mine)
+        return vector

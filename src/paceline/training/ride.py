@@ -1,0 +1,80 @@
+"""What a ride is made of on this rank, opened in order: run folder, checkpoints, starting point, recorder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.checkpoints.manager import CheckpointManager
+from paceline.checkpoints.resume import choose_checkpoint
+from paceline.checkpoints.store import Retention
+from paceline.config.fields import flatten
+from paceline.config.schema import Config
+from paceline.metrics.console import Console
+from paceline.metrics.recorder import Recorder, inherit_rows
+from paceline.runs.folder import RunFolder
+from paceline.runs.place import RunPlace, owner_of
+from paceline.training.narrate import describe_run
+from paceline.training.rig import Rig, build_rig
+from paceline.training.state import TrainState
+from paceline.world.detect import World
+
+
+@dataclass
+class Ride:
+    """What the chapters below pass on to each other."""
+
+    config: Config
+    world: World
+    folder: RunFolder
+    rig: Rig
+    state: TrainState
+    checkpoints: CheckpointManager
+    recorder: Recorder | None  # the primary's
+    console: Console
+    eval_batches: int | None  # a rehearsal looks at a few batches only
+
+
+def open_ride(config: Config, world: World, place: RunPlace, *, eval_batches: int | None) -> Ride:
+    """Build everything, and start fresh or where an earlier attempt stopped."""
+    rig = build_rig(config, world)
+    console = Console(is_speaking=world.is_primary, metric_lines=config.run.metric_lines)
+    for line in describe_run(rig, world, place):
+        console.note(line)
+    folder = RunFolder(place.folder)
+    checkpoints = _open_checkpoints(config, folder, rig, world)
+    state = _resume_or_start(config, world, place, rig, console)
+    recorder = _open_recorder(config, place, state) if world.is_primary else None
+    return Ride(config, world, folder, rig, state, checkpoints, recorder, console, eval_batches)
+
+
+def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World) -> CheckpointManager:
+    manager = CheckpointManager(
+        folder.checkpoints,
+        world,
+        is_sharded=rig.model.strategy == "fsdp" and world.world_size > 1,
+        retention=Retention(config.run.keep_last, config.run.keep_best),
+        is_async=config.run.async_save,
+    )
+    manager.warn_if_space_is_short(rig.checkpoint_bytes())
+    return manager
+
+
+def _resume_or_start(config: Config, world: World, place: RunPlace, rig: Rig, console: Console) -> TrainState:
+    if place.resume_from is None:
+        return TrainState()
+    checkpoint = choose_checkpoint(place.resume_from, world, prefer_best=config.run.best_is_latest)
+    if checkpoint is None:
+        console.note(f"note      no whole checkpoint is left in {place.resume_from}; starting from the beginning")
+        return TrainState()
+    state = rig.resume(checkpoint, world)
+    console.note(f"resumed   at step {state.step} from {checkpoint.path}")
+    return state
+
+
+def _open_recorder(config: Config, place: RunPlace, state: TrainState) -> Recorder:
+    folder = RunFolder(place.folder)
+    if place.resume_from is not None:
+        inherit_rows(RunFolder(owner_of(place.resume_from)), folder)
+    recorder = Recorder(folder, resume_step=state.step)
+    recorder.open_trackers(config.run.track, flatten(config))
+    return recorder
