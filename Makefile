@@ -11,8 +11,9 @@ BIN := .venv/bin
 READY := .venv/.ready
 EXTRAS_BIN := .venv-extras/bin
 EXTRAS_READY := .venv-extras/.ready
-EXTRAS := dev,torchvision,timm,mlflow,wandb
-EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py)
+EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
+EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
+	tests/cli/test_export.py
 
 .PHONY: help setup train test test-extras test-slow lint type check format clean
 .DEFAULT_GOAL := help
@@ -20,7 +21,7 @@ EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_re
 help:
 	@echo "make train       train the default recipe on this machine (RECIPE=name ARGS='--epochs 3')"
 	@echo "make test        run the tests (minutes)"
-	@echo "make test-extras run the tests of torchvision:, timm:, MLflow and W&B, in .venv-extras"
+	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make check       lint, type, test: what a commit must pass"
 	@echo "make setup       only bring .venv up to date"
@@ -52,7 +53,7 @@ train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)

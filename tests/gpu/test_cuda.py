@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,3 +69,37 @@ def test_logits_equal_torchvisions_for_equal_weights(name: str) -> None:
     images = torch.randn(4, 3, 224, 224, device="cuda")
     with torch.no_grad():
         assert torch.equal(ours(images), theirs(images))
+
+
+EXACT = ("--exact", "--lanes", "4", "--model-name", "resnet18")
+
+
+def exact_hashes(folder: Path) -> tuple[str, str]:
+    results = read_results(folder)
+    return results["weights_sha256"], results["optimizer_sha256"]
+
+
+def test_exact_gives_the_same_bits_twice_and_after_a_kill(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", *EXACT)
+    assert train(tmp_path / "again", *EXACT) == whole
+    assert exact_hashes(tmp_path / "again") == exact_hashes(tmp_path / "whole")
+
+    arguments = [sys.executable, "-m", "paceline", "train", "shapes-cnn", *QUICK, *EXACT, "--save-steps", "2"]
+    arguments += ["--output-dir", str(tmp_path / "killed")]
+    surroundings = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen(arguments, env=surroundings, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("step 8/") for line in process.stdout)
+        process.kill()
+    assert process.returncode == -9
+    assert len(step_losses(tmp_path / "killed")) < len(whole)
+    assert train(tmp_path / "killed", *EXACT, "--save-steps", "2", "--resume", "auto") == whole
+    assert exact_hashes(tmp_path / "killed") == exact_hashes(tmp_path / "whole")
+
+
+def test_a_cpu_checkpoint_goes_on_on_the_gpu(tmp_path: Path) -> None:
+    flags = ("--no-amp", "--optimizer", "adamw", "--base-lr", "0.001", "--ema-decay", "0.9")
+    train(tmp_path, *flags, "--device", "cpu", "--max-steps", "5")
+    losses = train(tmp_path, *flags, "--resume", "auto")
+    assert len(losses) == 18
+    assert read_results(tmp_path)["process_metrics"][0]["device"] == "cuda:0"

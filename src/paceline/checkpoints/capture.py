@@ -46,7 +46,7 @@ class Stage:
                 continue
             values = local_values(tensor.detach())
             buffer = self._buffers.get(f"{kind}/{name}")
-            if buffer is None or buffer.shape != values.shape:
+            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
                 is_cuda = values.device.type == "cuda"
                 buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
                 self._buffers[f"{kind}/{name}"] = buffer

@@ -7,17 +7,21 @@
       manifest.json    size and CRC-32 of every file above, and of itself
 
 What is not listed in the manifest is never opened. Names in it are matched against the ones above, sizes are
-compared with the files' before a byte is read, and nothing is ever unpickled.
+compared with the files' before a byte is read, and nothing is ever unpickled. CRC-32 finds accidents, not forgers:
+against those stands that every file is parsed as data, with bounds, whatever its checksum says.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 import os
 import re
 import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +33,15 @@ except ImportError:  # pragma: no cover
 SCHEMA_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 STEP_PREFIX = "step-"
-_FILE_NAME = re.compile(r"(model|optimizer|ema|statistics)(-\d{5}-of-\d{5})?\.safetensors|state\.json")
+_FILE_NAME = re.compile(r"(model|optimizer|ema|statistics)(-[0-9]{5}-of-[0-9]{5})?\.safetensors|state\.json")
 _LARGEST_JSON_BYTES = 16 * 2**20
 _CHUNK_BYTES = 8 * 2**20
+_SEAL = ',\n "crc32": "%08x"\n}\n'
+_SEAL_BYTES = len(_SEAL % 0)
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_MOST_DIMENSIONS = 64
+# What a parser may raise on bytes that somebody else chose.
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -80,28 +90,31 @@ class DamagedCheckpoint(Exception):
         self.damage = damage
 
 
+class NewerSchema(DamagedCheckpoint):
+    """Whole, but not ours to read: falling back would throw good work away."""
+
+
 def read_manifest(folder: Path) -> Manifest:
-    """Parse and check a manifest itself; the files it lists are checked by `find_damage`."""
+    """Parse and check a manifest itself; the files it lists are checked by `verify`."""
     raw = _read_small(folder, MANIFEST)
+    _check_seal(raw)
     try:
         body = json.loads(raw)
-        checksum = body.pop("crc32")
-        if body["schema"] != SCHEMA_VERSION:
-            known = f"schema {SCHEMA_VERSION}"
-            raise DamagedCheckpoint(Damage(MANIFEST, known, f"schema {body['schema']} (a newer Paceline's?)"))
-        if _sealed(body) != raw:
-            raise DamagedCheckpoint(Damage(MANIFEST, f"checksum {checksum}", "other contents"))
+        schema, about = int(body["schema"]), dict(body["about"])
+        if schema != SCHEMA_VERSION:
+            kind = NewerSchema if schema > SCHEMA_VERSION else DamagedCheckpoint
+            raise kind(Damage(MANIFEST, f"schema {SCHEMA_VERSION}", f"schema {str(schema)[:20]}"))
         files = {
             name: FileSeal(int(entry["size_bytes"]), int(entry["crc32"], 16)) for name, entry in body["files"].items()
         }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(Damage(MANIFEST, "a sealed JSON object", "something unreadable")) from error
+    except _UNREADABLE as error:
+        raise DamagedCheckpoint(Damage(MANIFEST, "a table of files", "something unreadable")) from error
     for name in files:
         if not _FILE_NAME.fullmatch(name):
             raise DamagedCheckpoint(Damage(MANIFEST, "names of checkpoint files", repr(name)[:80]))
     if STATE not in files:
         raise DamagedCheckpoint(Damage(MANIFEST, f"an entry for {STATE}", "none"))
-    return Manifest(files, body["about"])
+    return Manifest(files, about)
 
 
 def check_sizes(folder: Path, manifest: Manifest) -> None:
@@ -117,23 +130,40 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise DamagedCheckpoint(Damage(name, f"{seal.size_bytes:,} bytes", f"{found.st_size:,} bytes"))
 
 
+def check_headers(folder: Path, manifest: Manifest) -> None:
+    """Every payload file begins with a safetensors header that accounts for its size. Reads no tensor."""
+    for name, seal in manifest.files.items():
+        if name != STATE:
+            try:
+                _check_header(folder / name, seal.size_bytes)
+            except (OSError, *_UNREADABLE) as error:
+                raise DamagedCheckpoint(Damage(name, "a safetensors file", "something else")) from error
+
+
 def verify(folder: Path) -> Manifest:
     """Check a checkpoint down to its last bit; raises DamagedCheckpoint at the first fault."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     for name, seal in manifest.files.items():
-        actual = checksum_of(folder / name)
+        try:
+            actual = checksum_of(folder / name)
+        except OSError as error:  # a disk that cannot give the bytes back
+            raise DamagedCheckpoint(Damage(name, "a readable file", error.strerror or "an error")) from error
         if actual != seal.crc32:
             raise DamagedCheckpoint(Damage(name, f"CRC-32 {seal.crc32:08x}", f"{actual:08x}"))
+    check_headers(folder, manifest)
     return manifest
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The JSON half of a verified checkpoint."""
+    """The JSON half of a checkpoint."""
     try:
-        state: dict[str, Any] = json.loads(_read_small(folder, STATE))
+        state = dict(json.loads(_read_small(folder, STATE)))
         state["step"] = int(state["step"])
-    except (ValueError, KeyError, TypeError) as error:
+        if not 0 <= state["step"] < 2**48:
+            raise ValueError("no step of a run")
+        state["config"] = dict(state.get("config", {}))
+    except _UNREADABLE as error:
         raise DamagedCheckpoint(Damage(STATE, "a JSON object with a step", "something unreadable")) from error
     return state
 
@@ -145,9 +175,10 @@ def add_checksum(data: bytes | memoryview, total: int = 0) -> int:
 
 def checksum_of(path: Path) -> int:
     total = 0
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            total = add_checksum(chunk, total)
+    buffer = memoryview(bytearray(min(_CHUNK_BYTES, path.lstat().st_size)))  # one for all chunks: no page faults
+    with _open_plain(path) as file:
+        while count := file.readinto(buffer):
+            total = add_checksum(buffer[:count], total)
     return total
 
 
@@ -163,19 +194,73 @@ def chunks_of(data: memoryview) -> Iterator[memoryview]:
         yield data[start : start + _CHUNK_BYTES]
 
 
+def step_of(path: Path) -> int:
+    """The number in a step folder's name."""
+    return int(path.name.rpartition(STEP_PREFIX)[2])
+
+
 def _sealed(body: dict[str, Any]) -> bytes:
-    text = json.dumps(body, indent=1, sort_keys=True)
-    return (text[:-2] + f',\n "crc32": "{add_checksum(text.encode()):08x}"\n}}\n').encode()
+    return _seal(json.dumps(body, indent=1, sort_keys=True).encode())
+
+
+def _seal(text: bytes) -> bytes:
+    """JSON text whose last member is the checksum of the text without it. Must stay so in every schema."""
+    return text.removesuffix(b"\n}") + (_SEAL % add_checksum(text)).encode()
+
+
+def _check_seal(raw: bytes) -> None:
+    """Every bit of a manifest is as it was written; compared before it is parsed."""
+    sealed = _seal(raw[:-_SEAL_BYTES] + b"\n}")
+    if raw != sealed:
+        found, wanted = (text[-_SEAL_BYTES:].decode(errors="replace") for text in (raw, sealed))
+        is_other_sum = _SEAL.split("%")[0] in found
+        expected = f"CRC-32 {found[-12:-4]}" if is_other_sum else "a checksum at its end"
+        raise DamagedCheckpoint(Damage(MANIFEST, expected, wanted[-12:-4] if is_other_sum else "none"))
+
+
+def _check_header(path: Path, size_bytes: int) -> None:
+    """Raises one of _UNREADABLE unless tensors of known types fill the file, one after the other."""
+    with _open_plain(path) as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(_LARGEST_JSON_BYTES, size_bytes - 8):
+            raise ValueError("too long")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    position = 0
+    for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):
+        start, end = entry["data_offsets"]
+        if start != position:
+            raise ValueError("not where it should be")
+        position += _number_of_items(entry["shape"]) * _ITEM_BYTES[entry["dtype"]]
+        if end != position:
+            raise ValueError("not as large as its shape says")
+    if 8 + length + position != size_bytes:
+        raise ValueError("not all of the file")
+
+
+def _number_of_items(shape: list[int]) -> int:
+    if len(shape) > _MOST_DIMENSIONS or any(type(size) is not int or not 0 <= size < 2**48 for size in shape):
+        raise ValueError("no shape of a tensor")
+    return math.prod(shape)
 
 
 def _read_small(folder: Path, name: str) -> bytes:
     """A JSON file of a checkpoint: a plain file of a size that JSON may have."""
     try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW)
+        file = _open_plain(folder / name)
     except OSError as error:
         raise DamagedCheckpoint(Damage(name, "a plain file", error.strerror or "nothing")) from error
-    with os.fdopen(descriptor, "rb") as file:
+    with file:
         size = os.fstat(file.fileno()).st_size
         if size > _LARGEST_JSON_BYTES:
             raise DamagedCheckpoint(Damage(name, f"at most {_LARGEST_JSON_BYTES:,} bytes", f"{size:,}"))
         return file.read(_LARGEST_JSON_BYTES + 1)
+
+
+def _open_plain(path: Path) -> BufferedReader:
+    """Open a file that is neither a link, nor a folder, nor a pipe that would never answer."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "something that is no file")
+    return os.fdopen(descriptor, "rb")

@@ -14,6 +14,7 @@ import logging
 import shutil
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import torch
 
 from paceline.checkpoints import store
 from paceline.checkpoints.capture import Stage, Tensors
-from paceline.checkpoints.format import FileSeal, verify
+from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
+from paceline.checkpoints.resume import choose_checkpoint
 from paceline.errors import CheckpointError
-from paceline.parallel.collectives import wait_for_all
+from paceline.parallel.collectives import broadcast_text, wait_for_all
 from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
@@ -63,6 +65,11 @@ class CheckpointManager:
                 *(size_bytes / 2**20, self._folder, free / 2**20),
             )
 
+    def rewind_to(self, step: int) -> None:
+        """A run goes on from this step: later checkpoints are of an attempt it has left."""
+        if self._world.is_primary:
+            store.supersede_after(self._folder, step)
+
     def save(self, payload: dict[str, Tensors], state: dict[str, Any], about: dict[str, Any], *, is_best: bool) -> None:
         """Stage this rank's part and start writing it. Every rank must call it at the same step."""
         self.wait()
@@ -74,6 +81,9 @@ class CheckpointManager:
         }
         if self._world.device.startswith("cuda"):
             torch.cuda.current_stream().synchronize()
+        if self._world.is_primary and self._failures_in_a_row:
+            # Another rank may have gone on writing after the primary had given up and cleared away.
+            store.remove_leftovers(self._folder, except_for=store.temporary_folder(self._folder, about["step"]))
         arguments = (pieces, json.dumps(state, indent=1).encode(), about, is_best)
         if self._is_async:
             self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint-writer")
@@ -108,11 +118,14 @@ class CheckpointManager:
         wait_for_all(self._world)
 
     def best(self) -> store.Checkpoint | None:
-        path = self._folder / "best"
-        return store.open_checkpoint(path) if path.exists() else None
+        """The best checkpoint, or the newest whole one should that be damaged; None before a best. Collective."""
+        has_best = json.dumps(store.pointed_at(self._folder, "best") is not None)
+        if not json.loads(broadcast_text(has_best, self._world)):
+            return None
+        return choose_checkpoint(self._folder, self._world, prefer_best=True)
 
     def _write(self, pieces: dict[str, dict[str, Piece]], state: bytes, about: dict[str, Any], is_best: bool) -> None:
-        """The whole save of this rank, usually in a thread. Never raises: `wait` tells."""
+        """The whole save of this rank, usually in a thread. A failure is kept for `wait` to tell."""
         temporary = store.temporary_folder(self._folder, about["step"])
         try:
             self._require_space(pieces)
@@ -125,19 +138,22 @@ class CheckpointManager:
             if self._world.is_primary:
                 seals.update(self._collect_notes(temporary))
                 self._commit(temporary, seals, state, about, is_best)
-                self._failures_in_a_row = 0
             else:
-                self._leave_note(temporary, seals)
-        except BaseException as error:
+                self._leave_note(temporary, {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()})
+            self._failures_in_a_row = 0
+        except Exception as error:  # not Ctrl-C, which ends the run
+            self._failure = error
             if self._world.is_primary:
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._failure = error
+            else:
+                with suppress(OSError):  # a primary that hears nothing waits until its own deadline
+                    self._leave_note(temporary, {"error": str(error)})
 
     def _commit(
         self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool
     ) -> None:
         final = store.commit(temporary, seals, state, about)
-        verify(final)  # from the disk, before anything older is touched
+        store.supersede_after(self._folder, about["step"])
         store.point(self._folder, "latest", final)
         if is_best:
             store.point(self._folder, "best", final)
@@ -154,9 +170,8 @@ class CheckpointManager:
             return f"{kind}.safetensors"
         return f"{kind}-{self._world.rank:05}-of-{self._num_writers:05}.safetensors"
 
-    def _leave_note(self, temporary: Path, seals: dict[str, FileSeal]) -> None:
-        """Tell the primary, through the folder, that this rank's slices are on disk."""
-        note = {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()}
+    def _leave_note(self, temporary: Path, note: dict[str, Any]) -> None:
+        """Tell the primary, through the folder, that this rank's slices are on disk, or why they are not."""
         draft = temporary / f".draft-{self._world.rank}"
         draft.write_text(json.dumps(note))
         draft.rename(temporary / f".note-{self._world.rank}")
@@ -170,6 +185,9 @@ class CheckpointManager:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} did not write its part within {_PEERS_TIMEOUT_S:.0f} s")
                 time.sleep(_POLL_S)
-            seals.update({name: FileSeal(*values) for name, values in json.loads(note.read_text()).items()})
+            found = json.loads(note.read_text())
+            if "error" in found:
+                raise OSError(f"rank {rank}: {found['error']}")
+            seals.update({name: FileSeal(*values) for name, values in found.items()})
             note.unlink()
         return seals

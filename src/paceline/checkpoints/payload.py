@@ -7,10 +7,12 @@ is copied, nothing is read twice, and the interpreter's lock is free meanwhile f
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -122,6 +124,23 @@ def _write_all(descriptor: int, data: memoryview) -> int:
     return written
 
 
+def _boxes_of(file: Any, path: Path) -> dict[str, tuple[Box, tuple[int, ...]]]:
+    """Where each tensor of a file lies in its whole, and how large that is."""
+    boxes = {}
+    try:
+        places = json.loads((file.metadata() or {}).get("paceline_slices", "{}"))
+        for key in file.keys():  # noqa: SIM118 - not a dictionary
+            shape = tuple(file.get_slice(key).get_shape())
+            place = places.get(key, {"offset": [0] * len(shape), "whole_shape": shape})
+            box, whole = Box(tuple(map(int, place["offset"])), shape), tuple(map(int, place["whole_shape"]))
+            if box.overlap(Box((0,) * len(whole), whole)) != box and 0 not in shape:
+                raise ValueError(f"{key} lies outside of its whole")
+            boxes[key] = (box, whole)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CheckpointError("a checkpoint file cannot be read", where=str(path), got=str(error)[:80]) from error
+    return boxes
+
+
 class PayloadReader:
     """Any slice of any tensor out of the files of one kind (`model`, `optimizer` or `ema`)."""
 
@@ -131,12 +150,10 @@ class PayloadReader:
         self.shapes: dict[str, tuple[int, ...]] = {}
         for name in files:
             with self._open(name) as file:
-                places = json.loads((file.metadata() or {}).get("paceline_slices", "{}"))
-                for key in file.keys():  # noqa: SIM118 - not a dictionary
-                    shape = tuple(file.get_slice(key).get_shape())
-                    place = places.get(key, {"offset": [0] * len(shape), "whole_shape": shape})
-                    self._found.setdefault(key, []).append((name, Box(tuple(place["offset"]), shape)))
-                    self.shapes[key] = tuple(place["whole_shape"])
+                for key, (box, whole_shape) in _boxes_of(file, folder / name).items():
+                    self._found.setdefault(key, []).append((name, box))
+                    self.shapes[key] = whole_shape
+        self._require_all_slices()
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """The values of a box of a tensor; without a box, the whole tensor."""
@@ -160,8 +177,17 @@ class PayloadReader:
                 result[common.slices(box.offset)] = part
                 covered += part.numel()
         if result is None or covered != result.numel():
-            raise CheckpointError("a slice is missing from the checkpoint", where=str(self._folder), got=key)
+            raise self._missing(key)
         return result
+
+    def _require_all_slices(self) -> None:
+        """Also bounds what `read` will allocate: a shape is only believed with all of its values here."""
+        for key, shape in self.shapes.items():
+            if sum(math.prod(box.shape) for _, box in self._found[key]) != math.prod(shape):
+                raise self._missing(key)
+
+    def _missing(self, key: str) -> CheckpointError:
+        return CheckpointError("a slice is missing from the checkpoint", where=str(self._folder), got=key)
 
     def _open(self, name: str) -> safe_open:
         try:

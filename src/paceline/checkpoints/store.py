@@ -1,12 +1,14 @@
 """Checkpoints in their folder: committed by rename, pointed at, pruned, set aside when damaged. No torch.
 
-A checkpoint is written under a temporary name; when all of it has reached the disk it is renamed to its step, then
-`latest` (and `best`) are pointed at it, then it is read back and verified, and only then are older ones dropped. So
-a folder with a step's name is whole, and there is always a good one.
+A checkpoint is written under a temporary name; when all of it has reached the disk it is read back and verified,
+renamed to its step, then `latest` (and `best`) are pointed at it, and only then are older ones dropped. What is
+dropped loses its name first. So a folder with a step's name is whole, and there is always a good one.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -20,16 +22,20 @@ from paceline.checkpoints.format import (
     DamagedCheckpoint,
     FileSeal,
     Manifest,
+    NewerSchema,
+    check_headers,
     check_sizes,
     checksum_of,
     read_manifest,
     read_state,
     step_folders,
+    step_of,
     verify,
 )
 from paceline.errors import CheckpointError
 
-_TEMPORARY, _DAMAGED = ".tmp-", "damaged-"
+_log = logging.getLogger("paceline")
+_TEMPORARY, _DAMAGED, _SUPERSEDED = ".tmp-", "damaged-", "superseded-"
 
 
 @dataclass(frozen=True)
@@ -61,18 +67,25 @@ def temporary_folder(folder: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, about: dict[str, Any]) -> Path:
-    """Seal a temporary folder whose payload is written, and give it its name."""
+    """Seal a temporary folder whose payload is written, read it back, and give it its name."""
     (temporary / STATE).write_bytes(state_bytes)
     files = {**seals, STATE: FileSeal(len(state_bytes), checksum_of(temporary / STATE))}
     (temporary / MANIFEST).write_bytes(Manifest(dict(sorted(files.items())), about).to_bytes())
     for name in (STATE, MANIFEST):
         flush(temporary / name)
     flush(temporary)
+    verify(temporary)
+    return _give_name(temporary)
+
+
+def _give_name(temporary: Path) -> Path:
+    """From here on a checkpoint is visible. One of the same step, of before a resume, makes room for it."""
     final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
-    if final.exists():  # the same step saved again, after a resume
-        shutil.rmtree(final)
+    old = _rename(final, f"{_TEMPORARY}old-") if final.exists() else None
     temporary.rename(final)
     flush(final.parent)
+    if old is not None:
+        shutil.rmtree(old)
     return final
 
 
@@ -85,6 +98,13 @@ def point(folder: Path, name: str, target: Path) -> None:
     flush(folder)
 
 
+def pointed_at(folder: Path, name: str) -> Path | None:
+    """The step folder behind `latest` or `best`; never one outside of this folder."""
+    link = folder / name
+    target = folder / link.readlink() if link.is_symlink() else None
+    return target if target in step_folders(folder) else None
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
     """Verify a checkpoint completely and open it; one that is damaged is an error."""
     path = path.resolve()
@@ -95,13 +115,22 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise damaged_error(path, found) from found
 
 
+def inspect_checkpoint(path: Path) -> Checkpoint:
+    """All that can be said of a checkpoint without reading its tensors. Raises DamagedCheckpoint."""
+    manifest = read_manifest(path)
+    check_sizes(path, manifest)
+    check_headers(path, manifest)
+    return Checkpoint(path, manifest, read_state(path))
+
+
 def damaged_error(path: Path, found: DamagedCheckpoint) -> CheckpointError:
+    is_newer = isinstance(found, NewerSchema)
     return CheckpointError(
-        "the checkpoint is damaged and was not used",
+        "the checkpoint was written by a newer Paceline" if is_newer else "the checkpoint is damaged and was not used",
         where=str(path / found.damage.file),
         got=found.damage.got,
         allowed=found.damage.expected,
-        hint="--resume auto takes the newest that is whole",
+        hint="update paceline" if is_newer else "--resume auto takes the newest that is whole",
     )
 
 
@@ -109,64 +138,99 @@ def find_newest(folder: Path, *, prefer_best: bool = False) -> tuple[Checkpoint 
     """The newest checkpoint that is whole. Damaged ones on the way are set aside and reported."""
     reports: list[str] = []
     candidates = step_folders(folder)
-    best = folder / "best"
-    if prefer_best and best.exists():
-        candidates = [best.resolve(), *candidates]
+    best = pointed_at(folder, "best")
+    if prefer_best and best is not None:
+        candidates = [best, *(path for path in candidates if path != best)]
     for path in candidates:
         try:
             return Checkpoint(path, verify(path), read_state(path)), reports
+        except NewerSchema as found:
+            raise damaged_error(path, found) from found
         except DamagedCheckpoint as found:
-            aside = set_aside(path)
-            reports.append(f"checkpoint {path.name} is damaged ({found.damage}); moved to {aside.name}")
+            reports.append(f"checkpoint {path.name} is damaged ({found.damage}); {_set_aside(path)}")
     return None, reports
 
 
-def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that nobody takes it for a good one."""
-    aside = path.with_name(_DAMAGED + path.name)
-    shutil.rmtree(aside, ignore_errors=True)
-    path.rename(aside)
-    return aside
+def _set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint so that nobody takes it for a good one; says what was done."""
+    try:
+        return f"moved to {_rename(path, _DAMAGED).name}"
+    except OSError as error:  # somebody else's run, which we may only read
+        return f"it could not be moved aside: {error.strerror}"
 
 
-def list_checkpoints(folder: Path, *, thorough: bool) -> list[tuple[Path, Manifest | None, dict[str, Any], str]]:
-    """Every checkpoint, oldest first, with its verdict: "ok", or what is wrong with it."""
-    rows: list[tuple[Path, Manifest | None, dict[str, Any], str]] = []
+def _rename(path: Path, prefix: str) -> Path:
+    """Take a step folder's name away, on the disk too; an older one that went the same way gives way."""
+    target = path.with_name(prefix + path.name)
+    if target.exists():
+        shutil.rmtree(target)
+    path.rename(target)
+    flush(path.parent)
+    return target
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A checkpoint as a table shows it."""
+
+    path: Path
+    manifest: Manifest | None
+    state: dict[str, Any]
+    damage: DamagedCheckpoint | None
+
+
+def list_checkpoints(folder: Path, *, thorough: bool) -> list[Listed]:
+    """Every checkpoint, oldest first, and what is wrong with it: sizes and manifests, or every bit."""
+    listed = []
     for path in reversed(step_folders(folder)):
-        manifest, state, verdict = None, {}, "ok"
+        manifest, state, damage = None, {}, None
         try:
             manifest = read_manifest(path)
-            check_sizes(path, manifest)
-            state = read_state(path)
+            state = inspect_checkpoint(path).state
             if thorough:
                 verify(path)
         except DamagedCheckpoint as found:
-            verdict = str(found.damage)
-        rows.append((path, manifest, state, verdict))
-    return rows
+            damage = found
+        listed.append(Listed(path, manifest, state, damage))
+    return listed
+
+
+def list_set_aside(folder: Path) -> list[Path]:
+    """Damaged checkpoints, and ones that a run left behind when it went back to an earlier step."""
+    return sorted(path for prefix in (_DAMAGED, _SUPERSEDED) for path in folder.glob(f"{prefix}{STEP_PREFIX}*"))
+
+
+def supersede_after(folder: Path, step: int) -> None:
+    """A run that went back to this step must never again go on from a later one of before."""
+    for path in step_folders(folder):
+        if step_of(path) > step:
+            _rename(path, _SUPERSEDED)
 
 
 def prune(folder: Path, retention: Retention) -> None:
     """Drop what nobody wants any more. Call it only after the newest one was verified."""
-    paths = step_folders(folder)
-    states = {path: _state_or_none(path) for path in paths}
-    good = [path for path in paths if states[path] is not None]
-    ranked = sorted(good, key=lambda path: _merit(states[path] or {}), reverse=True)
-    kept = set(good[: retention.keep_last])
-    kept |= {path for path in ranked[: retention.keep_best] if _merit(states[path] or {}) > _NO_MERIT}
+    states = {path: _state_or_none(path) for path in step_folders(folder)}
+    good = [path for path, state in states.items() if state is not None]
+    merits = {path: _merit(states[path] or {}) for path in good}
+    ranked = sorted((path for path in good if merits[path] > _NO_MERIT), key=lambda path: merits[path], reverse=True)
+    kept = {*good[: retention.keep_last], *ranked[: retention.keep_best]}
     kept |= {path for path in good if (states[path] or {}).get("keep")}
-    kept |= {(folder / name).resolve() for name in ("latest", "best") if (folder / name).exists()}
-    for path in good:
-        if path.resolve() not in {item.resolve() for item in kept}:
-            shutil.rmtree(path)
+    kept |= {path for name in ("latest", "best") for path in [pointed_at(folder, name)] if path is not None}
+    superseded = [path for path in folder.glob(f"{_SUPERSEDED}*") if not (_state_or_none(path) or {}).get("keep")]
+    for path in [*(path for path in good if path not in kept), *superseded]:
+        # Killed halfway, this must not leave half a checkpoint under its name.
+        shutil.rmtree(_rename(path, f"{_TEMPORARY}old-"))
 
 
-_NO_MERIT = (-1.0, float("-inf"))
+_NO_MERIT = (-1.0, -math.inf)
 
 
 def _merit(state: dict[str, Any]) -> tuple[float, float]:
-    found = state.get("validation")
-    return (found["accuracy"], -found["loss"]) if found else _NO_MERIT
+    try:
+        merit = float(state["validation"]["accuracy"]), -float(state["validation"]["loss"])
+    except (KeyError, TypeError, ValueError):  # saved inside an epoch, as most of them
+        return _NO_MERIT
+    return _NO_MERIT if math.isnan(sum(merit)) else merit
 
 
 def _state_or_none(path: Path) -> dict[str, Any] | None:
@@ -176,9 +240,51 @@ def _state_or_none(path: Path) -> dict[str, Any] | None:
         return None
 
 
-def remove_leftovers(folder: Path) -> None:
+def adopt_best(source: Path, folder: Path, step: int) -> None:
+    """Point `best` at the checkpoint a resumed state calls its best, taken along if it lies in another folder.
+
+    A killed save may have left the link on the one before; a run that went back, on one that is no longer its own.
+    Where the best was never saved for want of room, the link stays on the best that was.
+    """
+    best = source / f"{STEP_PREFIX}{step:08}"
+    if source.resolve() != folder.resolve() and (best / MANIFEST).exists():
+        best = _copy(best, folder) or best
+    if best.parent.resolve() == folder.resolve() and (best / MANIFEST).exists():
+        if pointed_at(folder, "best") != folder / best.name:
+            point(folder, "best", best)
+        return
+    current = pointed_at(folder, "best")
+    if current is not None and step_of(current) <= step:
+        return
+    (folder / "best").unlink(missing_ok=True)
+    if step > 0:
+        _log.warning("warning: the best checkpoint so far, of step %d, is not there any more", step)
+
+
+def _copy(path: Path, folder: Path) -> Path | None:
+    """A checkpoint in another folder, verified there before it gets its name; None if that cannot be."""
+    temporary = temporary_folder(folder, step_of(path))
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        manifest = inspect_checkpoint(path).manifest
+        temporary.mkdir(parents=True)
+        for name in (*manifest.files, MANIFEST):
+            shutil.copyfile(path / name, temporary / name, follow_symlinks=False)
+            flush(temporary / name)
+        flush(temporary)
+        verify(temporary)
+    except (DamagedCheckpoint, OSError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _log.warning("warning: the best checkpoint %s was not taken along: %s", path, error)
+        return None
+    return _give_name(temporary)
+
+
+def remove_leftovers(folder: Path, *, except_for: Path | None = None) -> None:
     """Clear away what a killed save left behind."""
     for path in folder.glob(f"{_TEMPORARY}*"):
+        if path == except_for:
+            continue
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:

@@ -15,6 +15,10 @@ VERBS = {
     "plan": "everything but the training: resolved config, batch maths, memory",
     "evaluate": "test a run's best weights",
     "predict": "label pictures with a run's best weights",
+    "export": "write a run's best weights for other programs",
+    "compare": "say whether runs are equal, or where they first differ",
+    "equivalence": "prove on this machine that 1, 2, 4 processes give one answer",
+    "checkpoints": "list and verify the checkpoints of a run",
     "recipes": "list the recipes that come with paceline",
 }
 _USAGE = """\
@@ -58,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _dispatch(given: list[str]) -> int:
     if not given or given[0] in ("-h", "--help", "help"):
-        verbs = "\n".join(f"  paceline {verb:<10} {text}" for verb, text in VERBS.items())
+        verbs = "\n".join(f"  paceline {verb:<12} {text}" for verb, text in VERBS.items())
         print(_USAGE.format(version=paceline.__version__, verbs=verbs), end="")
         return 0
     if given[0] == "--version":

@@ -8,6 +8,7 @@ from paceline.data.registry import check_data_config
 from paceline.errors import UserError
 from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
+from paceline.runs.place import check_init_from
 from paceline.world.detect import RankEnvironment, count_gpus, usable_cores
 
 DEFAULT_RECIPE = "shapes-cnn"
@@ -30,6 +31,7 @@ def read_request(arguments: list[str]) -> LoadedConfig:
     check_data_config(loaded.config.data)
     check_model_name(loaded.config.model.model_name)
     check_weights(loaded.config.model)
+    check_init_from(loaded)
     check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
     return loaded
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
+from paceline.checkpoints.store import damaged_error, inspect_checkpoint
 from paceline.cli import plan
 from paceline.cli.request import check_joined_world, decide_processes, read_request, wants_help
 from paceline.config.load import LoadedConfig
@@ -25,6 +30,7 @@ def run(arguments: list[str]) -> int:
         if environment.launcher != "paceline":
             check_joined_world(loaded, environment)
         return _be_a_rank(loaded, environment)
+    _inspect_named_checkpoint(loaded.config.run.resume)
     processes = decide_processes(loaded)
     check_world(loaded, processes)
     place = decide_place(loaded)
@@ -36,6 +42,17 @@ def run(arguments: list[str]) -> int:
         processes=processes,
         threads=threads_per_rank(loaded.config.parallel, processes),
     )
+
+
+def _inspect_named_checkpoint(resume: str) -> None:
+    """A checkpoint given by its path is looked at before torch is imported: a bad one ends in a moment."""
+    path = Path(resume)
+    if resume in ("", "auto") or not os.path.lexists(path / MANIFEST):
+        return
+    try:
+        inspect_checkpoint(path)
+    except DamagedCheckpoint as found:
+        raise damaged_error(path, found) from found
 
 
 def _be_a_rank(loaded: LoadedConfig, environment: RankEnvironment) -> int:

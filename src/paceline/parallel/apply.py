@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -82,7 +83,7 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
         forward = _wrap_ddp(model, device)
     elif strategy == "fsdp":
-        forward = _shard(model, dtype, offload=config.parallel.cpu_offload)
+        forward = _shard(model, world, dtype, offload=config.parallel.cpu_offload)
     return ParallelModel(model, forward, strategy, dtype)
 
 
@@ -113,9 +114,11 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
             buffer.copy_(value)
 
 
-def _shard(model: nn.Module, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:
+def _shard(model: nn.Module, world: World, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:
     """FSDP2: one group of shards per block, and one for what lies between blocks."""
     options: dict[str, Any] = {
+        # Named, because FSDP would take the GPUs of a machine that has some even for a run on its CPUs.
+        "mesh": init_device_mesh(torch.device(world.device).type, (world.world_size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }

@@ -45,6 +45,18 @@ def decide_place(loaded: LoadedConfig) -> RunPlace:
     return RunPlace(given or owner_of(source), source)
 
 
+def check_init_from(loaded: LoadedConfig) -> None:
+    given = loaded.config.run.init_from
+    source = Path(given)
+    if given and not source.is_file() and not has_checkpoint(source):
+        raise UserError(
+            "there are no weights to start from",
+            where=loaded.where("init_from"),
+            got=given,
+            allowed="a run folder, one of its checkpoints, or a .safetensors, .pth or .pt file",
+        )
+
+
 def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
     """This run's own folder if it has something to go on from; what else may be taken, the policy says."""
     own = given or (loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None)

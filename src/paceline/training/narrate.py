@@ -52,7 +52,7 @@ def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
         "",
         f"test accuracy {results['test_accuracy']:.2%}, loss {results['test_loss']:.4f} ({best})",
         f"{results['steps']} steps in {format_seconds(results['training_seconds'])}"
-        f" on {results['world_size']} ranks,"
+        f" on {results['world_size']} rank{'s' if results['world_size'] > 1 else ''},"
         f" {results['samples_per_second']:,.0f} samples/s with validation and saving",
         f"everything is in {folder.path}: results.json, metrics.csv, config.yaml, checkpoints/best",
         "",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.resume import choose_checkpoint
-from paceline.checkpoints.store import Retention
+from paceline.checkpoints.store import Retention, adopt_best
 from paceline.config.fields import flatten
 from paceline.config.schema import Config
 from paceline.metrics.console import Console
@@ -68,6 +68,9 @@ def _resume_or_start(config: Config, world: World, place: RunPlace, rig: Rig, co
         return TrainState()
     state = rig.resume(checkpoint, world)
     console.note(f"resumed   at step {state.step} from {checkpoint.path}")
+    if world.is_primary:
+        best_step = state.best_epoch * rig.plan.steps_per_epoch
+        adopt_best(checkpoint.path.parent, RunFolder(place.folder).checkpoints, best_step)
     return state
 
 

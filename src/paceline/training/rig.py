@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from paceline.errors import CheckpointError
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.collectives import gather_buffers, set_buffers, spread_buffers, tree_sum
+from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
 from paceline.training.state import TrainState
@@ -154,6 +156,8 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
 
     seed_initial_weights(config.train.seed)
     model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
+    if config.run.init_from and load_weights:
+        start_from(model, Path(config.run.init_from))
     parallel = parallelise(model, config, world)
     settle_buckets(parallel, torch.zeros(2, *plan.input_shape, device=world.device))
     optimizer = build_optimizer(config.optim, parallel.module)

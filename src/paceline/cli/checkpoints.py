@@ -1,0 +1,124 @@
+"""`paceline checkpoints RUN [--verify] [--json]`: what a run has saved, and whether it is whole. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.store import Listed, list_checkpoints, list_set_aside, pointed_at
+from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
+from paceline.runs.folder import require_run_folder
+
+_USAGE = """\
+usage: paceline checkpoints RUN [--verify] [--json]
+
+List the checkpoints of a run, oldest first. Manifests and sizes are always checked, with --verify every bit.
+Exit code 4 if one is damaged. What was set aside earlier is listed too, and does not count.
+"""
+_LONGEST_WORD = 20
+_FLAGS = ("--verify", "--json")
+_COLUMNS = ("step", "epoch", "val acc", "val loss", "size", "saved by", "marks", "verdict")
+_LEFT_ALIGNED = ("saved by", "marks", "verdict")
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(_USAGE, end="")
+        return EXIT_FINISHED
+    folder = _folder_of(arguments)
+    is_thorough = "--verify" in arguments
+    listed = list_checkpoints(folder, thorough=is_thorough)
+    entries = [_describe(item, folder, is_thorough) for item in listed]
+    aside = [path.name for path in list_set_aside(folder)]
+    if "--json" in arguments:
+        print(json.dumps({"verified": is_thorough, "checkpoints": entries, "set_aside": aside}, indent=2))
+    else:
+        _print_table(folder, entries, aside)
+    return EXIT_CHECKPOINT if any(item.damage for item in listed) else EXIT_FINISHED
+
+
+def _folder_of(arguments: list[str]) -> Path:
+    """The checkpoints folder of the run that was named, by itself or by that very folder."""
+    words = [argument for argument in arguments if not argument.startswith("-")]
+    unknown = [argument for argument in arguments if argument.startswith("-") and argument not in _FLAGS]
+    if unknown:
+        raise UserError(f"unknown flag {unknown[0]!r}", allowed=", ".join(_FLAGS))
+    if len(words) != 1:
+        raise UserError("give one run folder", got=" ".join(words) or "none", hint="paceline checkpoints RUN")
+    path = Path(words[0])
+    if path.name == "checkpoints" and path.is_dir():
+        return path
+    if not (path / "checkpoints").is_dir():
+        require_run_folder(path)
+    return path / "checkpoints"
+
+
+def _describe(item: Listed, folder: Path, is_thorough: bool) -> dict[str, Any]:
+    """One checkpoint in plain values. Of a damaged one, only what could be read."""
+    about = item.manifest.about if item.manifest else {}
+    validation = item.state.get("validation")
+    validation = validation if isinstance(validation, dict) else {}
+    damage = item.damage.damage if item.damage else None
+    return {
+        "name": item.path.name,
+        "step": item.state.get("step"),
+        "epoch": _epoch_of(item.state),
+        "validation_accuracy": validation.get("accuracy"),
+        "validation_loss": validation.get("loss"),
+        "size_bytes": item.manifest.size_bytes if item.manifest else None,
+        "world_size": about.get("world_size"),
+        "strategy": str(about.get("strategy"))[:_LONGEST_WORD] if about else None,
+        "is_kept": bool(item.state.get("keep")),
+        "is_best": pointed_at(folder, "best") == item.path,
+        "is_latest": pointed_at(folder, "latest") == item.path,
+        "verdict": "damaged" if damage else "whole" if is_thorough else "sizes agree",
+        "damage": {"file": damage.file, "expected": damage.expected, "got": damage.got} if damage else None,
+    }
+
+
+def _epoch_of(state: dict[str, Any]) -> float | None:
+    """Epochs done; a part of one where the checkpoint lies inside an epoch."""
+    per_epoch = state.get("steps_per_epoch")
+    return round(state["step"] / per_epoch, 2) if isinstance(per_epoch, int) and per_epoch > 0 else None
+
+
+def _print_table(folder: Path, entries: list[dict[str, Any]], aside: list[str]) -> None:
+    if entries:
+        rows = [_COLUMNS, *(_row(entry) for entry in entries)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(_COLUMNS))]
+        for row in rows:
+            cells = zip(_COLUMNS, row, widths, strict=True)
+            line = [cell.ljust(width) if name in _LEFT_ALIGNED else cell.rjust(width) for name, cell, width in cells]
+            print("  ".join(line).rstrip())
+    else:
+        print(f"no checkpoints in {folder}")
+    for name in aside:
+        print(f"set aside: {name}")
+    bad = [entry for entry in entries if entry["damage"]]
+    for entry in bad:
+        damage = entry["damage"]
+        print(f"damaged: {folder / entry['name'] / damage['file']}")
+        print(f"  expected {damage['expected']}, got {damage['got']}")
+    if bad:
+        print(f"{len(bad)} of {len(entries)} damaged; --resume auto goes on from the newest that is whole")
+
+
+def _row(entry: dict[str, Any]) -> tuple[str, ...]:
+    marks = [word for word in ("latest", "best", "kept") if entry[f"is_{word}"]]
+    ranks, strategy = _text(entry["world_size"], "{:g}"), ascii(entry["strategy"]).strip("'")
+    return (
+        str(int(entry["name"].rpartition("-")[2])),
+        _text(entry["epoch"], "{:g}"),
+        _text(entry["validation_accuracy"], "{:.2%}"),
+        _text(entry["validation_loss"], "{:.4f}"),
+        _text((entry["size_bytes"] or 0) / 1e6 or None, "{:,.2f} MB"),
+        f"{ranks} x {strategy}" if entry["strategy"] else "-",
+        ", ".join(marks) or "-",
+        entry["verdict"],
+    )
+
+
+def _text(value: object, form: str) -> str:
+    """A number as text; a dash for whatever else a file made by others may hold."""
+    return form.format(value) if isinstance(value, int | float) else "-"

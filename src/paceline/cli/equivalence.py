@@ -1,0 +1,269 @@
+"""`paceline equivalence RECIPE [--world-sizes 1,2,4]`: one short training per world size, and whether they agree."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.cli.compare import EXIT_DIFFERENT, SHORT_HASH
+from paceline.cli.request import read_request, wants_help
+from paceline.config.load import LoadedConfig
+from paceline.config.rules import check_world
+from paceline.errors import EXIT_FINISHED, PacelineError, UserError
+from paceline.metrics.recorder import read_rows
+from paceline.runs.comparison import HASHES, Row, largest_loss_difference
+from paceline.runs.folder import RunFolder, new_run_folder
+from paceline.world.detect import count_gpus, read_rank_environment
+
+_HELP = """Train a recipe for a few steps on each number of processes, one after the other, and say whether
+they agree. Takes the flags of `paceline train` but --processes; and these two:
+--world-sizes 1,2,4 (numbers of processes), --tolerance 1e-5 (largest difference of losses; none with --exact).
+Unless given: --max-steps 20 --log-frequency 1, no trackers, and under --exact as many lanes as the largest world."""
+_DEFAULT_SIZES, _DEFAULT_TOLERANCE = "1,2,4", "1e-5"
+_OWN_FLAGS = {"--world-sizes": _DEFAULT_SIZES, "--tolerance": _DEFAULT_TOLERANCE}
+_QUICK = {"max_steps": ["--max-steps", "20"], "log_frequency": ["--log-frequency", "1"], "track": ["--track"]}
+_MOST_RANKS = 1024
+_SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
+_GRACE_S = 8.0  # the launcher takes seconds to end its ranks, and must not be disturbed in it
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is to be run, all of it checked."""
+
+    sizes: list[int]
+    tolerance: float
+    is_exact: bool
+    is_sync_bn: bool
+    commands: dict[int, list[str]]  # of `paceline`, by world size
+    folders: dict[int, Path]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One run of the study, beside the first."""
+
+    size: int
+    results: dict[str, Any]
+    rows: list[Row]
+    loss_difference: float
+    same_hashes: bool
+
+    @property
+    def final_loss(self) -> float:
+        return next(float(row["loss"]) for row in reversed(self.rows) if row["kind"] == "step")
+
+
+def run(arguments: list[str]) -> int:
+    if wants_help(arguments, "equivalence", _HELP):
+        return EXIT_FINISHED
+    if read_rank_environment() is not None:
+        raise UserError("equivalence starts its own processes", hint="call it without torchrun, or unset RANK")
+    study = _plan_study(arguments)
+    _print_header(study)
+    outcomes: list[Outcome] = []
+    for size in study.sizes:
+        code = _train(study.commands[size])
+        if code != EXIT_FINISHED:
+            print(f"the run on {_processes(size)} failed with exit code {code}; its folder is {study.folders[size]}")
+            return code
+        outcomes.append(_read_outcome(study, size, outcomes[0] if outcomes else None))
+        _print_row(study, outcomes[-1])
+    return _print_verdict(study, outcomes)
+
+
+def _plan_study(arguments: list[str]) -> Study:
+    """Every run's command, each checked as `paceline train` would check it."""
+    own, rest = _split_own_flags(arguments)
+    sizes = _read_sizes(own["--world-sizes"])
+    loaded = _read_common(rest, sizes)
+    parallel = loaded.config.parallel
+    if parallel.exact and own["--tolerance"] != _DEFAULT_TOLERANCE:
+        raise UserError("exact runs are equal or not", got=f"--tolerance {own['--tolerance']}", hint="leave one out")
+    tolerance = 0.0 if parallel.exact else _read_tolerance(own["--tolerance"])
+    common = [*rest, *(word for name, words in _QUICK.items() if loaded.origin(name) != "flag" for word in words)]
+    if parallel.exact and not parallel.lanes:
+        common += ["--lanes", str(max(sizes))]
+    base = Path(loaded.config.run.output_dir or new_run_folder(f"equivalence-{loaded.recipe_name}"))
+    folders = {size: base / f"world-{size}" for size in sizes}
+    commands = {
+        size: ["train", *common, "--processes", str(size), "--output-dir", str(folders[size])] for size in sizes
+    }
+    for size in sizes:
+        _check_run(commands[size][1:], size, folders[size])
+    _check_devices(loaded, sizes)
+    return Study(sizes, tolerance, parallel.exact, parallel.sync_bn, commands, folders)
+
+
+def _split_own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
+    """The values of this verb's own flags, and what is left for `paceline train`."""
+    own, rest = dict(_OWN_FLAGS), []
+    given = list(arguments)
+    while given:
+        token = given.pop(0)
+        name, has_value, value = token.partition("=")
+        if name not in own:
+            rest.append(token)
+        elif has_value:
+            own[name] = value
+        elif given and not given[0].startswith("--"):
+            own[name] = given.pop(0)
+        else:
+            raise UserError(f"{name} needs a value", where="the command line", hint=f"{name} {_OWN_FLAGS[name]}")
+    return own, rest
+
+
+def _read_sizes(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")]
+    sizes = [int(word) for word in words if word.isascii() and word.isdecimal() and 0 < int(word) <= _MOST_RANKS]
+    if len(sizes) < len(words) or len(sizes) < 2 or len(set(sizes)) < len(sizes):
+        raise UserError(
+            f"world sizes {text!r} are not valid",
+            where="flag --world-sizes",
+            allowed=f"two or more different whole numbers from 1 up to {_MOST_RANKS}, with commas between them",
+            hint=f"--world-sizes {_DEFAULT_SIZES}",
+        )
+    return sizes
+
+
+def _read_tolerance(text: str) -> float:
+    with suppress(ValueError):
+        tolerance = float(text)
+        if tolerance >= 0 and math.isfinite(tolerance):
+            return tolerance
+    raise UserError(f"tolerance: {text!r} is not valid", where="flag --tolerance", allowed="a number, 0 or more")
+
+
+def _read_common(arguments: list[str], sizes: list[int]) -> LoadedConfig:
+    """The request that all runs share, without what this verb decides itself."""
+    loaded = read_request(arguments)
+    if loaded.origin("processes") == "flag":
+        raise UserError(
+            "equivalence decides the number of processes of each run",
+            where=loaded.where("processes"),
+            hint=f"--world-sizes {','.join(map(str, sizes))}",
+        )
+    if loaded.config.parallel.strategy == "single":
+        raise UserError("strategy single runs on one process", where=loaded.where("strategy"), hint="--strategy auto")
+    for name in ("resume", "rehearse"):
+        if getattr(loaded.config.run, name):
+            raise UserError("every run of an equivalence starts fresh", where=loaded.where(name), hint="leave it out")
+    return loaded
+
+
+def _check_run(arguments: list[str], size: int, folder: Path) -> None:
+    try:
+        check_world(read_request(arguments), size)
+    except UserError as error:
+        # The rules know only `paceline train`, where the number is given by this flag.
+        error.hint = error.hint and error.hint.replace("--processes", "--world-sizes with")
+        raise
+    if folder.parent.exists() and not folder.parent.is_dir():
+        raise UserError("output_dir is a file", where="flag --output-dir", got=str(folder.parent))
+    if RunFolder(folder).holds_a_run:
+        raise UserError("this folder already holds a run", where=str(folder), hint="another --output-dir")
+
+
+def _check_devices(loaded: LoadedConfig, sizes: list[int]) -> None:
+    gpus = count_gpus(loaded.config.parallel)
+    if 0 < gpus < max(sizes):
+        raise UserError(
+            "more ranks than GPUs on this machine",
+            where="flag --world-sizes",
+            got=f"{max(sizes)} ranks, {gpus} GPUs",
+            hint=f"--world-sizes up to {gpus}, or --device cpu",
+        )
+
+
+def _train(arguments: list[str]) -> int:
+    """Run `paceline train` quietly to its end; if it fails, show what it said last."""
+    command = [sys.executable, "-m", "paceline", *arguments]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        _, errors = child.communicate()
+    except KeyboardInterrupt:
+        _wait_for_interrupted(child)
+        raise
+    if child.returncode != EXIT_FINISHED:
+        print(errors.strip(), file=sys.stderr)
+    return child.returncode if child.returncode >= 0 else _SIGNAL_EXIT - child.returncode
+
+
+def _wait_for_interrupted(child: subprocess.Popen[str]) -> None:
+    """A terminal interrupts the child too, and it stops its ranks. Killing it would leave them behind."""
+    try:
+        child.communicate(timeout=_GRACE_S)
+    except subprocess.TimeoutExpired:  # the interrupt came to this process alone
+        child.send_signal(signal.SIGINT)
+        child.communicate()
+
+
+def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:
+    folder = RunFolder(study.folders[size])
+    try:
+        results: dict[str, Any] = json.loads(folder.results.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise PacelineError("a run ended without results", where=str(folder.path), got=str(error)) from error
+    rows = read_rows(folder.metrics_jsonl)
+    if first is None:
+        return Outcome(size, results, rows, 0.0, same_hashes=True)
+    same = all(results.get(name) == first.results.get(name) for name in HASHES)
+    return Outcome(size, results, rows, largest_loss_difference(first.rows, rows), same)
+
+
+def _is_same(study: Study, outcome: Outcome) -> bool:
+    return outcome.loss_difference <= study.tolerance and (outcome.same_hashes or not study.is_exact)
+
+
+def _print_header(study: Study) -> None:
+    kind = "exact: every bit counts" if study.is_exact else f"losses may differ by {study.tolerance:g}"
+    print(f"one training each on {', '.join(map(str, study.sizes))} processes; {kind}\n")
+    columns = f"{'world':>5}  {'final loss':>12}  {'largest difference':>18}  {'seconds':>7}  {'images/s':>8}"
+    hashes = f"  {'weights':<{SHORT_HASH}}  {'optimizer':<{SHORT_HASH}}" if study.is_exact else ""
+    print((columns + hashes).rstrip(), flush=True)
+
+
+def _print_row(study: Study, outcome: Outcome) -> None:
+    is_first = outcome.size == study.sizes[0]
+    results = outcome.results
+    difference = "-" if is_first else f"{outcome.loss_difference:.3g}"
+    line = f"{outcome.size:>5}  {outcome.final_loss:>12.8f}  {difference:>18}"
+    line += f"  {results['training_seconds']:>7.1f}  {results['samples_per_second']:>8,.0f}"
+    if study.is_exact:
+        line += "".join(f"  {results[name][:SHORT_HASH]}" for name in HASHES)
+    word = "" if is_first else "  same" if _is_same(study, outcome) else "  DIFFERENT"
+    print(line + word, flush=True)
+
+
+def _print_verdict(study: Study, outcomes: list[Outcome]) -> int:
+    first, *others = outcomes
+    steps, base = first.results["steps"], study.folders[first.size].parent
+    different = [outcome for outcome in others if not _is_same(study, outcome)]
+    if not different:
+        how = "to the last bit" if study.is_exact else f"within {study.tolerance:g}"
+        print(f"\nequivalent: {steps} steps give one answer on {_listed(study.sizes)} processes, {how}")
+    else:
+        sizes = _listed([outcome.size for outcome in different])
+        print(f"\nNOT equivalent: {sizes} processes give another answer than {first.size}")
+        if not study.is_exact and not study.is_sync_bn:
+            print("a model with BatchNorm differs without --sync-bn or --exact: batch statistics are each rank's own")
+            print("(dropout too is drawn by each rank for itself; --exact draws it by lane)")
+        print(f"look closer: paceline compare {study.folders[first.size]} {study.folders[different[0].size]}")
+    print(f"the runs are in {base}")
+    return EXIT_DIFFERENT if different else EXIT_FINISHED
+
+
+def _listed(sizes: list[int]) -> str:
+    *most, last = map(str, sizes)
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _processes(size: int) -> str:
+    return f"{size} process" + ("es" if size > 1 else "")

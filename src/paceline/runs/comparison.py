@@ -1,0 +1,144 @@
+"""What runs have in common and where they part, as far as their folders say it in text. Tensors are not opened here.
+
+A step row tells the mean loss since the row before it. So losses are compared interval by interval: two runs that
+log at different steps are compared where their intervals agree.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config.fields import flatten
+from paceline.config.load import load_config
+from paceline.errors import UserError
+from paceline.runs.folder import RunFolder, require_run_folder
+
+Row = dict[str, Any]
+# Where and how a run is watched, never what it computes.
+_SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save")
+_EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
+HASHES = ("weights_sha256", "optimizer_sha256")
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run folder says of its run."""
+
+    path: Path
+    config: dict[str, Any]
+    results: dict[str, Any]  # of a run that did not finish: empty
+    status: str
+    rows: list[Row]
+
+    @property
+    def is_finished(self) -> bool:
+        return bool(self.results)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One thing two runs say of themselves, mostly one they do not agree on."""
+
+    what: str
+    first: Any
+    second: Any
+
+
+@dataclass(frozen=True)
+class TextComparison:
+    """Two runs beside each other; None where nothing differs."""
+
+    steps_compared: int
+    first_step: Pair | None
+    epoch_metrics_compared: int
+    first_epoch_metric: Pair | None
+    hashes: list[Pair]  # every hash that both have; only exact runs have one of the optimizer
+
+    @property
+    def other_hashes(self) -> list[Pair]:
+        return [found for found in self.hashes if found.first != found.second]
+
+    @property
+    def is_equal(self) -> bool:
+        return self.first_step is None and self.first_epoch_metric is None and not self.other_hashes
+
+
+def read_record(path: Path, rows: list[Row]) -> RunRecord:
+    """Everything but the metrics, which the caller reads: their layer is above this one."""
+    require_run_folder(path)
+    config = flatten(load_config(str(path / "config.yaml"), []).config)
+    status = RunFolder(path).read_status()
+    # A run that was resumed after its end has the results of that end until it ends again.
+    is_finished = status.get("status", "finished") == "finished"
+    results = _read_results(RunFolder(path).results) if is_finished else {}
+    words = "finished" if results else ": ".join(str(status[key]) for key in ("status", "reason") if key in status)
+    return RunRecord(path, config, results, words or "not finished", rows)
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        results = None
+    if not isinstance(results, dict) or "weights_sha256" not in results:
+        raise UserError("this run's results cannot be read", where=str(path), allowed="what paceline train wrote")
+    return results
+
+
+def config_differences(records: list[RunRecord]) -> dict[str, list[Any]]:
+    """Settings that are not the same in all runs, each with every run's value."""
+    names = [name for name in records[0].config if name not in _SILENT]
+    table = {name: [record.config[name] for record in records] for name in names}
+    return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
+
+
+def compare_records(first: RunRecord, second: RunRecord) -> TextComparison:
+    steps = _common(logged_losses(first.rows), logged_losses(second.rows))
+    epochs = _common(_epoch_metrics(first.rows), _epoch_metrics(second.rows))
+    return TextComparison(
+        steps_compared=len(steps),
+        first_step=_first_unequal({str(step): pair for (_, step), pair in steps.items()}),
+        epoch_metrics_compared=len(epochs),
+        first_epoch_metric=_first_unequal(epochs),
+        hashes=[Pair(name, *both) for name, both in _common(first.results, second.results).items() if name in HASHES],
+    )
+
+
+def logged_losses(rows: list[Row]) -> dict[tuple[int, int], float]:
+    """The mean loss of each logged interval (last step before it, last step of it), in order."""
+    losses, previous = {}, 0
+    for row in rows:
+        if row["kind"] == "step":
+            losses[previous, row["step"]] = row["loss"]
+            previous = row["step"]
+    return losses
+
+
+def largest_loss_difference(first: list[Row], second: list[Row]) -> float:
+    """Over the loss curves of two runs that logged the same steps; infinite if they did not."""
+    mine, other = logged_losses(first), logged_losses(second)
+    if not mine or mine.keys() != other.keys():
+        return float("inf")
+    return max(abs(mine[interval] - other[interval]) for interval in mine)
+
+
+def _epoch_metrics(rows: list[Row]) -> dict[str, float]:
+    return {
+        f"epoch {row['epoch']} {row['phase']} {name} (step {row['step']})": row[name]
+        for row in rows
+        if row["kind"] == "epoch"
+        for name in _EPOCH_METRICS
+    }
+
+
+def _common(first: dict[Any, Any], second: dict[Any, Any]) -> dict[Any, tuple[Any, Any]]:
+    return {key: (value, second[key]) for key, value in first.items() if key in second}
+
+
+def _first_unequal(pairs: dict[str, tuple[Any, Any]]) -> Pair | None:
+    return next((Pair(what, a, b) for what, (a, b) in pairs.items() if a != b), None)

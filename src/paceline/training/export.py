@@ -1,0 +1,400 @@
+"""A run's best weights as files for other programs: the model, how to feed it, its labels and a card.
+
+The model is built afresh and filled with the run's weights, so no wrapper leaves a trace in the file. The file is
+loaded again and must give the logits of the run's own model; only then does the folder, hidden so far, get its name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import paceline
+from paceline.data.augment import Pipeline, build_pipeline
+from paceline.errors import PacelineError, UserError
+from paceline.models.external import first_line
+from paceline.models.registry import build_model
+from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.training.narrate import describe_data
+from paceline.training.results import hash_tensors
+from paceline.training.reuse import OpenRun, open_run
+
+PROBE_SAMPLES = 8
+TOLERANCE = 1e-4  # of the largest logit (or of 1): another runtime adds in another order
+NOT_RECORDED = "not recorded"
+Forward = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model becomes a file, comes back from it, and is used by others."""
+
+    file: str
+    # Of a model, an unfilled one, an example and the file; returns what was loaded, None if it cannot run here.
+    write: Callable[[nn.Module, nn.Module, Tensor, Path], Forward | None]
+    code: str  # makes `logits` of `inputs`, for the card
+
+
+def _through_safetensors(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
+    # Copies, because safetensors refuses weights that two layers share.
+    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    blank.load_state_dict(load_file(file))
+    return blank
+
+
+def _through_torchscript(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
+    # Tracing follows any model; what it may get wrong, a batch size burnt in, our own check finds.
+    torch.jit.save(torch.jit.trace(model, example, check_trace=False), file)
+    loaded: Forward = torch.jit.load(file, map_location="cpu")
+    return loaded
+
+
+def _through_torch_export(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
+    shapes = ({0: torch.export.Dim("batch")},)
+    torch.export.save(torch.export.export(model, (example,), dynamic_shapes=shapes), file)
+    return torch.export.load(file).module()
+
+
+def _through_onnx(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward | None:
+    batch = {"input": {0: "batch"}, "logits": {0: "batch"}}
+    # The older exporter needs onnx alone, the newer one also onnxscript.
+    names: dict[str, Any] = {"input_names": ["input"], "output_names": ["logits"], "dynamic_axes": batch}
+    torch.onnx.export(model, (example,), file, dynamo=False, **names)
+    importlib.import_module("onnx").checker.check_model(str(file), full_check=True)
+    if importlib.util.find_spec("onnxruntime") is None:
+        return None
+    runtime = importlib.import_module("onnxruntime")
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    return lambda inputs: torch.from_numpy(session.run(["logits"], {"input": inputs.numpy()})[0])
+
+
+_FORWARD = "with torch.no_grad():\n    logits = model(torch.from_numpy(inputs))[0]\n"
+_LOAD_SAFETENSORS = """\
+import torch
+from paceline.config.schema import ModelConfig
+from paceline.models.registry import build_model
+from safetensors.torch import load_file
+
+# Any other model with these parameter names does as well.
+model = build_model(ModelConfig({model}), {shape}, {classes})
+model.load_state_dict(load_file("model.safetensors"))
+model.eval()
+"""
+_RUN_ONNX = """\
+import onnxruntime
+
+session = onnxruntime.InferenceSession("model.onnx", providers=["CPUExecutionProvider"])
+logits = session.run(["logits"], {{"input": inputs}})[0][0]
+"""
+_LOAD_TORCHSCRIPT = 'import torch\n\nmodel = torch.jit.load("model.ts")\n'
+_LOAD_TORCH_EXPORT = 'import torch\n\nmodel = torch.export.load("model.pt2").module()\n'
+FORMATS = {
+    "safetensors": Format("model.safetensors", _through_safetensors, _LOAD_SAFETENSORS + _FORWARD),
+    "torchscript": Format("model.ts", _through_torchscript, _LOAD_TORCHSCRIPT + _FORWARD),
+    "onnx": Format("model.onnx", _through_onnx, _RUN_ONNX),
+    "torch.export": Format("model.pt2", _through_torch_export, _LOAD_TORCH_EXPORT + _FORWARD),
+}
+
+# --- The folder
+
+
+def export_run(path: Path, format_name: str, output: Path, flags: list[str]) -> list[str]:
+    """Write a run's best weights into `output`, replacing what is there; returns what to tell of it."""
+    run = open_run(path, ["--device", "cpu", "--no-compile", *flags])
+    output = output.resolve()  # a link stays, its target is replaced
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        temporary.mkdir(parents=True)
+        verdict = _fill(temporary, path, run, format_name)
+        size = (temporary / FORMATS[format_name].file).stat().st_size
+        _rename(temporary, output)
+    except OSError as error:
+        raise UserError("the export cannot be written", where=str(output), got=first_line(error)) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return [
+        f"{path}: weights of {_describe_weights(run)}, {run.rig.num_parameters:,} parameters",
+        f"{FORMATS[format_name].file}, {size / 1e6:.1f} MB: {verdict}",
+        f"everything is in {output}; card.md says how to load it",
+    ]
+
+
+def _fill(folder: Path, path: Path, run: OpenRun, format_name: str) -> str:
+    info, file = run.rig.plan.info, folder / FORMATS[format_name].file
+    model = _build(run)
+    model.load_state_dict(run.rig.model.module.state_dict())
+    verdict = _write_model(run, format_name, model, file)
+    pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
+    write_json(folder / "preprocessing.json", describe_preprocessing(pipeline))
+    write_json(folder / "labels.json", {str(number): name for number, name in enumerate(info.classes)})
+    write_atomically(folder / "labels.txt", "".join(f"{' '.join(name.split())}\n" for name in info.classes))
+    shutil.copymode(folder / "labels.txt", file)  # safetensors writes for its owner alone
+    digest = hash_tensors(model.state_dict())
+    with file.open("rb") as stream:
+        file_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    exported = [
+        ("format", f"{format_name}: `{file.name}`, SHA-256 `{file_sha256}`"),
+        ("weights", f"of {_describe_weights(run)}, float32; SHA-256 of all tensors `{digest}`"),
+        ("check", verdict),
+    ]
+    write_atomically(folder / "card.md", _write_card(RunFolder(path), run, format_name, exported))
+    return verdict
+
+
+def _build(run: OpenRun) -> nn.Module:
+    """The run's model, plain and not yet filled."""
+    plan = run.rig.plan
+    model = build_model(run.config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
+    return model.float().eval()
+
+
+@torch.no_grad()
+def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -> str:
+    """Write the model, load it again and compare; returns the verdict in words."""
+    probe = next(iter(run.rig.test_data.evaluation_batches(PROBE_SAMPLES))).inputs.contiguous()
+    # In the plain layout of the file: the layout of a convolution's weights decides in which order it adds.
+    reference = run.rig.model.module.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    # One sample alone as well: a file that fixed the batch size would give itself away.
+    expected = [(inputs, reference(inputs)) for inputs in (probe, probe[:1])]
+    try:
+        with warnings.catch_warnings():
+            # torch.jit and the older ONNX exporter are deprecated, and tracing warns of every `if`.
+            warnings.simplefilter("ignore")
+            forward = FORMATS[format_name].write(model, _build(run), torch.cat([probe, probe])[:2], file)
+            pairs = [(forward(inputs), logits) for inputs, logits in expected] if forward else []
+    except Exception as error:  # each exporter has its own zoo of refusals
+        raise UserError(
+            f"this model cannot be written as {format_name}",
+            where=run.config.model.model_name,
+            got=first_line(error),
+            hint="another --format: " + ", ".join(name for name in FORMATS if name != format_name),
+        ) from error
+    if not pairs:
+        return "checked by onnx.checker only; without onnxruntime its logits could not be compared"
+    return _judge(format_name, pairs)
+
+
+def _judge(format_name: str, pairs: list[tuple[Tensor, Tensor]]) -> str:
+    difference = max(float((given - wanted).abs().max()) for given, wanted in pairs)
+    largest = max(float(wanted.abs().max()) for _, wanted in pairs)
+    allowed = TOLERANCE * max(1.0, largest)
+    if not difference <= allowed:  # also when it is not a number
+        raise PacelineError(
+            f"the model written as {format_name} does not give the run's logits; nothing was kept",
+            got=f"a difference of {difference:.2g}, logits up to {largest:.2g}",
+            allowed=f"up to {allowed:.2g}",
+            hint="another --format",
+        )
+    samples = f"on {len(pairs[0][0])} test samples"
+    if difference == 0.0:
+        return f"loaded again, it gives the run's logits bit for bit {samples}"
+    return f"loaded again, its logits differ from the run's by {difference:.1e} {samples}, allowed {allowed:.1e}"
+
+
+def _rename(temporary: Path, output: Path) -> None:
+    old = temporary.with_suffix(".old")
+    if output.exists():
+        output.rename(old)
+    temporary.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+# --- How to feed it
+
+_PREPARE_VECTOR = "import numpy as np\n\ninputs = np.zeros((1, {}), dtype=np.float32)  # your vector\n"
+PREPARE_IMAGE = """\
+import json
+
+import numpy as np
+from PIL import Image
+
+with open("preprocessing.json", encoding="utf-8") as file:
+    how = json.load(file)
+picture = Image.open("picture.png").convert("RGB")  # yours
+_, height, width = how["sample_shape"]
+zoom = min(picture.width / width, picture.height / height)
+left, top = max(0, picture.width - zoom * width) / 2, max(0, picture.height - zoom * height) / 2
+box = (left, top, picture.width - left, picture.height - top)
+pixels = np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR, box=box), dtype=np.float32)
+pixels = pixels.transpose(2, 0, 1)[None]
+if how["channel_order"] == "grey":
+    pixels = pixels.mean(1, keepdims=True).round()
+if how["resize"]:
+    from torch import from_numpy, nn
+    pixels = nn.functional.interpolate(from_numpy(pixels), **how["resize"]).numpy()
+if how["crop"]:
+    top, left, height, width = (how["crop"][key] for key in ("top", "left", "height", "width"))
+    pixels = pixels[:, :, top : top + height, left : left + width]
+mean, std = (np.float32(how[key]).reshape(1, -1, 1, 1) for key in ("mean", "std"))
+inputs = (pixels - 255 * mean) / (255 * std)
+"""
+
+
+def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
+    """All that lies between a uint8 RGB picture and the model's input in evaluation."""
+    shape = list(pipeline.input_shape)
+    common = {"pipeline": pipeline.kind, "dtype": "float32", "input_shape": shape}
+    if len(shape) != 3:
+        return {"kind": "vector", **common, "layout": "NC", "steps": ["a vector is passed on as it is"]}
+    channels, height, width = pipeline.raw_shape
+    is_cropped = pipeline.kind == "imagenet"
+    scale = pipeline.resized_side / min(height, width) if is_cropped else 1.0
+    size = [round(height * scale), round(width * scale)]
+    top, left = ((have - want) // 2 for have, want in zip(size, shape[1:], strict=True))
+    resize = {"size": size, "mode": "bilinear", "align_corners": False, "antialias": scale < 1.0}
+    steps = [
+        f"cut the largest centred part of {height}:{width} out of the RGB picture, scale it to {height}x{width}"
+        " (Pillow: resize with box, BILINEAR), 8 bits per channel",
+        "average R, G and B, round to whole numbers (half to even)" if channels == 1 else "",
+        f"as float32, resize to {size[0]}x{size[1]} (torch: interpolate)" if scale != 1.0 else "",
+        f"cut out the centre, {shape[1]}x{shape[2]}" if is_cropped else "",
+        "per channel: (pixel - 255 mean) / (255 std)",
+    ]
+    return {
+        "kind": "image",
+        **common,
+        "layout": "NCHW",
+        "channel_order": "RGB" if channels == 3 else "grey",
+        "pixel_range": [0, 255],
+        "sample_shape": [channels, height, width],
+        "resize_side": pipeline.resized_side if scale != 1.0 else None,
+        "resize": resize if scale != 1.0 else None,
+        "crop_size": pipeline.image_size if is_cropped else None,
+        "crop": {"top": top, "left": left, "height": shape[1], "width": shape[2]} if is_cropped else None,
+        "mean": list(pipeline.mean),
+        "std": list(pipeline.std),
+        "value_range": [[-m / s, (1 - m) / s] for m, s in zip(pipeline.mean, pipeline.std, strict=True)],
+        "steps": [step for step in steps if step],
+    }
+
+
+def make_snippet(format_name: str, run: OpenRun) -> str:
+    """Python that labels `picture.png` (or a vector), to be run in the export folder."""
+    plan, model = run.rig.plan, run.config.model
+    prepare = PREPARE_IMAGE if plan.info.is_image else _PREPARE_VECTOR.format(plan.input_shape[0])
+    name = f"{model.model_name!r}, hidden_size={model.hidden_size}, dropout={model.dropout}"
+    load = FORMATS[format_name].code.format(model=name, shape=plan.input_shape, classes=plan.info.num_classes)
+    answer = 'with open("labels.txt", encoding="utf-8") as file:\n    labels = file.read().splitlines()\n'
+    return f"{prepare}\n{load}\n{answer}print(labels[int(logits.argmax())])\n"
+
+
+# --- The card
+
+_LIMITS = """\
+The model gives every input one of the {classes} classes of `labels.txt`, whatever it shows: it has no answer for
+"none of these". Inputs must be prepared as `preprocessing.json` says. The figures above hold for the test set of
+{dataset} and say nothing about data of another origin. Scores are not calibrated probabilities. How the model
+treats unusual or manipulated inputs, or groups of people, was not measured; do so before decisions rest on it.
+The terms of the data and of the starting weights apply."""
+
+
+def _describe_weights(run: OpenRun) -> str:
+    epoch = run.checkpoint.state.get("best_epoch")
+    which = f"best epoch {epoch}" if epoch else "the latest, before the end of an epoch"
+    average = ", moving average" if run.config.optim.ema_decay else ""
+    return f"step {run.checkpoint.step} ({which}{average})"
+
+
+def _write_card(folder: RunFolder, run: OpenRun, format_name: str, exported: list[tuple[str, str]]) -> str:
+    plan, model = run.rig.plan, run.config.model
+    name, results, environment = folder.path.resolve().name, _results_of(folder, run), _read(folder.environment)
+    recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)
+    shape = "x".join(map(str, plan.input_shape))
+    identity = [
+        ("recipe", recipe[1] if recipe else f"{NOT_RECORDED}; the run's config.yaml is one"),
+        ("model", f"{model.model_name}, {run.rig.num_parameters:,} parameters, input {shape}"),
+        *exported,
+    ]
+    versions = {key: environment[key] for key in ("paceline", "python") if key in environment}
+    versions |= environment.get("packages", {})
+    now = f"{datetime.now().astimezone():%Y-%m-%dT%H:%M:%S%z}"
+    git = environment.get("git")
+    changes = "dirty: with uncommitted changes" if git and git["dirty"] else "clean"
+    status = folder.read_status()
+    origin = [
+        ("git commit", f"`{git['commit']}`, {changes}" if git else NOT_RECORDED),
+        ("trained with", ", ".join(f"{key} {value}" for key, value in versions.items()) or NOT_RECORDED),
+        ("run", f"{status['status']}, {status['updated']}" if status else NOT_RECORDED),
+        ("exported", f"{now}, paceline {paceline.__version__}, torch {torch.__version__}"),
+    ]
+    sections = {
+        "Data": f"{describe_data(plan)}.",
+        "Training": _table(("", ""), *_training_rows(run, results)),
+        "Metrics": _describe_metrics(results, plan.info.classes),
+        "How to use it": f"In this folder:\n\n```python\n{make_snippet(format_name, run)}```",
+        "Intended use and limits": _LIMITS.format(classes=plan.info.num_classes, dataset=plan.info.name),
+        "Where it comes from": _table(("", ""), *origin),
+    }
+    chapters = "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
+    return f"# {name}\n\n{_table(('', ''), *identity)}\n{chapters}"
+
+
+def _training_rows(run: OpenRun, results: dict[str, Any]) -> list[tuple[str, str]]:
+    optim, train, weights = run.config.optim, run.config.train, run.config.model.weights
+    about = run.checkpoint.manifest.about
+    momentum = f", momentum {optim.momentum:g}" if optim.optimizer in ("sgd", "nesterov") else ""
+    return [
+        ("epochs", f"{train.epochs}"),
+        ("steps", str(results["steps"]) if results else f"{run.checkpoint.step} up to these weights"),
+        ("global batch size", f"{train.global_batch_size}"),
+        ("optimizer", f"{optim.optimizer}{momentum}, weight decay {optim.weight_decay:g}"),
+        ("learning rate", f"{run.rig.plan.peak_lr:g} at its peak, {optim.schedule}"),
+        ("precision", results["distributed_training"]["precision"] if results else NOT_RECORDED),
+        ("world size", f"{about.get('world_size', NOT_RECORDED)}"),
+        ("strategy", f"{about.get('strategy', NOT_RECORDED)}"),
+        ("seed", f"{train.seed}"),
+        ("started from", "random weights" if weights == "none" else f"weights: {weights}"),
+    ]
+
+
+def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
+    if not results:
+        return "The run folder holds no results for these weights: the run did not finish, or went on."
+    test = results["test"]
+    table = [
+        (name, f"{sum(row):,}", f"{row[index] / sum(row):.2%}" if sum(row) else "no samples")
+        for index, (name, row) in enumerate(zip(classes, test["confusion_matrix"], strict=True))
+    ]
+    figures = [
+        ("test accuracy", f"{results['test_accuracy']:.2%} of {test['samples']:,} samples"),
+        ("test loss", f"{results['test_loss']:.4f}"),
+        ("best epoch", f"{results['best_epoch'] or 'none was finished'}"),
+    ]
+    return _table(("", ""), *figures) + "\n\n" + _table(("class", "test samples", "accuracy"), *table)
+
+
+def _results_of(folder: RunFolder, run: OpenRun) -> dict[str, Any]:
+    """results.json if it tells of the weights at hand; a run that goes on may have left older ones."""
+    results, state = _read(folder.results), run.checkpoint.state
+    keys = ("best_epoch",) if state.get("best_epoch") else ("best_epoch", "steps")
+    own = {"best_epoch": state.get("best_epoch"), "steps": run.checkpoint.step}
+    return results if all(results.get(key) == own[key] for key in keys) else {}
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content
+
+
+def _table(*rows: tuple[str, ...]) -> str:
+    """A Markdown table; the first row is its head."""
+    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
