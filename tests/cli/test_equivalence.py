@@ -13,6 +13,7 @@ import pytest
 
 from harness.cli import environment, paceline
 from harness.runs import read_results, step_losses
+from paceline.cli.equivalence import Outcome, Study
 from paceline.cli.main import main
 
 TESTS = str(Path(__file__).resolve().parents[1])
@@ -61,6 +62,12 @@ def test_compare_agrees(exact: Path, capsys: pytest.CaptureFixture[str]) -> None
     out = capsys.readouterr().out
     assert out.count("are equal: final weights and optimizer") == 2
     assert ["lanes"] not in [line.split()[:1] for line in out.splitlines()]  # all runs were given the same
+
+
+def test_exact_asks_for_the_hashes_and_not_only_the_losses() -> None:
+    outcome = Outcome(2, {}, [], loss_difference=0.0, same_hashes=False)
+    studies = [Study([1, 2], 0.0, is_exact, False, {}, {}) for is_exact in (True, False)]
+    assert [study.accepts(outcome) for study in studies] == [False, True]
 
 
 def test_batchnorm_without_exact_differs_and_says_why(tmp_path: Path) -> None:

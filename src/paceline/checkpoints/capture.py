@@ -32,27 +32,35 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 
 class Stage:
-    """CPU memory that is kept from save to save, so that a copy costs no page faults."""
+    """CPU memory that is kept from save to save, so that a copy costs no page faults.
 
-    def __init__(self) -> None:
+    Where the loop waits for the whole save anyway, what lies in CPU memory is written from where it is.
+    """
+
+    def __init__(self, *, is_async: bool) -> None:
+        self._is_async = is_async
         self._buffers: Tensors = {}
 
     @torch.no_grad()
     def copy(self, kind: str, tensors: Tensors, *, sharded_only: bool) -> dict[str, Piece]:
-        """Copies that training will not change; of replicated tensors one rank's copy is enough."""
+        """Values that training will not change; of replicated tensors one rank's copy is enough."""
         pieces = {}
         for name, tensor in tensors.items():
             if sharded_only and not isinstance(tensor, DTensor):
                 continue
             values = local_values(tensor.detach())
-            buffer = self._buffers.get(f"{kind}/{name}")
-            if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-                is_cuda = values.device.type == "cuda"
-                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
-                self._buffers[f"{kind}/{name}"] = buffer
-            buffer.copy_(values, non_blocking=True)
-            pieces[name] = Piece(buffer, local_box(tensor), tuple(tensor.shape))
+            if self._is_async or values.device.type != "cpu":
+                values = self._staged(f"{kind}/{name}", values)
+            pieces[name] = Piece(values, local_box(tensor), tuple(tensor.shape))
         return pieces
+
+    def _staged(self, key: str, values: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            is_cuda = values.device.type == "cuda"
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
+            self._buffers[key] = buffer
+        return buffer.copy_(values, non_blocking=True)
 
 
 @torch.no_grad()

@@ -144,6 +144,7 @@ def verify(folder: Path) -> Manifest:
     """Check a checkpoint down to its last bit; raises DamagedCheckpoint at the first fault."""
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
+    check_headers(folder, manifest)  # before the sums: what is no payload is not worth reading through
     for name, seal in manifest.files.items():
         try:
             actual = checksum_of(folder / name)
@@ -151,7 +152,6 @@ def verify(folder: Path) -> Manifest:
             raise DamagedCheckpoint(Damage(name, "a readable file", error.strerror or "an error")) from error
         if actual != seal.crc32:
             raise DamagedCheckpoint(Damage(name, f"CRC-32 {seal.crc32:08x}", f"{actual:08x}"))
-    check_headers(folder, manifest)
     return manifest
 
 

@@ -47,7 +47,7 @@ class CheckpointManager:
         self._num_writers = world.world_size if is_sharded else 1
         self._retention = retention
         self._is_async = is_async
-        self._stage = Stage()
+        self._stage = Stage(is_async=is_async)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0

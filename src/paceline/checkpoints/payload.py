@@ -6,10 +6,12 @@ is copied, nothing is read twice, and the interpreter's lock is free meanwhile f
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from paceline.checkpoints.format import FileSeal, add_checksum, chunks_of
+from paceline.checkpoints.format import FileSeal, add_checksum, checksum_of, chunks_of
 from paceline.errors import CheckpointError
 
 _TYPES = {
@@ -82,7 +84,7 @@ def local_values(tensor: Tensor) -> Tensor:
 
 
 def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:
-    """Write a safetensors file, flush it to disk and return its seal."""
+    """Write a safetensors file, flush it to disk, read it back and return its seal."""
     header: dict[str, object] = {}
     places = {}
     position = 0
@@ -99,14 +101,24 @@ def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:
     header["__metadata__"] = {"format": "pt", "paceline_slices": json.dumps(places)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
-    checksum, size = 0, 0
-    with path.open("wb", buffering=0) as file:
-        for data in _byte_views(len(text).to_bytes(8, "little") + text, pieces):
-            for chunk in chunks_of(data):
-                checksum = add_checksum(chunk, checksum)
-                size += _write_all(file.fileno(), chunk)
+    views = list(_byte_views(len(text).to_bytes(8, "little") + text, pieces))
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as helper, path.open("wb", buffering=0) as file:
+        # The sums are made beside the writing, and the reading back while the disk is at work.
+        checksum = helper.submit(_checksum, views)
+        size = sum(_write_all(file.fileno(), chunk) for view in views for chunk in chunks_of(view))
+        read_back = helper.submit(checksum_of, path)
         os.fsync(file.fileno())
-    return FileSeal(size, checksum)
+        if read_back.result() != checksum.result():
+            raise OSError(errno.EIO, f"{path.name} reads back as something else than was written")
+    return FileSeal(size, checksum.result())
+
+
+def _checksum(views: list[memoryview]) -> int:
+    total = 0
+    for view in views:
+        for chunk in chunks_of(view):
+            total = add_checksum(chunk, total)
+    return total
 
 
 def _byte_views(head: bytes, pieces: dict[str, Piece]) -> Iterator[memoryview]:

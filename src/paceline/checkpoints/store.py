@@ -67,14 +67,14 @@ def temporary_folder(folder: Path, step: int) -> Path:
 
 
 def commit(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, about: dict[str, Any]) -> Path:
-    """Seal a temporary folder whose payload is written, read it back, and give it its name."""
+    """Seal a temporary folder whose payload is written and was read back, and give it its name."""
     (temporary / STATE).write_bytes(state_bytes)
     files = {**seals, STATE: FileSeal(len(state_bytes), checksum_of(temporary / STATE))}
     (temporary / MANIFEST).write_bytes(Manifest(dict(sorted(files.items())), about).to_bytes())
     for name in (STATE, MANIFEST):
         flush(temporary / name)
     flush(temporary)
-    verify(temporary)
+    inspect_checkpoint(temporary)
     return _give_name(temporary)
 
 

@@ -45,6 +45,10 @@ class Study:
     commands: dict[int, list[str]]  # of `paceline`, by world size
     folders: dict[int, Path]
 
+    def accepts(self, outcome: Outcome) -> bool:
+        """Whether a run gave the first one's answer."""
+        return outcome.loss_difference <= self.tolerance and (outcome.same_hashes or not self.is_exact)
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -218,10 +222,6 @@ def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:
     return Outcome(size, results, rows, largest_loss_difference(first.rows, rows), same)
 
 
-def _is_same(study: Study, outcome: Outcome) -> bool:
-    return outcome.loss_difference <= study.tolerance and (outcome.same_hashes or not study.is_exact)
-
-
 def _print_header(study: Study) -> None:
     kind = "exact: every bit counts" if study.is_exact else f"losses may differ by {study.tolerance:g}"
     print(f"one training each on {', '.join(map(str, study.sizes))} processes; {kind}\n")
@@ -238,14 +238,14 @@ def _print_row(study: Study, outcome: Outcome) -> None:
     line += f"  {results['training_seconds']:>7.1f}  {results['samples_per_second']:>8,.0f}"
     if study.is_exact:
         line += "".join(f"  {results[name][:SHORT_HASH]}" for name in HASHES)
-    word = "" if is_first else "  same" if _is_same(study, outcome) else "  DIFFERENT"
+    word = "" if is_first else "  same" if study.accepts(outcome) else "  DIFFERENT"
     print(line + word, flush=True)
 
 
 def _print_verdict(study: Study, outcomes: list[Outcome]) -> int:
     first, *others = outcomes
     steps, base = first.results["steps"], study.folders[first.size].parent
-    different = [outcome for outcome in others if not _is_same(study, outcome)]
+    different = [outcome for outcome in others if not study.accepts(outcome)]
     if not different:
         how = "to the last bit" if study.is_exact else f"within {study.tolerance:g}"
         print(f"\nequivalent: {steps} steps give one answer on {_listed(study.sizes)} processes, {how}")
