@@ -90,7 +90,7 @@ def test_faults_are_named(tmp_path: Path, fault: str) -> None:
     assert "delete it" in screen
 
 
-@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(bytes(1000))[:-6]])
+@pytest.mark.parametrize("content", [b"not gzip", gzip.compress(bytes(1000))[:-6]], ids=["not gzip", "torn"])
 def test_damaged_gzip_is_named(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "fashion-mnist", files(), zipped=True)
     (tmp_path / "fashion-mnist" / "train-images-idx3-ubyte.gz").write_bytes(content)
