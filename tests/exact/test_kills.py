@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file
@@ -23,7 +24,7 @@ from harness.ranks import make_world, run_ranks
 from harness.runs import read_results
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import payload as payload_module
-from paceline.checkpoints.format import checksum_of, step_folders, step_of, verify
+from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
 from paceline.world.detect import World
@@ -314,7 +315,13 @@ def test_what_reads_back_differently_is_not_committed(
 ) -> None:
     manager = open_manager(tmp_path)
     save_once(manager, 1)
-    monkeypatch.setattr(payload_module, "checksum_of", lambda path: checksum_of(path) ^ 1)
+    sum_and_read_back = payload_module._sum_and_read_back
+
+    def read_another_bit(descriptor: int, *others: Any) -> tuple[int, int]:
+        checksum, read_back = sum_and_read_back(descriptor, *others)
+        return checksum, read_back ^ 1
+
+    monkeypatch.setattr(payload_module, "_sum_and_read_back", read_another_bit)
     save_once(manager, 2)
     assert "reads back as something else" in caplog.text
     assert [step_of(path) for path in step_folders(tmp_path)] == [1]

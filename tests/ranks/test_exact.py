@@ -25,10 +25,16 @@ def hashes(folder: Path) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     "flags",
     [
-        (),
         ("--optimizer", "adamw", "--base-lr", "0.01", "--clip-norm", "0.5", "--ema-decay", "0.9"),
-        ("--accumulate", "2", "--amp-dtype", "bf16", "--label-smoothing", "0.1", "--max-steps", "5"),
-        ("--model-name", "cnn", "--dropout", "0.3", "--optimizer", "nesterov", "--cutout", "8", "--max-steps", "6"),
+        pytest.param((), marks=pytest.mark.slow),
+        pytest.param(
+            ("--accumulate", "2", "--amp-dtype", "bf16", "--label-smoothing", "0.1", "--max-steps", "5"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ("--model-name", "cnn", "--dropout", "0.3", "--optimizer", "nesterov", "--cutout", "8", "--max-steps", "6"),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_one_two_and_four_ranks_end_with_the_same_bits(tmp_path: Path, flags: tuple[str, ...]) -> None:

@@ -35,7 +35,7 @@ MANIFEST, STATE = "manifest.json", "state.json"
 STEP_PREFIX = "step-"
 _FILE_NAME = re.compile(r"(model|optimizer|ema|statistics)(-[0-9]{5}-of-[0-9]{5})?\.safetensors|state\.json")
 _LARGEST_JSON_BYTES = 16 * 2**20
-_CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 4 * 2**20  # what is read, written and summed at once
 _SEAL = ',\n "crc32": "%08x"\n}\n'
 _SEAL_BYTES = len(_SEAL % 0)
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
@@ -175,7 +175,7 @@ def add_checksum(data: bytes | memoryview, total: int = 0) -> int:
 
 def checksum_of(path: Path) -> int:
     total = 0
-    buffer = memoryview(bytearray(min(_CHUNK_BYTES, path.lstat().st_size)))  # one for all chunks: no page faults
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, path.lstat().st_size)))  # one for all chunks: no page faults
     with _open_plain(path) as file:
         while count := file.readinto(buffer):
             total = add_checksum(buffer[:count], total)
@@ -190,8 +190,8 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def chunks_of(data: memoryview) -> Iterator[memoryview]:
-    for start in range(0, len(data), _CHUNK_BYTES):
-        yield data[start : start + _CHUNK_BYTES]
+    for start in range(0, len(data), CHUNK_BYTES):
+        yield data[start : start + CHUNK_BYTES]
 
 
 def step_of(path: Path) -> int:

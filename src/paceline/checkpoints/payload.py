@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from paceline.checkpoints.format import FileSeal, add_checksum, checksum_of, chunks_of
+from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
 from paceline.errors import CheckpointError
 
 _TYPES = {
@@ -101,24 +102,33 @@ def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:
     header["__metadata__"] = {"format": "pt", "paceline_slices": json.dumps(places)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
-    views = list(_byte_views(len(text).to_bytes(8, "little") + text, pieces))
-    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as helper, path.open("wb", buffering=0) as file:
-        # The sums are made beside the writing, and the reading back while the disk is at work.
-        checksum = helper.submit(_checksum, views)
-        size = sum(_write_all(file.fileno(), chunk) for view in views for chunk in chunks_of(view))
-        read_back = helper.submit(checksum_of, path)
+    written: SimpleQueue[memoryview | None] = SimpleQueue()
+    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as helper, path.open("w+b", buffering=0) as file:
+        sums = helper.submit(_sum_and_read_back, file.fileno(), written)
+        try:
+            for view in _byte_views(len(text).to_bytes(8, "little") + text, pieces):
+                for chunk in chunks_of(view):
+                    _write_all(file.fileno(), chunk)
+                    written.put(chunk)
+        finally:
+            written.put(None)
         os.fsync(file.fileno())
-        if read_back.result() != checksum.result():
+        checksum, read_back = sums.result()
+        if read_back != checksum:
             raise OSError(errno.EIO, f"{path.name} reads back as something else than was written")
-    return FileSeal(size, checksum.result())
+        return FileSeal(os.fstat(file.fileno()).st_size, checksum)
 
 
-def _checksum(views: list[memoryview]) -> int:
-    total = 0
-    for view in views:
-        for chunk in chunks_of(view):
-            total = add_checksum(chunk, total)
-    return total
+def _sum_and_read_back(descriptor: int, written: SimpleQueue[memoryview | None]) -> tuple[int, int]:
+    """Checksums of what was written and of what reads back, made beside the writer and close behind it."""
+    buffer = memoryview(bytearray(CHUNK_BYTES))
+    checksum, read_back, position = 0, 0, 0
+    while (chunk := written.get()) is not None:
+        checksum = add_checksum(chunk, checksum)
+        count = os.preadv(descriptor, [buffer[: len(chunk)]], position)
+        read_back = add_checksum(buffer[:count], read_back)
+        position += len(chunk)
+    return checksum, read_back
 
 
 def _byte_views(head: bytes, pieces: dict[str, Piece]) -> Iterator[memoryview]:
@@ -128,12 +138,10 @@ def _byte_views(head: bytes, pieces: dict[str, Piece]) -> Iterator[memoryview]:
             yield piece.values.contiguous().view(-1).view(torch.uint8).numpy().data
 
 
-def _write_all(descriptor: int, data: memoryview) -> int:
+def _write_all(descriptor: int, data: memoryview) -> None:
     """`os.write` may write less than it was given, near a full disk for one."""
-    written = 0
-    while written < len(data):
-        written += os.write(descriptor, data[written:])
-    return written
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def _boxes_of(file: Any, path: Path) -> dict[str, tuple[Box, tuple[int, ...]]]:
