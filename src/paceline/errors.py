@@ -8,6 +8,7 @@ nothing, so that every layer may raise these.
 from __future__ import annotations
 
 EXIT_FINISHED = 0
+EXIT_DIFFERENT = 1  # runs that were compared differ
 EXIT_USER = 2
 EXIT_DATA = 3
 EXIT_CHECKPOINT = 4

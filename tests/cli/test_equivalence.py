@@ -113,7 +113,7 @@ def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.strip() == "interrupted"
+    assert errors.strip() in ("interrupted", "interrupted; every rank was stopped")  # whoever was first to notice
     assert not [entry for entry in Path("/proc").glob("[0-9]*") if works_in(entry, tmp_path)]
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import EXIT_FINISHED, UserError
+from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.metrics.recorder import read_rows
 from paceline.runs.comparison import (
     RunRecord,
@@ -23,7 +23,6 @@ from paceline.runs.folder import RunFolder, require_run_folder
 if TYPE_CHECKING:
     from paceline.checkpoints.difference import CheckpointComparison
 
-EXIT_DIFFERENT = 1
 SHORT_HASH = 12
 _USAGE = """usage: paceline compare RUN RUN [RUN...] [--json]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.compare import EXIT_DIFFERENT, SHORT_HASH
+from paceline.cli.compare import SHORT_HASH
 from paceline.cli.request import read_request, wants_help
 from paceline.config.load import LoadedConfig
 from paceline.config.rules import check_world
-from paceline.errors import EXIT_FINISHED, PacelineError, UserError
+from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
 from paceline.metrics.recorder import read_rows
 from paceline.runs.comparison import HASHES, Row, largest_loss_difference
 from paceline.runs.folder import RunFolder, new_run_folder
