@@ -20,7 +20,7 @@ from paceline.config.rules import check_config
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
-from paceline.training import loop
+from paceline.training import loop, ride
 from paceline.training.rig import Rig, build_rig
 from paceline.world.group import process_group
 
@@ -53,7 +53,7 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
         initial.update({name: value.clone() for name, value in parameters_of(rigs[0]).items()})
         return rigs[0]
 
-    monkeypatch.setattr(loop, "build_rig", build_and_remember)
+    monkeypatch.setattr(ride, "build_rig", build_and_remember)
     RunFolder(folder).create()
     with process_group(world, needed=strategy == "fsdp"):
         # The synthetic test set has at least 1000 samples; one batch of it shows that evaluation works.
