@@ -148,7 +148,7 @@ def measure(folder: Path, repeats: int) -> dict[str, list[Timing]]:
     return timings
 
 
-def report(rounds: dict[str, list[Timing]], repeats: int) -> str:
+def report(rounds: dict[str, list[Timing]], repeats: int, others: float) -> str:
     size_mb = 2 * NUM_TENSORS * ITEMS * 4 / 1e6
     timings = {name: found[1:] for name, found in rounds.items()}
     totals = {name: statistics.median(timing.total_s for timing in found) for name, found in timings.items()}
@@ -186,7 +186,8 @@ def report(rounds: dict[str, list[Timing]], repeats: int) -> str:
         f" The first one, which also allocates its memory, stalled for {first_s:.3f} s.",
         f"- Checksums cost {(sync - bare) / sync:.1%} of a synchronous save (target: less than 5 %); in CPU time of all"
         f" threads, {with_sums:.3f} s with and {without:.3f} s without them.",
-        f"- Load of the machine before and after (1 minute): {_load_before:.2f}, {os.getloadavg()[0]:.2f}.",
+        f"- Meanwhile everything else on the machine, the kernel's writing included, took {others:.0%} of its CPU"
+        " time.",
     ]
     return "\n".join(lines) + "\n"
 
@@ -197,7 +198,10 @@ def machine() -> str:
     return f"{model}, {os.cpu_count()} cores, Linux {platform.release()}"
 
 
-_load_before = os.getloadavg()[0]
+def busy_s() -> tuple[float, float]:
+    """CPU seconds so far: of the whole machine, and of this process."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK"), time.process_time()
 
 
 def main() -> None:
@@ -207,7 +211,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        text = report(measure(Path(folder), options.repeats), options.repeats)
+        started, (machine_s, own_s) = time.perf_counter(), busy_s()
+        rounds = measure(Path(folder), options.repeats)
+        seconds, (machine_end_s, own_end_s) = time.perf_counter() - started, busy_s()
+    others_s = (machine_end_s - machine_s) - (own_end_s - own_s)
+    text = report(rounds, options.repeats, others_s / seconds / (os.cpu_count() or 1))
     print(text, end="")
     options.output.mkdir(parents=True, exist_ok=True)
     (options.output / f"checkpoints-{date.today().isoformat()}.md").write_text(text)
