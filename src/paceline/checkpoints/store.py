@@ -7,6 +7,7 @@ dropped loses its name first. So a folder with a step's name is whole, and there
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import os
@@ -23,6 +24,7 @@ from paceline.checkpoints.format import (
     FileSeal,
     Manifest,
     NewerSchema,
+    add_checksum,
     check_headers,
     check_sizes,
     checksum_of,
@@ -69,12 +71,14 @@ def temporary_folder(folder: Path, step: int) -> Path:
 def commit(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, about: dict[str, Any]) -> Path:
     """Seal a temporary folder whose payload is written and was read back, and give it its name."""
     (temporary / STATE).write_bytes(state_bytes)
-    files = {**seals, STATE: FileSeal(len(state_bytes), checksum_of(temporary / STATE))}
+    files = {**seals, STATE: FileSeal(len(state_bytes), add_checksum(state_bytes))}
     (temporary / MANIFEST).write_bytes(Manifest(dict(sorted(files.items())), about).to_bytes())
     for name in (STATE, MANIFEST):
         flush(temporary / name)
     flush(temporary)
     inspect_checkpoint(temporary)
+    if checksum_of(temporary / STATE) != files[STATE].crc32:
+        raise OSError(errno.EIO, f"{STATE} reads back as something else than was written")
     return _give_name(temporary)
 
 
