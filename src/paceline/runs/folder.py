@@ -8,32 +8,55 @@ Small files are replaced whole, by rename, so that a reader never sees half of o
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import json
+import logging
 import os
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import UserError
+from paceline.errors import CheckpointError, UserError
+from paceline.runs import lock
 
+_log = logging.getLogger("paceline")
 RUNS = Path("runs")
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
+# Deleted, or not ours to write any more. A full disk is another matter: room may come back.
+_FOLDER_IS_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a small file in one move."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
+
+
+def is_lost(error: BaseException | None) -> bool:
+    """Whether the run folder itself is gone or read-only, so that no later write can succeed."""
+    return isinstance(error, OSError) and error.errno in _FOLDER_IS_LOST
+
+
+def lost_folder(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        "the run folder cannot be written any more",
+        where=str(path),
+        got=error.strerror,
+        hint="if it is still there, make it writable, then --resume auto",
+    )
 
 
 class RunFolder:
@@ -51,6 +74,7 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self._unwritable: set[str] = set()
 
     def create(self) -> None:
         try:
@@ -81,7 +105,29 @@ class RunFolder:
             "pid": os.getpid(),
             "updated": now,
         }
-        write_json(self.status, content)
+        try:
+            write_json(self.status, content)
+        except OSError as error:
+            if state != "failed":  # that is told on the screen already
+                self.bear(self.status.name, error)
+        else:
+            self.bear(self.status.name, None)
+
+    def bear(self, what: str, error: OSError | None) -> None:
+        """A write for people to read failed: a warning, once, and training goes on. None: it works (again).
+
+        Where the folder itself is lost, nothing that comes of the training could be kept: this ends the run.
+        """
+        if error is None:
+            if what in self._unwritable:
+                self._unwritable.remove(what)
+                _log.info("note: %s can be written again", what)
+            return
+        if is_lost(error):
+            raise lost_folder(self.path, error) from error
+        if what not in self._unwritable:
+            self._unwritable.add(what)
+            _log.warning("warning: %s cannot be written: %s; training goes on without it", what, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
         try:
@@ -90,24 +136,13 @@ class RunFolder:
             return {}
         return content
 
-    @contextmanager
-    def owned(self) -> Iterator[None]:
+    def owned(self) -> AbstractContextManager[None]:
         """Hold the folder; a second owner is refused. The lock dies with its process."""
-        with self.lock.open("a+") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                file.seek(0)
-                raise UserError(
-                    "another process is writing to this run folder",
-                    where=str(self.path),
-                    got=file.read().strip() or "an unknown owner",
-                    hint="wait for it, stop it, or give another --output-dir",
-                ) from error
-            file.truncate(0)
-            file.write(f"{socket.gethostname()} pid {os.getpid()} since {datetime.now():%Y-%m-%d %H:%M:%S}\n")
-            file.flush()
-            yield
+        return lock.owned(self.lock)
+
+    def refuse_if_owned(self) -> None:
+        """A quick look before anything is started; `owned` is what counts."""
+        lock.refuse_if_owned(self.lock)
 
 
 def has_checkpoint(path: Path) -> bool:
