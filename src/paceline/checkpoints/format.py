@@ -122,8 +122,10 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, seal in manifest.files.items():
         try:
             found = (folder / name).lstat()
-        except OSError:
+        except FileNotFoundError:
             raise DamagedCheckpoint(Damage(name, f"{seal.size_bytes:,} bytes", "no such file")) from None
+        except OSError as error:
+            raise DamagedCheckpoint(Damage(name, f"{seal.size_bytes:,} bytes", error.strerror or "an error")) from error
         if not stat.S_ISREG(found.st_mode):
             raise DamagedCheckpoint(Damage(name, "a plain file", "a link or folder"))
         if found.st_size != seal.size_bytes:
@@ -183,10 +185,20 @@ def checksum_of(path: Path) -> int:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    """Committed checkpoints, newest first: by step, never by time."""
-    found = [path for path in folder.glob(f"{STEP_PREFIX}*") if path.is_dir() and not path.is_symlink()]
-    numbered = [path for path in found if path.name.removeprefix(STEP_PREFIX).isdecimal()]
-    return sorted(numbered, key=lambda path: int(path.name.removeprefix(STEP_PREFIX)), reverse=True)
+    """Committed checkpoints, newest first: by step, never by time.
+
+    A folder that cannot be listed is an error: taken for an empty one, it would start a run from the beginning.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((folder / name for name in names if is_step_name(name)), key=step_of, reverse=True)
+
+
+def is_step_name(name: str) -> bool:
+    return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
 
 
 def chunks_of(data: memoryview) -> Iterator[memoryview]:
@@ -254,7 +266,10 @@ def _read_small(folder: Path, name: str) -> bytes:
         size = os.fstat(file.fileno()).st_size
         if size > _LARGEST_JSON_BYTES:
             raise DamagedCheckpoint(Damage(name, f"at most {_LARGEST_JSON_BYTES:,} bytes", f"{size:,}"))
-        return file.read(_LARGEST_JSON_BYTES + 1)
+        try:
+            return file.read(_LARGEST_JSON_BYTES + 1)
+        except OSError as error:
+            raise DamagedCheckpoint(Damage(name, "a readable file", error.strerror or "an error")) from error
 
 
 def _open_plain(path: Path) -> BufferedReader:

@@ -3,7 +3,8 @@
 The loop waits only until the tensors are copied out of the device; a thread writes, seals, commits and verifies them.
 At most one save is in flight. Under FSDP every rank writes its own slices and leaves a note when they are on disk;
 the primary waits for all notes before it commits. A save that fails is a loud warning and the run goes on with the
-checkpoint before; three in a row end it.
+checkpoint before; three in a row end it, and so does a folder that is gone. Storage that only stumbles gets a second
+try. Times are of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import threading
 import time
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import choose_checkpoint
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import broadcast_text, wait_for_all
+from paceline.runs.folder import is_lost, lost_folder
 from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
@@ -51,6 +54,8 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
+        self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
+        self.last_save_s = 0.0  # from the call to the commit, of the last save that succeeded
         if world.is_primary:
             folder.mkdir(parents=True, exist_ok=True)
             store.remove_leftovers(folder)
@@ -70,9 +75,30 @@ class CheckpointManager:
         if self._world.is_primary:
             store.supersede_after(self._folder, step)
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a save is in flight: the next one would have to wait for it."""
+        return self._thread is not None and self._thread.is_alive()
+
     def save(self, payload: dict[str, Tensors], state: dict[str, Any], about: dict[str, Any], *, is_best: bool) -> None:
         """Stage this rank's part and start writing it. Every rank must call it at the same step."""
-        self.wait()
+        started = time.monotonic()
+        try:
+            self._settle()
+            self._start(payload, state, about, is_best)
+        finally:
+            self.stall_s += time.monotonic() - started
+
+    def wait(self) -> None:
+        """Until nothing is in flight; a failed save is told here."""
+        started = time.monotonic()
+        try:
+            self._settle()
+        finally:
+            self.stall_s += time.monotonic() - started
+
+    def _start(self, payload: dict[str, Tensors], state: dict[str, Any], about: dict[str, Any], is_best: bool) -> None:
+        started = time.monotonic()
         if not self._world.is_primary and self._num_writers == 1:
             return
         pieces = {
@@ -84,22 +110,23 @@ class CheckpointManager:
         if self._world.is_primary and self._failures_in_a_row:
             # Another rank may have gone on writing after the primary had given up and cleared away.
             store.remove_leftovers(self._folder, except_for=store.temporary_folder(self._folder, about["step"]))
-        arguments = (pieces, json.dumps(state, indent=1).encode(), about, is_best)
+        arguments = (pieces, json.dumps(state, indent=1).encode(), about, is_best, started)
         if self._is_async:
             self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint-writer")
             self._thread.start()
         else:
             self._write(*arguments)
-            self.wait()
+            self._settle()
 
-    def wait(self) -> None:
-        """Until nothing is in flight; a failed save is told here."""
+    def _settle(self) -> None:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         failure, self._failure = self._failure, None
         if failure is None:
             return
+        if isinstance(failure, OSError) and is_lost(self._folder, failure):
+            raise lost_folder(self._folder, failure) from failure
         self._failures_in_a_row += 1
         reason = getattr(failure, "strerror", None) or str(failure)
         count = f"{self._failures_in_a_row} of {MOST_FAILURES_IN_A_ROW}"
@@ -124,23 +151,31 @@ class CheckpointManager:
             return None
         return choose_checkpoint(self._folder, self._world, prefer_best=True)
 
-    def _write(self, pieces: dict[str, dict[str, Piece]], state: bytes, about: dict[str, Any], is_best: bool) -> None:
+    def _write(
+        self,
+        pieces: dict[str, dict[str, Piece]],
+        state: bytes,
+        about: dict[str, Any],
+        is_best: bool,
+        started: float,
+    ) -> None:
         """The whole save of this rank, usually in a thread. A failure is kept for `wait` to tell."""
         temporary = store.temporary_folder(self._folder, about["step"])
         try:
             self._require_space(pieces)
-            temporary.mkdir(parents=True, exist_ok=True)
-            seals = {
-                name: write_pieces(temporary / name, pieces[kind])
-                for kind in pieces
-                for name in [self._file_name(kind)]
-            }
+            temporary.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted stays deleted
+            seals = {}
+            for kind, part in pieces.items():
+                # Written anew at a second try: what a failed flush left of the first is anybody's guess.
+                write = partial(write_pieces, temporary / self._file_name(kind), part)
+                seals[self._file_name(kind)] = store.with_one_retry(f"writing {kind}", write)
             if self._world.is_primary:
                 seals.update(self._collect_notes(temporary))
                 self._commit(temporary, seals, state, about, is_best)
             else:
                 self._leave_note(temporary, {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()})
             self._failures_in_a_row = 0
+            self.last_save_s = time.monotonic() - started
         except Exception as error:  # not Ctrl-C, which ends the run
             self._failure = error
             if self._world.is_primary:
@@ -153,11 +188,13 @@ class CheckpointManager:
         self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool
     ) -> None:
         final = store.commit(temporary, seals, state, about)
-        store.supersede_after(self._folder, about["step"])
-        store.point(self._folder, "latest", final)
-        if is_best:
-            store.point(self._folder, "best", final)
-        store.prune(self._folder, self._retention)
+        store.with_one_retry("setting aside", lambda: store.supersede_after(self._folder, about["step"]))
+        for name in ("latest", "best") if is_best else ("latest",):
+            store.with_one_retry(f"pointing {name}", partial(store.point, self._folder, name, final))
+        try:
+            store.with_one_retry("dropping checkpoints", lambda: store.prune(self._folder, self._retention))
+        except OSError as error:  # the new one is whole and in its place
+            _log.warning("warning: older checkpoints could not be dropped: %s", error.strerror or error)
 
     def _require_space(self, pieces: dict[str, dict[str, Piece]]) -> None:
         mine = sum(piece.values.nbytes for part in pieces.values() for piece in part.values())

@@ -12,9 +12,13 @@ import logging
 import math
 import os
 import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from paceline.checkpoints.format import (
     MANIFEST,
@@ -28,6 +32,7 @@ from paceline.checkpoints.format import (
     check_headers,
     check_sizes,
     checksum_of,
+    is_step_name,
     read_manifest,
     read_state,
     step_folders,
@@ -38,6 +43,10 @@ from paceline.errors import CheckpointError
 
 _log = logging.getLogger("paceline")
 _TEMPORARY, _DAMAGED, _SUPERSEDED = ".tmp-", "damaged-", "superseded-"
+# What a network file system says when a server was busy or a cached handle is too old: soon it may work again.
+_PASSING = (errno.EIO, errno.ESTALE)
+RETRY_PAUSE_S = 0.5
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -64,12 +73,30 @@ class Retention:
     keep_best: int = 1
 
 
+def with_one_retry(what: str, action: Callable[[], _T]) -> _T:
+    """Do something that can be done twice, and once more after a pause if the storage only stumbled."""
+    try:
+        return action()
+    except (OSError, DamagedCheckpoint) as error:
+        cause = error.__cause__ if isinstance(error, DamagedCheckpoint) else error
+        if not isinstance(cause, OSError) or cause.errno not in _PASSING:
+            raise
+        _log.warning("warning: %s: %s; trying once more in %.1f s", what, cause.strerror or cause, RETRY_PAUSE_S)
+    time.sleep(RETRY_PAUSE_S)
+    return action()
+
+
 def temporary_folder(folder: Path, step: int) -> Path:
     return folder / f"{_TEMPORARY}{STEP_PREFIX}{step:08}"
 
 
 def commit(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, about: dict[str, Any]) -> Path:
     """Seal a temporary folder whose payload is written and was read back, and give it its name."""
+    with_one_retry("sealing a checkpoint", lambda: _seal_folder(temporary, seals, state_bytes, about))
+    return with_one_retry("naming a checkpoint", lambda: _give_name(temporary))
+
+
+def _seal_folder(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, about: dict[str, Any]) -> None:
     (temporary / STATE).write_bytes(state_bytes)
     files = {**seals, STATE: FileSeal(len(state_bytes), add_checksum(state_bytes))}
     (temporary / MANIFEST).write_bytes(Manifest(dict(sorted(files.items())), about).to_bytes())
@@ -79,16 +106,19 @@ def commit(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, abou
     inspect_checkpoint(temporary)
     if checksum_of(temporary / STATE) != files[STATE].crc32:
         raise OSError(errno.EIO, f"{STATE} reads back as something else than was written")
-    return _give_name(temporary)
 
 
 def _give_name(temporary: Path) -> Path:
     """From here on a checkpoint is visible. One of the same step, of before a resume, makes room for it."""
     final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
-    old = _rename(final, f"{_TEMPORARY}old-") if final.exists() else None
-    temporary.rename(final)
+    old = final.with_name(f"{_TEMPORARY}old-{final.name}")
+    # A rename over a network may be done and reported as failed: at a second try there is nothing left to rename.
+    if temporary.exists() or not final.exists():
+        if final.exists():
+            _rename(final, f"{_TEMPORARY}old-")
+        temporary.rename(final)
     flush(final.parent)
-    if old is not None:
+    if old.exists():
         shutil.rmtree(old)
     return final
 
@@ -98,23 +128,31 @@ def point(folder: Path, name: str, target: Path) -> None:
     temporary = folder / f"{_TEMPORARY}{name}"
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
-    temporary.replace(folder / name)
+    try:
+        temporary.replace(folder / name)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
     flush(folder)
 
 
 def pointed_at(folder: Path, name: str) -> Path | None:
-    """The step folder behind `latest` or `best`; never one outside of this folder."""
+    """The step folder behind `latest` or `best`; never one outside of this folder.
+
+    Looked up by its name: a listing over a network may be seconds old.
+    """
     link = folder / name
-    target = folder / link.readlink() if link.is_symlink() else None
-    return target if target in step_folders(folder) else None
+    target = str(link.readlink()) if link.is_symlink() else ""
+    is_there = is_step_name(target) and (folder / target).is_dir() and not (folder / target).is_symlink()
+    return folder / target if is_there else None
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Verify a checkpoint completely and open it; one that is damaged is an error."""
     path = path.resolve()
     try:
-        manifest = verify(path)
-        return Checkpoint(path, manifest, read_state(path))
+        return with_one_retry(f"reading {path.name}", lambda: _verified(path))
     except DamagedCheckpoint as found:
         raise damaged_error(path, found) from found
 
@@ -141,18 +179,26 @@ def damaged_error(path: Path, found: DamagedCheckpoint) -> CheckpointError:
 def find_newest(folder: Path, *, prefer_best: bool = False) -> tuple[Checkpoint | None, list[str]]:
     """The newest checkpoint that is whole. Damaged ones on the way are set aside and reported."""
     reports: list[str] = []
-    candidates = step_folders(folder)
-    best = pointed_at(folder, "best")
+    try:
+        listed = with_one_retry("listing checkpoints", lambda: step_folders(folder))
+        latest, best = (pointed_at(folder, name) for name in ("latest", "best"))
+    except OSError as error:  # not taken for an empty folder: that would start the run from its beginning
+        raise CheckpointError("checkpoints cannot be listed", where=str(folder), got=error.strerror) from error
+    candidates = sorted({*listed, *([latest] if latest else [])}, key=step_of, reverse=True)
     if prefer_best and best is not None:
         candidates = [best, *(path for path in candidates if path != best)]
     for path in candidates:
         try:
-            return Checkpoint(path, verify(path), read_state(path)), reports
+            return with_one_retry(f"reading {path.name}", partial(_verified, path)), reports
         except NewerSchema as found:
             raise damaged_error(path, found) from found
         except DamagedCheckpoint as found:
             reports.append(f"checkpoint {path.name} is damaged ({found.damage}); {_set_aside(path)}")
     return None, reports
+
+
+def _verified(path: Path) -> Checkpoint:
+    return Checkpoint(path, verify(path), read_state(path))
 
 
 def _set_aside(path: Path) -> str:
@@ -208,7 +254,8 @@ def supersede_after(folder: Path, step: int) -> None:
     """A run that went back to this step must never again go on from a later one of before."""
     for path in step_folders(folder):
         if step_of(path) > step:
-            _rename(path, _SUPERSEDED)
+            with suppress(FileNotFoundError):  # a listing may be older than our own last rename
+                _rename(path, _SUPERSEDED)
 
 
 def prune(folder: Path, retention: Retention) -> None:
@@ -223,7 +270,8 @@ def prune(folder: Path, retention: Retention) -> None:
     superseded = [path for path in folder.glob(f"{_SUPERSEDED}*") if not (_state_or_none(path) or {}).get("keep")]
     for path in [*(path for path in good if path not in kept), *superseded]:
         # Killed halfway, this must not leave half a checkpoint under its name.
-        shutil.rmtree(_rename(path, f"{_TEMPORARY}old-"))
+        with suppress(FileNotFoundError):  # a listing may be older than our own last rename
+            shutil.rmtree(_rename(path, f"{_TEMPORARY}old-"))
 
 
 _NO_MERIT = (-1.0, -math.inf)

@@ -1,13 +1,19 @@
 """The metrics of a run. `metrics.jsonl` is the truth; everything else is made from it.
 
 A row is one JSON object with its step. On resume, rows after the resumed step are cut off before
-anything is appended, so no file ever holds a step or an epoch twice.
+anything is appended, so no file ever holds a step or an epoch twice. On a full disk rows wait in memory
+until there is room: a warning, once, and training goes on.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +54,8 @@ class Recorder:
         # The test rows of an earlier finish belong to that finish.
         self._rows = [row for row in self._rows if row.get("phase") != "test"]
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in self._rows))
-        self._file = folder.metrics_jsonl.open("a", encoding="utf-8")
+        self._file = folder.metrics_jsonl.open("ab", buffering=0)
+        self._waiting = b""  # lines that could not be written yet
         self._write_csv()
 
     def open_trackers(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
@@ -66,19 +73,40 @@ class Recorder:
     def close(self) -> None:
         self._file.close()
         for sink in self._sinks:
-            sink.close()
+            self._try(type(sink).__name__, sink.close)
 
     def _append(self, row: Row) -> None:
         row = {**row, "time": round(time.time(), 3)}
         self._rows.append(row)
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps(row) + "\n").encode()
+        self._try(self._folder.metrics_jsonl.name, self._write_waiting)
         for sink in self._sinks:
-            sink.write(row)
+            self._try(type(sink).__name__, partial(sink.write, row))
+
+    def _write_waiting(self) -> None:
+        """All lines or none of them: half a line would spoil the next one too."""
+        whole_bytes = os.fstat(self._file.fileno()).st_size
+        try:
+            if self._file.write(self._waiting) != len(self._waiting):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(self._file.fileno(), whole_bytes)
+            raise
+        self._waiting = b""
 
     def _write_csv(self) -> None:
         lines = [",".join(CSV_COLUMNS)]
         for row in self._rows:
             if row["kind"] == "epoch":
                 lines.append(",".join(str(row[column]) for column in CSV_COLUMNS))
-        write_atomically(self._folder.metrics_csv, "\n".join(lines) + "\n")
+        text = "\n".join(lines) + "\n"
+        self._try(self._folder.metrics_csv.name, lambda: write_atomically(self._folder.metrics_csv, text))
+
+    def _try(self, what: str, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self._folder.bear(what, error)
+        else:
+            self._folder.bear(what, None)

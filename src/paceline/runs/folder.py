@@ -25,8 +25,6 @@ from paceline.runs import lock
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
-# Deleted, or not ours to write any more. A full disk is another matter: room may come back.
-_FOLDER_IS_LOST = (errno.ENOENT, errno.ENOTDIR, errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -45,9 +43,11 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
     write_atomically(path, json.dumps(content, indent=2) + "\n")
 
 
-def is_lost(error: BaseException | None) -> bool:
-    """Whether the run folder itself is gone or read-only, so that no later write can succeed."""
-    return isinstance(error, OSError) and error.errno in _FOLDER_IS_LOST
+def is_lost(folder: Path, error: OSError) -> bool:
+    """Whether the folder itself is gone or not ours to write, so that no later write can succeed."""
+    if error.errno in (errno.ENOENT, errno.ENOTDIR):
+        return not folder.is_dir()
+    return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def lost_folder(path: Path, error: OSError) -> CheckpointError:
@@ -116,14 +116,14 @@ class RunFolder:
     def bear(self, what: str, error: OSError | None) -> None:
         """A write for people to read failed: a warning, once, and training goes on. None: it works (again).
 
-        Where the folder itself is lost, nothing that comes of the training could be kept: this ends the run.
+        On a full disk room may come back. Where the folder itself is lost nothing of the training can be kept: the end.
         """
         if error is None:
             if what in self._unwritable:
                 self._unwritable.remove(what)
                 _log.info("note: %s can be written again", what)
             return
-        if is_lost(error):
+        if is_lost(self.path, error):
             raise lost_folder(self.path, error) from error
         if what not in self._unwritable:
             self._unwritable.add(what)
