@@ -2,6 +2,7 @@
 
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
     tensorboard/  logs/rank-*.log  checkpoints/{step-*,latest,best}
+    after trouble: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
 Small files are replaced whole, by rename, so that a reader never sees half of one.
 """
@@ -13,6 +14,7 @@ import json
 import logging
 import os
 import socket
+import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
@@ -59,6 +61,28 @@ def lost_folder(path: Path, error: OSError) -> CheckpointError:
     )
 
 
+class RankLog(logging.Handler):
+    """A rank's log file. What cannot be written is left out, told once: a full disk must not fill the screen."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._is_told = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            self._file.write((self.format(record) + "\n").encode(errors="replace"))
+        except OSError as error:
+            if not self._is_told:
+                self._is_told = True
+                print(f"warning: {self._path.name} cannot be written: {error.strerror}", file=sys.stderr)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class RunFolder:
     """Paths and small files of one run."""
 
@@ -74,6 +98,11 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
+        self.stacks = path / "stacks"
+        self.failure = path / "failure.json"
+        self.failures = path / "failures.jsonl"
+        self.faults = path / "faults.jsonl"
+        self.bad_batches = path / "bad-batches"
         self._unwritable: set[str] = set()
 
     def create(self) -> None:

@@ -1,0 +1,201 @@
+"""Whole runs on real small disks: tmpfs mounts in a mount namespace of our own.
+
+    unshare -rm python small_disk_child.py FOLDER
+
+Prints one JSON object: for each scenario how its run ended, what was said, and what was on the disk afterwards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from harness.ranks import make_world
+from harness.runs import train_in
+from paceline.checkpoints import store
+from paceline.checkpoints.format import step_folders, step_of, verify
+from paceline.checkpoints.manager import CheckpointManager
+from paceline.checkpoints.store import Retention
+from paceline.errors import PacelineError
+from paceline.metrics.recorder import Recorder, read_rows
+
+FLAGS = ("--save-steps=3", "--keep-last=1", "--no-async-save")
+MB = 2**20
+
+
+def mount_disk(folder: Path, size_mb: int) -> None:
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)], check=True)
+
+
+def fill(disk: Path) -> None:
+    """To the last byte."""
+    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        for size in (2**16, 1):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(size)) == size:
+                    pass
+
+
+def is_full(disk: Path) -> bool:
+    try:
+        (disk / "one more").write_bytes(b"x" * 4096)
+    except OSError as error:
+        return error.errno == errno.ENOSPC
+    return False
+
+
+def make_read_only(folder: Path) -> None:
+    """A read-only view comes to lie over the folder; a disk with files open for writing cannot be remounted."""
+    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
+    subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
+
+
+def at_steps(actions: dict[int, Callable[[], object]]) -> Callable[..., None]:
+    """A Recorder.step that does something to the disk right before these steps are recorded."""
+    record = Recorder.step
+
+    def step(self: Recorder, number: int, **values: float) -> None:
+        actions.get(number, lambda: None)()
+        record(self, number, **values)
+
+    return step
+
+
+def run_story(folder: Path, actions: dict[int, Callable[[], object]]) -> dict[str, Any]:
+    """Train in a folder while things happen to it; how it ended and what it said."""
+    out, record = io.StringIO(), Recorder.step
+    handler = logging.StreamHandler(out)
+    logger = logging.getLogger("paceline")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    story: dict[str, Any] = {"code": 0, "screen": "", "weights": None}
+    Recorder.step = at_steps(actions)  # type: ignore[method-assign]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+            story["weights"] = train_in(make_world(0, 1), str(folder), FLAGS)["weights_sha256"]
+    except PacelineError as error:
+        story |= {"code": error.exit_code, "screen": error.screen()}
+    except Exception:
+        story |= {"code": 70, "screen": traceback.format_exc()}
+    finally:
+        Recorder.step = record  # type: ignore[method-assign]
+        logger.removeHandler(handler)
+    return {**story, "out": out.getvalue(), **look_at(folder)}
+
+
+def look_at(folder: Path) -> dict[str, Any]:
+    checkpoints = folder / "checkpoints"
+    steps = step_folders(checkpoints)
+    for path in steps:
+        verify(path)
+    hidden = [str(path.relative_to(folder)) for path in folder.rglob(".*")]
+    return {
+        "exists": folder.exists(),
+        "steps": [step_of(path) for path in steps],
+        "leftovers": hidden,
+        "rows": [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"],
+    }
+
+
+def enough_room(base: Path) -> dict[str, Any]:
+    mount_disk(base, 64)
+    return run_story(base / "run", {})
+
+
+def full_for_a_while(base: Path) -> dict[str, Any]:
+    mount_disk(base, 24)
+    was_full = []
+
+    def fill_it() -> None:
+        fill(base)
+        was_full.append(is_full(base))
+
+    # A disk gives out whole pages: with this row the metrics need a second one while there is none to be had.
+    (base / "run").mkdir()
+    (base / "run" / "metrics.jsonl").write_text(json.dumps({"kind": "padding", "step": 0, "x": 2000 * "x"}) + "\n")
+    story = run_story(base / "run", {5: fill_it, 10: (base / "filler").unlink})
+    return {**story, "was_full": was_full == [True]}
+
+
+def full_for_good(base: Path) -> dict[str, Any]:
+    mount_disk(base, 24)
+    story = run_story(base / "run", {5: lambda: fill(base)})
+    return {**story, "was_full": is_full(base)}
+
+
+def eight_megabytes(base: Path) -> dict[str, Any]:
+    """Room for one checkpoint of this run and not for two."""
+    mount_disk(base, 8)
+    return run_story(base / "run", {})
+
+
+def full_while_writing(base: Path) -> dict[str, Any]:
+    """Somebody else takes the room that was there when the save began: here, the look at the disk is a fake."""
+    mount_disk(base, 8)
+    manager = CheckpointManager(
+        base / "checkpoints", make_world(0, 1), is_sharded=False, retention=Retention(), is_async=False
+    )
+    state: dict[str, Any] = {"keep": False, "validation": None}
+    save = {"model": {"w": torch.zeros(5 * MB // 4)}}
+    manager.save(save, {"step": 1, **state}, {"step": 1}, is_best=False)
+    used_before = shutil.disk_usage(base).used
+    look, store.free_bytes = store.free_bytes, lambda _: 10**12
+    try:
+        manager.save(save, {"step": 2, **state}, {"step": 2}, is_best=False)
+    finally:
+        store.free_bytes = look
+    return {
+        **look_at(base),
+        "failures": manager._failures_in_a_row,
+        "bytes_left_behind": shutil.disk_usage(base).used - used_before,
+    }
+
+
+def read_only(base: Path) -> dict[str, Any]:
+    mount_disk(base, 24)
+    folder = base / "run"
+    story = run_story(folder, {5: lambda: make_read_only(folder)})
+    try:
+        (folder / "probe").touch()
+    except OSError as error:
+        story["is_read_only"] = error.errno == errno.EROFS
+    return story
+
+
+def read_only_when_saving(base: Path) -> dict[str, Any]:
+    """Only the checkpoints' folder: noticed by the save, not by the status."""
+    mount_disk(base, 24)
+    return run_story(base / "run", {5: lambda: make_read_only(base / "run" / "checkpoints")})
+
+
+def deleted(base: Path) -> dict[str, Any]:
+    mount_disk(base, 24)
+    folder = base / "run"
+    return run_story(folder, {5: lambda: shutil.rmtree(folder)})
+
+
+SCENARIOS = (
+    *(enough_room, full_for_a_while, full_for_good, eight_megabytes, full_while_writing),
+    *(read_only, read_only_when_saving, deleted),
+)
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    stories = {scenario.__name__: scenario(Path(sys.argv[1]) / scenario.__name__) for scenario in SCENARIOS}
+    sys.stdout.write(json.dumps(stories))
+    sys.stdout.flush()
+    os._exit(0)  # nothing to tidy up: the mounts go with the namespace

@@ -1,0 +1,224 @@
+"""Faults 10 and 24: the disk is full, the run folder turns read-only, the run folder is deleted."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from faults import small_disk_child
+from harness.cli import environment
+from harness.ranks import make_world
+from paceline.checkpoints.format import step_folders, step_of, verify
+from paceline.checkpoints.manager import CheckpointManager
+from paceline.checkpoints.store import Retention
+from paceline.errors import EXIT_CHECKPOINT, CheckpointError
+from paceline.metrics.recorder import Recorder, read_rows
+from paceline.runs import folder as folder_module
+from paceline.runs.folder import RankLog, RunFolder
+
+MOST_LINES = 12
+Story = dict[str, Any]
+
+
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(probe, capture_output=True, check=False).returncode == 0
+
+
+@pytest.fixture(scope="module")
+def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
+    """What came of every scenario; all of them in one process, since torch takes longer to start than they to run."""
+    if not can_mount():
+        pytest.skip("this machine does not let us mount a tmpfs (unshare -rm)")
+    done = subprocess.run(
+        ["unshare", "-rm", sys.executable, small_disk_child.__file__, str(tmp_path_factory.mktemp("disks"))],
+        env=environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Story] = json.loads(done.stdout)
+    return found
+
+
+def assert_stopped_in_one_screen(story: Story, *parts: str) -> None:
+    assert story["code"] == EXIT_CHECKPOINT, story
+    screen = story["screen"]
+    assert screen.startswith("error: ")
+    assert "Traceback" not in screen + story["out"]
+    assert len(screen.splitlines()) <= MOST_LINES
+    for part in parts:
+        assert part in screen
+
+
+# --- Fault 10: full ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_a_disk_that_is_full_for_a_while_costs_nothing_but_checkpoints(stories: dict[str, Story]) -> None:
+    story, undisturbed = stories["full_for_a_while"], stories["enough_room"]
+    assert story["was_full"]
+    assert (story["code"], undisturbed["code"]) == (0, 0), story
+    assert story["weights"] == undisturbed["weights"]  # steps lost: 0
+    lines = [line for line in story["out"].splitlines() if line.startswith(("warning: ", "note: "))]
+    failed = [line for line in lines if "a checkpoint could not be saved" in line]
+    assert [line.partition(": no room for 5 MB ")[2] for line in failed] == [
+        *("(failure 1 of 3 in a row)", "(failure 2 of 3 in a row)"),
+    ]
+    for name in ("metrics.jsonl", "status.json"):  # once each, and once when it is over
+        assert sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines) == 1
+        assert lines.count(f"note: {name} can be written again") == 1
+    assert story["rows"] == list(range(1, 19))  # they waited in memory
+    assert (story["steps"], story["leftovers"]) == ([18], [])
+    assert "warning" not in undisturbed["out"]
+
+
+@pytest.mark.faults
+def test_three_saves_on_a_full_disk_end_the_run(stories: dict[str, Story]) -> None:
+    story = stories["full_for_good"]
+    assert story["was_full"]
+    assert_stopped_in_one_screen(story, "3 checkpoints in a row", "make room, then --resume auto")
+    assert story["out"].count("could not be saved") == 3
+    assert "step 12/18" in story["out"]  # training went on until then
+    assert (story["steps"], story["leftovers"]) == ([3], [])
+
+
+@pytest.mark.faults
+def test_too_small_a_disk_is_told_before_the_first_step(stories: dict[str, Story]) -> None:
+    story = stories["eight_megabytes"]
+    warning = story["out"].index("warning: two checkpoints of 4 MB do not fit on the disk")
+    assert warning < story["out"].index("step 1/18")
+    assert_stopped_in_one_screen(story, "3 checkpoints in a row", "no room for")
+    assert (story["steps"], story["leftovers"]) == ([3], [])
+
+
+@pytest.mark.faults
+def test_a_disk_that_fills_up_while_a_save_writes_keeps_nothing_of_it(stories: dict[str, Story]) -> None:
+    story = stories["full_while_writing"]
+    assert story["failures"] == 1
+    assert (story["steps"], story["leftovers"], story["bytes_left_behind"]) == ([1], [], 0)
+
+
+def test_a_quota_by_rlimit_fsize_at_half_of_a_file_keeps_nothing_of_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(), is_async=False)
+    payload = {"model": {"w": torch.zeros(2**20)}}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for step in (1, 2, 3):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2 * 2**20 if step == 2 else soft, hard))
+        try:
+            manager.save(payload, {"step": step, "keep": False, "validation": None}, {"step": step}, is_best=False)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        if step == 2:
+            assert f"could not be saved: {os.strerror(errno.EFBIG)} (failure 1 of 3" in caplog.text
+            assert [step_of(path) for path in step_folders(tmp_path)] == [1]
+            assert not list(tmp_path.glob(".tmp-*"))
+    assert [step_of(path) for path in step_folders(tmp_path)] == [3]
+    verify(tmp_path / "step-00000003")
+
+
+def test_metrics_by_rlimit_fsize_wait_in_memory_and_never_tear_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="paceline")
+    folder = RunFolder(tmp_path)
+    recorder = Recorder(folder, resume_step=0)
+    recorder.step(1, loss=0.5)
+    size = folder.metrics_jsonl.stat().st_size
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, hard))
+    try:
+        for step in (2, 3):
+            recorder.step(step, loss=0.5)
+        assert folder.metrics_jsonl.stat().st_size == size  # half of row 2 was written, and taken back
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    recorder.step(4, loss=0.5)
+    recorder.close()
+    assert [json.loads(line)["step"] for line in folder.metrics_jsonl.read_text().splitlines()] == [1, 2, 3, 4]
+    assert len(read_rows(folder.metrics_jsonl)) == 4
+    assert [message.split(":")[0] for message in caplog.messages] == ["warning", "note"]
+
+
+def test_a_log_on_a_full_device_does_not_fill_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    handler = RankLog(Path("/dev/full"))
+    logger = logging.Logger("full")
+    logger.addHandler(handler)
+    for number in range(3):
+        logger.info("line %d", number)
+    handler.close()
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"warning: full cannot be written: {os.strerror(errno.ENOSPC)}\n"
+
+
+# --- Fault 24: read-only, or gone -------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+def test_a_folder_that_turns_read_only_ends_the_run_in_one_screen(stories: dict[str, Story]) -> None:
+    story = stories["read_only"]
+    assert story["is_read_only"]
+    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.EROFS))
+    assert story["steps"] == [3]
+    assert "step 6/18" not in story["out"]  # at once, not after three failed saves
+
+
+@pytest.mark.faults
+def test_checkpoints_that_turn_read_only_end_the_run_at_the_next_save(stories: dict[str, Story]) -> None:
+    story = stories["read_only_when_saving"]
+    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.EROFS))
+    assert story["steps"] == [3]
+    assert "step 6/18" in story["out"]
+    assert "step 7/18" not in story["out"]
+
+
+@pytest.mark.faults
+def test_a_folder_that_is_deleted_ends_the_run_and_stays_deleted(stories: dict[str, Story]) -> None:
+    story = stories["deleted"]
+    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.ENOENT))
+    assert not story["exists"]
+    assert "step 6/18" not in story["out"]
+
+
+def test_a_save_into_a_deleted_folder_does_not_bring_it_back(tmp_path: Path) -> None:
+    manager = CheckpointManager(
+        tmp_path / "run", make_world(0, 1), is_sharded=False, retention=Retention(), is_async=True
+    )
+    shutil.rmtree(tmp_path / "run")
+    manager.save({"model": {"w": torch.zeros(3)}}, {"step": 1}, {"step": 1}, is_best=False)
+    with pytest.raises(CheckpointError, match="cannot be written any more"):
+        manager.wait()
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_last_word_of_a_failed_run_never_hides_why_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(tmp_path / "gone")
+    folder.write_status("failed", reason="something else")
+    with pytest.raises(CheckpointError):
+        folder.write_status("running", step=3)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(folder_module, "write_json", full)
+    folder.write_status("running", step=3)  # a full disk does not end it
