@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-
-from paceline.cli.main import main
+from paceline.cli.main import leave
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave()

@@ -69,6 +69,12 @@ class CheckpointError(PacelineError):
     exit_code = EXIT_CHECKPOINT
 
 
+class Preempted(PacelineError):
+    """The run was asked to stop, and has saved."""
+
+    exit_code = EXIT_PREEMPTED
+
+
 class NonFiniteError(PacelineError):
     """The loss or a gradient stopped being a number."""
 

@@ -15,6 +15,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,7 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
+        self.before_write: Callable[[int], None] | None = None  # told the step: where a rehearsed fault comes in
         self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
         self.last_save_s = 0.0  # from the call to the commit, of the last save that succeeded
         if world.is_primary:
@@ -162,6 +164,8 @@ class CheckpointManager:
         """The whole save of this rank, usually in a thread. A failure is kept for `wait` to tell."""
         temporary = store.temporary_folder(self._folder, about["step"])
         try:
+            if self.before_write is not None:
+                self.before_write(about["step"])
             self._require_space(pieces)
             temporary.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted stays deleted
             seals = {}

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 import traceback
+from typing import NoReturn
 
 import paceline
 from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, UserError
@@ -42,8 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
         if is_debugging:
             traceback.print_exc()
         return _tell(error.screen(), error, error.exit_code)
-    except KeyboardInterrupt:
-        return _tell("\ninterrupted", "interrupted", EXIT_INTERRUPTED)
+    except KeyboardInterrupt as error:
+        return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
     except BrokenPipeError:
         # Somebody closed the pipe we print to, as `| head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -57,7 +58,17 @@ def main(arguments: list[str] | None = None) -> int:
             where=f"{where.filename}:{where.lineno}",
             hint="run again with --debug for the traceback; if it looks like our fault, please report it",
         ).screen()
-        return _tell(screen, screen, EXIT_INTERNAL)
+        return _tell(screen, error, EXIT_INTERNAL)
+
+
+def leave() -> NoReturn:
+    """The command itself. A rank leaves without unloading torch, whose threads may still have a word with peers."""
+    code = main()
+    if "RANK" not in os.environ:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _dispatch(given: list[str]) -> int:
@@ -79,10 +90,10 @@ def _dispatch(given: list[str]) -> int:
     return code
 
 
-def _tell(screen: str, words: PacelineError | str, code: int) -> int:
-    """Print the screen, unless this is a rank of our own launcher, which prints the first one itself."""
-    from paceline.launch.local import leave_last_words
+def _tell(screen: str, error: BaseException, code: int) -> int:
+    """Print the screen, unless this is a rank of our own supervisor, which tells the first failure itself."""
+    from paceline.launch.words import leave_last_words
 
-    if not leave_last_words(words):
+    if not leave_last_words(screen, code, error):
         print(screen, file=sys.stderr)
     return code

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from paceline.config.load import LoadedConfig, load_config, print_help
-from paceline.config.rules import check_config, check_world, largest_fitting_world
+from paceline.config.processes import ProcessRange, parse_processes
+from paceline.config.rules import check_config, check_world, fitting_worlds
 from paceline.data.registry import check_data_config
 from paceline.errors import UserError
 from paceline.metrics.sinks.open import check_trackers
@@ -36,21 +37,34 @@ def read_request(arguments: list[str]) -> LoadedConfig:
     return loaded
 
 
-def decide_processes(loaded: LoadedConfig) -> int:
-    """How many local ranks to start: what the user said, else what this machine has and the batch allows."""
+def allowed_worlds(loaded: LoadedConfig) -> list[int]:
+    """The numbers of local ranks this run may have, smallest first: what the user said, and the batch allows.
+
+    Where the user said nothing, it is the largest number that fits this machine.
+    """
     config = loaded.config
     if config.parallel.strategy == "single":
-        return 1
-    if config.parallel.processes:
-        return config.parallel.processes
+        return [1]
+    asked = parse_processes(config.parallel.processes)
+    if not asked.is_open:
+        fitting = fitting_worlds(config, asked)
+        if asked.low < asked.high and fitting:
+            room = count_gpus(config.parallel) or asked.high
+            return [size for size in fitting if size <= room] or fitting[:1]
+        return [asked.high]
     limit = count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
-    return largest_fitting_world(config.train.global_batch_size, config.train.accumulate, config.parallel.lanes, limit)
+    return (fitting_worlds(config, ProcessRange(1, limit)) or [1])[-1:]
+
+
+def decide_processes(loaded: LoadedConfig) -> int:
+    """How many local ranks to start with: the most that are allowed."""
+    return allowed_worlds(loaded)[-1]
 
 
 def check_joined_world(loaded: LoadedConfig, environment: RankEnvironment) -> None:
     """Under another launcher the world size is given; what the recipe says of it must agree."""
     processes = loaded.config.parallel.processes
-    if processes and processes != environment.world_size:
+    if not parse_processes(processes).holds(environment.world_size):
         raise UserError(
             "the launcher started another number of ranks than asked for",
             where=loaded.where("processes"),

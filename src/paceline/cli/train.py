@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
 from paceline.checkpoints.store import damaged_error, inspect_checkpoint
 from paceline.cli import plan
-from paceline.cli.request import check_joined_world, decide_processes, read_request, wants_help
+from paceline.cli.main import main
+from paceline.cli.request import allowed_worlds, check_joined_world, decide_processes, read_request, wants_help
 from paceline.config.load import LoadedConfig
 from paceline.config.rules import check_world
-from paceline.launch.local import launch_ranks
+from paceline.errors import EXIT_FINISHED
+from paceline.launch.supervise import Job, Supervisor
+from paceline.runs.folder import RunFolder
 from paceline.runs.place import decide_place
-from paceline.world.detect import ALONE, RankEnvironment, read_rank_environment, threads_per_rank
+from paceline.world.detect import RankEnvironment, read_rank_environment, threads_per_rank
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
 Also: --dry-run (print the plan, start nothing), --debug (show tracebacks)."""
@@ -31,17 +35,38 @@ def run(arguments: list[str]) -> int:
             check_joined_world(loaded, environment)
         return _be_a_rank(loaded, environment)
     _inspect_named_checkpoint(loaded.config.run.resume)
-    processes = decide_processes(loaded)
-    check_world(loaded, processes)
-    place = decide_place(loaded)
-    if processes == 1:
-        return _be_a_rank(loaded, ALONE)
-    # One folder for all ranks, decided here: their clocks would name several.
-    return launch_ranks(
-        ["train", *arguments, "--output-dir", str(place.folder)],
-        processes=processes,
-        threads=threads_per_rank(loaded.config.parallel, processes),
+    check_world(loaded, decide_processes(loaded))
+    return _supervise(loaded, arguments)
+
+
+def _supervise(loaded: LoadedConfig, arguments: list[str]) -> int:
+    """Start ranks and see them through."""
+    config = loaded.config
+    folder = RunFolder(decide_place(loaded).folder)
+    folder.create()
+    most = decide_processes(loaded)
+    job = Job(
+        folder=folder,
+        guard=config.guard,
+        threads=threads_per_rank(config.parallel, most),
+        rank_main=rank_main,
+        # One folder for all ranks, decided here: their clocks would name several.
+        arguments=["train", *arguments, "--output-dir", str(folder.path)],
+        read_worlds=lambda: allowed_worlds(loaded),
+        accumulate=config.train.accumulate,
+        largest_accumulate=config.train.global_batch_size // max(config.parallel.lanes, most),
     )
+    return Supervisor(job).run()
+
+
+def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:
+    """What a rank of our own supervisor runs: the same command, knowing its place."""
+    os.environ.update(surroundings)
+    code = main(arguments)
+    if code != EXIT_FINISHED:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for threads that may wait for a lost peer
 
 
 def _inspect_named_checkpoint(resume: str) -> None:

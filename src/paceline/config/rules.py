@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import math
 
+from paceline.config.faults import parse_faults
 from paceline.config.fields import field_table
 from paceline.config.load import LoadedConfig
+from paceline.config.processes import ProcessRange, parse_processes
+from paceline.config.schema import Config
 from paceline.errors import UserError
 
 
@@ -27,11 +30,13 @@ def check_config(loaded: LoadedConfig) -> None:
             )
     _check_strategy(loaded)
     _check_modes(loaded)
+    parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
 
 def _check_strategy(loaded: LoadedConfig) -> None:
     parallel = loaded.config.parallel
-    if parallel.strategy == "single" and parallel.processes > 1:
+    processes = parse_processes(parallel.processes, loaded.where("processes"))
+    if parallel.strategy == "single" and processes.high > 1:
         raise UserError(
             "strategy single runs on one process",
             where=loaded.where("strategy"),
@@ -47,8 +52,14 @@ def _check_strategy(loaded: LoadedConfig) -> None:
         )
     if parallel.exact:
         _check_exact(loaded)
-    if parallel.processes > 0:
-        check_world(loaded, parallel.processes)
+    if not processes.is_open:
+        _check_processes(loaded, processes)
+
+
+def _check_processes(loaded: LoadedConfig, processes: ProcessRange) -> None:
+    """One number must fit; of a range, at least one."""
+    if not fitting_worlds(loaded.config, processes):
+        check_world(loaded, processes.high)
 
 
 def _check_exact(loaded: LoadedConfig) -> None:
@@ -138,12 +149,18 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
         )
 
 
-def largest_fitting_world(config_batch: int, accumulate: int, lanes: int, limit: int) -> int:
-    """The most ranks, up to a limit, that share the batch (and the lanes, where given) equally."""
-    for size in range(limit, 1, -1):
-        if config_batch % (size * accumulate) == 0 and (lanes or size) % size == 0:
-            return size
-    return 1
+def fitting_worlds(config: Config, processes: ProcessRange) -> list[int]:
+    """The numbers of ranks, of those allowed, that share the batch (and the lanes, where given) equally."""
+    batch, accumulate, lanes = config.train.global_batch_size, config.train.accumulate, config.parallel.lanes
+    sizes = range(max(processes.low, 1), processes.high + 1)
+    return [size for size in sizes if _fits(size, batch, accumulate, lanes, exact=config.parallel.exact)]
+
+
+def _fits(size: int, batch: int, accumulate: int, lanes: int, *, exact: bool) -> bool:
+    lanes = lanes or size
+    parts = lanes * accumulate if exact else math.lcm(lanes, size * accumulate)
+    is_tree = not exact or lanes & (lanes - 1) == 0
+    return lanes % size == 0 and batch % parts == 0 and is_tree
 
 
 def nearest_multiples(value: int, of: int) -> list[int]:

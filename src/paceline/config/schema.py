@@ -165,8 +165,9 @@ class ParallelConfig:
     strategy: Annotated[Literal["auto", "single", "ddp", "fsdp"], _alias("method")] = "auto"
     """auto: single on one process, ddp on more. fsdp shards weights, gradients and optimizer."""
 
-    processes: Annotated[int, Range(low=0, high=1024), _alias("world-size")] = 0
-    """Local processes to start; 0: one per GPU, else one per core, at most 4."""
+    processes: Annotated[str, _alias("world-size")] = "0"
+    """Local processes to start; 0: one per GPU, else one per core, at most 4. MIN:MAX lets a restart take
+    fewer or more."""
 
     lanes: Count = 0
     """Equal parts a global batch is cut into; 0 for one per rank."""
@@ -235,6 +236,38 @@ class RunConfig:
 
 
 @dataclass(frozen=True)
+class GuardConfig:
+    max_restarts: Count = 3
+    """How often a run is started again, from its newest checkpoint, after a crash or a hang."""
+
+    hang_timeout: NonNegative = 0.0
+    """Seconds without progress after which the ranks' stacks are written and the attempt ends; 0: learned
+    from the run's own step times."""
+
+    stop_signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
+    """Signals that mean: save at the next step and end with exit code 75."""
+
+    notice: NonNegative = 0.0
+    """Seconds between the scheduler's stop signal and its kill: training goes on while a save still fits.
+    0: stop at the next step."""
+
+    on_nonfinite: Literal["stop", "rollback"] = "stop"
+    """When a loss or gradient is not finite: stop, or go back to the last checkpoint and jump over the batch."""
+
+    skip_nonfinite: Count = 0
+    """Leave out up to this many updates with a loss or gradient that is not finite."""
+
+    spike_factor: Annotated[float, Range(low=0.0)] = 0.0
+    """Treat a loss this many times the median of the last 50 steps like one that is not finite; 0: never."""
+
+    auto_microbatch: bool = False
+    """When a rank runs out of memory, halve the microbatch on all ranks and keep the global batch."""
+
+    inject: str = ""
+    """Faults to rehearse: "kill rank=1 step=50; hang rank=0 step=80" (docs/reliability.md has the list)."""
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything that defines a run."""
 
@@ -250,3 +283,5 @@ class Config:
     """Over how many processes."""
     run: RunConfig = field(default_factory=RunConfig)
     """What is written, and where."""
+    guard: GuardConfig = field(default_factory=GuardConfig)
+    """What happens when something goes wrong."""

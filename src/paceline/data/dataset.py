@@ -7,6 +7,7 @@ augmentation belong to `order.py` and `augment.py`.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 Channels = tuple[float, ...]
+_PROBES = 8
 
 
 @dataclass(frozen=True)
@@ -79,3 +81,12 @@ class LoadedData:
     info: DatasetInfo
     train: Dataset
     test: Dataset
+
+    def fingerprint(self) -> str:
+        """A short text that differs, all but surely, between data sets that differ: all labels and some samples."""
+        digest = hashlib.sha256(repr(self.info).encode())
+        for part in (self.train, self.test):
+            digest.update(part.labels.numpy().tobytes())
+            some = torch.linspace(0, len(part) - 1, min(_PROBES, len(part))).long()
+            digest.update(part.read(some).contiguous().numpy().tobytes())
+        return digest.hexdigest()[:16]

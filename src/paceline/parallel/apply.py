@@ -36,6 +36,7 @@ class ParallelModel:
     forward: Any  # what a batch goes through in training: the module or its DDP wrapper
     strategy: str
     autocast_dtype: torch.dtype | None
+    passenger: nn.Parameter | None = None  # rides in DDP's buckets: see _WithPassenger
 
     def __call__(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.forward(inputs)
@@ -81,10 +82,29 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
         model.compile()
     forward: Any = model
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
-        forward = _wrap_ddp(model, device)
-    elif strategy == "fsdp":
+        carriage = _WithPassenger(model, device)
+        forward = _wrap_ddp(carriage, device)
+        return ParallelModel(model, forward, strategy, dtype, carriage.passenger)
+    if strategy == "fsdp":
         forward = _shard(model, world, dtype, offload=config.parallel.cpu_offload)
     return ParallelModel(model, forward, strategy, dtype)
+
+
+class _WithPassenger(nn.Module):
+    """A model and two more numbers, whose gradients DDP averages along with the model's.
+
+    A rank that gives them the "gradients" (stop wanted, loss) learns, after the backward pass, whether any rank
+    wants to stop and the mean loss of all, without a collective of their own. No optimizer knows of them.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.passenger = nn.Parameter(torch.zeros(2, device=device))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.model(inputs)
+        return logits
 
 
 def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:
@@ -104,11 +124,12 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     three or more ranks are summed. Left alone, a resumed run would sum its first step otherwise than the
     undisturbed run did. The pass leaves no trace: gradients are dropped and running statistics put back.
     """
-    if not isinstance(model.forward, DistributedDataParallel):
+    if model.passenger is None:
         return
     before = [buffer.clone() for buffer in model.module.buffers()]
-    (model(example).sum() * 0.0).backward()
+    ((model(example).sum() + model.passenger.sum()) * 0.0).backward()
     model.module.zero_grad(set_to_none=True)
+    model.passenger.grad = None
     with torch.no_grad():
         for buffer, value in zip(model.module.buffers(), before, strict=True):
             buffer.copy_(value)

@@ -64,11 +64,14 @@ def tree_sum(rows: Tensor) -> Tensor:
     return rows[0]
 
 
+def gather_lanes(rows: Tensor, world: World) -> Tensor:
+    """Every rank's rows below each other, in the order of ranks, on every rank."""
+    return gather_rows(rows, world).flatten(0, 1) if world.world_size > 1 else rows
+
+
 def sum_lanes(rows: Tensor, world: World) -> Tensor:
     """Add up every rank's rows, in the order of ranks, in one fixed tree: the same bits on every rank."""
-    if world.world_size == 1:
-        return tree_sum(rows)
-    return tree_sum(gather_rows(rows, world).flatten(0, 1))
+    return tree_sum(gather_lanes(rows, world))
 
 
 def _float_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -20,6 +20,9 @@ from paceline.parallel.collectives import tree_sum
 from paceline.world.detect import World
 
 
+PASSENGERS = 2  # numbers that ride along with the gradients: whether to stop, and the loss
+
+
 class LaneReducer:
     """Collects what each lane's backward pass left behind and leaves the sum over all lanes in its place."""
 
@@ -29,7 +32,7 @@ class LaneReducer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-        size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers))
+        size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers)) + PASSENGERS
         self._padding = -size % world.world_size
         self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), left to right
         self._start: list[Tensor] = []
@@ -51,14 +54,17 @@ class LaneReducer:
             buffer.copy_(value)
 
     @torch.no_grad()
-    def end_lane(self) -> None:
-        """Add this lane to the tree; two finished subtrees of one height make a higher one."""
+    def end_lane(self, passengers: Tensor) -> None:
+        """Add this lane, and the numbers that ride along, to the tree.
+
+        Two finished subtrees of one height make a higher one.
+        """
         parts = [
             (parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).reshape(-1)
             for parameter in self._parameters
         ]
         parts += [buffer.reshape(-1).to(torch.float32) for buffer in self._buffers]
-        parts.append(parts[0].new_zeros(self._padding))
+        parts += [passengers.to(parts[0]), parts[0].new_zeros(self._padding)]
         vector, height = torch.cat(parts), 0
         while self._subtrees and self._subtrees[-1][0] == height:
             vector = self._subtrees.pop()[1] + vector
@@ -66,8 +72,11 @@ class LaneReducer:
         self._subtrees.append((height, vector))
 
     @torch.no_grad()
-    def end_step(self) -> None:
-        """Finish the tree over ranks and put gradients and statistics where they belong."""
+    def end_step(self) -> Tensor:
+        """Finish the tree over ranks and put gradients and statistics where they belong.
+
+        Returns the mean of the passengers over all lanes.
+        """
         ((_, vector),) = self._subtrees
         self._subtrees.clear()
         if self._world.world_size > 1:
@@ -82,6 +91,7 @@ class LaneReducer:
             part = vector[position : position + buffer.numel()]
             buffer.copy_(part.view(buffer.shape) / self._lanes)
             position += buffer.numel()
+        return vector[position : position + PASSENGERS] / self._lanes
 
     def _finish_tree(self, vector: Tensor) -> Tensor:
         ranks = self._world.world_size

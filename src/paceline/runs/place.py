@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,15 @@ from paceline.runs.folder import RunFolder, has_checkpoint, new_run_folder, newe
 class RunPlace:
     folder: Path
     resume_from: Path | None  # a run folder or a checkpoint in one
+    is_restart: bool = False  # another attempt of the same run, in its folder
 
 
-def decide_place(loaded: LoadedConfig) -> RunPlace:
+def decide_place(loaded: LoadedConfig, *, is_restart: bool = False) -> RunPlace:
     """Turn output_dir and resume into paths; nothing is created yet."""
     run = loaded.config.run
     given = Path(run.output_dir) if run.output_dir else None
+    if is_restart:
+        return _place_for_restart(loaded, given)
     if given is not None and given.exists() and not given.is_dir():
         raise UserError("output_dir is a file", where=loaded.where("output_dir"), got=run.output_dir)
     if not run.resume or (run.resume == "auto" and run.load_policy == "none"):
@@ -43,6 +47,17 @@ def decide_place(loaded: LoadedConfig) -> RunPlace:
             allowed="auto, a run folder, or one of its checkpoints/step-*, latest or best",
         )
     return RunPlace(given or owner_of(source), source)
+
+
+def _place_for_restart(loaded: LoadedConfig, given: Path | None) -> RunPlace:
+    """In the folder of the attempt before, from its checkpoint; without one, from where that attempt started."""
+    folder = given or newest_run_folder(loaded.recipe_name) or new_run_folder(loaded.recipe_name)
+    if has_checkpoint(folder):
+        return RunPlace(folder, folder, is_restart=True)
+    resume = loaded.config.run.resume
+    if resume == "auto":
+        return dataclasses.replace(_place_for_auto(loaded, folder), is_restart=True)
+    return RunPlace(folder, Path(resume) if resume else None, is_restart=True)
 
 
 def check_init_from(loaded: LoadedConfig) -> None:

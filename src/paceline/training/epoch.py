@@ -6,11 +6,16 @@ from typing import Any
 
 import torch
 
-from paceline.errors import NonFiniteError
+from paceline.data.loader import Batch
+from paceline.errors import Preempted
 from paceline.metrics.throughput import Stopwatch, read_memory
-from paceline.parallel.collectives import sum_lanes
+from paceline.parallel.collectives import gather_lanes, gather_texts, tree_sum, wait_for_all
+from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.ride import Ride
 from paceline.training.state import EpochSums
+from paceline.training.step import StepReport
+
+_COLUMNS = 4  # of the sums over an interval: loss, correct answers, samples, seconds of the rank's own work
 
 
 def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
@@ -26,27 +31,32 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
         first_step=first_step,
     )
     interval, epoch_watch = Stopwatch(), Stopwatch()
-    sums = torch.zeros(rig.step.lanes_per_rank, 3, dtype=torch.float64, device=ride.world.device)
-    for batch in batches:
+    sums = torch.zeros(rig.step.lanes_per_rank, _COLUMNS, dtype=torch.float64, device=ride.world.device)
+    last_step = min(plan.last_step, (epoch + 1) * plan.steps_per_epoch)
+    while state.step < last_step:
+        ride.guards.enter("data", state.step + 1)
+        batch = next(batches)
         lr = plan.learning_rate(state.step)
-        is_last = state.step + 1 in (plan.last_step, (epoch + 1) * plan.steps_per_epoch)
-        is_saved = config.run.save_steps > 0 and (state.step + 1) % config.run.save_steps == 0 and not is_last
-        is_logged = (state.step + 1) % config.run.log_frequency == 0 or is_last or is_saved
-        report = rig.step(batch, state.step, lr, want_norm=is_logged)
+        report = _take_step(ride, batch, lr)
         state.step += 1
-        sums += report.sums
+        if report is not None:
+            sums[:, :3] += report.sums
+            sums[0, 3] += report.busy_s + batch.wait_s
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
-        if is_logged:
-            _log_step(ride, sums, report.grad_norm, lr, interval)
+        ride.is_leaving |= report is not None and report.is_stop_wanted and state.step < plan.last_step
+        is_due = config.run.save_steps > 0 and state.step % config.run.save_steps == 0
+        is_saved = (is_due or ride.is_leaving) and state.step != last_step  # the last one is saved with its validation
+        if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
+            _log_step(ride, sums, report, lr, interval)
             sums.zero_()
             interval.restart()
         if is_saved:
             state.epoch_sums.seconds += epoch_watch.seconds
             epoch_watch.restart()
             save(ride, is_best=False)
-        if state.step == plan.last_step:
-            break
+            if ride.is_leaving:
+                leave(ride)
     state.epoch_sums.seconds += epoch_watch.seconds
     return {
         "loss": state.epoch_sums.mean_loss,
@@ -57,29 +67,62 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
     }
 
 
-def _log_step(ride: Ride, sums: torch.Tensor, norm: torch.Tensor | None, lr: float, interval: Stopwatch) -> None:
-    """Bring an interval's sums to the host: the only moment the loop waits for the device."""
-    norm = norm if norm is not None else sums.new_zeros(())
-    total = sum_lanes(sums, ride.world)
-    loss, correct, samples, grad_norm = torch.cat([total, norm.to(total).reshape(1)]).tolist()
+def _take_step(ride: Ride, batch: Batch, lr: float) -> StepReport | None:
+    """Gradients, a look at them, and the update; None for a step that is left out."""
+    step, state, guards = ride.rig.step, ride.state, ride.guards
+    if state.step in state.jumped:
+        return None
+    if guards.faults:
+        batch = guards.faults.touch(batch, ride.rig.model.module, state.step + 1)
+    wants_stop = guards.stop.is_due(ride.config.guard.notice, _seconds_to_leave(ride))
+    report = step.gradients(batch, state.step, wants_stop=wants_stop)
+    fault = find_fault(ride, report)
+    if fault is not None:
+        leave_out(ride, batch, fault)
+        return None
+    guards.enter("update", state.step + 1)
+    step.update(state.step, lr, report)
+    return report
+
+
+def _seconds_to_leave(ride: Ride) -> float:
+    """What one more step and a save will take, generously."""
+    return 2 * ride.checkpoints.last_save_s + 2 * ride.guards.watchdog.longest_step_s + 1.0
+
+
+def leave(ride: Ride) -> None:
+    """Asked to stop: everything is saved, every rank knows it, and says so."""
+    ride.guards.enter("save", ride.state.step)
+    ride.console.stop()
+    ride.checkpoints.finish()
+    reason = next((text for text in gather_texts(ride.guards.stop.reason or "", ride.world) if text), "asked to stop")
+    if ride.recorder is not None:
+        ride.recorder.close()
+        ride.folder.write_status("preempted", step=ride.state.step, reason=reason)
+    wait_for_all(ride.world)
+    raise Preempted(
+        f"stopped at step {ride.state.step} and saved ({reason})", hint=f"go on with --resume {ride.folder.path}"
+    )
+
+
+def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch) -> None:
+    """Bring an interval's sums to the host, add them up over ranks, and tell."""
+    rows = gather_lanes(sums, ride.world)
+    loss, correct, samples, _ = tree_sum(rows).tolist()
     state, last_step = ride.state, ride.rig.plan.last_step
     state.epoch_sums.add(loss, correct, samples)
+    ride.stragglers.look(rows[:, 3], state.step)
     memory = read_memory(ride.world.device)
     values = {
-        "loss": loss / samples,
-        "accuracy": correct / samples,
+        "loss": loss / max(samples, 1),
+        "accuracy": correct / max(samples, 1),
         "lr": lr,
         "throughput": interval.samples_per_s,
         "data_wait": interval.wait_share,
         "memory_mb": memory.now_mb,
         "memory_peak_mb": memory.peak_mb,
-        "grad_norm": grad_norm,
+        "grad_norm": report.grad_norm if report else 0.0,
     }
-    if loss - loss != 0.0:  # not a number, or infinite
-        raise NonFiniteError(
-            f"the training loss is {loss / samples} at step {state.step}",
-            hint="a lower --base-lr, --clip-norm 1, or --no-amp",
-        )
     if ride.recorder is not None:
         ride.recorder.step(state.step, **values)
         eta_s = round(ride.console.remaining_s(state.step, last_step), 1)
@@ -89,6 +132,7 @@ def _log_step(ride: Ride, sums: torch.Tensor, norm: torch.Tensor | None, lr: flo
 
 def save(ride: Ride, *, is_best: bool) -> None:
     """Hand the whole state to the checkpoint manager. Collective."""
+    ride.guards.enter("save", ride.state.step)
     state, every = ride.state, ride.config.run.save_frequency
     epoch, inside = divmod(state.step, ride.rig.plan.steps_per_epoch)
     if inside:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -42,6 +43,7 @@ def evaluate(
     batch_size: int,
     shares_per_rank: int = 1,
     max_batches: int | None = None,
+    on_batch: Callable[[], None] | None = None,
 ) -> Evaluation:
     """Run a part of the data through the model. Collective: every rank must call it."""
     watch = Stopwatch()
@@ -50,6 +52,8 @@ def evaluate(
     model.module.eval()
     batches = loader.evaluation_batches(batch_size, shares_per_rank=shares_per_rank)
     for batch in itertools.islice(batches, max_batches):
+        if on_batch is not None:
+            on_batch()
         with autocast(model, world):
             logits = model.module(batch.inputs).float()
         if batch.is_counted:

@@ -15,33 +15,45 @@ from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.collectives import average_buffers
 from paceline.runs.folder import write_json
 from paceline.runs.place import RunPlace
-from paceline.training.epoch import save, train_epoch
+from paceline.training.bad_numbers import RollBack, roll_back
+from paceline.training.epoch import leave, save, train_epoch
 from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.guards import Guards
 from paceline.training.narrate import describe_summary
 from paceline.training.results import RideTotals, gather_ranks, hash_state, make_results
 from paceline.training.ride import Ride, open_ride
 from paceline.world.detect import World
 
 
-def train(config: Config, world: World, place: RunPlace, *, eval_batches: int | None = None) -> dict[str, Any]:
+def train(
+    config: Config, world: World, place: RunPlace, guards: Guards | None = None, *, eval_batches: int | None = None
+) -> dict[str, Any]:
     """Train a recipe to its end and return its results."""
     # --- Data, model, strategy, optimizer; fresh, or where an earlier attempt stopped
-    ride = open_ride(config, world, place, eval_batches=eval_batches)
-    rig, state, checkpoints, recorder, console = ride.rig, ride.state, ride.checkpoints, ride.recorder, ride.console
+    ride = open_ride(config, world, place, guards or Guards(), eval_batches=eval_batches)
+    rig, checkpoints, console = ride.rig, ride.checkpoints, ride.console
 
     # --- The ride: train an epoch, look at it, keep it
     plan, watch = rig.plan, Stopwatch()
-    console.start(first_step=state.step, total_steps=plan.last_step)
+    console.start(first_step=ride.state.step, total_steps=plan.last_step)
     train_row: dict[str, Any] = {}
     try:
-        while state.step < plan.last_step:
-            train_row = train_epoch(ride, watch)
-            is_best = _look(ride, train_row) if state.step % plan.steps_per_epoch == 0 else False
+        while ride.state.step < plan.last_step:
+            try:
+                train_row = train_epoch(ride, watch)
+            except RollBack as cause:
+                roll_back(ride, cause)
+                continue
+            is_best = _look(ride, train_row) if ride.state.step % plan.steps_per_epoch == 0 else False
             save(ride, is_best=is_best)
+            if ride.is_leaving:
+                leave(ride)
     finally:
         console.stop()
         checkpoints.wait()
     checkpoints.finish()
+    state, recorder = ride.state, ride.recorder
+    ride.guards.enter("finish", state.step)
     totals = RideTotals(watch.seconds, watch.samples // world.world_size, watch.wait_s)
 
     # --- The test set, once, with the best weights
@@ -96,4 +108,5 @@ def _evaluate(ride: Ride, data: Loader) -> Evaluation:
         batch_size=ride.config.train.test_batch_size,
         shares_per_rank=ride.rig.step.lanes_per_rank,
         max_batches=ride.eval_batches,
+        on_batch=lambda: ride.guards.enter("evaluate", ride.state.step),
     )

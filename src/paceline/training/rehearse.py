@@ -13,21 +13,22 @@ from typing import Any
 from paceline.config.schema import Config
 from paceline.metrics.console import Console
 from paceline.runs.place import RunPlace
+from paceline.training.guards import Guards
 from paceline.training.loop import train
 from paceline.world.detect import World
 
 _STEPS, _EVAL_BATCHES = 2, 2
 
 
-def rehearse(config: Config, world: World, place: RunPlace) -> dict[str, Any]:
+def rehearse(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
     """Run both acts and say that they went well; anything that fails, fails as in the real run."""
     console = Console(is_speaking=world.is_primary)
     started = time.perf_counter()
     short, longer = (_shortened(config, steps, world.world_size) for steps in (_STEPS, 2 * _STEPS))
-    train(short, world, place, eval_batches=_EVAL_BATCHES)
+    train(short, world, place, guards, eval_batches=_EVAL_BATCHES)
     console.note("\nrehearsal: trained, saved and evaluated; now resuming from that checkpoint\n")
     again = RunPlace(place.folder, place.folder)
-    results = train(longer, world, again, eval_batches=_EVAL_BATCHES)
+    results = train(longer, world, again, guards, eval_batches=_EVAL_BATCHES)
     seconds = time.perf_counter() - started
     console.note(f"\nrehearsal passed in {seconds:.1f} s: this recipe trains, saves, resumes and evaluates here")
     return results

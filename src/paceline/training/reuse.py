@@ -36,7 +36,7 @@ def open_run(path: Path, flags: list[str]) -> OpenRun:
     loaded = load_config(str(path / "config.yaml"), flags)
     check_config(loaded)
     # Whatever the run was trained on, one process evaluates it.
-    alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes=1, cpu_offload=False)
+    alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes="1", cpu_offload=False)
     config = dataclasses.replace(loaded.config, parallel=alone)
     world = build_world(config.parallel, ALONE)
     torch.set_num_threads(world.threads)

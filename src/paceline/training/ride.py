@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.resume import choose_checkpoint
@@ -13,9 +13,11 @@ from paceline.metrics.console import Console
 from paceline.metrics.recorder import Recorder, inherit_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, owner_of
+from paceline.training.guards import Guards
 from paceline.training.narrate import describe_run
 from paceline.training.rig import Rig, build_rig
 from paceline.training.state import TrainState
+from paceline.training.stragglers import Stragglers
 from paceline.world.detect import World
 
 
@@ -32,11 +34,17 @@ class Ride:
     recorder: Recorder | None  # the primary's
     console: Console
     eval_batches: int | None  # a rehearsal looks at a few batches only
+    guards: Guards
+    place: RunPlace
+    stragglers: Stragglers
+    is_leaving: bool = False  # the ranks have agreed to stop
+    rollbacks: dict[int, int] = field(default_factory=dict)  # how often the run went back to which checkpoint
 
 
-def open_ride(config: Config, world: World, place: RunPlace, *, eval_batches: int | None) -> Ride:
+def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, eval_batches: int | None) -> Ride:
     """Build everything, and start fresh or where an earlier attempt stopped."""
     rig = build_rig(config, world)
+    rig.step.guards = guards
     console = Console(is_speaking=world.is_primary, metric_lines=config.run.metric_lines)
     for line in describe_run(rig, world, place):
         console.note(line)
@@ -44,7 +52,18 @@ def open_ride(config: Config, world: World, place: RunPlace, *, eval_batches: in
     checkpoints = _open_checkpoints(config, folder, rig, world)
     state = _resume_or_start(config, world, place, rig, console)
     recorder = _open_recorder(config, place, state) if world.is_primary else None
-    return Ride(config, world, folder, rig, state, checkpoints, recorder, console, eval_batches)
+    if guards.faults:
+        checkpoints.before_write = guards.faults.before_write
+    guards.enter("start", state.step)
+    watch = Stragglers(world)
+    return Ride(config, world, folder, rig, state, checkpoints, recorder, console, eval_batches, guards, place, watch)
+
+
+def reopen_recorder(ride: Ride) -> None:
+    """The run went back: rows after its step are cut off."""
+    if ride.recorder is not None:
+        ride.recorder.close()
+        ride.recorder = _open_recorder(ride.config, ride.place, ride.state)
 
 
 def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World) -> CheckpointManager:
@@ -62,7 +81,7 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
 def _resume_or_start(config: Config, world: World, place: RunPlace, rig: Rig, console: Console) -> TrainState:
     if place.resume_from is None:
         return TrainState()
-    checkpoint = choose_checkpoint(place.resume_from, world, prefer_best=config.run.best_is_latest)
+    checkpoint = choose_checkpoint(place.resume_from, world, prefer_best=config.run.best_is_latest and not place.is_restart)
     if checkpoint is None:
         console.note(f"note      no whole checkpoint is left in {place.resume_from}; starting from the beginning")
         return TrainState()

@@ -28,6 +28,7 @@ from paceline.parallel.collectives import gather_buffers, set_buffers, spread_bu
 from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
+from paceline.training.same_ranks import require_same_data
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 from paceline.world.detect import World
@@ -39,7 +40,10 @@ _IDENTITY = (
     *("model_name", "hidden_size", "optimizer", "global_batch_size", "seed", "exact"),
 )
 # These say where and how a run is watched, never what it computes.
-_SILENT = ("output_dir", "resume", "load_policy", "track", "max_steps")
+_SILENT = (
+    *("output_dir", "resume", "load_policy", "track", "max_steps", "processes"),
+    *("max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
+)
 
 
 _log = logging.getLogger("paceline")
@@ -149,6 +153,7 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     if config.train.deterministic or config.parallel.exact:
         require_determinism()
     data = load_dataset(config.data, config.train.seed)
+    require_same_data(data.fingerprint(), world)
     plan = make_plan(config, data.info, world.world_size)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
     train_ids, validation_ids = split_train_validation(len(data.train), config.data.train_split)

@@ -1,11 +1,13 @@
-"""One optimizer update: microbatches, gradients, clipping, update.
+"""One optimizer update in two halves: gradients, which are looked at, and the update they are used for.
 
-Nothing here waits for the device (but fp16's loss scaling, which must look at its gradients): what a
-step reports stays on the device until the loop wants to print it.
+The first half ends with three numbers on the host of every rank, the same on all: the mean loss, the norm of
+the gradients, and whether any rank wants to stop. They ride along with the gradients, so they cost no
+collective; reading them is the one moment a step waits for the device.
 """
 
 from __future__ import annotations
 
+import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +19,9 @@ from torch.nn import functional as F
 from paceline.config.schema import Config
 from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel
+from paceline.parallel.collectives import sum_over_ranks
 from paceline.parallel.exact import LaneReducer
+from paceline.training.guards import Guards
 from paceline.training.optim import MovingAverage
 from paceline.world.detect import World
 from paceline.world.seeds import seed_step
@@ -25,14 +29,17 @@ from paceline.world.seeds import seed_step
 
 @dataclass(frozen=True)
 class StepReport:
-    """Of this rank's samples, on the device."""
+    """What came of a step's forward and backward pass, before any weight is changed."""
 
-    sums: Tensor  # float64, a row per lane run here: loss summed over samples, correct answers, samples
-    grad_norm: Tensor | None  # over all ranks; only when asked for or clipped
+    sums: Tensor  # of this rank's samples, on the device. float64, a row per lane: loss, correct answers, samples
+    mean_loss: float  # over all ranks
+    grad_norm: float  # over all ranks, before clipping
+    is_stop_wanted: bool  # by any rank
+    busy_s: float  # this rank's own work: it waits for nobody in the forward pass
 
 
 class TrainStep:
-    """Turns batches into updates."""
+    """Turns batches into gradients and gradients into updates."""
 
     def __init__(
         self,
@@ -52,36 +59,72 @@ class TrainStep:
         self._reducer = LaneReducer(model.module, world, lanes) if config.parallel.exact else None
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
+        self.guards = Guards()  # the ride's own, once it is open
+        self._busy_s = 0.0
+        # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
+        self._buffers = list(model.module.buffers())
+        self._before = [buffer.clone() for buffer in self._buffers]
 
     @property
     def lanes_per_rank(self) -> int:
         """How many parts a rank runs its share of the batch in."""
         return self._reducer.lanes_per_rank if self._reducer else 1
 
-    def __call__(self, batch: Batch, step: int, lr: float, *, want_norm: bool) -> StepReport:
-        config = self._config
+    def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
+        """Forward, backward, and the sum over ranks. Collective, and the ranks' one moment to agree on anything."""
+        self._busy_s = 0.0
+        if self._buffers:
+            torch._foreach_copy_(self._before, self._buffers)
+        sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
+        self.scaler.unscale_(self._optimizer)
+        norm = torch.nn.utils.get_total_norm(self._local_gradients())
+        if self._model.strategy == "fsdp" and self._world.world_size > 1:
+            # The norm of sharded gradients needs a collective anyway; the agreement rides in it.
+            row = torch.cat([norm.square().to(agreed).reshape(1), agreed])
+            norm_squared, *agreed_values = sum_over_ranks(row, self._world).tolist()
+            norm_value = norm_squared**0.5
+            stop, loss = (value / self._world.world_size for value in agreed_values)
+        else:
+            # The only moment a step waits for the device.
+            norm_value, stop, loss = torch.cat([norm.to(agreed).reshape(1), agreed]).tolist()
+        return StepReport(sums, loss, norm_value, stop > 0, self._busy_s)
+
+    def update(self, step: int, lr: float, report: StepReport) -> None:
+        """Change the weights."""
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        sums = self._run_lanes(batch, step) if self._reducer else self._run_share(batch, step)
-        norm = None
-        if want_norm or config.optim.clip_norm:
-            self.scaler.unscale_(self._optimizer)
-            limit = config.optim.clip_norm or float("inf")
-            norm = torch.nn.utils.clip_grad_norm_(self._parameters, limit)
-            norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        limit = self._config.optim.clip_norm
+        if limit and report.grad_norm > limit:
+            torch._foreach_mul_(self._local_gradients(), limit / (report.grad_norm + 1e-6))
         self.scaler.step(self._optimizer)
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
         if self._average is not None:
             self._average.update(step)
-        return StepReport(sums, norm)
 
-    def _run_share(self, batch: Batch, step: int) -> Tensor:
+    def drop(self) -> None:
+        """Forget this step: it changes neither weights nor running statistics."""
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._before)
+        self.scaler.update()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _local_gradients(self) -> list[Tensor]:
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+
+    def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """The rank's whole share at once; the strategy sums gradients over ranks."""
         seed_step(self._config.train.seed, step, self._world.rank)
-        return self._accumulate_gradients(batch.inputs, batch.labels, weight=1.0)[None]
+        sums, mine = self._accumulate_gradients(batch.inputs, batch.labels, step, wants_stop, weight=1.0)
+        passenger = self._model.passenger
+        if passenger is None:
+            return sums[None], mine
+        assert passenger.grad is not None
+        agreed, passenger.grad = passenger.grad, None
+        return sums[None], agreed
 
-    def _run_lanes(self, batch: Batch, step: int) -> Tensor:
+    def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """Lane by lane, as if each were a rank; the reducer sums them in its tree."""
         assert self._reducer is not None
         lanes = self._reducer.lanes_per_rank
@@ -92,27 +135,48 @@ class TrainStep:
         for lane, (inputs, labels) in enumerate(parts, start=first):
             seed_step(self._config.train.seed, step, lane)
             self._reducer.begin_lane()
-            rows.append(self._accumulate_gradients(inputs, labels, weight=1 / (lanes * self._world.world_size)))
-            self._reducer.end_lane()
-        self._reducer.end_step()
-        return torch.stack(rows)
+            weight = 1 / (lanes * self._world.world_size)
+            sums, mine = self._accumulate_gradients(inputs, labels, step, wants_stop, weight=weight)
+            rows.append(sums)
+            self._reducer.end_lane(mine)
+        self.guards.enter("reduce", step + 1)
+        return torch.stack(rows), self._reducer.end_step()
 
-    def _accumulate_gradients(self, inputs: Tensor, labels: Tensor, *, weight: float) -> Tensor:
-        """Forward and backward, microbatch by microbatch; `weight` is this part's share of the mean."""
+    def _accumulate_gradients(
+        self, inputs: Tensor, labels: Tensor, step: int, wants_stop: bool, *, weight: float
+    ) -> tuple[Tensor, Tensor]:
+        """Forward and backward, microbatch by microbatch; `weight` is this part's share of the mean.
+
+        Returns the sums and this part's passengers: whether to stop, and its mean loss.
+        """
         accumulate = self._config.train.accumulate
         sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
+        mine = torch.zeros(2, device=labels.device)
         parts = zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True)
         for number, (part, answers) in enumerate(parts, start=1):
+            began = time.perf_counter()
+            self.guards.enter("forward", step + 1)
+            if self.guards.faults:
+                self.guards.faults.take_memory(len(part), step + 1)
             self._model.reduce_gradients(number == accumulate)
             with autocast(self._model, self._world):
                 logits = self._model(part)
                 loss = F.cross_entropy(logits.float(), answers, label_smoothing=self._config.optim.label_smoothing)
-            self.scaler.scale(loss * (weight / accumulate)).backward()
             with torch.no_grad():
                 correct = (logits.argmax(1) == answers).sum()
                 count = len(answers)
                 sums += torch.stack([loss.double() * count, correct.double(), correct.new_tensor(count).double()])
-        return sums
+            objective = self.scaler.scale(loss * (weight / accumulate))
+            if number == accumulate:
+                mine[1] = sums[0] / sums[2]
+                mine[0] = float(wants_stop)
+                if self._model.passenger is not None:
+                    objective = objective + (self._model.passenger * mine).sum()
+            self._busy_s += time.perf_counter() - began
+            self.guards.enter("backward", step + 1)
+            objective.backward()
+            self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
+        return sums, mine
 
 
 def autocast(model: ParallelModel, world: World) -> AbstractContextManager[object]:

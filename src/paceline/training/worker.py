@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import sys
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +15,16 @@ import torch
 
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, Preempted
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import RunFolder, write_atomically, write_json
 from paceline.runs.place import RunPlace, decide_place
+from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.rehearse import rehearse
+from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
 from paceline.world.group import process_group
 
@@ -32,30 +34,42 @@ _log = logging.getLogger("paceline")
 def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, Any]:
     """Train as this rank; returns the results."""
     config = loaded.config
+    guards = open_guards(config, environment)
     world = build_world(config.parallel, environment)
     torch.set_num_threads(world.threads)
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
     needs_group = resolve_strategy(config, world.world_size) == "fsdp"
-    with process_group(world, needed=needs_group):
-        place = _agree_on_place(loaded, world)
+    with process_group(world, environment, needed=needs_group):
+        require_same_ranks(config, world)
+        place = _agree_on_place(loaded, world, environment)
         folder = RunFolder(place.folder)
         folder.create()
         _open_log(folder, world)
-        with folder.owned() if world.is_primary else nullcontext():
+        guards.open_folder(config, world, folder, environment.attempt)
+        is_owner = world.is_primary and not environment.is_supervised  # a supervisor holds it over all attempts
+        with folder.owned() if is_owner else nullcontext():
             if world.is_primary:
-                _write_identity(folder, config)
-            return _train_with_status(config, world, place, folder)
+                _write_identity(folder, config, environment.attempt)
+            results = _train_with_status(config, world, place, guards)
+    guards.close()
+    return results
 
 
-def _train_with_status(config: Config, world: World, place: RunPlace, folder: RunFolder) -> dict[str, Any]:
+def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
+    folder = RunFolder(place.folder)
     try:
-        results = rehearse(config, world, place) if config.run.rehearse else train(config, world, place)
+        run = rehearse if config.run.rehearse else train
+        results = run(config, world, place, guards)
+    except Preempted as stopped:
+        _log.info("rank %d: %s", world.rank, stopped.what)
+        raise
     except BaseException as error:
         what = _in_words(error)
         _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
         if world.is_primary:
-            folder.write_status("failed", reason=what)
+            with suppress(OSError):  # the folder may be what failed
+                folder.write_status("failed", reason=what)
         raise
     if world.is_primary:
         folder.write_status("finished", step=results["steps"], test_accuracy=results["test_accuracy"])
@@ -70,20 +84,22 @@ def _in_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _agree_on_place(loaded: LoadedConfig, world: World) -> RunPlace:
+def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnvironment) -> RunPlace:
     """The primary decides (its clock names the folder) and everybody follows, into its error too."""
-    answer = {}
+    is_restart = environment.attempt > 1
+    answer: dict[str, str] = {}
     if world.is_primary:
         try:
-            answer = {name: str(path) for name, path in dataclasses.asdict(decide_place(loaded)).items() if path}
+            place = decide_place(loaded, is_restart=is_restart)
+            answer = {"folder": str(place.folder), "resume_from": str(place.resume_from or "")}
         except PacelineError:
             broadcast_text("{}", world)
             raise
     answer = json.loads(broadcast_text(json.dumps(answer), world))
     if not answer:
         sys.exit(2)
-    resume = answer.get("resume_from")
-    return RunPlace(Path(answer["folder"]), Path(resume) if resume else None)
+    resume = answer["resume_from"]
+    return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, is_restart)
 
 
 def _open_log(folder: RunFolder, world: World) -> None:
@@ -107,7 +123,9 @@ def _open_log(folder: RunFolder, world: World) -> None:
             os.dup2(file.fileno(), 2)
 
 
-def _write_identity(folder: RunFolder, config: Config) -> None:
-    write_atomically(folder.config, to_yaml(config))
+def _write_identity(folder: RunFolder, config: Config, attempt: int) -> None:
+    # A rehearsed fault is not part of the run: its config must not strike again when somebody reuses it.
+    plain = dataclasses.replace(config, guard=dataclasses.replace(config.guard, inject=""))
+    write_atomically(folder.config, to_yaml(plain))
     write_json(folder.environment, describe_environment())
-    folder.write_status("running", step=0)
+    folder.write_status("running", step=0, attempt=attempt)

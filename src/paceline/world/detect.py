@@ -15,7 +15,8 @@ from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by launch/local.py for the ranks it starts
+OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by our supervisor for the ranks it starts
+ATTEMPT = "PACELINE_ATTEMPT"  # likewise: the number of this attempt, from 1
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class RankEnvironment:
     local_rank: int
     local_world_size: int
     launcher: str
+    store_host: str = ""
+    store_port: int = 0
+    has_store_server: bool = False  # the launcher keeps the store; otherwise rank 0 does
+    attempt: int = 1
+
+    @property
+    def is_supervised(self) -> bool:
+        return self.launcher == "paceline"
 
 
 @dataclass(frozen=True)
@@ -71,7 +80,7 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
             hint="start with torchrun or with paceline train --processes N, or unset RANK and WORLD_SIZE",
         )
     numbers = {}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         text = environment.get(name, environment["WORLD_SIZE"])
         if not text.isdecimal():
             raise UserError(f"{name} in the environment is not a number", got=text)
@@ -90,6 +99,10 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
         local_rank=numbers["LOCAL_RANK"],
         local_world_size=numbers["LOCAL_WORLD_SIZE"],
         launcher=launcher,
+        store_host=environment["MASTER_ADDR"],
+        store_port=numbers["MASTER_PORT"],
+        has_store_server=environment.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        attempt=int(environment.get(ATTEMPT) or 1 + int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))),
     )
 
 

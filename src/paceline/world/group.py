@@ -1,21 +1,36 @@
-"""The process group: opened for the length of a run, closed however the run ends."""
+"""The process group: opened for the length of a run, closed when all ranks are through.
+
+Ranks first meet at a store, where each answers a roll call; only when all are there do they open connections
+to each other. Who is missing, or what else listens at the address, is therefore known by name.
+"""
 
 from __future__ import annotations
 
+import os
+import socket
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from paceline.world.detect import World
+from paceline.errors import PacelineError
+from paceline.world.detect import RankEnvironment, World
 
-START_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the watchdog's deadlines are shorter
+START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
+_START_TIMEOUT_S = 300.0
+_NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
+_ANSWER_TIMEOUT_S = 10.0
+_FAREWELL_TIMEOUT_S = 60.0
+_POLL_S = 0.1
 
 
 @contextmanager
-def process_group(world: World, *, needed: bool) -> Iterator[None]:
+def process_group(world: World, environment: RankEnvironment, *, needed: bool) -> Iterator[None]:
     """Join the other ranks. A lone process joins a group of one only where a strategy needs it."""
     if not needed and world.world_size == 1:
         yield
@@ -23,14 +38,94 @@ def process_group(world: World, *, needed: bool) -> Iterator[None]:
     device = torch.device(world.device)
     # Beside nccl, gloo for what lies in CPU memory: offloaded shards, for one.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
+    store: Any
     if world.world_size == 1:
-        # A store in memory: no port is opened for a group of one.
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=START_TIMEOUT)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # in memory: no port is opened for a group of one
     else:
-        dist.init_process_group(backend, timeout=START_TIMEOUT, device_id=device if device.type == "cuda" else None)
+        store = _meet(world, environment)
+    dist.init_process_group(
+        backend,
+        store=store,
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    yield
+    # Only after a good end: with a rank gone, closing would wait for it. A rank that failed just leaves.
+    _part(store, world)
+    dist.destroy_process_group()
+
+
+def _meet(world: World, environment: RankEnvironment) -> dist.Store:
+    """The store of this attempt, with every rank present."""
+    timeout_s = float(os.environ.get(START_TIMEOUT, _START_TIMEOUT_S))
+    address = f"{environment.store_host}:{environment.store_port}"
+    is_server = world.is_primary and not environment.has_store_server
+    if not is_server:
+        _wait_for_server(environment, address, timeout_s)
     try:
-        yield
-    finally:
-        # No barrier here: after an exception on one rank it would turn a crash into a hang.
-        dist.destroy_process_group()
+        server = dist.TCPStore(
+            environment.store_host,
+            environment.store_port,
+            is_master=is_server,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_ANSWER_TIMEOUT_S),
+        )
+    except dist.DistError as error:
+        if is_server:
+            what, hint = f"the ranks cannot meet at {address}: it cannot be opened here", "another MASTER_PORT"
+        else:
+            what, hint = f"what listens at {address} is not rank 0 of this run", "another MASTER_PORT"
+        raise PacelineError(what, got=str(error).splitlines()[0][:200], hint=hint) from error
+    # Under its own prefix: what a rank of an earlier attempt left in the launcher's store must not be taken up.
+    store = dist.PrefixStore(f"paceline/attempt-{environment.attempt}", server)
+    _call_the_roll(store, world, address, timeout_s)
+    return store
+
+
+def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
+    """Until somebody listens at the address."""
+    started = time.monotonic()
+    while True:
+        try:
+            socket.create_connection((environment.store_host, environment.store_port), timeout=_ANSWER_TIMEOUT_S).close()
+            return
+        except socket.gaierror as error:
+            is_over, reason = time.monotonic() - started > min(timeout_s, _NAME_TIMEOUT_S), error
+            what = f"the ranks cannot meet: there is no host {environment.store_host!r}"
+        except OSError as error:
+            is_over, reason = time.monotonic() - started > timeout_s, error
+            what = f"the ranks cannot meet: nobody answers at {address}"
+        if is_over:
+            hint = "MASTER_ADDR and MASTER_PORT must name rank 0's node and a free port there"
+            raise PacelineError(what, got=str(reason), hint=hint) from reason
+        time.sleep(_POLL_S)
+
+
+def _call_the_roll(store: dist.Store, world: World, address: str, timeout_s: float) -> None:
+    names = [f"here/{rank}" for rank in range(world.world_size)]
+    store.set(names[world.rank], world.host)
+    try:
+        store.wait(names, timedelta(seconds=timeout_s))
+    except dist.DistError as error:
+        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+        raise PacelineError(
+            f"{len(missing)} of {world.world_size} ranks did not arrive within {timeout_s:.0f} s",
+            where=address,
+            got="missing: rank " + ", ".join(map(str, missing)),
+            hint="look at the logs of those ranks' nodes; do all of them reach that address?",
+        ) from error
+
+
+def _part(store: dist.Store, world: World) -> None:
+    """Nobody closes connections while another still uses them, and rank 0, which may keep the store, goes last."""
+    if world.world_size == 1:
+        return
+    names = [f"bye/{rank}" for rank in range(world.world_size)]
+    with suppress(dist.DistError):  # a peer that died after its work was done changes nothing
+        store.set(names[world.rank], "")
+        store.wait(names, timedelta(seconds=_FAREWELL_TIMEOUT_S))
+        store.set(f"gone/{world.rank}", "")
+        if world.is_primary:
+            store.wait([f"gone/{rank}" for rank in range(world.world_size)], timedelta(seconds=_FAREWELL_TIMEOUT_S))

@@ -1,0 +1,93 @@
+"""Faults a person may rehearse, as text: `kill rank=1 step=50; hang rank=0 step=80 phase=backward`.
+
+Only the words are judged here; `training/inject.py` makes them happen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.errors import UserError
+
+PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate")
+# What each fault does, and the settings it knows besides rank, step, phase and times.
+KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "kill": ("SIGKILL of the rank", ()),
+    "hang": ("the rank sleeps for ever", ()),
+    "freeze": ("the rank sleeps for ever in C, holding Python's lock", ()),
+    "raise": ("an exception", ()),
+    "exit": ("the rank leaves with an exit code", ("code",)),
+    "slow": ("the rank sleeps in each of a number of steps", ("steps", "seconds")),
+    "leak": ("the rank takes memory until it gets no more", ("megabytes",)),
+    "oom": ("out of memory whenever a microbatch is larger than this", ("above",)),
+    "nan": ("a NaN in the rank's batch", ()),
+    "inf-gradient": ("an infinite gradient with a finite loss", ()),
+    "spike": ("a finite loss a thousand times too large", ()),
+    "stop": ("a stop signal to the rank", ()),
+    "full-disk": ("the next save finds no space", ()),
+    "slow-disk": ("the next save takes this long", ("seconds",)),
+    "corrupt-latest": ("one bit of the newest checkpoint is flipped", ()),
+}
+_COMMON = ("rank", "step", "phase", "times")
+EVERY_RANK = -1
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: where it strikes, and how often over all attempts of the run."""
+
+    number: int  # its place in the list, which is its name in the ledger
+    kind: str
+    step: int
+    rank: int = 0
+    phase: str = ""
+    times: int = 1
+    values: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        rank = "every rank" if self.rank == EVERY_RANK else f"rank {self.rank}"
+        phase = f", {self.phase}" if self.phase else ""
+        return f"{self.kind} ({rank}, step {self.step}{phase})"
+
+
+def parse_faults(text: str, where: str = "flag --inject") -> tuple[Fault, ...]:
+    parts = [part.strip() for part in text.split(";") if part.strip()]
+    return tuple(_parse_fault(number, part, where) for number, part in enumerate(parts))
+
+
+def _parse_fault(number: int, text: str, where: str) -> Fault:
+    kind, *settings = text.split()
+    if kind not in KINDS:
+        raise UserError(f"unknown fault {kind!r}", where=where, got=text, allowed=", ".join(KINDS))
+    known = (*_COMMON, *KINDS[kind][1])
+    values: dict[str, Any] = {}
+    for setting in settings:
+        name, _, value = setting.partition("=")
+        if name not in known or not value:
+            raise UserError(
+                f"unknown setting {setting!r} of the fault {kind}",
+                where=where,
+                got=text,
+                allowed=", ".join(f"{word}=" for word in known),
+            )
+        values[name] = value if name == "phase" else _number(name, value, where, text)
+    if "step" not in values:
+        raise UserError(f"the fault {kind} needs a step", where=where, got=text, hint=f"{kind} rank=0 step=10")
+    if values.get("phase", "data") not in PHASES:
+        raise UserError("unknown phase of a fault", where=where, got=text, allowed=", ".join(PHASES))
+    common = {name: values.pop(name) for name in _COMMON if name in values}
+    whole = {name: int(value) if name != "phase" else value for name, value in common.items()}
+    return Fault(number, kind, values=values, **whole)
+
+
+def _number(name: str, value: str, where: str, text: str) -> float:
+    if name == "rank" and value == "*":
+        return EVERY_RANK
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if number < 0 or (name in _COMMON and number != int(number)):
+        raise UserError(f"{name} of a fault is not a number", where=where, got=text, allowed="0 or more; rank=* for all")
+    return number

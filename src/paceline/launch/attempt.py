@@ -1,0 +1,136 @@
+"""One attempt: torch's elastic agent starts the ranks of this node and our watch looks after them.
+
+Each attempt has an agent and a rendezvous of its own and the agent itself never restarts anything, so nothing
+of a broken attempt reaches the next one. Ranks are forked from a server that has torch and this package
+loaded already, which makes a new attempt a matter of tenths of a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+from paceline.launch.watch import RankSight, Watch
+from paceline.world.detect import ATTEMPT, OWN_LAUNCHER
+from paceline.world.pulse import ATTEMPT_DIR
+from paceline.world.signals import SUPERVISOR_PID
+
+RankMain = Callable[[list[str], dict[str, str]], None]  # arguments, additions to the environment
+_PRELOADED = ["paceline.launch.server", "paceline.training.worker"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What to start."""
+
+    number: int
+    processes: int
+    rank_main: RankMain  # importable by name: the server that forks the ranks looks it up
+    arguments: list[str]
+    stacks_dir: Path
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """How it went on this node."""
+
+    ranks: dict[int, RankSight]
+    exit_codes: dict[int, int | None]  # negative: the signal that ended the rank
+    hung: list[int]
+
+    @property
+    def is_finished(self) -> bool:
+        return all(code == 0 for code in self.exit_codes.values())
+
+
+class Attempts:
+    """Runs attempts, one at a time. Signals go to the ranks of the one under way."""
+
+    def __init__(self, threads: int) -> None:
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # read by libraries while they are loaded
+        self._watch: Watch | None = None
+        _start_fork_server()
+
+    def signal_ranks(self, number: int) -> None:
+        if self._watch is not None:
+            self._watch.signal_all(number)
+
+    def run(self, attempt: Attempt) -> AttemptEnd:
+        attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
+        surroundings = {
+            OWN_LAUNCHER: "paceline",
+            SUPERVISOR_PID: str(os.getpid()),
+            ATTEMPT_DIR: str(attempt_dir),
+            ATTEMPT: str(attempt.number),
+        }
+        agent, rendezvous = _build_agent(attempt, surroundings)
+
+        def read_pids() -> dict[int, int]:
+            workers = agent.get_worker_group().workers
+            return {worker.global_rank: worker.id for worker in workers if worker.id}
+
+        self._watch = watch = Watch(attempt_dir, attempt.stacks_dir, read_pids)
+        watch.start()
+        try:
+            agent.run()
+        finally:
+            watch.stop()
+            self._watch = None
+            rendezvous.shutdown()
+            shutil.rmtree(attempt_dir, ignore_errors=True)
+        return AttemptEnd(watch.ranks, _exit_codes(agent, watch), watch.hung)
+
+
+def _start_fork_server() -> None:
+    """In the background: it loads torch while this process does."""
+    multiprocessing.set_forkserver_preload(_PRELOADED)
+    forkserver.ensure_running()
+
+
+def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, Any]:
+    # Imported here: the verbs that start nothing should not wait for torch.
+    import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    for name in logging.root.manager.loggerDict:
+        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they would say, we say in our own words
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the supervisor has handlers of its own
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint="localhost:0",  # port 0: whichever is free
+        run_id=f"paceline-{attempt.number}",
+        min_nodes=1,
+        max_nodes=1,
+    )
+    rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
+    spec = WorkerSpec(
+        role="paceline",
+        local_world_size=attempt.processes,
+        entrypoint=attempt.rank_main,
+        args=(attempt.arguments, surroundings),
+        rdzv_handler=rendezvous,
+        max_restarts=0,
+        monitor_interval=0.05,
+    )
+    return LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="forkserver"), rendezvous
+
+
+def _exit_codes(agent: Any, watch: Watch) -> dict[int, int | None]:
+    """The agent tells the first failed rank's only; its process handles know them all."""
+    handles = getattr(getattr(agent, "_pcontext", None), "_pc", None)
+    codes: dict[int, int | None] = dict.fromkeys(watch.ranks)
+    for worker, process in zip(agent.get_worker_group().workers, getattr(handles, "processes", ()), strict=False):
+        codes[worker.global_rank] = process.exitcode
+    return codes

@@ -1,0 +1,70 @@
+"""What to do after a failed attempt. A pure function of what happened so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_USER
+
+_FINAL = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE)  # would fail again in the same way
+_MOST_AT_ONE_STEP = 3
+_FAILURES_TO_SHRINK = 2
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One failed attempt, as far as it matters here."""
+
+    exit_code: int
+    rank: int
+    step: int  # where it failed
+    saved_step: int  # the newest checkpoint when it failed
+    processes: int
+    is_out_of_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    restart: bool
+    reason: str  # why not, if not
+    processes: int = 0
+    pause_s: float = 0.0
+    halve_microbatch: bool = False
+
+
+def decide(
+    failures: list[Failure], *, max_restarts: int, worlds: list[int], auto_microbatch: bool, can_halve: bool
+) -> Decision:
+    """After the last of these failures. `worlds` are the numbers of ranks that are allowed, smallest first."""
+    last = failures[-1]
+    if last.exit_code in _FINAL:
+        return Decision(False, "it would fail again in the same way")
+    if last.is_out_of_memory and auto_microbatch and can_halve:
+        return Decision(True, "", last.processes, 0.0, halve_microbatch=True)
+    stuck = _failures_without_progress(failures)
+    if len(stuck) >= _MOST_AT_ONE_STEP and len({failure.step for failure in stuck[-_MOST_AT_ONE_STEP:]}) == 1:
+        return Decision(False, f"step {last.step} failed {_MOST_AT_ONE_STEP} times without progress")
+    if len(failures) > max_restarts:
+        return Decision(False, "no restarts were asked for" if max_restarts == 0 else f"{max_restarts} restarts are used up")
+    pause = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
+    return Decision(True, "", _choose_world(stuck, worlds), pause)
+
+
+def _failures_without_progress(failures: list[Failure]) -> list[Failure]:
+    """The last failures in a row that found the same newest checkpoint."""
+    saved = failures[-1].saved_step
+    count = next((n for n, failure in enumerate(reversed(failures)) if failure.saved_step != saved), len(failures))
+    return failures[len(failures) - count :]
+
+
+def _choose_world(stuck: list[Failure], worlds: list[int]) -> int:
+    """As many ranks as allowed; fewer when the same rank keeps failing."""
+    last = stuck[-1]
+    same = [failure for failure in stuck if failure.rank == last.rank and failure.processes == last.processes]
+    smaller = [size for size in worlds if size < last.processes]
+    if len(same) >= _FAILURES_TO_SHRINK and smaller:
+        return smaller[-1]
+    if len(stuck) > 1:
+        return last.processes
+    return worlds[-1]

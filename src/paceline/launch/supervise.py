@@ -1,0 +1,209 @@
+"""The supervisor: attempt after attempt until the run is finished, stopped, or beyond help.
+
+It owns the run folder, passes stop signals on to the ranks, and after a failure writes the report, finds the
+newest checkpoint and starts again. A person reads one screen; a scheduler reads the exit code.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from paceline.checkpoints.store import step_folders, step_of
+from paceline.config.schema import GuardConfig
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
+from paceline.launch.policy import Decision, Failure, decide
+from paceline.launch.report import FailureReport, report_failure
+from paceline.launch.requeue import requeue_job
+from paceline.runs.folder import RunFolder
+
+_INTERRUPT_GRACE_S = 2.0  # everything must be over three seconds after Ctrl-C
+_SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
+_OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to see through."""
+
+    folder: RunFolder
+    guard: GuardConfig
+    threads: int
+    rank_main: RankMain
+    arguments: list[str]  # of `paceline train`
+    read_worlds: Callable[[], list[int]]  # the numbers of ranks that are possible now, smallest first
+    accumulate: int
+    largest_accumulate: int  # a microbatch of one sample
+
+
+class Supervisor:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._attempts = Attempts(job.threads)
+        self._stop: signal.Signals | None = None  # the first signal that asked for the end
+        self._failures: list[Failure] = []
+        self._accumulate = job.accumulate
+        self._pause = threading.Event()
+
+    def run(self) -> int:
+        """Returns the exit code for the shell."""
+        worlds = self._job.read_worlds()
+        processes = worlds[-1]
+        with self._job.folder.owned(), self._listening():
+            for number in itertools.count(1):
+                oom_kills = _count_oom_kills()
+                end = self._attempt(number, processes)
+                if end.is_finished:
+                    return EXIT_FINISHED
+                if self._is_stopped(end):
+                    return self._tell_stop(end)
+                attempts = self._job.guard.max_restarts + 1
+                report = report_failure(
+                    end,
+                    self._job.folder,
+                    attempt=number,
+                    attempts=attempts,
+                    oom_kills=_count_oom_kills() - oom_kills,
+                )
+                worlds = self._job.read_worlds()
+                decision = self._decide(report, worlds, processes)
+                self._tell_failure(report, decision, number)
+                if not decision.restart:
+                    return report.exit_code
+                self._pause.wait(decision.pause_s)
+                processes = decision.processes
+                if decision.halve_microbatch:
+                    self._accumulate *= 2
+        raise AssertionError("unreachable")
+
+    # --- An attempt
+
+    def _attempt(self, number: int, processes: int) -> AttemptEnd:
+        stacks = self._job.folder.stacks
+        if stacks.exists() and number == 1:
+            shutil.rmtree(stacks, ignore_errors=True)
+        arguments = list(self._job.arguments)
+        if self._accumulate != self._job.accumulate:
+            arguments += ["--accumulate", str(self._accumulate)]
+        return self._attempts.run(Attempt(number, processes, self._job.rank_main, arguments, stacks))
+
+    def _decide(self, report: FailureReport, worlds: list[int], processes: int) -> Decision:
+        if self._stop is not None:
+            return Decision(False, f"{self._stop.name} had asked for the end")
+        self._failures.append(
+            Failure(
+                exit_code=report.exit_code,
+                rank=report.rank,
+                step=report.step,
+                saved_step=self._saved_step(),
+                processes=processes,
+                is_out_of_memory=report.cause in _OUT_OF_MEMORY,
+            )
+        )
+        return decide(
+            self._failures,
+            max_restarts=self._job.guard.max_restarts,
+            worlds=worlds,
+            auto_microbatch=self._job.guard.auto_microbatch,
+            can_halve=self._accumulate * 2 <= self._job.largest_accumulate,
+        )
+
+    def _saved_step(self) -> int:
+        """Of the newest checkpoint; the ranks verify it before they use it."""
+        steps = [step_of(path) for path in step_folders(self._job.folder.checkpoints)]
+        return max(steps, default=0)
+
+    # --- What a person reads
+
+    def _tell_failure(self, report: FailureReport, decision: Decision, number: int) -> None:
+        saved = self._saved_step()
+        report.lost_steps = max(0, report.step - saved)
+        folder = self._job.folder
+        if decision.restart:
+            start = f"from step {saved}" if saved else "from the beginning"
+            report.done = f"started again {start} on {decision.processes} ranks (attempt {number + 1})"
+            report.done += f"; {report.lost_steps} steps are computed again"
+            if decision.halve_microbatch:
+                report.done += f"; {self._accumulate * 2} microbatches instead of {self._accumulate} on every rank"
+        else:
+            report.done = f"not started again: {decision.reason}"
+            report.done += f"; --resume {folder.path} goes on from step {saved}" if saved else ""
+            folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
+        if folder.path.is_dir():
+            report.write(folder)
+        if not decision.restart and report.screen and number == 1:
+            print(report.screen, file=sys.stderr)  # an error that explains itself, and nothing was tried
+        else:
+            print(report.text(), file=sys.stderr)
+        sys.stderr.flush()
+
+    def _is_stopped(self, end: AttemptEnd) -> bool:
+        left = [sight.words is not None and sight.words.exit_code == EXIT_PREEMPTED for sight in end.ranks.values()]
+        return (bool(left) and all(left)) or self._stop is signal.SIGINT
+
+    def _tell_stop(self, end: AttemptEnd) -> int:
+        status = self._job.folder.read_status()
+        saved = status.get("status") == "preempted"
+        if saved:
+            what = f"stopped at step {status.get('step')} and saved ({status.get('reason')})"
+        else:
+            what = f"stopped; the newest checkpoint is of step {self._saved_step()}"
+            self._job.folder.write_status("failed", reason="interrupted by the user", step=self._saved_step())
+        print(f"\n{what}; go on with: --resume {self._job.folder.path}", file=sys.stderr)
+        if self._stop is signal.SIGINT:
+            return EXIT_INTERRUPTED
+        if saved and self._stop is not None:
+            requeue_job(self._stop.name)
+        return EXIT_PREEMPTED if saved else _SIGNAL_EXIT + int(self._stop or signal.SIGTERM)
+
+    # --- Signals
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """Stop signals go on to the ranks, as one that they all understand."""
+        names = {*self._job.guard.stop_signals, "SIGHUP", "SIGTERM"}
+        numbers = [getattr(signal, name) for name in names]
+        before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._stop = self._stop or signal.Signals(number)
+        self._pause.set()
+        self._attempts.signal_ranks(signal.SIGTERM)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Ctrl-C: save if that takes no longer than a moment; a second one does not wait."""
+        is_second = self._stop is signal.SIGINT
+        self._stop = signal.SIGINT
+        self._pause.set()
+        if is_second:
+            self._attempts.signal_ranks(signal.SIGKILL)
+            return
+        self._attempts.signal_ranks(signal.SIGTERM)
+        timer = threading.Timer(_INTERRUPT_GRACE_S, self._attempts.signal_ranks, (signal.SIGKILL,))
+        timer.daemon = True
+        timer.start()
+
+
+def _count_oom_kills() -> int:
+    """Processes of this container that the kernel has killed for memory so far."""
+    try:
+        group = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
+        lines = (Path("/sys/fs/cgroup") / group / "memory.events").read_text().split("\n")
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

@@ -1,0 +1,172 @@
+"""The supervisor's eyes: a thread that looks at every local rank twenty times a second.
+
+It sees a rank die before torch's agent does, and ends the others at once: the agent would give them thirty
+seconds. It sees a deadline pass, has every rank's stacks written, and ends the attempt without grace.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED
+from paceline.launch.words import LastWords, read_last_words
+from paceline.world.pulse import Beat, pulse_path, read_pulse
+from paceline.world.watchdog import STACKS_SIGNAL
+
+_LOOK_S = 0.05
+_MEMORY_S = 0.5
+_POLITE_GRACE_S = 30.0  # others are leaving too, after a save
+_FAILURE_GRACE_S = 0.5  # for others to say what they saw
+_STACKS_S = 3.0
+
+
+@dataclass
+class RankSight:
+    """What is known of one rank."""
+
+    rank: int
+    pid: int
+    beat: Beat | None = None
+    words: LastWords | None = None
+    memory_mb: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    is_alive: bool = True
+    was_ended_by_us: bool = False
+
+    @property
+    def is_lost(self) -> bool:
+        """Gone without a good end: killed, crashed, or left with an error."""
+        if self.is_alive:
+            return False
+        if self.words is not None:
+            return self.words.exit_code not in (EXIT_FINISHED, EXIT_PREEMPTED)
+        return self.beat is None or self.beat.phase != "left"
+
+
+class Watch:
+    """Watches the ranks of one attempt on this node until it is told that the attempt is over."""
+
+    def __init__(self, attempt_dir: Path, stacks_dir: Path, read_pids: Callable[[], dict[int, int]]) -> None:
+        self.ranks: dict[int, RankSight] = {}
+        self.hung: list[int] = []  # ranks whose deadline passed
+        self._attempt_dir = attempt_dir
+        self._stacks_dir = stacks_dir
+        self._read_pids = read_pids
+        self._over = threading.Event()
+        self._first_end_at: float | None = None
+        self._memory_at = 0.0
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+        self._look()
+
+    def signal_all(self, number: int) -> None:
+        """Send a signal to every rank that is still there."""
+        for rank, pid in self._read_pids().items():
+            sight = self.ranks.setdefault(rank, RankSight(rank, pid))
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                continue
+            sight.was_ended_by_us |= number == signal.SIGKILL
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            self._look()
+            self._end_the_rest()
+            self._look_for_hangs()
+
+    def _look(self) -> None:
+        now = time.monotonic()
+        wants_memory = now - self._memory_at > _MEMORY_S
+        for rank, pid in self._read_pids().items():
+            sight = self.ranks.setdefault(rank, RankSight(rank, pid))
+            if not sight.is_alive:
+                continue
+            # Alive is asked first: what a dead rank left behind is then complete.
+            sight.is_alive = _is_alive(pid)
+            sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
+            sight.words = read_last_words(self._attempt_dir, rank)
+            if wants_memory and sight.is_alive:
+                sight.memory_mb.append(_resident_mb(pid))
+        if wants_memory:
+            self._memory_at = now
+
+    def _end_the_rest(self) -> None:
+        """When one rank is gone, the others cannot go on."""
+        ended = [sight for sight in self.ranks.values() if not sight.is_alive]
+        if not ended or len(ended) == len(self.ranks):
+            return
+        now = time.monotonic()
+        if self._first_end_at is None:
+            self._first_end_at = now
+        is_lost = any(sight.is_lost for sight in ended)
+        if now - self._first_end_at > (_FAILURE_GRACE_S if is_lost else _POLITE_GRACE_S):
+            self.signal_all(signal.SIGKILL)
+
+    def _look_for_hangs(self) -> None:
+        now = time.monotonic()
+        late = [
+            sight.rank
+            for sight in self.ranks.values()
+            if sight.is_alive and sight.beat is not None and now > sight.beat.deadline_s
+        ]
+        if not late or self.hung or self._first_end_at is not None:
+            return
+        self.hung = late
+        self._collect_stacks()
+        self._look()
+        self.signal_all(signal.SIGKILL)
+
+    def _collect_stacks(self) -> None:
+        """Every rank writes its own; a C handler does it, so a rank that holds Python's lock does too."""
+        self.signal_all(STACKS_SIGNAL)
+        deadline = time.monotonic() + _STACKS_S
+        sizes: list[int] = []
+        while time.monotonic() < deadline:
+            before, sizes = sizes, [_size(stacks_path(self._stacks_dir, rank)) for rank in self.ranks]
+            if all(sizes) and sizes == before:
+                return
+            self._over.wait(_LOOK_S)
+
+
+def stacks_path(stacks_dir: Path, rank: int) -> Path:
+    return stacks_dir / f"rank-{rank}.txt"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _is_alive(pid: int) -> bool:
+    """A zombie is dead; its parent has only not asked yet."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return not Path("/proc/self").exists()  # no /proc here: the signal's answer counts
+
+
+def _resident_mb(pid: int) -> float:
+    try:
+        pages = int((Path("/proc") / str(pid) / "statm").read_text().split()[1])
+    except (OSError, IndexError, ValueError):
+        return 0.0
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20

@@ -1,0 +1,173 @@
+"""Losses and gradients that are not numbers, or jump: found before the update, on all ranks in the same step.
+
+What a step reports is the same on every rank, so all of them judge alike and none waits for another's verdict.
+Only then, off the usual path, each looks for the first bad tensor of its own and they tell each other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import statistics
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.checkpoints.payload import Piece, local_box, write_pieces
+from paceline.checkpoints.resume import choose_checkpoint
+from paceline.data.loader import Batch
+from paceline.errors import NonFiniteError
+from paceline.parallel.collectives import gather_texts
+from paceline.training.ride import Ride, reopen_recorder
+from paceline.training.step import StepReport, autocast
+from paceline.world.seeds import seed_step
+
+_log = logging.getLogger("paceline")
+_RECENT = 50
+_FEWEST = 10  # losses before a jump can be told from the usual noise
+_MOST_ROLLBACKS = 3
+_MOST_IDS = 20
+
+
+class RollBack(Exception):
+    """Go back to the last checkpoint and leave this step out."""
+
+    def __init__(self, step: int, words: str) -> None:
+        super().__init__(words)
+        self.step = step  # counted from 0, as the state counts
+
+
+def find_fault(ride: Ride, report: StepReport) -> str | None:
+    """What is wrong with a step's numbers, in words; None when nothing is."""
+    if not math.isfinite(report.mean_loss):
+        return f"the loss is {report.mean_loss}"
+    # Under fp16 an overflow is the scaler's business: it skips the update and tries a smaller scale.
+    if not math.isfinite(report.grad_norm) and not ride.rig.step.scaler.is_enabled():
+        return f"the loss is {report.mean_loss:.4g}, but a gradient is {report.grad_norm}"
+    factor, recent = ride.config.guard.spike_factor, ride.state.recent_losses
+    if not factor:
+        return None
+    usual = statistics.median(recent) if len(recent) >= _FEWEST else math.inf
+    if report.mean_loss > factor * usual:
+        return f"the loss is {report.mean_loss:.4g}, {report.mean_loss / usual:.1f} times the usual {usual:.4g}"
+    ride.state.recent_losses = [*recent, report.mean_loss][-_RECENT:]
+    return None
+
+
+def leave_out(ride: Ride, batch: Batch, fault: str) -> None:
+    """Skip this step's update, if that is allowed; else go back, or stop. Collective."""
+    guard, state = ride.config.guard, ride.state
+    findings = [json.loads(text) for text in gather_texts(json.dumps(_diagnose(ride, batch)), ride.world)]
+    words = _in_words(state.step + 1, fault, findings)
+    _keep_batch(ride, batch)
+    ride.rig.step.drop()
+    if len(state.skipped) < guard.skip_nonfinite:
+        state.skipped.append(state.step)
+        _log.warning("warning: %s; skipped (%d of %d)", words, len(state.skipped), guard.skip_nonfinite)
+        return
+    if guard.on_nonfinite == "rollback":
+        raise RollBack(state.step, words)
+    raise NonFiniteError(
+        words,
+        where=f"a copy of the batch is in {ride.folder.bad_batches}",
+        hint="a lower --base-lr, --clip-norm 1, --no-amp; or --skip-nonfinite 3, --on-nonfinite rollback",
+    )
+
+
+def roll_back(ride: Ride, cause: RollBack) -> None:
+    """All ranks take over the newest whole checkpoint; the step that went wrong will be jumped over."""
+    ride.checkpoints.wait()
+    ride.checkpoints.finish()
+    checkpoint = choose_checkpoint(ride.folder.checkpoints, ride.world, prefer_best=False)
+    if checkpoint is None:
+        raise NonFiniteError(str(cause), got="no checkpoint to go back to", hint="--save-steps 100")
+    ride.rollbacks[checkpoint.step] = ride.rollbacks.get(checkpoint.step, 0) + 1
+    if ride.rollbacks[checkpoint.step] > _MOST_ROLLBACKS:
+        raise NonFiniteError(
+            str(cause),
+            got=f"went back to step {checkpoint.step} {_MOST_ROLLBACKS} times already",
+            hint="a lower --base-lr or --clip-norm 1: it is not the batch",
+        )
+    jumped = sorted({*ride.state.jumped, cause.step})
+    ride.state = ride.rig.resume(checkpoint, ride.world)
+    ride.state.jumped = jumped
+    ride.checkpoints.rewind_to(checkpoint.step)
+    reopen_recorder(ride)
+    _log.warning("warning: %s; went back to step %d, and step %d is left out", cause, checkpoint.step, cause.step + 1)
+
+
+def _in_words(step: int, fault: str, findings: list[dict[str, Any]]) -> str:
+    bad = [finding for finding in findings if finding["first_bad"]]
+    if not bad:
+        return f"{fault} at step {step}, on all ranks together"
+    parts = []
+    for finding in bad:
+        ids = ", ".join(map(str, finding["ids"][:_MOST_IDS])) + (", ..." if len(finding["ids"]) > _MOST_IDS else "")
+        parts.append(f"rank {finding['rank']}: first bad tensor {finding['first_bad']}, samples {ids}")
+    return f"{fault} at step {step}; " + "; ".join(parts)
+
+
+def _diagnose(ride: Ride, batch: Batch) -> dict[str, Any]:
+    """Run this rank's batch once more, by itself, and name the first tensor that is not finite."""
+    finding: dict[str, Any] = {"rank": ride.world.rank, "first_bad": None, "ids": []}
+    rows = torch.isfinite(batch.inputs.flatten(1)).all(1).cpu()
+    if not bool(rows.all()):
+        return {**finding, "first_bad": "the batch's inputs", "ids": batch.ids[~rows].tolist()}
+    if ride.rig.model.strategy == "fsdp":
+        return finding  # a sharded forward pass needs all ranks, and one may have left already
+    model = ride.rig.model.module
+    seed_step(ride.config.train.seed, ride.state.step, ride.world.rank)
+    with _first_bad_output(model) as found, autocast(ride.rig.model, ride.world):
+        logits = model(batch.inputs).float()
+        loss = F.cross_entropy(logits, batch.labels, label_smoothing=ride.config.optim.label_smoothing)
+    name = found[0] if found else None
+    if name is None and not bool(torch.isfinite(loss)):
+        name = "the loss"
+    if name is None:
+        named = {key: p for key, p in model.named_parameters() if p.requires_grad}
+        gradients = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
+        bad = [key for key, g in zip(named, gradients, strict=True) if g is not None and not _is_finite(g)]
+        name = f"the gradient of {bad[0]}" if bad else None
+    return {**finding, "first_bad": name, "ids": batch.ids.tolist() if name else []}
+
+
+@contextmanager
+def _first_bad_output(model: nn.Module) -> Iterator[list[str]]:
+    """Names of the layers whose output is not finite, in the order in which they ran."""
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        if isinstance(output, Tensor) and not _is_finite(output):
+            found.append(f"the output of {name}")
+
+    hooks = [
+        layer.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+        for name, layer in model.named_modules()
+        if not list(layer.children())
+    ]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(torch.isfinite(tensor).all())
+
+
+def _keep_batch(ride: Ride, batch: Batch) -> None:
+    """A copy of what went in, readable by anything that reads safetensors."""
+    tensors = {"inputs": batch.inputs, "labels": batch.labels, "ids": batch.ids}
+    pieces = {
+        name: Piece(value.detach().cpu().contiguous(), local_box(value), tuple(value.shape))
+        for name, value in tensors.items()
+    }
+    ride.folder.bad_batches.mkdir(exist_ok=True)
+    name = f"step-{ride.state.step + 1:08}-rank-{ride.world.rank}.safetensors"
+    write_pieces(ride.folder.bad_batches / name, pieces)

@@ -1,0 +1,57 @@
+"""What looks after a rank while it trains: its watchdog, its stop request, and the faults it rehearses."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.config.faults import parse_faults
+from paceline.config.schema import Config
+from paceline.runs.folder import RunFolder
+from paceline.training.inject import Faults
+from paceline.world.detect import RankEnvironment, World
+from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
+from paceline.world.signals import SUPERVISOR_PID, StopRequest
+from paceline.world.watchdog import Watchdog
+
+
+@dataclass
+class Guards:
+    """Of this rank."""
+
+    watchdog: Watchdog = field(default_factory=lambda: Watchdog(Pulse(None)))
+    stop: StopRequest = field(default_factory=StopRequest)
+    faults: Faults | None = None
+    is_over: threading.Event = field(default_factory=threading.Event)
+
+    def enter(self, phase: str, step: int) -> None:
+        """The rank begins a phase of this step (the first step is 1)."""
+        self.watchdog.enter(phase, step)
+
+    def open_folder(self, config: Config, world: World, folder: RunFolder, attempt: int) -> None:
+        """The run folder is known: stacks and the ledger of faults go there."""
+        self.watchdog.open_stacks(folder.stacks / f"rank-{world.rank}.txt")
+        faults = parse_faults(config.guard.inject)
+        if faults:
+            self.faults = Faults(faults, world.rank, attempt, folder.faults, folder.checkpoints)
+            self.watchdog.on_phase = self.faults.at_phase
+
+    def close(self) -> None:
+        self.watchdog.close()
+        self.is_over.set()
+
+
+def open_guards(config: Config, environment: RankEnvironment) -> Guards:
+    """Before anything else: from here on the rank has a pulse and survives signals."""
+    attempt_dir = os.environ.get(ATTEMPT_DIR) if environment.is_supervised else None
+    pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else None)
+    watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout, is_supervised=environment.is_supervised)
+    guards = Guards(watchdog)
+    guards.stop.listen({*config.guard.stop_signals, "SIGTERM"})
+    if environment.is_supervised:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the supervisor decides
+        guards.stop.watch_supervisor(int(os.environ[SUPERVISOR_PID]), guards.is_over)
+    return guards

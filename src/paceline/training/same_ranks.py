@@ -1,0 +1,70 @@
+"""Ranks that train together must be the same program with the same config. Whoever is not is named."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import paceline
+from paceline.config.fields import flatten
+from paceline.config.schema import Config
+from paceline.errors import UserError
+from paceline.parallel.collectives import gather_texts
+from paceline.world.detect import World
+
+# These may differ: they say where a rank finds things, or which faults it rehearses.
+_OWN = ("data_dir", "output_dir", "num_workers", "inject")
+
+
+@cache
+def hash_code() -> str:
+    """Of every source file of this package."""
+    digest = hashlib.sha256()
+    root = Path(paceline.__file__).parent
+    for path in sorted(root.rglob("*.py")):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def require_same_ranks(config: Config, world: World) -> None:
+    """Collective: compares everybody's config and code before anything is built."""
+    values = {name: value for name, value in flatten(config).items() if name not in _OWN}
+    mine = {"config": values, "code": hash_code(), "paceline": paceline.__version__, "torch": torch.__version__}
+    everyone = [json.loads(text) for text in gather_texts(json.dumps({**mine, "host": world.host}), world)]
+    require_equal(everyone)
+
+
+def require_same_data(fingerprint: str, world: World) -> None:
+    """Collective: compares what each rank read from its disk."""
+    mine = {"data": fingerprint, "host": world.host}
+    require_equal([json.loads(text) for text in gather_texts(json.dumps(mine), world)])
+
+
+def require_equal(everyone: list[dict[str, object]]) -> None:
+    """Name the ranks that differ from most, and in what."""
+    for kind in ("code", "paceline", "torch", "data", "config"):
+        texts = [json.dumps(entry.get(kind), sort_keys=True) for entry in everyone]
+        usual, _ = Counter(texts).most_common(1)[0]
+        odd = [rank for rank, text in enumerate(texts) if text != usual]
+        if not odd:
+            continue
+        first = odd[0]
+        difference = _difference(json.loads(usual), json.loads(texts[first]))
+        raise UserError(
+            f"the ranks do not have the same {kind}",
+            where="rank " + ", ".join(f"{rank} on {everyone[rank].get('host')}" for rank in odd[:8]),
+            got=f"rank {first} {difference}",
+            hint="start every rank with the same command, from the same installation and the same data",
+        )
+
+
+def _difference(usual: object, odd: object) -> str:
+    if isinstance(usual, dict) and isinstance(odd, dict):
+        names = [name for name in usual if usual[name] != odd.get(name)]
+        return "; ".join(f"has {name} {odd.get(name)!r}, the others {usual[name]!r}" for name in names[:3])
+    return f"has {odd}, the others {usual}"

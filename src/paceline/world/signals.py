@@ -1,0 +1,83 @@
+"""Signals that ask a rank to stop, and the death of its launcher, which asks the same.
+
+A handler only takes note. The ranks agree at the next step that one of them was asked, save together and
+leave; nothing is torn by a signal, and a second one changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Iterable
+from types import FrameType
+
+SUPERVISOR_PID = "PACELINE_SUPERVISOR_PID"  # set by the supervisor for the ranks it starts
+_ORPHAN_GRACE_S = 25.0
+_POLL_S = 0.5
+
+
+class StopRequest:
+    """Whether this rank was asked to stop, by whom, and when."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self._asked_at = 0.0
+
+    def ask(self, reason: str) -> None:
+        if self.reason is None:
+            self._asked_at = time.monotonic()
+            self.reason = reason
+
+    def is_due(self, notice_s: float, needed_s: float) -> bool:
+        """Whether the time has come: at once, or when what is left of the notice is just enough to save."""
+        if self.reason is None:
+            return False
+        return time.monotonic() - self._asked_at >= notice_s - needed_s
+
+    def listen(self, names: Iterable[str]) -> None:
+        """Take note of these signals from now on. Must run in the main thread."""
+
+        def take_note(number: int, frame: FrameType | None) -> None:
+            self.ask(signal.Signals(number).name)
+
+        for name in names:
+            signal.signal(getattr(signal, name), take_note)
+
+    def watch_supervisor(self, pid: int, after_that: threading.Event) -> None:
+        """Ask to stop when the supervisor dies; should the ranks not get there, end the process."""
+
+        def watch() -> None:
+            _wait_for_death(pid)
+            self.ask("the supervisor died")
+            after_that.wait(_ORPHAN_GRACE_S)
+            os._exit(75)
+
+        threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+
+
+def _wait_for_death(pid: int) -> None:
+    if hasattr(os, "pidfd_open"):
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            return
+        except OSError:  # a kernel that has no such call
+            pass
+        else:
+            select.select([descriptor], [], [])
+            return
+    while _is_alive(pid):
+        time.sleep(_POLL_S)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
