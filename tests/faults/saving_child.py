@@ -1,15 +1,14 @@
-"""A process that saves one checkpoint after the other until it is killed.
+"""What a process does that will be killed while it saves. It tells its parent over a pipe how far it is.
 
-    python saving_child.py FOLDER sync|async FIRST_STEP
-
-It says `saving N` on its stdout before a save and `saved N` when that is committed. All values of a checkpoint are
-its step, so that one put together from two can be told.
+All values of a checkpoint are its step, so that one put together from two can be told.
 """
 
 from __future__ import annotations
 
-import sys
+import signal
+import threading
 from itertools import count
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
@@ -18,27 +17,46 @@ from harness.ranks import make_world
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention
 
-ITEMS = 1_250_000  # 5 MB each of four tensors
+Payload = dict[str, dict[str, torch.Tensor]]
 
 
-def main(folder: Path, mode: str, first_step: int) -> None:
+def make_payload(items: int) -> Payload:
+    return {kind: {name: torch.empty(items) for name in ("a", "b")} for kind in ("model", "optimizer")}
+
+
+def save(manager: CheckpointManager, payload: Payload, step: int, parent: Connection) -> None:
+    for part in payload.values():
+        for tensor in part.values():
+            tensor.fill_(step)
+    # Every third is better than all before: `best` moves too, and old ones are dropped.
+    validation = {"accuracy": float(step), "loss": 1.0} if step % 3 == 0 else None
+    state = {"step": step, "keep": False, "validation": validation}
+    parent.send(("saving", step))
+    manager.save(payload, state, {"step": step}, is_best=validation is not None)
+    manager.wait()
+    parent.send(("saved", step))
+
+
+def open_manager(folder: str, *, is_async: bool) -> CheckpointManager:
+    torch.set_num_threads(1)
     retention = Retention(keep_last=2, keep_best=1)
-    manager = CheckpointManager(
-        folder, make_world(0, 1), is_sharded=False, retention=retention, is_async=mode == "async"
-    )
-    tensors = {kind: {name: torch.empty(ITEMS) for name in ("a", "b")} for kind in ("model", "optimizer")}
+    return CheckpointManager(Path(folder), make_world(0, 1), is_sharded=False, retention=retention, is_async=is_async)
+
+
+def save_for_ever(folder: str, is_async: bool, first_step: int, parent: Connection) -> None:
+    """One checkpoint after the other, 20 MB each."""
+    manager, payload = open_manager(folder, is_async=is_async), make_payload(1_250_000)
     for step in count(first_step):
-        for part in tensors.values():
-            for tensor in part.values():
-                tensor.fill_(step)
-        # Every third is better than all before: `best` moves too, and old ones are dropped.
-        validation = {"accuracy": float(step), "loss": 1.0} if step % 3 == 0 else None
-        state = {"step": step, "keep": False, "validation": validation}
-        print(f"saving {step}", flush=True)
-        manager.save(tensors, state, {"step": step}, is_best=validation is not None)
-        manager.wait()
-        print(f"saved {step}", flush=True)
+        save(manager, payload, step, parent)
 
 
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))
+def save_when_asked_to_stop(folder: str, is_async: bool, first_step: int, parent: Connection) -> None:
+    """Train until SIGTERM, then save 64 MB and end: what a polite stop comes down to."""
+    asked = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: asked.set())
+    manager, payload = open_manager(folder, is_async=is_async), make_payload(4_000_000)
+    if first_step == 1:
+        save(manager, payload, first_step, parent)
+    parent.send(("training", first_step))
+    asked.wait()
+    save(manager, payload, first_step + 1, parent)

@@ -1,0 +1,250 @@
+"""Faults 5 and 6: a save that is killed at any moment, or cut short in another way, leaves no torn checkpoint."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from faults.saving_child import save_for_ever, save_when_asked_to_stop
+from harness.ranks import make_world, run_ranks
+from paceline.checkpoints import manager as manager_module
+from paceline.checkpoints import payload as payload_module
+from paceline.checkpoints.format import step_folders, step_of, verify
+from paceline.checkpoints.manager import CheckpointManager
+from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
+from paceline.world.detect import World
+
+Child = Callable[..., None]
+FORKSERVER = multiprocessing.get_context("forkserver")  # as harness.ranks has set it up, with torch preloaded
+
+
+@dataclass
+class Kill:
+    """What a killed saver had said, and what it left on the disk."""
+
+    announced: int  # the step whose save it began last
+    newest: int
+    has_leftovers: bool
+
+    @property
+    def is_inside_a_save(self) -> bool:
+        return self.has_leftovers or self.newest < self.announced
+
+
+def kill_a_saver(folder: Path, child: Child, is_async: bool, first_step: int, draw: random.Random) -> Kill:
+    """Start a saver, kill it at a random moment, and look at every checkpoint it left."""
+    reader, writer = FORKSERVER.Pipe(duplex=False)
+    process = FORKSERVER.Process(target=child, args=(str(folder), is_async, first_step, writer))
+    process.start()
+    writer.close()
+    said: list[tuple[str, int]] = []
+    if child is save_for_ever:
+        moment, delay_s = ("saving", first_step + draw.randrange(1, 4)), draw.uniform(0, 0.060)
+    else:
+        moment, delay_s = ("training", first_step), draw.uniform(0, 0.4)
+    while not said or said[-1] != moment:
+        said.append(reader.recv())
+    assert process.pid is not None
+    if child is save_when_asked_to_stop:
+        os.kill(process.pid, signal.SIGTERM)
+    time.sleep(delay_s)  # no waiting for anything: this is the random moment
+    process.kill()
+    process.join()
+    while True:
+        try:
+            said.append(reader.recv())
+        except EOFError:
+            break
+    steps = {word: [step for spoken, step in said if spoken == word] for word in ("saving", "saved")}
+    announced = max([first_step, *steps["saving"]])
+    newest = check_every_checkpoint(folder)
+    assert max([first_step if child is save_when_asked_to_stop else 0, *steps["saved"]]) <= newest <= announced
+    return Kill(announced, newest, bool(list(folder.glob(".tmp-*"))))
+
+
+def check_every_checkpoint(folder: Path) -> int:
+    """Whatever is visible is whole and of one step; returns the newest one's."""
+    for path in step_folders(folder):
+        verify(path)
+    newest, reports = find_newest(folder)
+    assert newest is not None
+    assert reports == []
+    assert newest.path == step_folders(folder)[0]
+    for name in ("model", "optimizer"):
+        for value in load_file(newest.path / f"{name}.safetensors").values():
+            assert value.min().item() == value.max().item() == newest.step
+    if (folder / "best").exists():
+        assert open_checkpoint(folder / "best").step % 3 == 0
+    assert open_checkpoint(folder / "latest").step in (newest.step, newest.step - 1)
+    return newest.step
+
+
+def check_kills(folder: Path, child: Child, is_async: bool, *, times: int, seed: int) -> None:
+    draw = random.Random(f"{is_async} {seed}")
+    kills: list[Kill] = []
+    step = 1
+    for _ in range(times):
+        kills.append(kill_a_saver(folder, child, is_async, step, draw))
+        open_manager(folder)
+        assert not list(folder.glob(".tmp-*"))  # cleared away at the next start
+        assert {path.name for path in folder.iterdir()} >= {"latest", f"step-{kills[-1].newest:08}"}
+        step = kills[-1].newest + (child is save_for_ever)
+    inside = sum(kill.is_inside_a_save for kill in kills)
+    leftovers = sum(kill.has_leftovers for kill in kills)
+    print(f"{inside} of {times} kills inside a save, {leftovers} with leftovers, 0 torn")
+    assert leftovers > 0
+    if child is save_for_ever:
+        assert inside > times / 3
+
+
+def open_manager(folder: Path) -> CheckpointManager:
+    return CheckpointManager(folder, make_world(0, 1), is_sharded=False, retention=Retention(), is_async=False)
+
+
+# Fault 5: the grace after SIGTERM is too short for the save it asks for.
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_ten_saves_killed_within_their_grace_leave_the_one_before(tmp_path: Path, is_async: bool) -> None:
+    check_kills(tmp_path / "checkpoints", save_when_asked_to_stop, is_async, times=10, seed=5)
+
+
+# Fault 6: thirty kills inside a save, six of them in every `make test`.
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_save_killed_at_a_few_moments_is_never_torn(tmp_path: Path, is_async: bool) -> None:
+    check_kills(tmp_path / "checkpoints", save_for_ever, is_async, times=3, seed=3)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_save_killed_at_twelve_more_moments_is_never_torn(tmp_path: Path, is_async: bool) -> None:
+    check_kills(tmp_path / "checkpoints", save_for_ever, is_async, times=12, seed=6)
+
+
+# --- A save that ends in another way ----------------------------------------------------------------------------------
+
+
+def save_once(manager: CheckpointManager, step: int) -> None:
+    state = {"step": step, "keep": False, "validation": None}
+    manager.save({"model": {"w": torch.full((3,), float(step))}}, state, {"step": step}, is_best=False)
+
+
+def test_an_interrupt_inside_a_save_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    manager = open_manager(tmp_path)
+    monkeypatch.setattr(manager_module, "write_pieces", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_once(manager, 1)
+    assert step_folders(tmp_path) == []
+
+
+@pytest.mark.parametrize("step", [2, 1])
+def test_a_drop_that_is_cut_short_leaves_no_half_of_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    # The older one is dropped after the newer was committed; one of the same step, in its stead.
+    def delete_one_file(path: Path, **_: object) -> None:
+        cut_short.append(path)
+        (path / "model.safetensors").unlink()
+        raise KeyboardInterrupt
+
+    cut_short: list[Path] = []
+    manager = open_manager(tmp_path)
+    save_once(manager, 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", delete_one_file)
+        with pytest.raises(KeyboardInterrupt):
+            save_once(manager, step)
+    assert len(cut_short) == 1
+    assert [step_of(path) for path in step_folders(tmp_path)] == [step]
+    verify(tmp_path / f"step-{step:08}")
+    open_manager(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", f"step-{step:08}"]
+
+
+def test_what_reads_back_differently_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = open_manager(tmp_path)
+    save_once(manager, 1)
+    sum_and_read_back = payload_module._sum_and_read_back
+
+    def read_another_bit(descriptor: int, *others: Any) -> tuple[int, int]:
+        checksum, read_back = sum_and_read_back(descriptor, *others)
+        return checksum, read_back ^ 1
+
+    monkeypatch.setattr(payload_module, "_sum_and_read_back", read_another_bit)
+    save_once(manager, 2)
+    assert "reads back as something else" in caplog.text
+    assert [step_of(path) for path in step_folders(tmp_path)] == [1]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def fail_on_the_second_rank(world: World, folder: str) -> list[int]:
+    """Three saves; rank 1 cannot write its part of the second."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (world.world_size,))
+    manager = CheckpointManager(Path(folder), world, is_sharded=True, retention=Retention(), is_async=True)
+    write, counts = manager_module.write_pieces, []
+    for step in (1, 2, 3):
+        payload = {"model": {"w": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}}
+        if step == 2 and world.rank == 1:
+            manager_module.write_pieces = fail_to_write
+        manager.save(payload, {"step": step, "keep": False, "validation": None}, {"step": step}, is_best=False)
+        manager.wait()
+        manager_module.write_pieces = write
+        counts.append(manager._failures_in_a_row)
+    return counts
+
+
+def fail_to_write(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_failure_on_another_rank_is_heard_at_once(tmp_path: Path) -> None:
+    # At once: the primary would otherwise wait for that rank's note longer than the harness waits for an answer.
+    assert run_ranks(2, fail_on_the_second_rank, str(tmp_path)) == [[0, 1, 0], [0, 1, 0]]
+    assert [step_of(path) for path in step_folders(tmp_path)] == [3]
+    assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+    manager = CheckpointManager(
+        tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(keep_last=9), is_async=False
+    )
+    for step in (2, 4, 6, 8):
+        save_once(manager, step)
+    save_once(manager, 5)  # as a run does that was resumed from step 4
+    assert [step_of(path) for path in step_folders(tmp_path)] == [5, 4, 2]
+    save_once(manager, 8)
+    manager.rewind_to(4)
+    newest, reports = find_newest(tmp_path)
+    assert newest is not None
+    assert (newest.step, reports) == (4, [])
+    assert {path.name for path in tmp_path.glob("superseded-*")} == {
+        "superseded-step-00000005",
+        "superseded-step-00000008",
+    }
+    save_once(manager, 6)  # its successor is verified: now they may go
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *("latest", "step-00000002", "step-00000004", "step-00000006"),
+    ]
