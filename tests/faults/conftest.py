@@ -1,0 +1,36 @@
+"""A finished run with several checkpoints, for the tests that do something to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from faults.finished_run import FLAGS, NEWEST, STEPS
+from harness.ranks import run_ranks
+from harness.runs import quick_config, train_in
+from paceline.checkpoints.format import step_folders, step_of
+from paceline.config.load import to_yaml
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of 18 steps with checkpoints of its steps 9, 12, 16 and 18."""
+    folder = tmp_path_factory.mktemp("undisturbed") / "run"
+    run_ranks(1, train_in, str(folder), FLAGS)
+    (folder / "config.yaml").write_text(to_yaml(quick_config(*FLAGS)))
+    assert [step_of(path) for path in step_folders(folder / "checkpoints")] == STEPS
+    return folder
+
+
+@pytest.fixture
+def run(undisturbed: Path, tmp_path: Path) -> Path:
+    """A copy of that run. What no test damages is shared: hard links."""
+
+    def copy(source: str, target: str) -> None:
+        (shutil.copy2 if NEWEST in source or "checkpoints" not in source else os.link)(source, target)
+
+    shutil.copytree(undisturbed, tmp_path / "run", symlinks=True, copy_function=copy)
+    return tmp_path / "run"
