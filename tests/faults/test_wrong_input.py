@@ -1,0 +1,194 @@
+"""Fault 17: every mistake in a flag or a recipe ends in a moment, on one screen, before torch is imported.
+
+All of them in one process, since Python takes longer to start than they take to be found; each is the whole command.
+A few are started as a person starts them.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import environment, paceline
+from paceline.config.load import load_config
+from paceline.config.rules import check_config
+
+USER, DATA = 2, 3
+MOST_LINES = 12
+MOST_CPU_S = 0.6  # beside Python's start and imports
+MOST_CPU_WITH_START_S = 1.0
+
+FLAGS = {
+    "unknown flag": (["--epoch", "3"], ["unknown flag '--epoch'", "--epochs"]),
+    "half a flag's name": (["--batch-size", "3"], ["--global-batch-size"]),
+    "not a whole number": (
+        ["--epochs", "2.5"],
+        ["epochs: '2.5'", "flag --epochs", "a whole number, 1 or more"],
+    ),
+    "not a number": (["--base-lr", "fast"], ["base_lr: 'fast'", "a number"]),
+    "nan": (["--base-lr", "nan"], ["base_lr is out of range"]),
+    "too small": (["--global-batch-size", "0"], ["global_batch_size is out of range", "1 or more"]),
+    "negative": (["--momentum", "-0.1"], ["momentum is out of range"]),
+    "too large": (["--train-split", "1.0"], ["train_split is out of range", "less than 1"]),
+    "unknown choice": (["--strategy", "dpd"], ["strategy: 'dpd'", "single, ddp, fsdp"]),
+    "unknown tracker": (["--track", "comet"], ["track: 'comet'", "tensorboard, mlflow, wandb"]),
+    "absent tracker": (["--track", "wandb"], ["wandb is not installed", "paceline[wandb]"]),
+    "no value": (["--epochs"], ["--epochs needs a value"]),
+    "value for a switch": (["--amp=yes"], ["--amp takes no value"]),
+    "stray word": (["--epochs", "2", "more"], ["unexpected argument 'more'"]),
+    "indivisible batch": (
+        ["--global-batch-size", "250", "--processes", "4"],
+        ["250 is not divisible by 4", "248 or 252", "--processes 2 or 5"],
+    ),
+    "indivisible world": (["--world-size", "3"], ["256 is not divisible by 3", "--processes 2 or 4"]),
+    "indivisible lanes": (["--lanes", "3", "--processes", "2"], ["3 lanes", "--lanes 2 or 4"]),
+    "one process and many": (["--strategy", "single", "--processes", "2"], ["single runs on one process"]),
+    "offload without shards": (["--cpu-offload"], ["cpu_offload needs strategy fsdp"]),
+    "amp on and off": (["--no-amp", "--amp-dtype", "fp16"], ["mixed precision is both"]),
+    "warm-up too long": (["--warmup-epochs", "10"], ["warm-up takes the whole run"]),
+    "unknown model": (["--model-name", "resnet19"], ["no model of this name", "resnet18"]),
+    "model file missing": (["--model-name", "nowhere.py:build"], ["no such file"]),
+    "model package missing": (["--model-name", "timm:resnet50d"], ["paceline[timm]"]),
+    "unknown data set": (["--dataset", "cifar11"], ["no such data set", "cifar10"]),
+    "data folder missing": (["--dataset", "folder", "--data-dir", "nowhere"], ["no such folder", "nowhere"]),
+    "input size": (["--dataset", "synthetic", "--input-size", "3x"], ["3x"]),
+    "nothing to resume": (["--resume", "nowhere", "--processes", "1"], ["nothing to resume from", "nowhere"]),
+    "rehearse a resume": (["--rehearse", "--resume", "auto"], ["rehearsal"]),
+    "weights missing": (["--weights", "nowhere.pth"], ["nowhere.pth"]),
+}
+
+RECIPES: dict[str, tuple[bytes, list[str]]] = {
+    "unknown key": (b"epochs: 2\nepoch: 3\n", ["unknown key 'epoch'", "line 2", "epochs"]),
+    "wrong type": (b"epochs: many\n", ["epochs: 'many'", "line 1", "a whole number"]),
+    "out of range": (b"\nepochs: 0\n", ["epochs is out of range", "line 2"]),
+    "key given twice": (b"epochs: 2\nepochs: 3\n", ["given twice", "line 2", "line 1"]),
+    "alias given twice": (b"processes: 2\nworld_size: 2\n", ["given twice"]),
+    "no value": (b"epochs:\n", ["epochs needs a value"]),
+    "a list": (b"epochs: [1, 2]\n", ["epochs needs a value"]),
+    "not a boolean": (b"amp: maybe\n", ["amp: 'maybe'", "true or false"]),
+    "tab": (b"epochs: 2\n\tseed: 3\n", ["not valid YAML", "line 2", "tabs"]),
+    "broken": (b"epochs: [1\n", ["not valid YAML"]),
+    "empty": (b"", ["empty"]),
+    "only a comment": (b"# nothing\n", ["empty"]),
+    "a list of things": (b"- epochs\n", ["key: value"]),
+    "not UTF-8": (b"dataset: \xff\xfe\n", ["not UTF-8"]),
+    "control character": (b"dataset: \x00\n", ["not valid YAML"]),
+    "a python object": (
+        b"epochs: !!python/object/apply:os.system ['touch canary']\n",
+        ["epochs needs a value"],
+    ),
+    "too large": (b"# " + b"x" * 1_100_000, ["too large"]),
+    "too large by far": (b"# " + b"x" * 2_000_000, ["too large"]),
+    "a list within itself": (b"epochs: &a [*a]\n", ["epochs needs a value"]),
+    "another recipe included": (b"include: mine.yaml\nepochs: 2\n", ["unknown key 'include'", "line 1"]),
+    "a number that is no whole one": (b"epochs: 3e-4\n", ["epochs: '3e-4'", "a whole number"]),
+    "a list that doubles": (
+        b"".join(b"x%d: &x%d [%s]\n" % (n, n, b"*x%d, *x%d" % (n - 1, n - 1) if n else b"1") for n in range(60)),
+        ["unknown key 'x0'"],
+    ),
+}
+
+RUN_ALL = """
+import contextlib, io, json, os, sys, time
+from paceline.cli.main import main
+answers = {}
+for name, (folder, arguments) in json.loads(sys.stdin.read()).items():
+    os.chdir(folder)
+    said, started = io.StringIO(), time.process_time()
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        code = main(arguments)
+    answers[name] = [code, said.getvalue(), time.process_time() - started, "torch" in sys.modules]
+print(json.dumps(answers))
+"""
+
+
+def run_all(requests: dict[str, tuple[str, list[str]]]) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps(requests),
+        env=environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers: dict[str, Any] = json.loads(done.stdout)
+    return answers
+
+
+def assert_one_screen(said: str, parts: list[str]) -> None:
+    screen = said.strip()
+    assert screen.startswith("error: "), said
+    assert screen.count("error: ") == 1
+    assert "Traceback" not in screen
+    assert len(screen.splitlines()) <= MOST_LINES, screen
+    for part in parts:
+        assert part in screen, screen
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Exit code, words, CPU seconds, whether torch was imported, and what was left behind, for every mistake."""
+    folders, requests = {}, {}
+    for number, (kind, name) in enumerate([("flag", n) for n in FLAGS] + [("recipe", n) for n in RECIPES]):
+        folders[kind, name] = folder = tmp_path_factory.mktemp(f"mistake-{number}")
+        if kind == "flag":
+            requests[f"{kind} {name}"] = (str(folder), ["train", "shapes-cnn", *FLAGS[name][0]])
+        else:
+            (folder / "mine.yaml").write_bytes(RECIPES[name][0])
+            requests[f"{kind} {name}"] = (str(folder), ["train", "mine.yaml"])
+    found = run_all(requests)
+    return {
+        f"{kind} {name}": (*found[f"{kind} {name}"], [path.name for path in folder.iterdir()])
+        for (kind, name), folder in folders.items()
+    }
+
+
+def test_there_are_thirty_and_more() -> None:
+    assert len(FLAGS) + len(RECIPES) >= 50
+
+
+@pytest.mark.parametrize("case", FLAGS)
+def test_wrong_flags(case: str, answers: dict[str, Any]) -> None:
+    code, said, cpu_s, has_torch, left = answers[f"flag {case}"]
+    assert code == (DATA if case == "weights missing" else USER), said
+    assert_one_screen(said, FLAGS[case][1])
+    assert left == []  # nothing was started, nothing is left behind
+    assert cpu_s < MOST_CPU_S
+    assert not has_torch
+
+
+@pytest.mark.parametrize("case", RECIPES)
+def test_wrong_recipes(case: str, answers: dict[str, Any]) -> None:
+    code, said, cpu_s, has_torch, left = answers[f"recipe {case}"]
+    assert code == USER, said
+    assert_one_screen(said, ["mine.yaml", *RECIPES[case][1]])
+    assert left == ["mine.yaml"]
+    assert cpu_s < MOST_CPU_S
+    assert not has_torch
+
+
+@pytest.mark.parametrize("case", ["unknown flag", "indivisible batch", "unknown data set"])
+def test_wrong_flags_as_a_person_gives_them(case: str, tmp_path: Path) -> None:
+    flags, parts = FLAGS[case]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    answer = paceline("train", "shapes-cnn", *flags, cwd=tmp_path)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert answer.code == USER
+    assert_one_screen(answer.err, parts)
+    # User and system time, not the clock's: other tests may keep the machine busy.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_CPU_WITH_START_S
+
+
+def test_a_number_that_yaml_takes_for_words_is_a_number(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("base_lr: 3e-4\n")
+    loaded = load_config(str(tmp_path / "mine.yaml"), [])
+    check_config(loaded)
+    assert loaded.config.optim.base_lr == 3e-4
