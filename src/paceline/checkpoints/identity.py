@@ -1,0 +1,60 @@
+"""Whether a run may go on from a checkpoint: what may not change, and what may. Pure; no torch, so it answers early."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, step_folders
+from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_at
+from paceline.errors import CheckpointError
+
+# A change in one of these makes another run of it, not a continuation.
+IDENTITY = (
+    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
+    *("model_name", "hidden_size", "optimizer", "global_batch_size", "seed", "exact"),
+)
+# These say where and how a run is watched, never what it computes.
+SILENT = ("output_dir", "resume", "load_policy", "track", "max_steps")
+_MOST_LINES = 3
+
+
+def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int | None = None) -> list[str]:
+    """Refuse a checkpoint of another run; returns the names of settings that differ and may.
+
+    `now` is the flattened config. `lanes`, where they are known, count for an exact run.
+    """
+    saved, now = dict(checkpoint.state.get("config", {})), json.loads(json.dumps(now))
+    identity: tuple[str, ...] = IDENTITY
+    if now["exact"] and lanes is not None:
+        saved_world = int(checkpoint.manifest.about.get("world_size", 0))
+        saved["lanes"], now["lanes"] = saved.get("lanes") or saved_world, lanes
+        identity = (*IDENTITY, "lanes")
+    changed = [name for name in now if saved.get(name) != now[name]]
+    lines = [f"{name}: saved {saved.get(name)!r}, now {now[name]!r}" for name in changed if name in identity]
+    if lines:
+        raise CheckpointError(
+            "this run cannot go on from that checkpoint",
+            where=str(checkpoint.path),
+            got="\n".join(lines[:_MOST_LINES]),
+            hint="give the values it was saved with, or --init-from to start a new run from its weights",
+        )
+    return [name for name in changed if name not in SILENT]
+
+
+def refuse_early(source: Path, now: dict[str, Any], *, prefer_best: bool = False) -> None:
+    """The same question before torch is imported and ranks are started, of the checkpoint that would be taken.
+
+    A damaged one is left to the ranks, which verify all of it and know the one before.
+    """
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    best = pointed_at(folder, "best") if prefer_best else None
+    path = source if (source / MANIFEST).exists() else best or next(iter(step_folders(folder)), None)
+    if path is None:
+        return
+    try:
+        checkpoint = inspect_checkpoint(path.resolve())
+    except DamagedCheckpoint:
+        return
+    require_same_run(checkpoint, now)
