@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from typing import Any
 
 import torch
 
+from faults.disks import fill, is_full, make_read_only, mount_disk
 from harness.ranks import make_world
 from harness.runs import train_in
 from paceline.checkpoints import store
@@ -34,34 +34,6 @@ from paceline.metrics.recorder import Recorder, read_rows
 
 FLAGS = ("--save-steps=3", "--keep-last=1", "--no-async-save")
 MB = 2**20
-
-
-def mount_disk(folder: Path, size_mb: int) -> None:
-    folder.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "tmpfs", str(folder)], check=True)
-
-
-def fill(disk: Path) -> None:
-    """To the last byte."""
-    with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-        for size in (2**16, 1):
-            with contextlib.suppress(OSError):
-                while file.write(bytes(size)) == size:
-                    pass
-
-
-def is_full(disk: Path) -> bool:
-    try:
-        (disk / "one more").write_bytes(b"x" * 4096)
-    except OSError as error:
-        return error.errno == errno.ENOSPC
-    return False
-
-
-def make_read_only(folder: Path) -> None:
-    """A read-only view comes to lie over the folder; a disk with files open for writing cannot be remounted."""
-    subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
-    subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
 
 
 def at_steps(actions: dict[int, Callable[[], object]]) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from faults import small_disk_child
+from faults import disks, small_disk_child
 from harness.cli import environment
 from harness.ranks import make_world
 from paceline.checkpoints.format import step_folders, step_of, verify
@@ -41,10 +41,15 @@ def can_mount() -> bool:
 @pytest.fixture(scope="module")
 def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
     """What came of every scenario; all of them in one process, since torch takes longer to start than they to run."""
+    return in_own_namespace(small_disk_child.__file__, str(tmp_path_factory.mktemp("disks")))
+
+
+def in_own_namespace(script: str, *arguments: str) -> Story:
+    """What a script says that may mount disks, where the machine allows it."""
     if not can_mount():
         pytest.skip("this machine does not let us mount a tmpfs (unshare -rm)")
     done = subprocess.run(
-        ["unshare", "-rm", sys.executable, small_disk_child.__file__, str(tmp_path_factory.mktemp("disks"))],
+        ["unshare", "-rm", sys.executable, script, *arguments],
         env=environment(PYTHONPATH=os.pathsep.join(path for path in sys.path if path)),
         capture_output=True,
         text=True,
@@ -52,7 +57,7 @@ def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Story] = json.loads(done.stdout)
+    found: Story = json.loads(done.stdout)
     return found
 
 
@@ -157,16 +162,16 @@ def test_metrics_by_rlimit_fsize_wait_in_memory_and_never_tear_a_line(
     assert [message.split(":")[0] for message in caplog.messages] == ["warning", "note"]
 
 
-def test_a_log_on_a_full_device_does_not_fill_the_screen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_log_on_a_full_device_does_not_fill_the_screen(capfd: pytest.CaptureFixture[str]) -> None:
     handler = RankLog(Path("/dev/full"))
     logger = logging.Logger("full")
     logger.addHandler(handler)
     for number in range(3):
         logger.info("line %d", number)
     handler.close()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == f"warning: full cannot be written: {os.strerror(errno.ENOSPC)}\n"
+    captured = capfd.readouterr()
+    assert captured.err == ""
+    assert captured.out == f"warning: full cannot be written: {os.strerror(errno.ENOSPC)}\n"
 
 
 # --- Fault 24: read-only, or gone -------------------------------------------------------------------------------------
@@ -222,3 +227,20 @@ def test_the_last_word_of_a_failed_run_never_hides_why_it_failed(
 
     monkeypatch.setattr(folder_module, "write_json", full)
     folder.write_status("running", step=3)  # a full disk does not end it
+
+
+# --- Both, as a person meets them -------------------------------------------------------------------------------------
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize(
+    ("scenario", "part"),
+    [
+        ("eight megabytes", "3 checkpoints in a row could not be saved"),
+        ("full", "3 checkpoints in a row could not be saved"),
+        ("read-only", "the run folder cannot be written any more"),
+        ("deleted", "the run folder cannot be written any more"),
+    ],
+)
+def test_a_lost_disk_ends_the_command_with_one_screen(scenario: str, part: str, tmp_path: Path) -> None:
+    assert_stopped_in_one_screen(in_own_namespace(disks.__file__, str(tmp_path), scenario), part)

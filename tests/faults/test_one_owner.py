@@ -9,6 +9,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import socket
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from harness.cli import paceline
 from paceline.errors import UserError
 from paceline.runs import lock
 from paceline.runs.folder import RunFolder
@@ -249,3 +251,18 @@ def test_a_folder_that_cannot_be_written_is_a_mistake_in_words(tmp_path: Path) -
     folder.lock.mkdir()
     with pytest.raises(UserError, match="cannot be written"), folder.owned():
         pytest.fail("owned")
+
+
+def test_a_second_command_is_refused_before_it_starts_anything(tmp_path: Path) -> None:
+    folder = folder_in(tmp_path)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    with folder.owned():
+        answer = paceline("train", "shapes-cnn", "--processes=1", "--output-dir=run", cwd=tmp_path)
+        assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert answer.code == 2
+    assert answer.err.startswith("error: another process is writing to this run folder")
+    assert f"{socket.gethostname()} pid {os.getpid()} since 2" in answer.err
+    # User and system time, not the clock's: other tests may keep the machine busy.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < REFUSED_WITHIN_S
+    assert not folder.config.exists()

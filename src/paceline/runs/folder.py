@@ -14,7 +14,6 @@ import json
 import logging
 import os
 import socket
-import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from datetime import datetime
@@ -76,7 +75,9 @@ class RankLog(logging.Handler):
         except OSError as error:
             if not self._is_told:
                 self._is_told = True
-                print(f"warning: {self._path.name} cannot be written: {error.strerror}", file=sys.stderr)
+                # Unbuffered: the output of most ranks goes to this very file, and must not fail again at their end.
+                with suppress(OSError):
+                    os.write(1, f"warning: {self._path.name} cannot be written: {error.strerror}\n".encode())
 
     def close(self) -> None:
         self._file.close()
