@@ -16,7 +16,8 @@ from harness.ranks import make_world
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
+from paceline.checkpoints.store import Retention, find_newest, open_checkpoint, read_as_told
+from paceline.errors import CheckpointError
 
 RENAME_S, FSYNC_S, STALE_S = 3.0, 1.0, 2.0
 MOST_STALL_S = 0.5
@@ -288,3 +289,27 @@ def test_fake_stale_listing_a_reader_finds_the_newest_all_the_same(
     save(manager, 9)  # with eyes open again, what was overlooked is dropped
     check_that_the_newest_is(tmp_path, 9)
     assert [step_of(path) for path in step_folders(tmp_path)] == [9, 8]
+
+
+def test_a_rank_waits_until_it_sees_what_another_one_has_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(open_manager(tmp_path), 1)
+    final = tmp_path / "step-00000001"
+    hidden = final.rename(tmp_path / "not seen yet")
+    looks = []
+
+    def appear(_: float) -> None:  # in place of the pause between two looks
+        looks.append(final.exists())
+        if len(looks) == 3:
+            hidden.rename(final)
+
+    monkeypatch.setattr(store.time, "sleep", appear)
+    assert read_as_told(final).step == 1
+    assert looks == [False, False, False]
+
+
+def test_a_rank_that_never_sees_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "_SIGHT_S", 0.05)
+    with pytest.raises(CheckpointError, match="damaged and was not used"):
+        read_as_told(tmp_path / "step-00000001")

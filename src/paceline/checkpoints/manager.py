@@ -177,7 +177,8 @@ class CheckpointManager:
                 seals.update(self._collect_notes(temporary))
                 self._commit(temporary, seals, state, about, is_best)
             else:
-                self._leave_note(temporary, {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()})
+                note = {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()}
+                store.with_one_retry("leaving a note", lambda: self._leave_note(temporary, note))
             self._failures_in_a_row = 0
             self.last_save_s = time.monotonic() - started
         except Exception as error:  # not Ctrl-C, which ends the run
@@ -226,7 +227,7 @@ class CheckpointManager:
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"rank {rank} did not write its part within {_PEERS_TIMEOUT_S:.0f} s")
                 time.sleep(_POLL_S)
-            found = json.loads(note.read_text())
+            found = json.loads(store.with_one_retry("reading a note", note.read_text))
             if "error" in found:
                 raise OSError(f"rank {rank}: {found['error']}")
             seals.update({name: FileSeal(*values) for name, values in found.items()})

@@ -46,6 +46,7 @@ _TEMPORARY, _DAMAGED, _SUPERSEDED = ".tmp-", "damaged-", "superseded-"
 # What a network file system says when a server was busy or a cached handle is too old: soon it may work again.
 _PASSING = (errno.EIO, errno.ESTALE)
 RETRY_PAUSE_S = 0.5
+_SIGHT_S, _SIGHT_POLL_S = 5.0, 0.1  # how long a machine may not see what another has written
 _T = TypeVar("_T")
 
 
@@ -155,6 +156,18 @@ def open_checkpoint(path: Path) -> Checkpoint:
         return with_one_retry(f"reading {path.name}", lambda: _verified(path))
     except DamagedCheckpoint as found:
         raise damaged_error(path, found) from found
+
+
+def read_as_told(path: Path) -> Checkpoint:
+    """A checkpoint another rank has verified. On a shared disk it may take a moment until this machine sees it too."""
+    deadline = time.monotonic() + _SIGHT_S
+    while True:
+        try:
+            return Checkpoint(path, read_manifest(path), read_state(path))
+        except DamagedCheckpoint as found:
+            if time.monotonic() > deadline:
+                raise damaged_error(path, found) from found
+        time.sleep(_SIGHT_POLL_S)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:
