@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +11,7 @@ import pytest
 from PIL import Image
 
 import paceline as package
-from harness.cli import command, environment, paceline
+from harness.cli import command, paceline
 from harness.runs import read_results, step_losses
 from paceline.data.sources.shapes import CLASSES, make_shapes
 from paceline.metrics.recorder import read_rows
@@ -193,33 +190,3 @@ def test_rehearsal_does_two_steps_of_everything(tmp_path: Path) -> None:
     assert "rehearsal" in folder.name
     # An epoch has two steps here: the first act ends one, so its checkpoint is also the best.
     assert {path.name for path in folder.glob("checkpoints/step-*")} == {"step-00000002", "step-00000004"}
-
-
-def test_interrupt_leaves_no_process_behind(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "paceline", "train", "--processes", "2", "--log-frequency", "1"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    surroundings = environment(PYTHONUNBUFFERED="1")
-    with subprocess.Popen(
-        arguments, cwd=tmp_path, env=surroundings, text=True, start_new_session=True, **pipes
-    ) as process:
-        assert process.stdout is not None
-        assert any(line.startswith("step 3/") for line in process.stdout)
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
-        _, errors = process.communicate(timeout=30)
-    assert process.returncode == 130
-    assert errors.strip() in ("interrupted", "interrupted; every rank was stopped")  # whoever was first to notice
-    assert not processes_below(tmp_path)
-    (status,) = tmp_path.glob("runs/*/status.json")
-    assert json.loads(status.read_text())["reason"] == "interrupted by the user"
-
-
-def processes_below(folder: Path) -> list[str]:
-    """Commands of live processes whose working folder this is."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "cwd").resolve() == folder.resolve():
-                found.append((entry / "cmdline").read_text().replace("\0", " "))
-        except OSError:
-            continue
-    return found

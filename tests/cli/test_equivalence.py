@@ -93,7 +93,7 @@ def test_without_exact_a_plain_model_agrees_within_the_tolerance(tmp_path: Path)
 def test_a_failed_run_ends_the_study_with_its_error_and_code(tmp_path: Path) -> None:
     answer = paceline("equivalence", *QUICK, "--base-lr=1e30", "--output-dir=study", cwd=tmp_path)
     assert answer.code == 5, answer
-    assert answer.err.startswith("error: the training loss is")
+    assert answer.err.startswith("error: the loss is")
     assert answer.err.count("error: ") == 1
     assert "the run on 1 process failed with exit code 5" in answer.out
     assert [path.name for path in (tmp_path / "study").iterdir()] == ["world-1"]

@@ -2,73 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from harness import batchnorm_model
-from harness.cli import environment, paceline
+from harness.cli import paceline
+from harness.processes import kill_all_in, started
 from harness.runs import read_results
 from paceline.checkpoints.store import open_checkpoint
-
-GONE_DEADLINE_S = 20
-
-
-def processes_in(folder: Path) -> list[int]:
-    """Live processes whose working folder this is; a launcher's death does not end its ranks."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if (entry / "cwd").resolve() == folder.resolve():
-                found.append(int(entry.name))
-        except OSError:  # gone meanwhile, or a zombie
-            continue
-    return found
-
-
-def kill_all_in(folder: Path) -> int:
-    """Everything at once, as a machine dies. Returns how many were there."""
-    victims = processes_in(folder)
-    deadline = time.monotonic() + GONE_DEADLINE_S
-    while living := processes_in(folder):
-        assert time.monotonic() < deadline, f"still alive: {living}"
-        for pid in living:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    return len(victims)
-
-
-@contextmanager
-def started(*arguments: str, cwd: Path, **extra: str) -> Iterator[subprocess.Popen[str]]:
-    """A process whose lines are read while it runs. Nothing of it outlives the block."""
-    surroundings = environment(PYTHONUNBUFFERED="1", **extra)
-    with (
-        (cwd / "stderr.txt").open("w") as errors,
-        subprocess.Popen(
-            arguments,
-            cwd=cwd,
-            env=surroundings,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            start_new_session=True,
-        ) as process,
-    ):
-        try:
-            yield process
-        finally:
-            kill_all_in(cwd)
-    assert processes_in(cwd) == []
-
 
 QUICK = [
     *("train", "shapes-cnn", "--num-samples=640", "--global-batch-size=64", "--epochs=2", "--log-frequency=1"),
@@ -85,9 +28,8 @@ def outcome(folder: Path) -> dict[str, object]:
 
 def kill_at_step(arguments: list[str], cwd: Path, step: int, delay_s: float) -> int:
     """Start a run, kill all of it soon after a step was announced; returns how many processes died."""
-    with started(sys.executable, "-m", "paceline", *arguments, cwd=cwd) as process:
-        assert process.stdout is not None
-        assert any(line.startswith(f"step {step}/") for line in process.stdout), (cwd / "stderr.txt").read_text()
+    with started(*arguments, cwd=cwd) as run:
+        run.wait_for(f"step {step}/")
         time.sleep(delay_s)  # no waiting for anything: this is the random moment
         return kill_all_in(cwd)
 

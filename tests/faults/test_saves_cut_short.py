@@ -17,8 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from faults.ride import FLAGS, STEPS
 from faults.saving_child import save_for_ever, save_when_asked_to_stop
+from harness.cli import paceline
+from harness.processes import kill_all_in, started
 from harness.ranks import make_world, run_ranks
+from harness.runs import read_results
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import payload as payload_module
 from paceline.checkpoints.format import step_folders, step_of, verify
@@ -248,3 +252,32 @@ def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("latest", "step-00000002", "step-00000004", "step-00000006"),
     ]
+
+
+# Fault 5, as a scheduler does it: to a whole command, again and again, and it goes on from where each left it.
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(300)
+def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on_from(tmp_path: Path) -> None:
+    draw, folder = random.Random(5), tmp_path / "run" / "checkpoints"
+    reached = 0
+    for moment in (8, 14, 20, 26):
+        with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
+            run.wait_for(f"step {moment}/")
+            os.kill(run.process.pid, signal.SIGTERM)
+            time.sleep(draw.uniform(0, 0.4))  # no waiting for anything: this is the grace
+            kill_all_in(tmp_path)
+        for path in step_folders(folder):
+            verify(path)
+        newest, reports = find_newest(folder)
+        assert newest is not None
+        assert reports == []
+        # The save of five steps earlier was waited for when the next one began.
+        assert max(reached, moment - 9) <= newest.step
+        reached = newest.step
+    answer = paceline(*FLAGS, "--resume=auto", cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert f"resumed   at step {reached}" in answer.out
+    assert read_results(tmp_path / "run")["steps"] == STEPS
+    assert not list(folder.glob(".tmp-*"))

@@ -76,9 +76,15 @@ def _parse_fault(number: int, text: str, where: str) -> Fault:
         raise UserError(f"the fault {kind} needs a step", where=where, got=text, hint=f"{kind} rank=0 step=10")
     if values.get("phase", "data") not in PHASES:
         raise UserError("unknown phase of a fault", where=where, got=text, allowed=", ".join(PHASES))
-    common = {name: values.pop(name) for name in _COMMON if name in values}
-    whole = {name: int(value) if name != "phase" else value for name, value in common.items()}
-    return Fault(number, kind, values=values, **whole)
+    return Fault(
+        number,
+        kind,
+        step=int(values.pop("step")),
+        rank=int(values.pop("rank", 0)),
+        phase=values.pop("phase", ""),
+        times=int(values.pop("times", 1)),
+        values=values,
+    )
 
 
 def _number(name: str, value: str, where: str, text: str) -> float:
@@ -89,5 +95,6 @@ def _number(name: str, value: str, where: str, text: str) -> float:
     except ValueError:
         number = -1.0
     if number < 0 or (name in _COMMON and number != int(number)):
-        raise UserError(f"{name} of a fault is not a number", where=where, got=text, allowed="0 or more; rank=* for all")
+        allowed = "0 or more; rank=* for every rank"
+        raise UserError(f"{name} of a fault is not a number", where=where, got=text, allowed=allowed)
     return number

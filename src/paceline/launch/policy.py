@@ -46,7 +46,7 @@ def decide(
     if len(stuck) >= _MOST_AT_ONE_STEP and len({failure.step for failure in stuck[-_MOST_AT_ONE_STEP:]}) == 1:
         return Decision(False, f"step {last.step} failed {_MOST_AT_ONE_STEP} times without progress")
     if len(failures) > max_restarts:
-        return Decision(False, "no restarts were asked for" if max_restarts == 0 else f"{max_restarts} restarts are used up")
+        return Decision(False, f"{max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0")
     pause = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
     return Decision(True, "", _choose_world(stuck, worlds), pause)
 

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import time
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from paceline.errors import EXIT_HANG, EXIT_INTERNAL
 from paceline.launch.attempt import AttemptEnd
 from paceline.launch.causes import is_peer_loss, name_cause
 from paceline.launch.watch import RankSight, stacks_path
-from paceline.runs.folder import RunFolder, write_json
+from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_json
 
 _LOG_LINES = 5
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -69,9 +68,7 @@ class FailureReport:
             file.write(json.dumps(content) + "\n")
 
 
-def report_failure(
-    end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts: int, oom_kills: int
-) -> FailureReport:
+def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts: int, oom_kills: int) -> FailureReport:
     culprit = _find_culprit(end, folder.stacks)
     beat, words = culprit.beat, culprit.words
     is_hung = bool(end.hung)
@@ -146,7 +143,7 @@ def _doing(sight: RankSight) -> str:
 
 
 def _age(sight: RankSight) -> float:
-    return time.monotonic() - sight.beat.since_s if sight.beat else 0.0
+    return max(0.0, sight.seen_at_s - sight.beat.since_s) if sight.beat else 0.0
 
 
 def _main_stack(path: Path) -> list[str]:
@@ -174,6 +171,8 @@ def _is_waiting(path: Path) -> bool:
 
 def _last_lines(path: Path) -> list[str]:
     try:
-        return path.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        lines = path.read_text(errors="replace").splitlines()
     except OSError:
         return []
+    starts = [number for number, line in enumerate(lines) if f"INFO {ATTEMPT_MARK} " in line]
+    return lines[(starts[-1] + 1 if starts else 0) :][-_LOG_LINES:]

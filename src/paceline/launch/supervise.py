@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from paceline.checkpoints.store import step_folders, step_of
+from paceline.checkpoints.format import step_folders, step_of
 from paceline.config.schema import GuardConfig
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
@@ -151,14 +151,17 @@ class Supervisor:
         return (bool(left) and all(left)) or self._stop is signal.SIGINT
 
     def _tell_stop(self, end: AttemptEnd) -> int:
-        status = self._job.folder.read_status()
-        saved = status.get("status") == "preempted"
+        folder = self._job.folder
+        status = folder.read_status()
+        saved, step = status.get("status") == "preempted", self._saved_step()
+        reason = "interrupted by the user" if self._stop is signal.SIGINT else status.get("reason", "")
         if saved:
-            what = f"stopped at step {status.get('step')} and saved ({status.get('reason')})"
+            what = f"stopped at step {status.get('step')} and saved ({reason})"
         else:
-            what = f"stopped; the newest checkpoint is of step {self._saved_step()}"
-            self._job.folder.write_status("failed", reason="interrupted by the user", step=self._saved_step())
-        print(f"\n{what}; go on with: --resume {self._job.folder.path}", file=sys.stderr)
+            newest = f"the newest checkpoint is of step {step}" if step else "nothing was saved"
+            what = f"stopped ({reason}); {newest}"
+        folder.write_status("preempted" if saved else "failed", step=status.get("step", 0), reason=reason)
+        print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
         if self._stop is signal.SIGINT:
             return EXIT_INTERRUPTED
         if saved and self._stop is not None:
@@ -183,7 +186,8 @@ class Supervisor:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop = self._stop or signal.Signals(number)
         self._pause.set()
-        self._attempts.signal_ranks(signal.SIGTERM)
+        name = signal.Signals(number).name
+        self._attempts.signal_ranks(number if name in self._job.guard.stop_signals else signal.SIGTERM)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-C: save if that takes no longer than a moment; a second one does not wait."""

@@ -36,6 +36,7 @@ class RankSight:
     beat: Beat | None = None
     words: LastWords | None = None
     memory_mb: deque[float] = field(default_factory=lambda: deque(maxlen=20))
+    seen_at_s: float = 0.0
     is_alive: bool = True
     was_ended_by_us: bool = False
 
@@ -92,8 +93,9 @@ class Watch:
         wants_memory = now - self._memory_at > _MEMORY_S
         for rank, pid in self._read_pids().items():
             sight = self.ranks.setdefault(rank, RankSight(rank, pid))
-            if not sight.is_alive:
+            if not sight.is_alive or self.hung:
                 continue
+            sight.seen_at_s = now
             # Alive is asked first: what a dead rank left behind is then complete.
             sight.is_alive = _is_alive(pid)
             sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
@@ -124,9 +126,8 @@ class Watch:
         ]
         if not late or self.hung or self._first_end_at is not None:
             return
-        self.hung = late
+        self.hung = late  # what was seen now counts: the signal for the stacks may wake a sleeper up
         self._collect_stacks()
-        self._look()
         self.signal_all(signal.SIGKILL)
 
     def _collect_stacks(self) -> None:

@@ -42,7 +42,7 @@ def leave_last_words(screen: str, code: int, error: BaseException | None = None)
         traceback="\n".join(lines),
         said_at_s=time.monotonic(),
     )
-    path = words_path(Path(folder), int(os.environ.get("RANK", 0)))
+    path = words_path(Path(folder), int(os.environ.get("RANK", "0")))
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(words)))
     draft.rename(path)

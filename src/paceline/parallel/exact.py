@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from paceline.parallel.collectives import tree_sum
 from paceline.world.detect import World
 
-
 PASSENGERS = 2  # numbers that ride along with the gradients: whether to stop, and the loss
 
 

@@ -25,6 +25,7 @@ from paceline.runs import lock
 
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
+ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 
 

@@ -31,7 +31,7 @@ _log = logging.getLogger("paceline")
 _RECENT = 50
 _FEWEST = 10  # losses before a jump can be told from the usual noise
 _MOST_ROLLBACKS = 3
-_MOST_IDS = 20
+_MOST_IDS = 8
 
 
 class RollBack(Exception):

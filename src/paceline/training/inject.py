@@ -17,8 +17,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.checkpoints.format import MANIFEST
-from paceline.checkpoints.store import step_folders
+from paceline.checkpoints.format import MANIFEST, step_folders
 from paceline.config.faults import EVERY_RANK, Fault
 from paceline.data.loader import Batch
 from paceline.errors import EXIT_INTERNAL, PacelineError
@@ -121,7 +120,8 @@ class Faults:
         elif fault.kind == "hang":
             time.sleep(_FOR_EVER_S)
         elif fault.kind == "freeze":
-            ctypes.PyDLL(None).sleep(_FOR_EVER_S)  # PyDLL keeps the interpreter's lock
+            while True:  # PyDLL keeps the interpreter's lock; a signal ends one sleep
+                ctypes.PyDLL(None).sleep(_FOR_EVER_S)
         elif fault.kind == "raise":
             raise RuntimeError(f"injected: {fault}")
         elif fault.kind == "exit":

@@ -81,7 +81,8 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
 def _resume_or_start(config: Config, world: World, place: RunPlace, rig: Rig, console: Console) -> TrainState:
     if place.resume_from is None:
         return TrainState()
-    checkpoint = choose_checkpoint(place.resume_from, world, prefer_best=config.run.best_is_latest and not place.is_restart)
+    prefer_best = config.run.best_is_latest and not place.is_restart
+    checkpoint = choose_checkpoint(place.resume_from, world, prefer_best=prefer_best)
     if checkpoint is None:
         console.note(f"note      no whole checkpoint is left in {place.resume_from}; starting from the beginning")
         return TrainState()

@@ -36,6 +36,6 @@ class Stragglers:
                 self.named.append(rank)
                 if self._world.is_primary:
                     _log.warning(
-                        "warning: rank %d is slow: %.1f times the others\' work time since some steps (step %d)",
+                        "warning: rank %d is slow: %.1f times the others' work time since some steps (step %d)",
                         *(rank, mine / max(usual, 1e-9), step),
                     )

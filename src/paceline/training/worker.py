@@ -19,7 +19,7 @@ from paceline.errors import PacelineError, Preempted
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text
 from paceline.runs.environment import describe_environment
-from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_atomically, write_json
 from paceline.runs.place import RunPlace, decide_place
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
@@ -45,7 +45,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
         place = _agree_on_place(loaded, world, environment)
         folder = RunFolder(place.folder)
         folder.create()
-        _open_log(folder, world)
+        _open_log(folder, world, environment.attempt)
         guards.open_folder(config, world, folder, environment.attempt)
         is_owner = world.is_primary and not environment.is_supervised  # a supervisor holds it over all attempts
         with folder.owned() if is_owner else nullcontext():
@@ -62,7 +62,8 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         run = rehearse if config.run.rehearse else train
         results = run(config, world, place, guards)
     except Preempted as stopped:
-        _log.info("rank %d: %s", world.rank, stopped.what)
+        if not world.is_primary:  # the primary's words are for the console, where they stand already
+            _log.info("rank %d: %s", world.rank, stopped.what)
         raise
     except BaseException as error:
         what = _in_words(error)
@@ -102,7 +103,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
     return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, is_restart)
 
 
-def _open_log(folder: RunFolder, world: World) -> None:
+def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
     """Each rank's own file. All but the primary's output goes there, native libraries' included."""
     path = folder.log_of(world.rank)
     handler = logging.FileHandler(path)
@@ -110,6 +111,7 @@ def _open_log(folder: RunFolder, world: World) -> None:
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
     _log.propagate = False
+    _log.info("%s %d", ATTEMPT_MARK, attempt)
     if world.is_primary:
         console = logging.StreamHandler(sys.stdout)
         console.setFormatter(logging.Formatter("%(message)s"))

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import PacelineError
 from paceline.world.detect import RankEnvironment, World
@@ -57,7 +59,7 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
     dist.destroy_process_group()
 
 
-def _meet(world: World, environment: RankEnvironment) -> dist.Store:
+def _meet(world: World, environment: RankEnvironment) -> Store:
     """The store of this attempt, with every rank present."""
     timeout_s = float(os.environ.get(START_TIMEOUT, _START_TIMEOUT_S))
     address = f"{environment.store_host}:{environment.store_port}"
@@ -65,7 +67,7 @@ def _meet(world: World, environment: RankEnvironment) -> dist.Store:
     if not is_server:
         _wait_for_server(environment, address, timeout_s)
     try:
-        server = dist.TCPStore(
+        server = TCPStore(
             environment.store_host,
             environment.store_port,
             is_master=is_server,
@@ -79,7 +81,7 @@ def _meet(world: World, environment: RankEnvironment) -> dist.Store:
             what, hint = f"what listens at {address} is not rank 0 of this run", "another MASTER_PORT"
         raise PacelineError(what, got=str(error).splitlines()[0][:200], hint=hint) from error
     # Under its own prefix: what a rank of an earlier attempt left in the launcher's store must not be taken up.
-    store = dist.PrefixStore(f"paceline/attempt-{environment.attempt}", server)
+    store = PrefixStore(f"paceline/attempt-{environment.attempt}", server)
     _call_the_roll(store, world, address, timeout_s)
     return store
 
@@ -87,23 +89,24 @@ def _meet(world: World, environment: RankEnvironment) -> dist.Store:
 def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
     """Until somebody listens at the address."""
     started = time.monotonic()
+    where = (environment.store_host, environment.store_port)
     while True:
         try:
-            socket.create_connection((environment.store_host, environment.store_port), timeout=_ANSWER_TIMEOUT_S).close()
+            socket.create_connection(where, timeout=_ANSWER_TIMEOUT_S).close()
             return
-        except socket.gaierror as error:
-            is_over, reason = time.monotonic() - started > min(timeout_s, _NAME_TIMEOUT_S), error
-            what = f"the ranks cannot meet: there is no host {environment.store_host!r}"
         except OSError as error:
-            is_over, reason = time.monotonic() - started > timeout_s, error
-            what = f"the ranks cannot meet: nobody answers at {address}"
-        if is_over:
-            hint = "MASTER_ADDR and MASTER_PORT must name rank 0's node and a free port there"
-            raise PacelineError(what, got=str(reason), hint=hint) from reason
+            is_name = isinstance(error, socket.gaierror)
+            if time.monotonic() - started > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
+                what = f"there is no host {where[0]!r}" if is_name else f"nobody answers at {address}"
+                raise PacelineError(
+                    f"the ranks cannot meet: {what}",
+                    got=str(error),
+                    hint="MASTER_ADDR and MASTER_PORT must name rank 0's node and a free port there",
+                ) from error
         time.sleep(_POLL_S)
 
 
-def _call_the_roll(store: dist.Store, world: World, address: str, timeout_s: float) -> None:
+def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -> None:
     names = [f"here/{rank}" for rank in range(world.world_size)]
     store.set(names[world.rank], world.host)
     try:
@@ -118,7 +121,7 @@ def _call_the_roll(store: dist.Store, world: World, address: str, timeout_s: flo
         ) from error
 
 
-def _part(store: dist.Store, world: World) -> None:
+def _part(store: Store, world: World) -> None:
     """Nobody closes connections while another still uses them, and rank 0, which may keep the store, goes last."""
     if world.world_size == 1:
         return

@@ -19,7 +19,9 @@ ATTEMPT_DIR = "PACELINE_ATTEMPT_DIR"  # where the ranks of an attempt leave thei
 # In the order in which a step passes through them: of two ranks in one step, the lower is behind.
 PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate", "finish", "left")
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
-_RECORD = struct.Struct("=qqqqdd")  # pid, step, phase, largest microbatch that fitted, since, deadline
+# number of the beat, pid, step, phase, largest microbatch that fitted, since, deadline, number again
+_RECORD = struct.Struct("=qqqqqddq")
+_TRIES = 5
 
 
 @dataclass(frozen=True)
@@ -50,13 +52,18 @@ class Pulse:
                 file.truncate(_RECORD.size)
                 self._memory = mmap.mmap(file.fileno(), _RECORD.size)
         self.step, self.phase, self.fitted = 0, "start", 0
+        self._beats = 0
         self._pid = os.getpid()
 
     def beat(self, phase: str, step: int, allowed_s: float) -> None:
         """The rank is in this phase now and should have left it in `allowed_s` seconds."""
         self.phase, self.step = phase, step
         now = time.monotonic()
-        _RECORD.pack_into(self._memory, 0, self._pid, step, _NUMBERS[phase], self.fitted, now, now + allowed_s)
+        self._beats = number = self._beats + 1
+        # One copy of the whole record. The same number at both ends tells a reader that it caught all of one beat.
+        self._memory[:] = _RECORD.pack(
+            number, self._pid, step, _NUMBERS[phase], self.fitted, now, now + allowed_s, number
+        )
 
 
 def pulse_path(attempt_dir: Path, rank: int) -> Path:
@@ -64,12 +71,15 @@ def pulse_path(attempt_dir: Path, rank: int) -> Path:
 
 
 def read_pulse(path: Path) -> Beat | None:
-    """None before the rank's first beat."""
-    try:
-        data = path.read_bytes()
-    except OSError:
-        return None
-    if len(data) < _RECORD.size:
-        return None
-    pid, step, phase, fitted, since, deadline = _RECORD.unpack(data)
-    return Beat(pid, step, PHASES[phase], fitted, since, deadline) if pid else None
+    """None before the rank's first beat, or when it beats too fast to be read just now."""
+    for _ in range(_TRIES):
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return None
+        if len(data) < _RECORD.size:
+            return None
+        first, pid, step, phase, fitted, since, deadline, last = _RECORD.unpack(data)
+        if first == last != 0:
+            return Beat(pid, step, PHASES[phase], fitted, since, deadline)
+    return None

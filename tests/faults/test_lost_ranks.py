@@ -1,0 +1,138 @@
+"""Faults 1, 21, 23: ranks that die, once or again and again, and what the supervisor makes of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+
+from faults.ride import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, ride_undisturbed
+from harness.cli import paceline
+from harness.processes import started
+
+RECOVERIES: list[float] = []
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
+    return {
+        strategy: ride_undisturbed(tmp_path_factory.mktemp(strategy), f"--strategy={strategy}")
+        for strategy in ("ddp", "fsdp")
+    }
+
+
+def step_in(line: str) -> int:
+    return int(re.findall(r"step (\d+)/", line)[0])
+
+
+def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> list[float]:
+    """Kill a random rank, a random moment after a random step, again and again; returns seconds to the next step."""
+    draw = random.Random(seed)
+    recoveries = []
+    with started(*FLAGS, f"--strategy={strategy}", cwd=folder) as run:
+        at = 0
+        for _ in range(kills):
+            at = draw.randrange(at + 1, at + (STEPS - 2) // kills)
+            seen = step_in(run.wait_for("step "))
+            while seen < at:
+                seen = step_in(run.wait_for("step "))
+            time.sleep(draw.uniform(0, 0.05))  # no waiting for anything: this is the random moment
+            victims = run.ranks()
+            assert len(victims) == 2
+            os.kill(draw.choice(victims), signal.SIGKILL)
+            killed_at = time.monotonic()
+            run.wait_for("resumed " if seen > 7 else "paceline ")
+            seen = step_in(run.wait_for("step "))
+            recoveries.append(time.monotonic() - killed_at)
+            at = max(at, seen)
+        assert run.wait() == 0, run.err
+    failures = read_failures(folder / "run")
+    assert len(failures) == kills
+    for failure in failures:
+        assert failure["cause"] == "killed"
+        # Five between two checkpoints, and a save that was under way when the rank died.
+        assert failure["lost_steps"] <= 10
+    return recoveries
+
+
+# Fault 1
+def test_a_killed_rank_costs_a_moment(tmp_path: Path, undisturbed: dict[str, dict[str, object]]) -> None:
+    kill_random_ranks(1, tmp_path, "ddp", kills=2)
+    assert outcome(tmp_path / "run") == undisturbed["ddp"]
+
+
+# Fault 1
+@pytest.mark.faults
+@pytest.mark.parametrize("seed", range(10))
+def test_twenty_killed_ranks(seed: int, tmp_path: Path, undisturbed: dict[str, dict[str, object]]) -> None:
+    strategy = "fsdp" if seed % 3 == 0 else "ddp"
+    RECOVERIES.extend(kill_random_ranks(100 + seed, tmp_path, strategy, kills=2))
+    assert outcome(tmp_path / "run") == undisturbed[strategy]
+    if seed == 9:
+        print(f"{len(RECOVERIES)} kills: p50 {statistics.median(RECOVERIES):.2f} s, max {max(RECOVERIES):.2f} s")
+        assert statistics.median(RECOVERIES) <= 6
+        assert max(RECOVERIES) <= 15
+
+
+# Fault 21
+def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
+    answer = paceline(*FLAGS, "--max-restarts=50", "--inject=raise rank=1 step=12 times=99", cwd=tmp_path)
+    assert answer.code == 70, answer
+    assert faults_struck(tmp_path / "run") == ["raise (rank 1, step 12)"] * 3
+    assert "not started again: step 12 failed 3 times without progress; --resume run goes on from step 10" in answer.err
+    failure = read_json(tmp_path / "run" / "failure.json")
+    assert (failure["rank"], failure["step"], failure["phase"]) == (1, 12, "forward")
+    assert "RuntimeError: injected: raise" in failure["traceback"]
+    assert read_json(tmp_path / "run" / "status.json")["status"] == "failed"
+    assert "Traceback" not in answer.err.replace(failure["traceback"], "")
+
+
+def test_restarts_are_counted(tmp_path: Path) -> None:
+    faults = "kill rank=0 step=7; kill rank=1 step=14; kill rank=0 step=22"
+    answer = paceline(*FLAGS, "--max-restarts=2", f"--inject={faults}", cwd=tmp_path)
+    assert answer.code == 70, answer
+    assert len(faults_struck(tmp_path / "run")) == 3
+    assert [failure["step"] for failure in read_failures(tmp_path / "run")] == [7, 14, 22]
+    assert "attempt 3 of 3 failed" in answer.err
+    assert "2 restarts are used up" in answer.err
+
+
+# Fault 23
+@pytest.mark.faults
+def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
+    # The kernel's killer cannot be called here without a memory cgroup of our own; what it leaves behind can:
+    # memory that grew, and a SIGKILL nobody of us sent.
+    flags = [*FLAGS, "--max-restarts=0", "--inject=leak rank=1 step=12 megabytes=1500; kill rank=1 step=13"]
+    answer = paceline(*flags, cwd=tmp_path)
+    assert answer.code == 70, answer
+    assert len(faults_struck(tmp_path / "run")) == 2
+    assert re.search(r"killed, likely out of memory \(memory went from [\d,]+ to 1,[\d,]+ MB\)", answer.err), answer.err
+    assert "the largest microbatch that fitted had 32 samples" in answer.err
+    assert "--auto-microbatch" in answer.err
+
+
+def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--auto-microbatch", "--inject=oom rank=1 step=12 above=16"]
+    answer = paceline(*flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert faults_struck(tmp_path / "run") == ["oom (rank 1, step 12)"]
+    assert "out of memory; the largest microbatch that fitted had 32 samples" in answer.err
+    assert "2 microbatches instead of 1 on every rank" in answer.err
+    assert "batch     64 = 2 ranks x 32 (2 microbatches of 16)" in answer.out
+    assert read_json(tmp_path / "run" / "results.json")["steps"] == STEPS
+
+
+@pytest.mark.faults
+def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
+    flags = [*FLAGS, "--processes=1:2", "--lanes=2", "--inject=kill rank=1 step=12 times=99"]
+    answer = paceline(*flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert len(faults_struck(tmp_path / "run")) == 2
+    assert "started again from step 10 on 1 ranks (attempt 3)" in answer.err
+    assert read_json(tmp_path / "run" / "results.json")["world_size"] == 1

@@ -1,0 +1,175 @@
+"""Faults 2, 3, 4: asked to stop by a person, a scheduler, or the death of the launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from faults.ride import FLAGS, outcome, read_json, ride_undisturbed
+from harness.cli import paceline
+from harness.processes import Started, seconds_until_empty, started
+from paceline.checkpoints.format import step_folders, step_of, verify
+from paceline.launch.requeue import job_to_requeue
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    return ride_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def last_step(run: Started) -> int:
+    return int([line for line in run.lines if line.startswith("step ")][-1].split()[1].partition("/")[0])
+
+
+def check_saved_stop(run: Started, folder: Path, reason: str) -> None:
+    """Saved at the step after which it stopped; the checkpoint is whole."""
+    status = read_json(folder / "run" / "status.json")
+    assert (status["status"], status["reason"]) == ("preempted", reason)
+    newest = step_folders(folder / "run" / "checkpoints")[0]
+    assert step_of(newest) == status["step"] == last_step(run)
+    verify(newest)
+
+
+def go_on(folder: Path, undisturbed: dict[str, object]) -> None:
+    answer = paceline(*FLAGS, "--resume=auto", cwd=folder)
+    assert answer.code == 0, answer
+    assert outcome(folder / "run") == undisturbed
+
+
+# Fault 3
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+def test_a_polite_stop_saves_and_can_go_on(
+    number: signal.Signals, tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    with started(*FLAGS, cwd=tmp_path) as run:
+        run.wait_for("step 12/")
+        os.kill(run.process.pid, number)
+        if number is signal.SIGTERM:
+            os.kill(run.process.pid, number)  # a second one changes nothing
+        sent_at, step = time.monotonic(), last_step(run)
+        assert run.wait() == 75, run.err
+        # Two seconds of the table, and two for processes that start and end on a busy machine.
+        assert time.monotonic() - sent_at <= 4
+        assert last_step(run) <= step + 3  # what was under way, one step to agree, lines still in the pipe
+        check_saved_stop(run, tmp_path, number.name)
+        assert f"stopped at step {last_step(run)} and saved ({number.name})" in run.err
+    if number is signal.SIGTERM:
+        go_on(tmp_path, undisturbed)
+
+
+def test_a_signal_to_one_rank_stops_all_at_one_step(tmp_path: Path) -> None:
+    with started(*FLAGS, cwd=tmp_path) as run:
+        run.wait_for("step 9/")
+        os.kill(run.ranks()[1], signal.SIGUSR1)
+        assert run.wait() == 75, run.err
+        check_saved_stop(run, tmp_path, "SIGUSR1")
+
+
+def test_signals_to_everybody_at_once(tmp_path: Path) -> None:
+    # What Slurm does: every process of the job gets it, servers of the supervisor included.
+    with started(*FLAGS, cwd=tmp_path) as run:
+        run.wait_for("step 9/")
+        os.killpg(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 75, run.err
+        check_saved_stop(run, tmp_path, "SIGTERM")
+
+
+@pytest.mark.faults
+def test_notice_is_used_for_training(tmp_path: Path) -> None:
+    with started(*FLAGS, "--epochs=30", "--notice=6", cwd=tmp_path) as run:
+        run.wait_for("step 9/")
+        os.kill(run.process.pid, signal.SIGTERM)
+        sent_at = time.monotonic()
+        assert run.wait() == 75, run.err
+        assert 3 <= time.monotonic() - sent_at <= 6.5  # it went on for a while, and was through before the kill
+        assert last_step(run) > 30
+        check_saved_stop(run, tmp_path, "SIGTERM")
+
+
+# Fault 2
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    with started(*FLAGS, cwd=tmp_path) as run:
+        run.wait_for("step 12/")
+        run.process.kill()
+        assert seconds_until_empty(tmp_path, limit_s=10) <= 3
+        check_saved_stop(run, tmp_path, "the supervisor died")
+    go_on(tmp_path, undisturbed)
+
+
+def test_interrupt_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
+    with started(*FLAGS, cwd=tmp_path) as run:
+        run.wait_for("step 12/")
+        os.killpg(run.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        assert seconds_until_empty(tmp_path, limit_s=10) <= 3
+        assert run.wait() == 130
+        check_saved_stop(run, tmp_path, "interrupted by the user")
+        assert run.err.count("\n") == 2, run.err
+
+
+def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
+    # The ranks hang, so they would not come to a step boundary.
+    with started(*FLAGS, "--inject=hang rank=1 step=12", cwd=tmp_path) as run:
+        run.wait_for("step 11/")
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "run" / "faults.jsonl").exists():
+            assert time.monotonic() < deadline
+        os.killpg(run.process.pid, signal.SIGINT)
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert seconds_until_empty(tmp_path, limit_s=10) <= 2
+        assert run.wait() == 130
+        assert "the newest checkpoint is of step 10" in run.err
+
+
+@pytest.mark.faults
+def test_an_interrupt_of_ranks_that_hang_takes_three_seconds(tmp_path: Path) -> None:
+    with started(*FLAGS, "--inject=hang rank=1 step=12", cwd=tmp_path) as run:
+        run.wait_for("step 11/")
+        deadline = time.monotonic() + 20
+        while not (tmp_path / "run" / "faults.jsonl").exists():
+            assert time.monotonic() < deadline
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert seconds_until_empty(tmp_path, limit_s=10) <= 3
+        assert run.wait() == 130
+
+
+# Fault 4
+def write_fake_scontrol(folder: Path) -> Path:
+    (folder / "bin").mkdir()
+    script = folder / "bin" / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls.txt\n')
+    script.chmod(0o755)
+    return folder / "calls.txt"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "calls"),
+    [
+        ({"SLURM_JOB_ID": "71"}, ["requeue 71"]),
+        ({"SLURM_JOB_ID": "72", "SLURM_ARRAY_JOB_ID": "70", "SLURM_ARRAY_TASK_ID": "2"}, ["requeue 70_2"]),
+        ({}, []),
+    ],
+    ids=["job", "array", "laptop"],
+)
+@pytest.mark.faults
+def test_a_fake_slurms_warning_requeues_once(tmp_path: Path, slurm: dict[str, str], calls: list[str]) -> None:
+    file = write_fake_scontrol(tmp_path)
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    with started(*FLAGS, cwd=tmp_path, PATH=path, **slurm) as run:
+        run.wait_for("step 9/")
+        os.kill(run.process.pid, signal.SIGUSR1)
+        os.kill(run.process.pid, signal.SIGUSR1)
+        assert run.wait() == 75, run.err
+    assert (file.read_text().splitlines() if file.exists() else []) == calls
+
+
+def test_which_job_goes_back_into_the_queue() -> None:
+    job = {"SLURM_JOB_ID": "7"}
+    assert job_to_requeue("SIGUSR1", job) == "7"
+    assert job_to_requeue("SIGUSR2", {**job, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "0"}) == "5_0"
+    assert job_to_requeue("SIGTERM", job) is None  # Slurm requeues what it preempts
+    assert job_to_requeue("SIGUSR1", {**job, "SLURM_NODEID": "1"}) is None
+    assert job_to_requeue("SIGUSR1", {}) is None
