@@ -261,13 +261,14 @@ def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path:
 @pytest.mark.timeout(300)
 def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on_from(tmp_path: Path) -> None:
     draw, folder = random.Random(5), tmp_path / "run" / "checkpoints"
-    reached = 0
+    reached, codes = 0, []
     for moment in (8, 14, 20, 26):
         with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
             run.wait_for(f"step {moment}/")
             os.kill(run.process.pid, signal.SIGTERM)
             time.sleep(draw.uniform(0, 0.4))  # no waiting for anything: this is the grace
             kill_all_in(tmp_path)
+            codes.append(run.wait())
         for path in step_folders(folder):
             verify(path)
         newest, reports = find_newest(folder)
@@ -276,6 +277,7 @@ def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on
         # The save of five steps earlier was waited for when the next one began.
         assert max(reached, moment - 9) <= newest.step
         reached = newest.step
+    assert -signal.SIGKILL in codes  # for some of them the grace was too short
     answer = paceline(*FLAGS, "--resume=auto", cwd=tmp_path)
     assert answer.code == 0, answer
     assert f"resumed   at step {reached}" in answer.out
