@@ -19,6 +19,7 @@ import torch
 from faults import disks, small_disk_child
 from harness.cli import environment
 from harness.ranks import make_world
+from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention
@@ -203,11 +204,16 @@ def test_a_folder_that_is_deleted_ends_the_run_and_stays_deleted(stories: dict[s
     assert "step 6/18" not in story["out"]
 
 
-def test_a_save_into_a_deleted_folder_does_not_bring_it_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_seen", [True, False], ids=["seen at once", "fake: seen when it writes"])
+def test_a_save_into_a_deleted_folder_does_not_bring_it_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool
+) -> None:
     manager = CheckpointManager(
         tmp_path / "run", make_world(0, 1), is_sharded=False, retention=Retention(), is_async=True
     )
     shutil.rmtree(tmp_path / "run")
+    if not is_seen:
+        monkeypatch.setattr(store, "free_bytes", lambda _: 10**12)
     manager.save({"model": {"w": torch.zeros(3)}}, {"step": 1}, {"step": 1}, is_best=False)
     with pytest.raises(CheckpointError, match="cannot be written any more"):
         manager.wait()
