@@ -15,13 +15,15 @@ EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test test-extras test-slow lint type check format clean
+.PHONY: help setup train test test-extras test-faults test-slow soak lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train       train the default recipe on this machine (RECIPE=name ARGS='--epochs 3')"
 	@echo "make test        run the tests (minutes)"
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
+	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
+	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make check       lint, type, test: what a commit must pass"
 	@echo "make setup       only bring .venv up to date"
@@ -53,11 +55,18 @@ train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults" -n 2 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
 	PACELINE_REQUIRE_EXTRAS=1 $(EXTRAS_BIN)/python -m pytest -m "not slow and not gpu" $(EXTRAS_TESTS) $(ARGS)
+
+# One at a time: they measure how fast a run recovers.
+test-faults: setup
+	$(BIN)/python -m pytest -m "faults" tests/faults $(ARGS)
+
+soak: setup
+	$(BIN)/python benchmarks/reliability.py soak $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)

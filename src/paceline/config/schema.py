@@ -77,6 +77,9 @@ class DataConfig:
     cutout: Count = 0
     """Side of a square blanked out at random in each training image; 0 for none."""
 
+    unreadable: Count = 0
+    """Pictures of a folder that may turn out to be unreadable; each is replaced by a grey one, and named."""
+
     num_workers: Annotated[int, Range(low=0, high=256), _alias("workers")] = 2
     """Threads per rank that read image files (data sets that fit in memory need none)."""
 

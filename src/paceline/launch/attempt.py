@@ -35,7 +35,7 @@ class Attempt:
     processes: int
     rank_main: RankMain  # importable by name: the server that forks the ranks looks it up
     arguments: list[str]
-    stacks_dir: Path
+    stacks_of: Callable[[int], Path]  # where a rank's stacks go
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Attempts:
             workers = agent.get_worker_group().workers
             return {worker.global_rank: worker.id for worker in workers if worker.id}
 
-        self._watch = watch = Watch(attempt_dir, attempt.stacks_dir, read_pids)
+        self._watch = watch = Watch(attempt_dir, attempt.stacks_of, read_pids)
         watch.start()
         try:
             agent.run()

@@ -6,15 +6,17 @@ import json
 import re
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import EXIT_HANG, EXIT_INTERNAL
 from paceline.launch.attempt import AttemptEnd
 from paceline.launch.causes import is_peer_loss, name_cause
-from paceline.launch.watch import RankSight, stacks_path
+from paceline.launch.watch import RankSight
 from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_json
 
 _LOG_LINES = 5
@@ -69,7 +71,8 @@ class FailureReport:
 
 
 def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts: int, oom_kills: int) -> FailureReport:
-    culprit = _find_culprit(end, folder.stacks)
+    stacks_of = partial(folder.stacks_of, attempt)
+    culprit = _find_culprit(end, stacks_of)
     beat, words = culprit.beat, culprit.words
     is_hung = bool(end.hung)
     code = end.exit_codes.get(culprit.rank)
@@ -82,7 +85,7 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         oom_kills=oom_kills,
         is_hung=is_hung,
     )
-    stands_at = _line_of(stacks_path(folder.stacks, culprit.rank)) if is_hung else None
+    stands_at = _line_of(stacks_of(culprit.rank)) if is_hung else None
     if is_hung:
         what = f"rank {culprit.rank} made no progress for {_age(culprit):.0f} s"
         hint: str | None = f"every rank's stack is in {folder.stacks}; --hang-timeout sets the deadline"
@@ -109,14 +112,14 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
     )
 
 
-def _find_culprit(end: AttemptEnd, stacks_dir: Path) -> RankSight:
+def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankSight:
     """The rank behind the failure: hung and behind all others; else gone without a word; else first to speak."""
     ranks = list(end.ranks.values())
     if end.hung:
         behind = min(sight.beat.place for sight in ranks if sight.beat)
         candidates = [sight for sight in ranks if sight.beat and sight.beat.place == behind]
         # Of several in one place, those that wait for others stand inside a collective.
-        alone = [sight for sight in candidates if not _is_waiting(stacks_path(stacks_dir, sight.rank))]
+        alone = [sight for sight in candidates if not _is_waiting(stacks_of(sight.rank))]
         return (alone or candidates)[0]
     speechless = [s for s in ranks if s.words is None and not s.was_ended_by_us and end.exit_codes.get(s.rank) != 0]
     if speechless:

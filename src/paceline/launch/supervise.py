@@ -7,13 +7,13 @@ newest checkpoint and starts again. A person reads one screen; a scheduler reads
 from __future__ import annotations
 
 import itertools
-import shutil
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
@@ -88,13 +88,15 @@ class Supervisor:
     # --- An attempt
 
     def _attempt(self, number: int, processes: int) -> AttemptEnd:
-        stacks = self._job.folder.stacks
-        if stacks.exists() and number == 1:
-            shutil.rmtree(stacks, ignore_errors=True)
+        folder = self._job.folder
         arguments = list(self._job.arguments)
         if self._accumulate != self._job.accumulate:
             arguments += ["--accumulate", str(self._accumulate)]
-        return self._attempts.run(Attempt(number, processes, self._job.rank_main, arguments, stacks))
+        stacks_of = partial(folder.stacks_of, number)
+        try:
+            return self._attempts.run(Attempt(number, processes, self._job.rank_main, arguments, stacks_of))
+        finally:
+            folder.drop_empty_stacks()
 
     def _decide(self, report: FailureReport, worlds: list[int], processes: int) -> Decision:
         if self._stop is not None:

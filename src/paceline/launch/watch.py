@@ -53,11 +53,13 @@ class RankSight:
 class Watch:
     """Watches the ranks of one attempt on this node until it is told that the attempt is over."""
 
-    def __init__(self, attempt_dir: Path, stacks_dir: Path, read_pids: Callable[[], dict[int, int]]) -> None:
+    def __init__(
+        self, attempt_dir: Path, stacks_of: Callable[[int], Path], read_pids: Callable[[], dict[int, int]]
+    ) -> None:
         self.ranks: dict[int, RankSight] = {}
         self.hung: list[int] = []  # ranks whose deadline passed
         self._attempt_dir = attempt_dir
-        self._stacks_dir = stacks_dir
+        self._stacks_of = stacks_of
         self._read_pids = read_pids
         self._over = threading.Event()
         self._first_end_at: float | None = None
@@ -136,14 +138,10 @@ class Watch:
         deadline = time.monotonic() + _STACKS_S
         sizes: list[int] = []
         while time.monotonic() < deadline:
-            before, sizes = sizes, [_size(stacks_path(self._stacks_dir, rank)) for rank in self.ranks]
+            before, sizes = sizes, [_size(self._stacks_of(rank)) for rank in self.ranks]
             if all(sizes) and sizes == before:
                 return
             self._over.wait(_LOOK_S)
-
-
-def stacks_path(stacks_dir: Path, rank: int) -> Path:
-    return stacks_dir / f"rank-{rank}.txt"
 
 
 def _size(path: Path) -> int:

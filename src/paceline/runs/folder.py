@@ -126,6 +126,17 @@ class RunFolder:
     def log_of(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
+    def stacks_of(self, attempt: int, rank: int) -> Path:
+        return self.stacks / f"attempt-{attempt}-rank-{rank}.txt"
+
+    def drop_empty_stacks(self) -> None:
+        """Every rank opens a file for its stacks; most never need it."""
+        for path in self.stacks.glob("*.txt"):
+            if path.stat().st_size == 0:
+                path.unlink()
+        with suppress(OSError):  # not empty, or not there
+            self.stacks.rmdir()
+
     def write_status(self, state: str, **details: Any) -> None:
         """state: running, preempted, finished or failed."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")

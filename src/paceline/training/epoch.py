@@ -112,10 +112,12 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
     state, last_step = ride.state, ride.rig.plan.last_step
     state.epoch_sums.add(loss, correct, samples)
     ride.stragglers.look(rows[:, 3], state.step)
+    if samples == 0:
+        return  # every step since the last line was left out, and told so
     memory = read_memory(ride.world.device)
     values = {
-        "loss": loss / max(samples, 1),
-        "accuracy": correct / max(samples, 1),
+        "loss": loss / samples,
+        "accuracy": correct / samples,
         "lr": lr,
         "throughput": interval.samples_per_s,
         "data_wait": interval.wait_share,

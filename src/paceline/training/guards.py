@@ -33,7 +33,7 @@ class Guards:
 
     def open_folder(self, config: Config, world: World, folder: RunFolder, attempt: int) -> None:
         """The run folder is known: stacks and the ledger of faults go there."""
-        self.watchdog.open_stacks(folder.stacks / f"rank-{world.rank}.txt")
+        self.watchdog.open_stacks(folder.stacks_of(attempt, world.rank))
         faults = parse_faults(config.guard.inject)
         if faults:
             self.faults = Faults(faults, world.rank, attempt, folder.faults, folder.checkpoints)

@@ -65,8 +65,7 @@ class Faults:
             if fault.kind not in _BATCH_FAULTS or fault.kind == "oom" or step != fault.step or not self._strike(fault):
                 continue
             if fault.kind == "inf-gradient":
-                parameter = next(p for p in model.parameters() if p.requires_grad)
-                self._hook = parameter.register_hook(lambda grad: torch.full_like(grad, float("inf")))
+                self._hook = _spoil_gradients(model)
                 continue
             inputs = batch.inputs.clone()
             if fault.kind == "nan":
@@ -152,6 +151,17 @@ def flip_a_bit(checkpoints: Path) -> Path:
     content[len(content) // 2] ^= 1
     victim.write_bytes(content)
     return victim
+
+
+def _spoil_gradients(model: nn.Module) -> torch.utils.hooks.RemovableHandle:
+    """The first layer's output stays what it is; what comes back to it is infinite."""
+    layers = [layer for layer in model.modules() if any(True for _ in layer.parameters(recurse=False))]
+
+    def spoil(_: nn.Module, __: object, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: torch.full_like(gradient, float("inf")))
+
+    return layers[0].register_forward_hook(spoil)
 
 
 def _leak(megabytes: float) -> None:

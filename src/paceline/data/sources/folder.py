@@ -8,8 +8,10 @@ so that adding pictures moves none. Pixels do not depend on the number of thread
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import struct
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +29,10 @@ EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif"
 MEAN = (0.485, 0.456, 0.406)  # of ImageNet, as pretrained weights expect
 STD = (0.229, 0.224, 0.225)
 TEST_ONE_IN = 5
+_GREY = 128
 LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE"
+
+_log = logging.getLogger("paceline")
 
 
 @dataclass(frozen=True)
@@ -39,10 +44,12 @@ class _Half:
 class FolderDataset:
     """Pictures read from disk, batch by batch."""
 
-    def __init__(self, half: _Half, side: int, num_workers: int) -> None:
+    def __init__(self, half: _Half, side: int, num_workers: int, unreadable: int = 0) -> None:
         self._paths = half.paths
         self._labels = torch.tensor(half.labels, dtype=torch.int64)
         self._side = side
+        self._allowed = unreadable
+        self._unreadable: set[int] = set()
         # Threads start with the first batch, so an unread data set costs none.
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
 
@@ -54,15 +61,27 @@ class FolderDataset:
         return len(self._paths)
 
     def read(self, indices: Tensor) -> Tensor:
-        paths = [self._paths[index] for index in indices.tolist()]
+        wanted = indices.tolist()
         run = self._pool.map if self._pool else map
-        batch = torch.empty((len(paths), 3, self._side, self._side), dtype=torch.uint8)
-        for place, picture in enumerate(run(self._read_one, paths)):
+        batch = torch.empty((len(wanted), 3, self._side, self._side), dtype=torch.uint8)
+        for place, picture in enumerate(run(self._read_one, wanted)):
             batch[place] = picture
         return batch
 
-    def _read_one(self, path: Path) -> Tensor:
-        return read_picture(path, self._side)
+    def _read_one(self, index: int) -> Tensor:
+        path = self._paths[index]
+        try:
+            return read_picture(path, self._side)
+        except DataError as error:
+            error.where = f"{path}, sample {index} (read by {threading.current_thread().name})"
+            is_new = index not in self._unreadable
+            self._unreadable.add(index)
+            if len(self._unreadable) > self._allowed:
+                error.hint = f"replace it, remove it, or allow for it: --unreadable {len(self._unreadable)}"
+                raise
+            if is_new:
+                _log.warning("warning: unreadable, grey instead: %s", error.where)
+            return torch.full((3, self._side, self._side), _GREY, dtype=torch.uint8)
 
 
 def read_picture(path: Path, side: int) -> Tensor:
@@ -102,7 +121,8 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
 def load(config: DataConfig, seed: int) -> LoadedData:
     info, train, test = _scan(config)
     side, workers = info.sample_shape[-1], config.num_workers
-    return LoadedData(info, FolderDataset(train, side, workers), FolderDataset(test, side, workers))
+    parts = [FolderDataset(half, side, workers, config.unreadable) for half in (train, test)]
+    return LoadedData(info, parts[0], parts[1])
 
 
 def picture_side(image_size: int) -> int:

@@ -1,0 +1,147 @@
+"""What the guards cost: two gloo ranks take the same steps with and without them, in turn.
+
+Guarded is what ships: pulses and deadlines at every phase, running statistics kept for the case that a step is dropped,
+the gradients' norm, the agreement that rides with the gradients, and the look at the numbers before the update. Bare is
+the same step without any of it. Called by reliability.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROUNDS, STEPS = 40, 25
+LIMIT = 0.02
+TARGET_S = 0.010
+
+
+def measure() -> tuple[list[str], bool]:
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["OMP_NUM_THREADS"] = "1"
+        mp.start_processes(_rank, args=(folder,), nprocs=2, start_method="spawn")  # type: ignore[no-untyped-call]
+        bare_ms, guarded_ms, share, low, high, batch = map(float, (Path(folder) / "answer").read_text().split())
+    lines = [
+        "| step without guards | with all of them | cost | 95 % interval of the median |",
+        "|---|---|---|---|",
+        f"| {bare_ms:.2f} ms | {guarded_ms:.2f} ms | {share:.2%} | {low:.2%} to {high:.2%} |",
+        "",
+        f"Two ranks, cnn, {batch:.0f} samples each; {ROUNDS} rounds of {STEPS} steps of each kind in turn.",
+    ]
+    return lines, share < LIMIT
+
+
+def _rank(rank: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    batch = 16
+    rides = _build(rank, folder, batch)
+    bare = statistics.median(_time(rides["bare"], STEPS) for _ in range(4))
+    batch = max(2, round(batch * TARGET_S / bare / 2) * 2)
+    sizes = torch.tensor([batch])
+    dist.broadcast(sizes, 0)
+    rides = _build(rank, folder, int(sizes))
+    for name in rides:
+        _time(rides[name], STEPS)
+    times: dict[str, list[float]] = {"bare": [], "guarded": []}
+    for round_number in range(ROUNDS):
+        # Each kind first every second time, so that neither is always the one after the other.
+        for name in ("bare", "guarded") if round_number % 2 else ("guarded", "bare"):
+            times[name].append(_time(rides[name], STEPS))
+    shares = sorted(g / b - 1 for b, g in zip(times["bare"], times["guarded"], strict=True))
+    middle, spread = len(shares) / 2, 1.96 * math.sqrt(len(shares)) / 2  # ranks of a median's interval
+    if rank == 0:
+        medians = [1000 * statistics.median(times[name]) for name in ("bare", "guarded")]
+        interval = [shares[math.floor(middle - spread)], shares[math.ceil(middle + spread) - 1]]
+        answer = [*medians, statistics.median(shares), *interval, float(sizes)]
+        (Path(folder) / "answer").write_text(" ".join(map(str, answer)))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _build(rank: int, folder: str, batch: int) -> dict[str, Any]:
+    """Two rides of the same recipe."""
+    from paceline.config.load import load_config
+    from paceline.runs.folder import RunFolder
+    from paceline.runs.place import RunPlace
+    from paceline.training.guards import Guards
+    from paceline.training.ride import open_ride
+    from paceline.world.detect import World
+    from paceline.world.pulse import Pulse
+    from paceline.world.watchdog import Watchdog
+
+    flags = ["--num-samples=2000", f"--global-batch-size={2 * batch}", "--track", "--skip-nonfinite=5"]
+    config = load_config("shapes-cnn", flags).config
+    world = World(rank, 2, rank, 2, "the benchmark", "here", "cpu", "gloo", 1)
+    rides = {}
+    for name in ("guarded", "bare"):
+        path = RunFolder(Path(folder) / f"{name}-{batch}")
+        path.create()
+        guards = Guards(Watchdog(Pulse(Path(folder) / f"{name}-{rank}.pulse"), is_supervised=True))
+        guards.watchdog.open_stacks(path.stacks_of(1, rank))
+        rides[name] = open_ride(config, world, RunPlace(path.path, None), guards, eval_batches=None)
+    rides["bare"] = _strip(rides["bare"], world)
+    return rides
+
+
+def _strip(ride: Any, world: Any) -> Any:
+    """The same ride with a step that looks at nothing."""
+    import torch
+
+    from paceline.parallel.apply import ParallelModel, _wrap_ddp
+    from paceline.training.step import StepReport, TrainStep
+
+    class BareGuards:
+        faults = None
+        watchdog = ride.guards.watchdog
+
+        def enter(self, phase: str, step: int) -> None:
+            pass
+
+    class BareStep(TrainStep):
+        def gradients(self, batch: Any, step: int, *, wants_stop: bool) -> StepReport:
+            sums, _ = self._run_share(batch, step, wants_stop)
+            return StepReport(sums, 0.0, 0.0, False, 0.0)
+
+    rig = ride.rig
+    module = rig.model.module
+    for parameter in module.parameters():
+        parameter.grad = None
+    model = ParallelModel(module, _wrap_ddp(module, torch.device("cpu")), "ddp", None)
+    rig.step = BareStep(model, rig.optimizer, None, ride.config, world)
+    rig.step.guards = BareGuards()
+    return dataclasses.replace(ride, rig=dataclasses.replace(rig, model=model), guards=BareGuards())
+
+
+def _time(ride: Any, steps: int) -> float:
+    """Seconds per step, on batches that are made before the clock starts."""
+    from itertools import islice
+
+    from paceline.training.epoch import _take_step
+
+    made = ride.rig.train_data.train_epoch(
+        seed=1, epoch=0, global_batch_size=ride.config.train.global_batch_size, first_step=0
+    )
+    batches = list(islice(made, min(steps, ride.rig.plan.steps_per_epoch)))
+    is_bare = ride.guards.faults is None and not hasattr(ride.guards, "stop")
+    began = time.perf_counter()
+    for number in range(steps):
+        batch = batches[number % len(batches)]
+        if is_bare:
+            report = ride.rig.step.gradients(batch, 0, wants_stop=False)
+            ride.rig.step.update(0, 1e-6, report)
+        else:
+            ride.guards.enter("data", 1)
+            _take_step(ride, batch, 1e-6)
+    return (time.perf_counter() - began) / steps

@@ -1,0 +1,137 @@
+"""Fault 11: losses and gradients that are not numbers, and losses that jump."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from faults.ride import faults_struck
+from harness import batchnorm_model
+from harness.ranks import run_ranks
+from harness.runs import quick_config, step_losses
+from paceline.checkpoints.format import step_folders, step_of, verify
+from paceline.errors import NonFiniteError
+from paceline.runs.folder import RunFolder
+from paceline.runs.place import RunPlace
+from paceline.training.guards import Guards
+from paceline.training.loop import train
+from paceline.world.detect import World
+
+NORMALISED = f"--model-name={batchnorm_model.__file__}:build"
+STRATEGIES = {
+    "ddp": (2, ("--strategy=ddp",)),
+    "exact": (2, ("--exact", "--lanes=4")),
+    "fsdp": (2, ("--strategy=fsdp",)),
+    "single": (1, ()),
+}
+
+
+def ride(world: World, path: str, flags: tuple[str, ...], inject: str) -> dict[str, Any]:
+    """Train 18 steps with a fault; what came of it, on this rank."""
+    folder = RunFolder(Path(path))
+    folder.create()
+    config = quick_config("--save-steps=3", *flags, f"--inject={inject}")
+    guards = Guards()
+    guards.open_folder(config, world, folder, attempt=1)
+    try:
+        results = train(config, world, RunPlace(folder.path, None), guards)
+    except NonFiniteError as error:
+        return {"error": error.what, "got": error.got, "hint": error.hint, "step": guards.watchdog.pulse.step}
+    return results
+
+
+def weights_in(folder: Path) -> torch.Tensor:
+    newest = step_folders(folder / "checkpoints")[0]
+    verify(newest)
+    return torch.cat([tensor.flatten().float() for tensor in load_file(newest / "model.safetensors").values()])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_path: Path) -> None:
+    ranks, flags = STRATEGIES[strategy]
+    guilty = ranks - 1
+    answers = run_ranks(ranks, ride, str(tmp_path), flags, f"nan rank={guilty} step=8")
+    assert faults_struck(tmp_path) == [f"nan (rank {guilty}, step 8)"]
+    assert [answer["step"] for answer in answers] == [8] * ranks
+    words = answers[0]["error"]
+    assert all(answer["error"] == words for answer in answers)
+    assert words.startswith(f"the loss is nan at step 8; rank {guilty}: first bad tensor the batch's inputs, samples ")
+    # The copy of the batch: the sample that is named is the one that is bad.
+    kept = load_file(tmp_path / "bad-batches" / f"step-00000008-rank-{guilty}.safetensors")
+    bad = ~torch.isfinite(kept["inputs"].flatten(1)).all(1)
+    assert kept["ids"][bad].tolist() == [int(words.rpartition("samples ")[2])]
+    assert step_of(step_folders(tmp_path / "checkpoints")[0]) == 6
+    if strategy != "fsdp":  # there it lies in two files
+        assert torch.isfinite(weights_in(tmp_path)).all()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact", "fsdp"])
+def test_a_gradient_that_is_infinite_is_named(strategy: str, tmp_path: Path) -> None:
+    ranks, flags = STRATEGIES[strategy]
+    answers = run_ranks(ranks, ride, str(tmp_path), flags, "inf-gradient rank=1 step=8")
+    assert faults_struck(tmp_path) == ["inf-gradient (rank 1, step 8)"]
+    assert [answer["step"] for answer in answers] == [8] * ranks
+    words = answers[0]["error"]
+    assert "but a gradient is" in words
+    if strategy == "fsdp":
+        assert "on all ranks together" in words
+    else:
+        assert "rank 1: first bad tensor the gradient of features.0.weight, samples " in words
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "exact", "single"])
+def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
+    # BatchNorm's running statistics would carry a NaN for ever.
+    ranks, flags = STRATEGIES[strategy]
+    flags = (*flags, NORMALISED, "--skip-nonfinite=2")
+    (results, *_) = run_ranks(ranks, ride, str(tmp_path), flags, "nan rank=0 step=8")
+    assert faults_struck(tmp_path) == ["nan (rank 0, step 8)"]
+    assert results["steps"] == 18
+    assert torch.isfinite(weights_in(tmp_path)).all()
+    assert all(loss == loss for loss in step_losses(tmp_path))
+
+
+def test_the_budget_for_skips_runs_out(tmp_path: Path) -> None:
+    inject = "; ".join(f"nan rank=1 step={step}" for step in (4, 5, 6))
+    answers = run_ranks(2, ride, str(tmp_path), ("--skip-nonfinite=2",), inject)
+    assert len(faults_struck(tmp_path)) == 3
+    assert [answer["step"] for answer in answers] == [6, 6]
+    assert torch.isfinite(weights_in(tmp_path)).all()
+
+
+def test_roll_back_jumps_over_the_batch(tmp_path: Path) -> None:
+    inject = "nan rank=1 step=8; nan rank=0 step=11"
+    answers = run_ranks(2, ride, str(tmp_path), ("--on-nonfinite=rollback", NORMALISED), inject)
+    assert len(faults_struck(tmp_path)) == 2
+    assert [answer["steps"] for answer in answers] == [18, 18]
+    newest = step_folders(tmp_path / "checkpoints")[0]
+    assert '"jumped": [\n  7,\n  10\n ]' in (newest / "state.json").read_text()
+    assert answers[0]["weights_sha256"] == answers[1]["weights_sha256"]
+    assert len(step_losses(tmp_path)) == 16  # no step twice, and none for those that were left out
+
+
+def test_roll_back_ends_when_it_is_not_the_batch(tmp_path: Path) -> None:
+    inject = "; ".join(f"nan rank=1 step={step}" for step in (5, 6, 7, 8))
+    flags = ("--on-nonfinite=rollback", "--save-steps=4", "--num-samples=1280")
+    (answer, _) = run_ranks(2, ride, str(tmp_path), flags, inject)
+    assert len(faults_struck(tmp_path)) == 4
+    assert "3 times already" in answer["got"]
+
+
+def test_a_jump_of_the_loss_can_roll_back_too(tmp_path: Path) -> None:
+    flags = ("--on-nonfinite=rollback", "--spike-factor=3")
+    answers = run_ranks(2, ride, str(tmp_path), flags, "spike rank=1 step=14")
+    assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]
+    assert [answer["steps"] for answer in answers] == [18, 18]
+    newest = step_folders(tmp_path / "checkpoints")[0]
+    assert '"jumped": [\n  13\n ]' in (newest / "state.json").read_text()
+
+
+def test_a_jump_is_no_error_by_itself(tmp_path: Path) -> None:
+    (results, _) = run_ranks(2, ride, str(tmp_path), (), "spike rank=1 step=14")
+    assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]
+    assert results["steps"] == 18
