@@ -16,7 +16,10 @@ IDENTITY = (
     *("model_name", "hidden_size", "optimizer", "global_batch_size", "seed", "exact"),
 )
 # These say where and how a run is watched, never what it computes.
-SILENT = ("output_dir", "resume", "load_policy", "track", "max_steps")
+SILENT = (
+    *("output_dir", "resume", "load_policy", "track", "max_steps", "processes"),
+    *("max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
+)
 _MOST_LINES = 3
 
 
