@@ -131,10 +131,10 @@ class RunFolder:
 
     def drop_empty_stacks(self) -> None:
         """Every rank opens a file for its stacks; most never need it."""
-        for path in self.stacks.glob("*.txt"):
-            if path.stat().st_size == 0:
-                path.unlink()
-        with suppress(OSError):  # not empty, or not there
+        with suppress(OSError):  # not empty, not there, or in a folder that has turned read-only
+            for path in self.stacks.glob("*.txt"):
+                if path.stat().st_size == 0:
+                    path.unlink()
             self.stacks.rmdir()
 
     def write_status(self, state: str, **details: Any) -> None:
