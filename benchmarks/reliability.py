@@ -57,8 +57,10 @@ def main() -> int:
 def describe_machine() -> str:
     import torch
 
-    cpu = next((line.split(":")[1].strip() for line in Path("/proc/cpuinfo").open() if "model name" in line), "")
-    return f"{os.cpu_count()} cores ({cpu}), Python {platform.python_version()}, torch {torch.__version__}, {datetime.now():%Y-%m-%d}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    cpu = next((line.split(":")[1].strip() for line in lines if "model name" in line), "unknown")
+    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    return f"{os.cpu_count()} cores ({cpu}), {versions}, {datetime.now():%Y-%m-%d}"
 
 
 # --- A run from outside -----------------------------------------------------------------------------------------------
@@ -236,7 +238,8 @@ def measure_soak(minutes: float, seed: int) -> tuple[list[str], bool]:
     lines += [
         "",
         f"{sum(struck.values())} faults in {wall_s:.0f} s; undisturbed the same steps take {needed_s:.0f} s: goodput "
-        f"{needed_s / wall_s:.2f}. Final weights {'equal' if is_right else 'DIFFER FROM'} the undisturbed run's, bit for bit.",
+        f"{needed_s / wall_s:.2f}. The final weights {'equal' if is_right else 'DIFFER FROM'} the undisturbed run's, "
+        "bit for bit.",
         f"A rank that stands still is noticed after {HANG_S} s (--hang-timeout), which its recovery times include.",
     ]
     return lines, is_right

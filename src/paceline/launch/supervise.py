@@ -26,7 +26,7 @@ from paceline.launch.report import FailureReport, report_failure
 from paceline.launch.requeue import requeue_job
 from paceline.runs.folder import RunFolder
 
-_INTERRUPT_GRACE_S = 2.0  # everything must be over three seconds after Ctrl-C
+_INTERRUPT_GRACE_S = 1.2  # everything must be over three seconds after Ctrl-C
 _SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
 _OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
 
