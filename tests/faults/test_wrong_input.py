@@ -58,7 +58,7 @@ FLAGS = {
     "unknown data set": (["--dataset", "cifar11"], ["no such data set", "cifar10"]),
     "data folder missing": (["--dataset", "folder", "--data-dir", "nowhere"], ["no such folder", "nowhere"]),
     "input size": (["--dataset", "synthetic", "--input-size", "3x"], ["3x"]),
-    "nothing to resume": (["--resume", "nowhere", "--processes", "1"], ["nothing to resume from", "nowhere"]),
+    "nothing to resume": (["--resume", "nowhere"], ["nothing to resume from", "nowhere"]),
     "rehearse a resume": (["--rehearse", "--resume", "auto"], ["rehearsal"]),
     "weights missing": (["--weights", "nowhere.pth"], ["nowhere.pth"]),
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 from paceline.checkpoints import store
 from paceline.checkpoints.capture import Tensors, restore_optimizer, restore_tensors
-from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, read_manifest, read_state
+from paceline.checkpoints.format import MANIFEST
 from paceline.checkpoints.payload import PayloadReader
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import broadcast_text
@@ -37,11 +37,7 @@ def choose_checkpoint(source: Path, world: World, *, prefer_best: bool) -> store
         raise failure or CheckpointError(answer["error"])
     if "path" not in answer:
         return None
-    path = Path(answer["path"])
-    try:
-        return store.Checkpoint(path, read_manifest(path), read_state(path))
-    except DamagedCheckpoint as found:  # whole for the primary, and not for us: the folder is not shared
-        raise store.damaged_error(path, found) from found
+    return store.read_as_told(Path(answer["path"]))
 
 
 def _choose(source: Path, prefer_best: bool) -> dict[str, str]:

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
+from paceline.checkpoints.identity import refuse_early
 from paceline.checkpoints.store import damaged_error, inspect_checkpoint
 from paceline.cli import plan
 from paceline.cli.main import main
 from paceline.cli.request import allowed_worlds, check_joined_world, decide_processes, read_request, wants_help
+from paceline.config.fields import flatten
 from paceline.config.load import LoadedConfig
 from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED
@@ -35,14 +37,17 @@ def run(arguments: list[str]) -> int:
             check_joined_world(loaded, environment)
         return _be_a_rank(loaded, environment)
     _inspect_named_checkpoint(loaded.config.run.resume)
+    place = decide_place(loaded)
+    if place.resume_from is not None:
+        refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
+    RunFolder(place.folder).refuse_if_owned()
     check_world(loaded, decide_processes(loaded))
-    return _supervise(loaded, arguments)
+    return _supervise(loaded, RunFolder(place.folder), arguments)
 
 
-def _supervise(loaded: LoadedConfig, arguments: list[str]) -> int:
+def _supervise(loaded: LoadedConfig, folder: RunFolder, arguments: list[str]) -> int:
     """Start ranks and see them through."""
     config = loaded.config
-    folder = RunFolder(decide_place(loaded).folder)
     folder.create()
     most = decide_processes(loaded)
     job = Job(

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -65,9 +66,10 @@ class FailureReport:
     def write(self, folder: RunFolder) -> None:
         """The newest failure, and a line for each of the run."""
         content: dict[str, Any] = asdict(self)
-        write_json(folder.failure, content)
-        with folder.failures.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(content) + "\n")
+        with suppress(OSError):  # a disk that is full or gone may be the failure: then the screen has to do
+            write_json(folder.failure, content)
+            with folder.failures.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(content) + "\n")
 
 
 def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts: int, oom_kills: int) -> FailureReport:

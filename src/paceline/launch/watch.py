@@ -102,7 +102,8 @@ class Watch:
             sight.is_alive = _is_alive(pid)
             sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
             sight.words = read_last_words(self._attempt_dir, rank)
-            if wants_memory and sight.is_alive:
+            # From the second step on: before, a rank's memory grows by right.
+            if wants_memory and sight.is_alive and sight.beat is not None and sight.beat.step > 1:
                 sight.memory_mb.append(_resident_mb(pid))
         if wants_memory:
             self._memory_at = now

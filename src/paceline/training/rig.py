@@ -13,6 +13,7 @@ import torch
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
+from paceline.checkpoints.identity import SILENT, require_same_run
 from paceline.checkpoints.resume import reader_of, restore_training
 from paceline.checkpoints.store import Checkpoint
 from paceline.config.fields import flatten
@@ -21,7 +22,6 @@ from paceline.data.augment import build_pipeline
 from paceline.data.loader import Loader
 from paceline.data.order import split_train_validation
 from paceline.data.registry import load_dataset
-from paceline.errors import CheckpointError
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.collectives import gather_buffers, set_buffers, spread_buffers, tree_sum
@@ -33,18 +33,6 @@ from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 from paceline.world.detect import World
 from paceline.world.seeds import require_determinism, seed_initial_weights
-
-# A change in one of these makes another run of it, not a continuation.
-_IDENTITY = (
-    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
-    *("model_name", "hidden_size", "optimizer", "global_batch_size", "seed", "exact"),
-)
-# These say where and how a run is watched, never what it computes.
-_SILENT = (
-    *("output_dir", "resume", "load_policy", "track", "max_steps", "processes"),
-    *("max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
-)
-
 
 _log = logging.getLogger("paceline")
 
@@ -124,29 +112,15 @@ class Rig:
 
 def hash_config(config: Config) -> str:
     """Of everything that decides what is computed."""
-    values = {name: value for name, value in flatten(config).items() if name not in _SILENT}
+    values = {name: value for name, value in flatten(config).items() if name not in SILENT}
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _compare_configs(checkpoint: Checkpoint, plan: RunPlan) -> None:
-    saved = checkpoint.state.get("config", {})
-    now = json.loads(json.dumps(flatten(plan.config)))
-    if now["exact"]:
-        saved_world = int(checkpoint.manifest.about.get("world_size", 0))
-        saved, now = {**saved, "lanes": saved.get("lanes") or saved_world}, {**now, "lanes": plan.lanes}
-    identity = (*_IDENTITY, "lanes") if now["exact"] else _IDENTITY
-    changed = [name for name in now if saved.get(name) != now[name]]
-    lines = [f"{name}: saved {saved.get(name)!r}, now {now[name]!r}" for name in changed if name in identity]
-    if lines:
-        raise CheckpointError(
-            "this run cannot go on from that checkpoint",
-            where=str(checkpoint.path),
-            got="\n".join(lines[:3]),
-            hint="give the values it was saved with, or --init-from to start a new run from its weights",
-        )
-    for name in changed:
-        if name not in _SILENT:
-            _log.info("note: %s was %r when the checkpoint was saved, is %r now", name, saved.get(name), now[name])
+    now = flatten(plan.config)
+    for name in require_same_run(checkpoint, now, lanes=plan.lanes):
+        saved = checkpoint.state["config"].get(name)
+        _log.info("note: %s was %r when the checkpoint was saved, is %r now", name, saved, now[name])
 
 
 def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig:

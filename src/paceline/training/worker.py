@@ -19,7 +19,7 @@ from paceline.errors import PacelineError, Preempted
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text
 from paceline.runs.environment import describe_environment
-from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_atomically, write_json
+from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
 from paceline.runs.place import RunPlace, decide_place
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
@@ -106,7 +106,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
 def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
     """Each rank's own file. All but the primary's output goes there, native libraries' included."""
     path = folder.log_of(world.rank)
-    handler = logging.FileHandler(path)
+    handler = RankLog(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {world.host} rank {world.rank} %(levelname)s %(message)s"))
     _log.addHandler(handler)
     _log.setLevel(logging.INFO)
