@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_USER
 
-_FINAL = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE)  # would fail again in the same way
+FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE)  # would fail again in the same way
 _MOST_AT_ONE_STEP = 3
 _FAILURES_TO_SHRINK = 2
 _LONGEST_PAUSE_S = 30.0
@@ -38,7 +38,7 @@ def decide(
 ) -> Decision:
     """After the last of these failures. `worlds` are the numbers of ranks that are allowed, smallest first."""
     last = failures[-1]
-    if last.exit_code in _FINAL:
+    if last.exit_code in FINAL_CODES:
         return Decision(False, "it would fail again in the same way")
     if last.is_out_of_memory and auto_microbatch and can_halve:
         return Decision(True, "", last.processes, 0.0, halve_microbatch=True)

@@ -21,7 +21,7 @@ from paceline.checkpoints.format import step_folders, step_of
 from paceline.config.schema import GuardConfig
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
-from paceline.launch.policy import Decision, Failure, decide
+from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
 from paceline.launch.report import FailureReport, report_failure
 from paceline.launch.requeue import requeue_job
 from paceline.runs.folder import RunFolder
@@ -142,8 +142,8 @@ class Supervisor:
             folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if folder.path.is_dir():
             report.write(folder)
-        if not decision.restart and report.screen and number == 1:
-            print(report.screen, file=sys.stderr)  # an error that explains itself, and nothing was tried
+        if report.exit_code in FINAL_CODES and number == 1:
+            print(report.screen, file=sys.stderr)  # it explains itself, and nothing was tried
         else:
             print(report.text(), file=sys.stderr)
         sys.stderr.flush()

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the watchdog's deadlines are short
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 300.0
 _NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
-_ANSWER_TIMEOUT_S = 10.0
+_ANSWER_TIMEOUT_S = 8.0
 _FAREWELL_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 
@@ -67,23 +69,39 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
     if not is_server:
         _wait_for_server(environment, address, timeout_s)
     try:
-        server = TCPStore(
-            environment.store_host,
-            environment.store_port,
-            is_master=is_server,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=_ANSWER_TIMEOUT_S),
-        )
-    except dist.DistError as error:
-        if is_server:
-            what, hint = f"the ranks cannot meet at {address}: it cannot be opened here", "another MASTER_PORT"
-        else:
-            what, hint = f"what listens at {address} is not rank 0 of this run", "another MASTER_PORT"
-        raise PacelineError(what, got=str(error).splitlines()[0][:200], hint=hint) from error
+        server = _open_store(environment, is_server=is_server)
+    except (dist.DistError, TimeoutError) as error:
+        what = "it cannot be opened here" if is_server else "what listens there is not rank 0 of this run"
+        reason = str(error).splitlines()[0][:200]
+        raise PacelineError(
+            f"the ranks cannot meet at {address}: {what}", got=reason, hint="another MASTER_PORT"
+        ) from error
     # Under its own prefix: what a rank of an earlier attempt left in the launcher's store must not be taken up.
     store = PrefixStore(f"paceline/attempt-{environment.attempt}", server)
     _call_the_roll(store, world, address, timeout_s)
     return store
+
+
+def _open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
+    """In a thread: a stranger that takes the connection and says nothing would hold the caller for ever."""
+    answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
+    timeout = timedelta(seconds=_ANSWER_TIMEOUT_S)
+
+    def open_it() -> None:
+        try:
+            host, port = environment.store_host, environment.store_port
+            answers.put(TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout))
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=open_it, name="store", daemon=True).start()
+    try:
+        answer = answers.get(timeout=1.2 * _ANSWER_TIMEOUT_S)
+    except Empty:
+        raise TimeoutError(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s") from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
 
 
 def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
