@@ -1,0 +1,379 @@
+"""Slurm: the script of a job, and the five clients that submit it, ask about it and end it.
+
+The script is what a careful person would write by hand: a few #SBATCH lines, the environment, one srun. Every client
+has a time limit, since all of them stall when the controller is away, and none needs accounting.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+import subprocess
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from paceline.errors import PacelineError, UserError
+from paceline.launch.job import JobSpec, count_gres_gpus
+
+CLIENT_TIMEOUT_S = 20.0
+SCRIPT = "job.sbatch"
+_ACTIVE = (
+    *("PENDING", "RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED"),
+    *("RESIZING", "SIGNALING", "STAGE_OUT", "STOPPED", "SPECIAL_EXIT", "RESV_DEL_HOLD"),
+)
+_TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+class SlurmUnavailable(PacelineError):
+    """A client of Slurm is missing or did not answer in time."""
+
+
+# --- The script -------------------------------------------------------------------------------------------------------
+
+
+def write_script(spec: JobSpec) -> str:
+    """job.sbatch for one run, or for an array of equal ones."""
+    folder = str(spec.folder)
+    if spec.array:
+        task_folder = shlex.quote(folder) + '/task-"$SLURM_ARRAY_TASK_ID"'
+    else:
+        task_folder = shlex.quote(folder)
+    lines = [*_header(spec), "", *_environment(spec), ""]
+    resume: list[str] = []
+    if spec.resume == "auto":
+        resume = ["--resume auto"]
+    elif spec.resume:
+        lines += [*_choose_resume(spec), ""]
+        resume = ['--resume "$resume"']
+    train = ["train", *spec.train]
+    command = [shlex.join(train), *_ranks_flag(spec), f"--output-dir {task_folder}", *resume]
+    return "\n".join([*lines, *_start(spec, command)]) + "\n"
+
+
+def write_array_script(spec: JobSpec, commands: list[list[str]], commands_file: Path) -> tuple[str, str]:
+    """One job for several commands, for studies: the script, and the text of a file with one command per task.
+
+    A command is a list of arguments of `paceline`, its folder included; task 0 takes the first line.
+    """
+    if not commands:
+        raise ValueError("an array needs a command")
+    if any("\n" in word for command in commands for word in command):
+        raise ValueError("a command must fit on one line")
+    spec = _replace_array(spec, len(commands))
+    lines = [
+        *_header(spec),
+        "",
+        *_environment(spec),
+        "",
+        "# Task N takes line N + 1 of the commands.",
+        f'line=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(commands_file))})',
+        'eval "arguments=($line)"',
+        "",
+        *_start(spec, ['"${arguments[@]}"', *_ranks_flag(spec)]),
+    ]
+    return "\n".join(lines) + "\n", "".join(shlex.join(command) + "\n" for command in commands)
+
+
+def _replace_array(spec: JobSpec, tasks: int) -> JobSpec:
+    limit = spec.array.partition("%")[2]  # "%4" of a given array: at most four at a time
+    return replace(spec, array=f"0-{tasks - 1}" + (f"%{limit}" if limit else ""))
+
+
+def _header(spec: JobSpec) -> list[str]:
+    ranks = f"{spec.world_size} rank" + ("s" if spec.world_size > 1 else "")
+    nodes = f"{spec.nodes} node" + ("s" if spec.nodes > 1 else "")
+    lines = [
+        "#!/bin/bash",
+        f"# {spec.name}: {ranks} on {nodes}. Written by `paceline submit slurm`.",
+        "",
+        _option("job-name", spec.name),
+        _option("nodes", spec.nodes),
+        *_tasks_comment(spec),
+        _option("ntasks-per-node", spec.tasks_per_node),
+    ]
+    if spec.cpus_per_task:
+        lines.append(_option("cpus-per-task", spec.cpus_per_task))
+    if spec.gpus and not count_gres_gpus(spec.gres):
+        lines.append(_option("gpus-per-node", spec.gpus))
+    for name in ("gres", "mem", "time", "account", "partition", "qos", "constraint", "reservation", "array"):
+        if value := getattr(spec, name):
+            lines.append(_option(name, value))
+    lines += _requeue_lines(spec)
+    log = "slurm-%A_%a.log" if spec.array else "slurm-%j.log"
+    lines += [
+        f"#SBATCH --output={_quoted(str(spec.folder / 'logs').replace('%', '%%') + '/' + log)}",
+        _option("chdir", str(spec.work_dir)),
+    ]
+    return lines + [f"#SBATCH {line}" for line in spec.sbatch]
+
+
+def _tasks_comment(spec: JobSpec) -> list[str]:
+    return {
+        "agent": ["# One task per node: an agent that starts the node's ranks, and starts them again when one dies."],
+        "ranks": ["# One task per rank."],
+        "torchrun": ["# One task per node: torchrun, which starts the node's ranks."],
+    }[spec.start]
+
+
+def _requeue_lines(spec: JobSpec) -> list[str]:
+    if not spec.resume:
+        return ["# It begins anew each time, so it is not to be started twice.", "#SBATCH --no-requeue"]
+    lines = []
+    if spec.signal_notice_s:
+        lines += [
+            f"# {spec.signal_notice_s} s before the time limit: the run saves, leaves, and goes back into the queue.",
+            f"#SBATCH --signal=USR1@{spec.signal_notice_s}",
+        ]
+    return [
+        *lines,
+        "# Back into the queue after the loss of a node, too; the log goes on where it stopped.",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+    ]
+
+
+def _environment(spec: JobSpec) -> list[str]:
+    """Modules, python, variables."""
+    lines = ["set -euo pipefail"]
+    if spec.modules or spec.conda:
+        lines += ["", "# The scripts of modules and conda read variables that may not be set.", "set +u"]
+        if spec.modules:
+            lines += ["module load " + shlex.join(spec.modules)]
+        if spec.conda:
+            lines += ['eval "$(conda shell.bash hook)"', "conda activate " + shlex.quote(spec.conda)]
+        lines += ["set -u"]
+    if spec.venv:
+        lines += ["", "source " + shlex.quote(f"{spec.venv}/bin/activate")]
+    lines += ["", "# Lines reach the log when they are printed.", "export PYTHONUNBUFFERED=1"]
+    if spec.start == "agent":
+        lines += ["# The agents of the nodes find each other by Slurm's own variables.", "export PACELINE_START=agent"]
+    if spec.resume:
+        lines += [
+            "# So often the job may come back from the queue without a step of progress.",
+            f"export PACELINE_MAX_REQUEUES={spec.max_requeues}",
+        ]
+    if spec.start == "torchrun" and spec.signal_notice_s:
+        lines += [
+            "# torchrun would end ranks that are still saving after half a minute.",
+            f"export PET_SHUTDOWN_TIMEOUT={spec.signal_notice_s}",
+        ]
+    for text in spec.env:
+        name, _, value = text.partition("=")
+        lines.append(f"export {name}={shlex.quote(value)}")
+    return lines
+
+
+def _choose_resume(spec: JobSpec) -> list[str]:
+    """A given checkpoint is where the first start begins; what the run saved itself is newer."""
+    return [
+        "# At first from there; back from the queue, from what this run has saved itself.",
+        f"resume={shlex.quote(spec.resume)}",
+        f"saved=({shlex.quote(str(spec.folder))}/checkpoints/step-*/manifest.json)",
+        'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e "${saved[0]}" ]; then resume=auto; fi',
+    ]
+
+
+def _ranks_flag(spec: JobSpec) -> list[str]:
+    return [f"--processes {spec.ranks_per_node}"] if spec.start == "agent" else []
+
+
+def _start(spec: JobSpec, command: list[str]) -> list[str]:
+    """The one srun. Tasks end together: one that has lost its peers would wait for nothing."""
+    steps = [f"srun --ntasks-per-node={spec.tasks_per_node}"]
+    if spec.cpus_per_task:
+        steps.append(f"--cpus-per-task={spec.cpus_per_task}")  # srun does not take it over from sbatch
+    steps.append("--kill-on-bad-exit=1")
+    if spec.container_image:
+        steps.append(f"--container-image={shlex.quote(spec.container_image)}")
+        steps.append(f"--container-mounts={shlex.quote(','.join(spec.container_mounts))}")
+        steps.append(f"--container-workdir={shlex.quote(str(spec.work_dir))}")
+    if spec.environment:
+        steps.append(f"--environment={shlex.quote(spec.environment)}")
+    python = shlex.quote(spec.python)
+    lines = ["# Stop signals are for the ranks; this shell waits until they have saved.", "trap : TERM USR1"]
+    if spec.start == "torchrun":
+        return [*lines, *_torchrun(spec, " ".join(steps), python, command)]
+    return [*lines, "", _continued([" ".join(steps), f"{python} -m paceline {command[0]}", *command[1:]])]
+
+
+def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list[str]:
+    """Node 0 is the first of the list, and holds the store; the shell on each node knows which one it is."""
+    ranks = f"--nnodes={spec.nodes} --nproc-per-node={spec.ranks_per_node} --signals-to-handle={_TORCHRUN_SIGNALS}"
+    train = [f"-m paceline {command[0]}", *command[1:]]
+    if spec.nodes == 1:  # alone, it takes whichever port is free
+        return ["", _continued([srun, f"{python} -m torch.distributed.run --standalone {ranks}", *train])]
+    return [
+        "",
+        "# The nodes meet on the first one, on a port that no other job there has.",
+        'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
+        "port=$((20000 + SLURM_JOB_ID % 20000))",
+        "",
+        _continued(
+            [
+                srun,
+                f"""bash -c 'exec "$0" -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' {python}""",
+                ranks,
+                '--master-addr="${hosts[0]}" --master-port="$port"',
+                *train,
+            ]
+        ),
+    ]
+
+
+def _continued(parts: list[str]) -> str:
+    return " \\\n    ".join(parts)
+
+
+def _option(name: str, value: object) -> str:
+    return f"#SBATCH --{name}={_quoted(str(value))}"
+
+
+def _quoted(text: str) -> str:
+    """sbatch reads its lines as a shell does, as far as quotes go."""
+    return shlex.quote(text) if re.search(r"[\s'\"\\#]", text) else text
+
+
+# --- The clients ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class JobState:
+    """What Slurm says of a job. An empty state: it does not know the job, or no longer."""
+
+    job_id: str
+    state: str = ""
+    reason: str = ""
+    nodes: str = ""
+    expected_start: str = ""
+    running_for: str = ""
+    time_left: str = ""
+    restarts: int = 0
+    exit_code: str = ""
+    tasks: dict[str, int] = field(default_factory=dict)  # of an array: how many in which state
+
+    @property
+    def is_active(self) -> bool:
+        return self.state in _ACTIVE
+
+
+def require_sbatch() -> None:
+    if shutil.which("sbatch") is None:
+        raise UserError(
+            "there is no sbatch on this machine",
+            where="PATH",
+            hint="log in to the cluster; --dry-run prints the script anywhere, paceline train runs it here",
+        )
+
+
+def submit_script(script: Path) -> tuple[str, str]:
+    """The job's id, and its cluster where there are several."""
+    answer = _client("sbatch", "--parsable", str(script))
+    if answer.returncode:
+        raise UserError("sbatch refuses the job", where=str(script), got=_first_lines(answer.stderr))
+    found = re.search(r"^(\d+)(?:;(\S+))?$", answer.stdout, re.MULTILINE)
+    if found is None:
+        raise SlurmUnavailable("sbatch did not say the job's id", got=_first_lines(answer.stdout + answer.stderr))
+    return found[1], found[2] or ""
+
+
+def read_state(job_id: str, cluster: str = "") -> JobState:
+    """The queue first; of jobs that have left it, the controller's memory, then accounting if there is any."""
+    state = _ask_squeue(job_id, cluster)
+    details = _ask_scontrol(job_id, cluster)
+    if state is None and details:
+        state = JobState(job_id, state=details.get("JobState", ""), nodes=_named(details.get("NodeList", "")))
+    if state is None:
+        return _ask_sacct(job_id, cluster) or JobState(job_id)
+    restarts = details.get("Restarts", "0")
+    code = "" if state.is_active else details.get("ExitCode", "")
+    return replace(state, restarts=int(restarts) if restarts.isdecimal() else 0, exit_code=code)
+
+
+def cancel_job(job_id: str, cluster: str = "") -> None:
+    answer = _client("scancel", *_on(cluster), job_id)
+    if answer.returncode:
+        raise PacelineError(f"job {job_id} could not be cancelled", got=_first_lines(answer.stderr))
+
+
+def _ask_squeue(job_id: str, cluster: str) -> JobState | None:
+    """None when the queue does not know the job."""
+    form = "--format=%i|%T|%r|%S|%M|%L|%N"
+    answer = _client("squeue", *_on(cluster), "--jobs=" + job_id, "--states=all", "--noheader", form)
+    if answer.returncode and "nvalid job id" not in answer.stderr:
+        raise SlurmUnavailable("squeue failed", got=_first_lines(answer.stderr))
+    rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == 6]
+    if not rows:
+        return None
+    counts: dict[str, int] = {}
+    for row in rows:
+        counts[row[1]] = counts.get(row[1], 0) + 1
+    # Of an array, the task that is furthest from its end stands for all.
+    order = ["RUNNING", "COMPLETING", "PENDING", *_ACTIVE]
+    _, state, reason, start, running_for, left, nodes = min(
+        rows, key=lambda row: order.index(row[1]) if row[1] in order else len(order)
+    )
+    is_pending = state == "PENDING"
+    return JobState(
+        job_id,
+        state=state,
+        reason="" if reason == "None" else reason,
+        nodes=_named(nodes),
+        expected_start=start if is_pending and start != "N/A" else "",
+        running_for="" if is_pending else running_for,
+        time_left=left if state == "RUNNING" else "",
+        tasks=counts if len(rows) > 1 else {},
+    )
+
+
+def _ask_scontrol(job_id: str, cluster: str) -> dict[str, str]:
+    """Knows the number of requeues; forgets a job minutes after its end."""
+    try:
+        answer = _client("scontrol", *_on(cluster), "--oneliner", "show", "job", job_id)
+    except SlurmUnavailable:
+        return {}
+    first = answer.stdout.splitlines()[:1] if answer.returncode == 0 else []
+    return dict(re.findall(r"(\w+)=(\S*)", first[0])) if first else {}
+
+
+def _ask_sacct(job_id: str, cluster: str) -> JobState | None:
+    """Accounting where there is some, else the file of completed jobs some sites keep instead."""
+    for source, columns in ([], "State,NodeList,ExitCode"), (["--completion"], "State,NodeList"):
+        try:
+            only = [] if source else ["--allocations", *_on(cluster)]
+            answer = _client(
+                "sacct", *source, *only, "--jobs=" + job_id, "--noheader", "--parsable2", f"--format={columns}"
+            )
+        except SlurmUnavailable:
+            return None
+        rows = [line.split("|") for line in answer.stdout.splitlines() if line.count("|") == columns.count(",")]
+        if answer.returncode == 0 and rows:
+            state, nodes, *code = rows[-1]
+            return JobState(job_id, state.split()[0] if state else "", nodes=_named(nodes), exit_code="".join(code))
+    return None
+
+
+def _client(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            [name, *arguments], capture_output=True, text=True, errors="replace", timeout=CLIENT_TIMEOUT_S, check=False
+        )
+    except FileNotFoundError as error:
+        raise SlurmUnavailable(f"there is no {name} on this machine", where="PATH") from error
+    except subprocess.TimeoutExpired as error:
+        asked = "; the job may have arrived all the same: squeue --me" if name == "sbatch" else ""
+        raise SlurmUnavailable(
+            f"{name} did not answer within {CLIENT_TIMEOUT_S:g} s", hint=f"is the controller up? scontrol ping{asked}"
+        ) from error
+
+
+def _on(cluster: str) -> list[str]:
+    return [f"--clusters={cluster}"] if cluster else []
+
+
+def _named(nodes: str) -> str:
+    return "" if nodes in ("(null)", "None assigned", "None") else nodes
+
+
+def _first_lines(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[:4]) or "no message"
