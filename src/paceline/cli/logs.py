@@ -1,0 +1,135 @@
+"""`paceline logs RUN [--rank N] [--follow]`: what the ranks have written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from paceline.cli.status import look, parse_run_arguments
+from paceline.errors import EXIT_FINISHED, UserError
+from paceline.runs.folder import RunFolder
+
+_USAGE = """\
+usage: paceline logs RUN [--rank N|all] [--job] [--lines N] [--follow]
+
+The log of rank 0, of another rank, or of all of them one after the other. --job: the output of the Slurm job itself,
+which has what happened before there were ranks; it is also shown when a run has no other log yet.
+--lines N: only the last N. --follow: go on until the run has ended; Ctrl-C leaves the run alone.
+"""
+_POLL_S = 0.5
+_LOOK_EVERY_S = 15.0  # asking the scheduler costs others' time; what is written shows at once
+_CHUNK_BYTES = 1 << 16
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(_USAGE, end="")
+        return EXIT_FINISHED
+    folder, flags = parse_run_arguments(arguments, "logs", switches=("--follow", "--job"), valued=("--rank", "--lines"))
+    last_lines = _whole(flags, "--lines")
+    paths = _choose(folder, flags)
+    if "--follow" not in flags:
+        for path in paths:
+            _print_end(path, last_lines, with_name=len(paths) > 1)
+        return EXIT_FINISHED
+    if len(paths) > 1:
+        raise UserError("one log can be followed at a time", got="--rank all --follow", hint="--rank 0 --follow")
+    try:
+        _follow(folder, paths[0], last_lines)
+    except KeyboardInterrupt:
+        print(f"\nno longer followed; {folder.path} goes on", file=sys.stderr)
+    return EXIT_FINISHED
+
+
+def _choose(folder: RunFolder, flags: dict[str, str]) -> list[Path]:
+    ranks = {int(path.stem[5:]): path for path in folder.logs.glob("rank-*.log") if path.stem[5:].isdecimal()}
+    jobs = sorted(folder.logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
+    if "--job" in flags:
+        if "--rank" in flags:
+            raise UserError("one log or the other", got="--job with --rank", hint="leave one out")
+        return [_require(jobs, folder)]
+    asked = flags.get("--rank")
+    if asked == "all":
+        return [ranks[rank] for rank in sorted(ranks)] or [_require(jobs, folder)]
+    rank = _whole(flags, "--rank")
+    if rank in ranks:
+        return [ranks[rank]]
+    if asked is not None and ranks:
+        raise UserError(f"there is no log of rank {rank}", where=str(folder.logs), allowed=f"0 to {max(ranks)}, or all")
+    if "--follow" in flags:
+        return [folder.log_of(rank or 0)]  # it will come
+    return [ranks[0]] if 0 in ranks else [_require(jobs, folder)]
+
+
+def _whole(flags: dict[str, str], name: str) -> int | None:
+    text = flags.get(name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal()):
+        allowed = "a whole number" + (", or all" if name == "--rank" else "")
+        raise UserError(f"{name}: {text!r} is not valid", where="the command line", allowed=allowed)
+    return int(text)
+
+
+def _require(jobs: list[Path], folder: RunFolder) -> Path:
+    if not jobs:
+        hint = f"paceline status {folder.path}"
+        raise UserError("there is no log yet", where=str(folder.logs), hint=hint)
+    return jobs[-1]
+
+
+def _print_end(path: Path, last_lines: int | None, *, with_name: bool) -> None:
+    if with_name:
+        print(f"==> {path.name} <==", flush=True)
+    with path.open("rb") as file:
+        for chunk in _end_of(file, last_lines):
+            _write(chunk)
+
+
+def _end_of(file: BinaryIO, last_lines: int | None) -> Iterator[bytes]:
+    """From the last so many lines on, read from the end: logs of long runs are long."""
+    if last_lines is not None:
+        position, tail = file.seek(0, 2), b""
+        while position > 0 and tail.count(b"\n") <= last_lines:
+            step = min(_CHUNK_BYTES, position)
+            position = file.seek(position - step)
+            tail = file.read(step) + tail
+        yield b"".join(tail.splitlines(keepends=True)[-last_lines:] if last_lines else [])
+        file.seek(0, 2)
+    while chunk := file.read(_CHUNK_BYTES):
+        yield chunk
+
+
+def _write(chunk: bytes) -> None:
+    """As it is: a log may hold bytes that are no text."""
+    sys.stdout.flush()
+    sys.stdout.buffer.write(chunk)
+    sys.stdout.buffer.flush()
+
+
+def _follow(folder: RunFolder, path: Path, last_lines: int | None) -> None:
+    file: BinaryIO | None = None
+    next_look_s = 0.0
+    try:
+        while True:
+            # Whether it is over is asked before the rest is read: nothing can be written after.
+            is_over = False
+            if time.monotonic() >= next_look_s or folder.read_status().get("status") == "finished":
+                is_over = look(folder).is_over
+                next_look_s = time.monotonic() + _LOOK_EVERY_S
+            if file is None and path.exists():
+                file = path.open("rb")
+                for chunk in _end_of(file, last_lines):
+                    _write(chunk)
+            elif file is not None:
+                for chunk in _end_of(file, None):
+                    _write(chunk)
+            if is_over:
+                return
+            time.sleep(_POLL_S)
+    finally:
+        if file is not None:
+            file.close()

@@ -1,0 +1,245 @@
+"""`paceline status RUN [--json]`: where a run is. Reads files, asks Slurm where the run has a job; changes nothing."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import EXIT_FINISHED, PacelineError, UserError
+from paceline.launch.job import RECORD, JobRecord, read_record
+from paceline.launch.slurm import JobState, read_state
+from paceline.runs.folder import CHECKPOINT_MARK, RUNS, RunFolder, require_run_folder
+from paceline.runs.lock import Owner
+
+_USAGE = """\
+usage: paceline status RUN [--json]
+
+Where a run is: progress, time left, its Slurm job if it has one, the last failure. RUN is a run folder.
+"""
+_OVER = ("finished", "failed", "preempted", "cancelled", "lost")
+
+
+@dataclass(frozen=True)
+class RunView:
+    """A run as it looks from outside."""
+
+    folder: RunFolder
+    status: dict[str, Any]  # status.json
+    record: JobRecord | None
+    job: JobState | None  # None: it has none, or Slurm does not answer
+    trouble: str  # why not
+    owner: Owner | None
+    failure: dict[str, Any]  # failure.json
+    saved_step: int
+
+    @property
+    def state(self) -> str:
+        """queued, starting, running, finished, failed, preempted, cancelled, lost, or unknown."""
+        written = str(self.status.get("status", ""))
+        if written == "finished":
+            return written
+        if self.job is not None and self.job.is_active:
+            waits = self.job.state != "RUNNING" and not self.job.running_for
+            return "queued" if waits else written if written == "running" else "starting"
+        if written in ("failed", "preempted"):
+            return written
+        if self.trouble:
+            return written or "unknown"
+        if self.job is not None:
+            return "cancelled" if self.job.state == "CANCELLED" else "lost"
+        if self.owner is not None and self.owner.is_provably_dead:
+            return "lost"
+        return written or ("starting" if self.owner is not None else "unknown")
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in _OVER
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(_USAGE, end="")
+        return EXIT_FINISHED
+    folder, flags = parse_run_arguments(arguments, "status", switches=("--json",))
+    view = look(folder)
+    print(json.dumps(to_json(view), indent=2) if "--json" in flags else describe(view))
+    return EXIT_FINISHED
+
+
+# --- Shared with watch, cancel and logs -------------------------------------------------------------------------------
+
+
+def parse_run_arguments(
+    arguments: list[str], verb: str, *, switches: tuple[str, ...] = (), valued: tuple[str, ...] = ()
+) -> tuple[RunFolder, dict[str, str]]:
+    """The run folder, and flags with their values."""
+    words: list[str] = []
+    flags: dict[str, str] = {}
+    tokens = list(arguments)
+    while tokens:
+        token = tokens.pop(0)
+        name, has_value, value = token.partition("=")
+        if not token.startswith("-"):
+            words.append(token)
+        elif token in switches:
+            flags[token] = ""
+        elif name in valued:
+            if not has_value and not tokens:
+                raise UserError(f"{name} needs a value", where="the command line")
+            flags[name] = value if has_value else tokens.pop(0)
+        else:
+            raise UserError(f"unknown flag {token!r}", allowed=", ".join((*switches, *valued)) or "none")
+    if len(words) != 1:
+        raise UserError("give one run folder", got=" ".join(words) or "none", hint=f"paceline {verb} RUN")
+    return find_run(words[0]), flags
+
+
+def find_run(name: str) -> RunFolder:
+    """A path, or the name of a folder in runs/. A run that has not begun yet is known by its job."""
+    path = next((path for path in (Path(name), RUNS / name) if path.is_dir()), Path(name))
+    is_submitted = (path / RECORD).is_file()
+    if not is_submitted and not (path / "status.json").is_file():
+        require_run_folder(path)
+    return RunFolder(path)
+
+
+def look(folder: RunFolder) -> RunView:
+    record = read_record(folder.path)
+    job, trouble = None, ""
+    if record is not None:
+        try:
+            job = read_state(record.job_id, record.cluster)
+        except PacelineError as error:
+            trouble = error.what
+    steps = [int(path.parent.name.removeprefix("step-")) for path in _checkpoints(folder)]
+    return RunView(
+        folder=folder,
+        status=folder.read_status(),
+        record=record,
+        job=job,
+        trouble=trouble,
+        owner=read_owner(folder),
+        failure=_read_json(folder.failure),
+        saved_step=max(steps, default=0),
+    )
+
+
+def read_owner(folder: RunFolder) -> Owner | None:
+    """Who holds the folder, or held it when it died: a clean release empties the file."""
+    for path in (folder.lock, folder.lock.with_suffix(".owner")):
+        try:
+            return Owner(**_read_json(path))
+        except TypeError:
+            continue
+    return None
+
+
+def describe(view: RunView) -> str:
+    lines = [f"{view.folder.path}: {view.state}{_progress(view)}"]
+    rows = [
+        ("job", _job_line(view)),
+        ("saved", f"step {view.saved_step}" if view.saved_step else ""),
+        ("updated", _updated(view)),
+        ("reason", _reason(view)),
+        ("failure", _failure_line(view)),
+    ]
+    return "\n".join([*lines, *(f"  {label + ':':<9} {text}" for label, text in rows if text)])
+
+
+def to_json(view: RunView) -> dict[str, Any]:
+    return {
+        "run": str(view.folder.path),
+        "state": view.state,
+        "is_over": view.is_over,
+        "status": view.status,
+        "job": None if view.record is None else {**asdict(view.record), **(asdict(view.job) if view.job else {})},
+        "job_trouble": view.trouble or None,
+        "saved_step": view.saved_step,
+        "failure": view.failure or None,
+    }
+
+
+# --- One line each ----------------------------------------------------------------------------------------------------
+
+
+def _progress(view: RunView) -> str:
+    step, last = view.status.get("step"), view.status.get("last_step")
+    if not isinstance(step, int):
+        return ""
+    text = f", step {step:,}"
+    if isinstance(last, int) and last > 0:
+        text += f" of {last:,} ({step / last:.0%})"
+    eta_s = view.status.get("eta_s")
+    if view.state == "running" and isinstance(eta_s, int | float):
+        text += f", about {in_words_s(eta_s)} left"
+    accuracy = view.status.get("test_accuracy")
+    return text + (f", test accuracy {accuracy:.2%}" if isinstance(accuracy, float) else "")
+
+
+def _job_line(view: RunView) -> str:
+    if view.record is None:
+        return ""
+    name, job = f"{view.record.job_id}", view.job
+    if job is None:
+        return f"{name}: {view.trouble}"
+    if not job.state:
+        return f"{name}: Slurm does not know it any more"
+    if job.tasks:
+        counts = ", ".join(f"{count} {state.lower()}" for state, count in job.tasks.items())
+        return f"{name}: {counts} (paceline status {view.folder.path}/task-N)"
+    text = f"{name}: {job.state.lower()}"
+    text += f" ({job.reason})" if job.reason and job.state == "PENDING" else ""
+    text += f", expected to start {job.expected_start.replace('T', ' ')}" if job.expected_start else ""
+    text += f" on {job.nodes}" if job.nodes else ""
+    text += f" for {job.running_for}" if job.is_active and job.running_for else ""
+    text += f", {job.time_left} left" if job.time_left else ""
+    text += f", exit code {job.exit_code}" if job.exit_code not in ("", "0:0") else ""
+    return text + (f"; requeued {job.restarts} time" + ("s" if job.restarts > 1 else "") if job.restarts else "")
+
+
+def _updated(view: RunView) -> str:
+    try:
+        updated = datetime.fromisoformat(str(view.status.get("updated")))
+    except ValueError:
+        return ""
+    age_s = (datetime.now().astimezone() - updated).total_seconds()
+    by = f" by {view.status.get('host')} pid {view.status.get('pid')}"
+    return (f"{in_words_s(age_s)} ago" if age_s >= 0 else updated.isoformat(" ")) + by
+
+
+def _reason(view: RunView) -> str:
+    if view.state == "lost" and view.owner is not None and view.job is None:
+        return f"its process is gone ({view.owner})"
+    return str(view.status.get("reason") or "").partition("\n")[0]
+
+
+def _failure_line(view: RunView) -> str:
+    failure = view.failure
+    if not failure:
+        return ""
+    what = str(failure.get("what", "")).partition("\n")[0]
+    done = f"; {failure['done']}" if failure.get("done") else ""
+    return f"attempt {failure.get('attempt')} of {failure.get('attempts')}: {what}{done}"
+
+
+def in_words_s(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 72 * 3600 else f"{seconds / 86400:.0f} days"
+
+
+def _checkpoints(folder: RunFolder) -> list[Path]:
+    return list(folder.checkpoints.glob(f"step-[0-9]*/{CHECKPOINT_MARK}"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

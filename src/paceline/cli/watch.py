@@ -1,0 +1,69 @@
+"""`paceline watch RUN`: its status, again and again, until it has ended. Ctrl-C ends the watching, not the run."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from paceline.cli.status import RunView, describe, look, parse_run_arguments
+from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError
+
+_USAGE = """\
+usage: paceline watch RUN [--every S]
+
+What `paceline status` says, renewed every S seconds (5) until the run has ended. Ends with 0 if it finished, 75 if it
+was stopped and saved, else with the exit code of its last failure. Ctrl-C leaves the run alone.
+"""
+_DEFAULT_EVERY_S = 5.0  # every look asks the scheduler, which serves others too
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(_USAGE, end="")
+        return EXIT_FINISHED
+    folder, flags = parse_run_arguments(arguments, "watch", valued=("--every",))
+    every_s = _seconds(flags.get("--every"))
+    shown = ""
+    try:
+        while True:
+            view = look(folder)
+            shown = _show(describe(view), shown)
+            if view.is_over:
+                return _exit_code(view)
+            time.sleep(every_s)
+    except KeyboardInterrupt:
+        print(f"\nno longer watched; {folder.path} goes on (paceline cancel {folder.path} stops it)")
+        return EXIT_INTERRUPTED
+
+
+def _seconds(text: str | None) -> float:
+    try:
+        seconds = float(text) if text is not None else _DEFAULT_EVERY_S
+    except ValueError:
+        seconds = -1.0
+    if not 0 <= seconds < 86400:
+        raise UserError("--every takes seconds", got=text, allowed="0 or more")
+    return seconds
+
+
+def _show(text: str, before: str) -> str:
+    """In place on a terminal; in a file one block per change, the age of the last sign of life not counted."""
+    if sys.stdout.isatty():
+        back = f"\x1b[{before.count(chr(10)) + 1}F\x1b[J" if before else ""
+        print(back + text, flush=True)
+    elif _without_age(text) != _without_age(before):
+        print(text, flush=True)
+    return text
+
+
+def _without_age(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith("  updated:")]
+
+
+def _exit_code(view: RunView) -> int:
+    if view.state == "finished":
+        return EXIT_FINISHED
+    if view.state == "preempted":
+        return EXIT_PREEMPTED
+    code = view.failure.get("exit_code")
+    return code if isinstance(code, int) and code else EXIT_INTERNAL
