@@ -9,13 +9,17 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+# The cluster of make slurm-up: where it lives, and what it has.
+SLURM_STATE ?= /var/lib/paceline-slurm
+SLURM_SHAPE ?= --nodes 2
+SLURM := tests/slurm/cluster
 EXTRAS_BIN := .venv-extras/bin
 EXTRAS_READY := .venv-extras/.ready
 EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test test-extras test-faults test-slow soak lint type check format clean
+.PHONY: help setup train test test-extras test-faults test-slow test-slurm slurm-install slurm-up slurm-down soak lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +29,8 @@ help:
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
 	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
+	@echo "make test-slurm  run the tests on a real Slurm cluster of three nodes on this machine (root; make slurm-install)"
+	@echo "make slurm-up    start a Slurm cluster of two nodes on this machine, to learn on; make slurm-down ends it"
 	@echo "make check       lint, type, test: what a commit must pass"
 	@echo "make setup       only bring .venv up to date"
 
@@ -70,6 +76,26 @@ soak: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
+
+# One at a time: they wait for Slurm to notice lost nodes.
+test-slurm: setup
+	$(BIN)/python -m pytest -m "slurm" tests/slurm $(ARGS)
+
+slurm-install:
+	@$(SLURM)/install
+
+# With a smoke job: both nodes say their names.
+slurm-up:
+	@$(SLURM)/up $(SLURM_STATE) $(SLURM_SHAPE)
+	@names=$$(SLURM_CONF=$(SLURM_STATE)/slurm.conf timeout 30 srun --nodes=2 --job-name=smoke hostname) \
+		&& echo "up, and a job ran on:" $$(echo "$$names" | sort)
+	@echo "next:    export SLURM_CONF=$(SLURM_STATE)/slurm.conf"
+	@echo "         srun --nodes=2 hostname        (or: sbatch examples/slurm/cluster/first-job.sbatch)"
+	@echo "the end: make slurm-down"
+
+slurm-down:
+	@$(SLURM)/down $(SLURM_STATE)
+	@echo "down; nothing is left of it"
 
 lint: setup
 	$(BIN)/ruff check .

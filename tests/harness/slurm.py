@@ -1,0 +1,222 @@
+"""A real Slurm cluster on this machine: nodes that lose power, cables that are pulled. Built by tests/slurm/cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+import pytest
+
+from harness.cli import LAUNCH_VARIABLES
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "slurm" / "cluster"
+PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "ip", "unshare", "flock")
+REQUIRE = "PACELINE_REQUIRE_SLURM"
+POLL_S = 0.2
+# squeue's word for a job that will not change any more.
+FINAL_STATES = (
+    *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),
+    *("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
+)
+
+
+def why_no_slurm(path: str | None = None) -> str | None:
+    """What this machine lacks for a cluster, in words, or None. `path` stands in for PATH."""
+    if os.geteuid() != 0:
+        return "a Slurm cluster needs root (namespaces and a bridge)"
+    missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
+    return f"not installed: {', '.join(missing)} (`make slurm-install` brings them)" if missing else None
+
+
+def need_slurm(path: str | None = None) -> None:
+    """Skip where there can be no cluster; fail instead under PACELINE_REQUIRE_SLURM=1."""
+    reason = why_no_slurm(path)
+    if reason is None:
+        return
+    if os.environ.get(REQUIRE, "") not in ("", "0"):
+        pytest.fail(f"{reason}, and {REQUIRE} is set")
+    pytest.skip(reason)
+
+
+class Cluster:
+    """Nodes n1..nN and the controller ctl, from entering the block to leaving it.
+
+    All file systems but /dev/shm are this machine's own, on every node: any folder is "shared storage".
+    """
+
+    def __init__(
+        self, nodes: int = 2, cpus: int = 4, gpus: int = 0, accounting: bool = False, extra: tuple[str, ...] = ()
+    ) -> None:
+        self.nodes = tuple(f"n{number}" for number in range(1, nodes + 1))
+        self._shape = ["--nodes", str(nodes), "--cpus", str(cpus), "--gpus", str(gpus)]
+        self._shape += ["--accounting"] if accounting else []
+        for line in extra:
+            self._shape += ["--extra", line]
+        self.state = Path()
+
+    def __enter__(self) -> Cluster:
+        # Not pytest's folder: Slurm's sockets want short paths.
+        self.state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
+        try:
+            self._script("up", str(self.state), *self._shape)
+        except BaseException:
+            self.down()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.down()
+
+    def up(self) -> None:
+        """Boot every machine that is off."""
+        self._script("up", str(self.state))
+
+    def down(self) -> None:
+        self._script("down", str(self.state))
+
+    @property
+    def conf(self) -> Path:
+        return self.state / "slurm.conf"
+
+    def environment(self, **extra: str) -> dict[str, str]:
+        """For Slurm's clients: this cluster, no traces of a launcher or of another cluster."""
+        clean = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in LAUNCH_VARIABLES and not name.startswith(("SLURM_", "SBATCH_", "SRUN_", "SALLOC_"))
+        }
+        return {**clean, "SLURM_CONF": str(self.conf), **extra}
+
+    def run(
+        self,
+        *command: str,
+        timeout_s: float = 30,
+        cwd: Path | None = None,
+        check: bool = True,
+        text_in: str | None = None,
+        extra: Mapping[str, str] | None = None,
+    ) -> str:
+        """A client command's output. Clients wait for a lost controller for minutes, so each has its deadline."""
+        done = subprocess.run(
+            command,
+            cwd=cwd,
+            env=self.environment(**(extra or {})),
+            input=text_in,
+            stdin=subprocess.DEVNULL if text_in is None else None,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+        )
+        words = " ".join(command)
+        assert not check or done.returncode == 0, f"{words}: exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def submit(self, script: str, *options: str, cwd: Path) -> str:
+        """Queue this text as a batch script; returns the job's id. Its output is `out-ID.txt` in cwd."""
+        text = script if script.startswith("#!") else f"#!/bin/bash\n{script}\n"
+        options = ("--parsable", "--output=out-%j.txt", "--open-mode=append", *options)
+        return self.run("sbatch", *options, cwd=cwd, text_in=text).strip().split(";")[0]
+
+    def job(self, job_id: str) -> dict[str, str]:
+        """What the controller knows: JobState, NodeList, Restarts, ExitCode, ..."""
+        words = self.run("scontrol", "show", "job", "--oneliner", job_id).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
+
+    def job_state(self, job_id: str) -> str:
+        return self.job(job_id)["JobState"]
+
+    def job_nodes(self, job_id: str) -> list[str]:
+        return self.run("scontrol", "show", "hostnames", self.job(job_id)["NodeList"]).split()
+
+    def wait_for_state(self, job_id: str, states: str | tuple[str, ...], timeout_s: float = 30) -> str:
+        """Poll until the job is in one of these states. Fails at once if it ended in another."""
+        wanted = (states,) if isinstance(states, str) else states
+
+        def arrived() -> bool:
+            state = self.job_state(job_id)
+            assert state in wanted or state not in FINAL_STATES, f"job {job_id} ended {state}: {self.job(job_id)}"
+            return state in wanted
+
+        self.wait_until(arrived, timeout_s, f"job {job_id} in {' or '.join(wanted)}")
+        return self.job_state(job_id)
+
+    def node_state(self, node: str) -> str:
+        """As sinfo says it, for example `idle`, `mixed`, `down*` (the star: it does not answer)."""
+        return self.run("sinfo", "--noheader", "--Node", "--nodes", node, "--format", "%T").split()[0]
+
+    def wait_for_node(self, node: str, states: str | tuple[str, ...], timeout_s: float = 40) -> None:
+        wanted = (states,) if isinstance(states, str) else states
+        self.wait_until(lambda: self.node_state(node) in wanted, timeout_s, f"{node} in {' or '.join(wanted)}")
+
+    def wait_until(self, happened: Callable[[], bool], timeout_s: float, what: str) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not happened():
+            assert time.monotonic() < deadline, f"not within {timeout_s:g} s: {what}\n{self._picture()}"
+            time.sleep(POLL_S)
+
+    def power_off(self, node: str) -> None:
+        """Power loss: nobody hears a word from it, everything on it is gone."""
+        self._script("node", str(self.state), "off", node)
+
+    def boot(self, node: str) -> None:
+        """Returns once the node takes jobs. What ran there before is requeued or failed by Slurm."""
+        self._script("node", str(self.state), "boot", node)
+
+    def cut_link(self, node: str) -> None:
+        """Pull the network cable. Its processes go on."""
+        self._script("node", str(self.state), "cut", node)
+
+    def restore_link(self, node: str) -> None:
+        self._script("node", str(self.state), "restore", node)
+
+    def cancel_all(self, timeout_s: float = 40) -> None:
+        """No job is left in the queue, and none of their processes on a node that answers."""
+
+        def empty() -> bool:
+            self.run("scancel", "--partition=main,urgent", check=False)
+            return not self.run("squeue", "--noheader", "--format=%i").strip()
+
+        self.wait_until(empty, timeout_s, "an empty queue")
+
+    def heal(self) -> None:
+        """As new: all power and cables on, no jobs, every node idle."""
+        for machine in ("ctl", *self.nodes):
+            self.restore_link(machine)
+        self.up()
+        self.cancel_all()
+        for node in self.nodes:
+            if self.node_state(node).startswith(("drain", "down")):
+                self.run("scontrol", "update", f"NodeName={node}", "State=RESUME", check=False)
+            self.wait_for_node(node, "idle")
+
+    def host_pid(self, node: str) -> int:
+        """The node's first process, as this machine numbers it (for nsenter, /proc and kill)."""
+        return int((self.state / "run" / f"{node}.pid").read_text())
+
+    def log(self, name: str) -> str:
+        """A daemon's log: slurmctld, slurmd-n1, ..."""
+        return (self.state / "log" / f"{name}.log").read_text()
+
+    def _picture(self) -> str:
+        queue = self.run("squeue", "--states=all", check=False)
+        return f"{queue}\n{self.run('sinfo', '--Node', check=False)}"
+
+    def _script(self, name: str, *arguments: str) -> None:
+        done = subprocess.run(
+            [str(SCRIPTS / name), *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=90,
+            check=False,
+        )
+        assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stderr or done.stdout}"
