@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROUNDS, STEPS = 40, 25
+ROUNDS, STEPS = 300, 5
 LIMIT = 0.02
 TARGET_S = 0.010
 

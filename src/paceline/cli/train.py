@@ -14,12 +14,13 @@ from paceline.cli.main import main
 from paceline.cli.request import allowed_worlds, check_joined_world, decide_processes, read_request, wants_help
 from paceline.config.fields import flatten
 from paceline.config.load import LoadedConfig
+from paceline.config.processes import parse_processes
 from paceline.config.rules import check_world
-from paceline.errors import EXIT_FINISHED
+from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.supervise import Job, Supervisor
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import decide_place
-from paceline.world.detect import RankEnvironment, read_rank_environment, threads_per_rank
+from paceline.world.detect import Nodes, RankEnvironment, read_nodes, read_rank_environment, threads_per_rank
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
 Also: --dry-run (print the plan, start nothing), --debug (show tracebacks)."""
@@ -40,12 +41,33 @@ def run(arguments: list[str]) -> int:
     place = decide_place(loaded)
     if place.resume_from is not None:
         refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
-    RunFolder(place.folder).refuse_if_owned()
-    check_world(loaded, decide_processes(loaded))
-    return _supervise(loaded, RunFolder(place.folder), arguments)
+    nodes = read_nodes()
+    if nodes.own == 0:
+        RunFolder(place.folder).refuse_if_owned()
+    _check_nodes(loaded, nodes)
+    check_world(loaded, nodes.count * decide_processes(loaded))
+    return _supervise(loaded, RunFolder(place.folder), nodes, arguments)
 
 
-def _supervise(loaded: LoadedConfig, folder: RunFolder, arguments: list[str]) -> int:
+def _check_nodes(loaded: LoadedConfig, nodes: Nodes) -> None:
+    """Agents on several nodes must agree, without having met, on the folder and on the number of ranks."""
+    if nodes.count == 1:
+        return
+    if not loaded.config.run.output_dir:
+        raise UserError(
+            "a run on several nodes needs a folder that all of them know", hint="--output-dir PATH, on shared storage"
+        )
+    processes = parse_processes(loaded.config.parallel.processes)
+    if processes.is_open or processes.low != processes.high:
+        raise UserError(
+            "a run on several nodes needs the number of ranks of each node",
+            where=loaded.where("processes"),
+            got=loaded.config.parallel.processes,
+            hint="--processes 4 for four ranks on every node",
+        )
+
+
+def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments: list[str]) -> int:
     """Start ranks and see them through."""
     config = loaded.config
     folder.create()
@@ -58,8 +80,9 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, arguments: list[str]) ->
         # One folder for all ranks, decided here: their clocks would name several.
         arguments=["train", *arguments, "--output-dir", str(folder.path)],
         read_worlds=lambda: allowed_worlds(loaded),
+        nodes=nodes,
         accumulate=config.train.accumulate,
-        largest_accumulate=config.train.global_batch_size // max(config.parallel.lanes, most),
+        largest_accumulate=config.train.global_batch_size // max(config.parallel.lanes, nodes.count * most),
     )
     return Supervisor(job).run()
 

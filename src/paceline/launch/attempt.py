@@ -13,17 +13,19 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from paceline.launch.watch import RankSight, Watch
-from paceline.world.detect import ATTEMPT, OWN_LAUNCHER
+from paceline.world.detect import ATTEMPT, OWN_LAUNCHER, Nodes
 from paceline.world.pulse import ATTEMPT_DIR
 from paceline.world.signals import SUPERVISOR_PID
 
 RankMain = Callable[[list[str], dict[str, str]], None]  # arguments, additions to the environment
+_JOIN_TIMEOUT_S = 300
 _PRELOADED = ["paceline.launch.server", "paceline.training.worker"]
 
 
@@ -36,6 +38,7 @@ class Attempt:
     rank_main: RankMain  # importable by name: the server that forks the ranks looks it up
     arguments: list[str]
     stacks_of: Callable[[int], Path]  # where a rank's stacks go
+    nodes: Nodes
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,8 @@ class Attempts:
         finally:
             watch.stop()
             self._watch = None
+            if attempt.nodes.count > 1 and any(sight.is_lost for sight in watch.ranks.values()):
+                _tell_other_nodes(agent, attempt.number)
             rendezvous.shutdown()
             shutil.rmtree(attempt_dir, ignore_errors=True)
         return AttemptEnd(watch.ranks, _exit_codes(agent, watch), watch.hung)
@@ -107,12 +112,17 @@ def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, A
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
             logging.getLogger(name).setLevel(logging.CRITICAL)  # what they would say, we say in our own words
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the supervisor has handlers of its own
+    nodes = attempt.nodes
+    # Several nodes need a port they all know; a new one for each attempt, since the last may not be free yet.
+    port = nodes.port + attempt.number if nodes.port else 0
     parameters = RendezvousParameters(
         backend="c10d",
-        endpoint="localhost:0",  # port 0: whichever is free
-        run_id=f"paceline-{attempt.number}",
-        min_nodes=1,
-        max_nodes=1,
+        endpoint=f"{nodes.host}:{port}",
+        run_id=f"{nodes.run_id}-{attempt.number}",
+        min_nodes=nodes.count,
+        max_nodes=nodes.count,
+        is_host=nodes.own == 0,
+        join_timeout=_JOIN_TIMEOUT_S,
     )
     rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
     spec = WorkerSpec(
@@ -125,6 +135,17 @@ def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, A
         monitor_interval=0.05,
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="forkserver"), rendezvous
+
+
+def _tell_other_nodes(agent: Any, number: int) -> None:
+    """Ranks elsewhere may be waiting for ours at the roll call: they need not."""
+    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
+
+    from paceline.world.group import announce_failure
+
+    group = agent.get_worker_group()
+    with suppress(RuntimeError, OSError, RendezvousTimeoutError):
+        announce_failure(group.master_addr, group.master_port, number)
 
 
 def _exit_codes(agent: Any, watch: Watch) -> dict[int, int | None]:

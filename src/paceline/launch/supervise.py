@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
 from paceline.launch.report import FailureReport, report_failure
 from paceline.launch.requeue import requeue_job
 from paceline.runs.folder import RunFolder
+from paceline.world.detect import Nodes
 
 _INTERRUPT_GRACE_S = 1.2  # everything must be over three seconds after Ctrl-C
 _SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
@@ -41,6 +42,7 @@ class Job:
     rank_main: RankMain
     arguments: list[str]  # of `paceline train`
     read_worlds: Callable[[], list[int]]  # the numbers of ranks that are possible now, smallest first
+    nodes: Nodes
     accumulate: int
     largest_accumulate: int  # a microbatch of one sample
 
@@ -53,12 +55,14 @@ class Supervisor:
         self._failures: list[Failure] = []
         self._accumulate = job.accumulate
         self._pause = threading.Event()
+        self._is_first = job.nodes.own == 0
 
     def run(self) -> int:
         """Returns the exit code for the shell."""
         worlds = self._job.read_worlds()
         processes = worlds[-1]
-        with self._job.folder.owned(), self._listening():
+        # Of several nodes, the first one's supervisor owns the folder and speaks for all.
+        with self._job.folder.owned() if self._is_first else nullcontext(), self._listening():
             for number in itertools.count(1):
                 oom_kills = _count_oom_kills()
                 end = self._attempt(number, processes)
@@ -94,7 +98,9 @@ class Supervisor:
             arguments += ["--accumulate", str(self._accumulate)]
         stacks_of = partial(folder.stacks_of, number)
         try:
-            return self._attempts.run(Attempt(number, processes, self._job.rank_main, arguments, stacks_of))
+            return self._attempts.run(
+                Attempt(number, processes, self._job.rank_main, arguments, stacks_of, self._job.nodes)
+            )
         finally:
             folder.drop_empty_stacks()
 
@@ -139,7 +145,11 @@ class Supervisor:
         else:
             report.done = f"not started again: {decision.reason}"
             report.done += f"; --resume {folder.path} goes on from step {saved}" if saved else ""
-            folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
+            if self._is_first:
+                folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
+        if self._job.nodes.count > 1 and report.cause == "peer-lost":
+            print(f"node {report.host}: attempt {number} ended, because another node's did", file=sys.stderr)
+            return  # that node has more to tell
         if folder.path.is_dir():
             report.write(folder)
         if report.exit_code in FINAL_CODES and number == 1:
@@ -162,6 +172,8 @@ class Supervisor:
         else:
             newest = f"the newest checkpoint is of step {step}" if step else "nothing was saved"
             what = f"stopped ({reason}); {newest}"
+        if not self._is_first:
+            return EXIT_PREEMPTED
         folder.write_status("preempted" if saved else "failed", step=status.get("step", 0), reason=reason)
         print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
         if self._stop is signal.SIGINT:

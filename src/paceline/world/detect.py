@@ -13,10 +13,12 @@ from dataclasses import dataclass
 
 from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
+from paceline.world.slurm import read_slurm_task
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by our supervisor for the ranks it starts
 ATTEMPT = "PACELINE_ATTEMPT"  # likewise: the number of this attempt, from 1
+START = "PACELINE_START"  # "agent": this task of srun starts its node's ranks
 
 
 @dataclass(frozen=True)
@@ -68,10 +70,35 @@ class World:
         return f"{ranks}{nodes} by {self.launcher}, {kind}, {self.backend}, {threads}"
 
 
+@dataclass(frozen=True)
+class Nodes:
+    """The nodes of a job, each with an agent that starts its ranks; one node is this machine alone."""
+
+    count: int = 1
+    own: int = 0  # this node's number
+    host: str = "localhost"  # where the agents meet
+    port: int = 0  # 0: whichever is free
+    run_id: str = "paceline"
+
+
+def read_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
+    """Which of the job's agents this process is."""
+    task = read_slurm_task(environment)
+    if environment.get(START) != "agent" or task is None:
+        return Nodes()
+    if task.local_tasks != 1:
+        raise UserError(
+            "one agent per node starts all ranks of its node",
+            got=f"{task.local_tasks} tasks on a node",
+            hint="srun --ntasks-per-node=1, or without PACELINE_START=agent one task per rank",
+        )
+    return Nodes(task.nodes, task.node, task.hosts[0], task.port, f"paceline-{task.job_id}")
+
+
 def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment | None:
-    """The launcher's variables as numbers; None when no launcher started this process."""
+    """The launcher's variables as numbers; None when no launcher started this process as a rank."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
-        return None
+        return _read_slurm_rank(environment)
     missing = [name for name in _LAUNCH_VARIABLES if name not in environment]
     if missing:
         raise UserError(
@@ -103,6 +130,23 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
         store_port=numbers["MASTER_PORT"],
         has_store_server=environment.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
         attempt=int(environment.get(ATTEMPT) or 1 + int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))),
+    )
+
+
+def _read_slurm_rank(environment: Mapping[str, str]) -> RankEnvironment | None:
+    """One task per rank, started by srun itself. A single task is a person's shell, or an agent."""
+    task = read_slurm_task(environment)
+    if task is None or task.tasks == 1 or environment.get(START) == "agent":
+        return None
+    return RankEnvironment(
+        rank=task.task,
+        world_size=task.tasks,
+        local_rank=task.local_task,
+        local_world_size=task.local_tasks,
+        launcher="srun",
+        store_host=task.hosts[0],
+        store_port=task.port,
+        attempt=1 + int(environment.get("SLURM_RESTART_COUNT", "0")),
     )
 
 

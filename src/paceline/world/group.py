@@ -31,6 +31,7 @@ _NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
 _ANSWER_TIMEOUT_S = 8.0
 _FAREWELL_TIMEOUT_S = 60.0
 _POLL_S = 0.1
+_FAILED = "failed"
 
 
 @contextmanager
@@ -77,7 +78,7 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
             f"the ranks cannot meet at {address}: {what}", got=reason, hint="another MASTER_PORT"
         ) from error
     # Under its own prefix: what a rank of an earlier attempt left in the launcher's store must not be taken up.
-    store = PrefixStore(f"paceline/attempt-{environment.attempt}", server)
+    store = PrefixStore(_prefix(environment.attempt), server)
     _call_the_roll(store, world, address, timeout_s)
     return store
 
@@ -124,19 +125,36 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
         time.sleep(_POLL_S)
 
 
+def announce_failure(host: str, port: int, attempt: int) -> None:
+    """The attempt is over: whoever waits at its roll call may stop waiting."""
+    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
+    PrefixStore(_prefix(attempt), store).set(_FAILED, "")
+
+
+def _prefix(attempt: int) -> str:
+    return f"paceline/attempt-{attempt}"
+
+
 def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -> None:
     names = [f"here/{rank}" for rank in range(world.world_size)]
     store.set(names[world.rank], world.host)
-    try:
-        store.wait(names, timedelta(seconds=timeout_s))
-    except dist.DistError as error:
-        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-        raise PacelineError(
-            f"{len(missing)} of {world.world_size} ranks did not arrive within {timeout_s:.0f} s",
-            where=address,
-            got="missing: rank " + ", ".join(map(str, missing)),
-            hint="look at the logs of those ranks' nodes; do all of them reach that address?",
-        ) from error
+    started = time.monotonic()
+    while True:
+        try:
+            store.wait(names, timedelta(seconds=1))
+            return
+        except dist.DistError as error:
+            if store.check([_FAILED]):
+                raise PacelineError("another rank went away before all had arrived", got="socket closed") from error
+            if time.monotonic() - started < timeout_s:
+                continue
+            missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+            raise PacelineError(
+                f"{len(missing)} of {world.world_size} ranks did not arrive within {timeout_s:.0f} s",
+                where=address,
+                got="missing: rank " + ", ".join(map(str, missing)),
+                hint="look at the logs of those ranks' nodes; do all of them reach that address?",
+            ) from error
 
 
 def _part(store: Store, world: World) -> None:

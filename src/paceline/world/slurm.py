@@ -1,0 +1,90 @@
+"""What Slurm tells a task about itself, turned into the words of this house. Imports no torch.
+
+`srun` gives every task its number, its node and the list of nodes; nothing else is needed to meet. The port is
+derived from the job's id, so two jobs on one node do not collide, and from the restart, so a requeued job does not
+meet what is left of itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from paceline.errors import UserError
+
+_FIRST_PORT, _PORTS = 20_000, 20_000
+_LARGEST_STEP = 4_000_000_000  # above: Slurm's own steps, such as the batch script's
+
+
+@dataclass(frozen=True)
+class SlurmTask:
+    """This task's place in its step."""
+
+    job_id: str
+    task: int
+    tasks: int
+    local_task: int
+    local_tasks: int
+    node: int
+    nodes: int
+    hosts: tuple[str, ...]
+    port: int
+
+
+def read_slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
+    """None outside of a step that `srun` started."""
+    step = environment.get("SLURM_STEP_ID", "")
+    if not step.isdecimal() or int(step) > _LARGEST_STEP or "SLURM_PROCID" not in environment:
+        return None
+    try:
+        node = int(environment["SLURM_NODEID"])
+        per_node = expand_counts(environment["SLURM_STEP_TASKS_PER_NODE"])
+        return SlurmTask(
+            job_id=environment["SLURM_JOB_ID"],
+            task=int(environment["SLURM_PROCID"]),
+            tasks=int(environment["SLURM_STEP_NUM_TASKS"]),
+            local_task=int(environment["SLURM_LOCALID"]),
+            local_tasks=per_node[node],
+            node=node,
+            nodes=int(environment["SLURM_STEP_NUM_NODES"]),
+            hosts=expand_hosts(environment["SLURM_STEP_NODELIST"]),
+            port=_port(int(environment["SLURM_JOB_ID"]), int(environment.get("SLURM_RESTART_COUNT", "0"))),
+        )
+    except (KeyError, ValueError, IndexError) as error:
+        raise UserError(
+            "Slurm's environment is incomplete or contradicts itself",
+            got=f"{type(error).__name__}: {error}",
+            hint="start with srun, or unset the SLURM_* variables to run on this machine alone",
+        ) from error
+
+
+def _port(job_id: int, restarts: int) -> int:
+    return _FIRST_PORT + (job_id * 64 + restarts) % _PORTS
+
+
+def expand_hosts(text: str) -> tuple[str, ...]:
+    """`n[1-3,07],login` as names, in order."""
+    hosts: list[str] = []
+    for part in re.findall(r"[^,\[\]]+(?:\[[^\]]*\][^,\[\]]*)?", text):
+        match = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", part)
+        if match is None:
+            hosts.append(part)
+            continue
+        prefix, ranges, suffix = match.groups()
+        for span in ranges.split(","):
+            low, _, high = span.partition("-")
+            for number in range(int(low), int(high or low) + 1):
+                hosts.append(f"{prefix}{number:0{len(low)}}{suffix}")
+    return tuple(hosts)
+
+
+def expand_counts(text: str) -> list[int]:
+    """`2(x3),1` as [2, 2, 2, 1]."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
+            raise ValueError(f"not a list of tasks per node: {text!r}")
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
