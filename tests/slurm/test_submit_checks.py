@@ -221,7 +221,7 @@ def test_profile_stands_below_flags(fake: FakeSlurm, tmp_path: Path, capsys: pyt
         ("default:\n  job_name: x\n", ["unknown key 'job_name'", "line 2"]),
         ("default:\n  time:\n", ["time needs a value", "line 2"]),
         ("default:\n  account: [a, b]\n", ["account needs a value", "line 2"]),
-        ("default:\n  nodes: two\n", ["nodes: 'two'", "line 2"]),
+        ("default:\n  max_requeues: two\n", ["max_requeues: 'two'", "line 2"]),
         ("default: x\n", ["site 'default' must be", "line 1"]),
         ("- x\n", ["must be `key: value` lines"]),
         ("default: {\n", ["not valid YAML"]),
