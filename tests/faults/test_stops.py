@@ -13,7 +13,7 @@ from faults.ride import FLAGS, outcome, read_json, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import Started, seconds_until_empty, started
 from paceline.checkpoints.format import step_folders, step_of, verify
-from paceline.launch.requeue import job_to_requeue
+from paceline.world.requeue import job_to_requeue, returns_without_progress
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +173,11 @@ def test_which_job_goes_back_into_the_queue() -> None:
     assert job_to_requeue("SIGTERM", job) is None  # Slurm requeues what it preempts
     assert job_to_requeue("SIGUSR1", {**job, "SLURM_NODEID": "1"}) is None
     assert job_to_requeue("SIGUSR1", {}) is None
+
+
+def test_a_job_that_makes_no_progress_stays_out_of_the_queue(tmp_path: Path) -> None:
+    path = tmp_path / "requeues.jsonl"
+    assert returns_without_progress(path, 10) == 0
+    path.write_text("".join(f'{{"job": "7", "step": {step}}}\n' for step in (5, 10, 10)))
+    assert returns_without_progress(path, 10) == 2
+    assert returns_without_progress(path, 11) == 0

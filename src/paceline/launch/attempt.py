@@ -59,6 +59,7 @@ class Attempts:
 
     def __init__(self, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by libraries while they are loaded
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a closed socket is told in our own words
         self._watch: Watch | None = None
         _start_fork_server()
 

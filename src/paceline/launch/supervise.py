@@ -23,7 +23,6 @@ from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
 from paceline.launch.report import FailureReport, report_failure
-from paceline.launch.requeue import requeue_job
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
 
@@ -178,8 +177,6 @@ class Supervisor:
         print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
         if self._stop is signal.SIGINT:
             return EXIT_INTERRUPTED
-        if saved and self._stop is not None:
-            requeue_job(self._stop.name)
         return EXIT_PREEMPTED if saved else _SIGNAL_EXIT + int(self._stop or signal.SIGTERM)
 
     # --- Signals

@@ -104,6 +104,7 @@ class RunFolder:
         self.failure = path / "failure.json"
         self.failures = path / "failures.jsonl"
         self.faults = path / "faults.jsonl"
+        self.requeues = path / "requeues.jsonl"
         self.bad_batches = path / "bad-batches"
         self._unwritable: set[str] = set()
 

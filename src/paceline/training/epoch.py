@@ -14,6 +14,7 @@ from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.ride import Ride
 from paceline.training.state import EpochSums
 from paceline.training.step import StepReport
+from paceline.world.requeue import requeue_job
 
 _COLUMNS = 4  # of the sums over an interval: loss, correct answers, samples, seconds of the rank's own work
 
@@ -99,6 +100,8 @@ def leave(ride: Ride) -> None:
     if ride.recorder is not None:
         ride.recorder.close()
         ride.folder.write_status("preempted", step=ride.state.step, reason=reason)
+        # Before anybody leaves: srun may end the other tasks of a job as soon as the first one is gone.
+        requeue_job(reason, ride.folder.requeues, ride.state.step)
     wait_for_all(ride.world)
     raise Preempted(
         f"stopped at step {ride.state.step} and saved ({reason})", hint=f"go on with --resume {ride.folder.path}"

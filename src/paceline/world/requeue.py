@@ -1,0 +1,74 @@
+"""Slurm's warning before the time limit: the job goes back into the queue, once it has saved.
+
+Each return is written into the run folder with the step it saved. A job that comes back again and again without a
+step of progress would go round for ever; after a few times it stays out.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
+_MAX_REQUEUES = 3
+_WARNINGS = ("SIGUSR1", "SIGUSR2")  # what `sbatch --signal` sends; a preempted job is requeued by Slurm itself
+_TIMEOUT_S = 20
+
+
+def job_to_requeue(signal_name: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """The id to give to `scontrol requeue`; None outside of Slurm, on all nodes but the first, for other signals."""
+    if signal_name not in _WARNINGS or "SLURM_JOB_ID" not in environment:
+        return None
+    if environment.get("SLURM_NODEID", "0") != "0":
+        return None
+    array, task = environment.get("SLURM_ARRAY_JOB_ID"), environment.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{task}" if array and task else environment["SLURM_JOB_ID"]
+
+
+def returns_without_progress(path: Path, step: int) -> int:
+    """How often in a row the job went back into the queue with nothing newer than this step."""
+    try:
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+    except (OSError, ValueError):
+        return 0
+    count = 0
+    for row in reversed(rows):
+        if row["step"] < step:
+            break
+        count += 1
+    return count
+
+
+def requeue_job(signal_name: str, path: Path, step: int) -> None:
+    """`path` is the run's list of returns, `step` what it has saved."""
+    job = job_to_requeue(signal_name)
+    if job is None or shutil.which("scontrol") is None:
+        return
+    most = int(os.environ.get(MAX_REQUEUES, _MAX_REQUEUES))
+    count = returns_without_progress(path, step)
+    if count >= most:
+        _tell(f"Slurm job {job} stays out of the queue: it came back {count} times without a step of progress")
+        return
+    with path.open("a") as file:
+        file.write(json.dumps({"job": job, "step": step, "time": time.time()}) + "\n")
+    try:
+        answer = subprocess.run(
+            ["scontrol", "requeue", job], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        _tell(f"warning: scontrol requeue {job} did not answer within {_TIMEOUT_S} s")
+        return
+    if answer.returncode == 0:
+        _tell(f"Slurm job {job} is back in the queue")
+    else:
+        _tell(f"warning: scontrol requeue {job} failed: {answer.stderr.strip()}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,71 @@
+"""A task's place, from what srun tells it."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.errors import UserError
+from paceline.world.detect import read_nodes, read_rank_environment
+from paceline.world.slurm import expand_counts, expand_hosts, read_slurm_task
+
+STEP = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+}
+AGENT = {**STEP, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+AGENT |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "PACELINE_START": "agent"}
+
+
+def test_lists_of_hosts_and_tasks() -> None:
+    assert expand_hosts("n1") == ("n1",)
+    assert expand_hosts("n[1-3,7],login,gpu[08-10]x") == (
+        *("n1", "n2", "n3", "n7", "login", "gpu08x", "gpu09x", "gpu10x"),
+    )
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+    with pytest.raises(ValueError, match="tasks per node"):
+        expand_counts("many")
+
+
+def test_one_task_per_rank() -> None:
+    rank = read_rank_environment(STEP)
+    assert rank is not None
+    assert (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size) == (3, 4, 1, 2)
+    assert (rank.launcher, rank.store_host, rank.attempt) == ("srun", "n1", 1)
+    again = read_rank_environment({**STEP, "SLURM_RESTART_COUNT": "2"})
+    assert again is not None
+    assert again.attempt == 3
+    assert again.store_port != rank.store_port
+
+
+def test_one_agent_per_node() -> None:
+    assert read_rank_environment(AGENT) is None
+    nodes = read_nodes(AGENT)
+    assert (nodes.count, nodes.own, nodes.host) == (2, 1, "n1")
+    with pytest.raises(UserError, match="one agent per node"):
+        read_nodes({**STEP, "PACELINE_START": "agent"})
+
+
+def test_a_shell_in_a_job_is_a_machine_of_its_own() -> None:
+    shell = {**AGENT, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+    shell |= {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}
+    del shell["PACELINE_START"]
+    assert read_rank_environment(shell) is None
+    assert read_nodes(shell).count == 1
+    batch = {name: value for name, value in STEP.items() if "STEP" not in name}
+    assert read_slurm_task(batch) is None
+    assert read_slurm_task({**STEP, "SLURM_STEP_ID": "4294967291"}) is None
+
+
+def test_half_an_environment_is_refused() -> None:
+    for name in STEP:
+        if name in ("SLURM_STEP_ID", "SLURM_PROCID"):
+            continue
+        with pytest.raises(UserError, match="Slurm's environment"):
+            read_slurm_task({key: value for key, value in STEP.items() if key != name})
