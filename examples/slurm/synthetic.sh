@@ -1,0 +1,28 @@
+#!/bin/bash
+# An MLP on made-up numbers, two nodes with two CPU ranks each. Needs no data, no GPU and no download, so it tells
+# whether nodes, network and installation work, in a minute.
+#
+#   sbatch synthetic.sh
+
+#SBATCH --job-name=synthetic
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+# One core for each rank below the agent.
+#SBATCH --cpus-per-task=2
+#SBATCH --time=00:10:00
+#SBATCH --signal=USR1@60
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+
+set -euo pipefail
+
+source "${VENV:-$HOME/paceline/.venv}/bin/activate"
+
+export PYTHONUNBUFFERED=1
+export PACELINE_START=agent
+
+srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+    python -m paceline train synthetic-mlp --device cpu \
+    --processes "$SLURM_CPUS_PER_TASK" \
+    --output-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "$@"
