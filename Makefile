@@ -61,7 +61,7 @@ train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm" -n 2 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
