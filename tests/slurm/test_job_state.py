@@ -136,7 +136,13 @@ def test_fake_array_is_counted(fake: FakeSlurm, tmp_path: Path, capsys: pytest.C
     assert state.tasks == {"COMPLETED": 1, "RUNNING": 1, "PENDING": 1}
     folder = make_run(tmp_path / "run")
     JobRecord("4711", "", "", [], array="0-3").write(folder.path)
-    assert "job:      4711: 1 completed, 1 running, 1 pending" in told(capsys, "status", "run")
+    text = told(capsys, "status", "run")
+    assert text.startswith("run: running\n")
+    assert "job:      4711: 1 completed, 1 running, 1 pending" in text
+    fake.answer("squeue", "\n".join([rows[0], rows[0].replace("COMPLETED", "FAILED")]))
+    assert "run: ended\n" in told(capsys, "watch", "run", code=70)
+    fake.answer("squeue", "\n".join([rows[0], rows[0]]))
+    assert "2 completed" in told(capsys, "watch", "run")
     task = make_run(folder.path / "task-2", {"status": "running", "step": 5}, job_id="")
     record = read_record(task.path)
     assert record is not None
@@ -183,7 +189,8 @@ def test_running_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pyte
     [
         ({"status": "finished", "step": 840}, COMPLETED, details("COMPLETED"), "finished", "4711: completed on n[1-2]"),
         ({"status": "preempted", "step": 7}, PENDING, details("PENDING", 1), "queued", "requeued 1 time"),
-        ({"status": "running", "step": 7}, COMPLETED.replace("COMPLETED", "TIMEOUT"), "", "lost", "4711: timeout"),
+        ({"status": "running", "step": 7}, COMPLETED.replace("COMPLETED", "TIMEOUT"), "", "failed", "4711: timeout"),
+        ({"status": "running", "step": 7}, COMPLETED, "", "lost", "4711: completed"),
         ({"status": "running", "step": 7}, COMPLETED.replace("COMPLETED", "CANCELLED"), "", "cancelled", "cancelled"),
         ({"status": "preempted", "step": 7}, COMPLETED.replace("COMPLETED", "CANCELLED"), "", "preempted", "step 7"),
         ({"status": "failed", "reason": "boom"}, "", details("FAILED", 0, "5:0"), "failed", "exit code 5:0"),

@@ -19,7 +19,8 @@ usage: paceline status RUN [--json]
 
 Where a run is: progress, time left, its Slurm job if it has one, the last failure. RUN is a run folder.
 """
-_OVER = ("finished", "failed", "preempted", "cancelled", "lost")
+_OVER = ("finished", "failed", "preempted", "cancelled", "lost", "ended")
+_FAILED_JOBS = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,9 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """queued, starting, running, finished, failed, preempted, cancelled, lost, or unknown."""
+        """queued, starting, running, finished, failed, preempted, cancelled, lost, or unknown; of an array, ended."""
+        if self.record is not None and self.record.array:
+            return self._state_of_array()
         written = str(self.status.get("status", ""))
         if written == "finished":
             return written
@@ -48,11 +51,20 @@ class RunView:
             return written
         if self.trouble:
             return written or "unknown"
+        if self.job is not None and self.job.state in ("CANCELLED", *_FAILED_JOBS):
+            return "cancelled" if self.job.state == "CANCELLED" else "failed"
         if self.job is not None:
-            return "cancelled" if self.job.state == "CANCELLED" else "lost"
+            return "lost"
         if self.owner is not None and self.owner.is_provably_dead:
             return "lost"
         return written or ("starting" if self.owner is not None else "unknown")
+
+    def _state_of_array(self) -> str:
+        if self.job is None:
+            return "unknown"
+        if self.job.is_active:
+            return "queued" if self.job.state == "PENDING" else "running"
+        return "ended"
 
     @property
     def is_over(self) -> bool:

@@ -63,6 +63,8 @@ def _without_age(text: str) -> list[str]:
 def _exit_code(view: RunView) -> int:
     if view.state == "finished":
         return EXIT_FINISHED
+    if view.state == "ended" and view.job is not None:
+        return EXIT_FINISHED if {view.job.state, *view.job.tasks} == {"COMPLETED"} else EXIT_INTERNAL
     if view.state == "preempted":
         return EXIT_PREEMPTED
     code = view.failure.get("exit_code")
