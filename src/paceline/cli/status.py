@@ -125,7 +125,7 @@ def look(folder: RunFolder) -> RunView:
         try:
             job = read_state(record.job_id, record.cluster)
         except PacelineError as error:
-            trouble = error.what
+            trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
     steps = [int(path.parent.name.removeprefix("step-")) for path in _checkpoints(folder)]
     return RunView(
         folder=folder,
