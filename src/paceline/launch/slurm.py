@@ -191,10 +191,31 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
     if spec.environment:
         steps.append(f"--environment={shlex.quote(spec.environment)}")
     python = shlex.quote(spec.python)
-    lines = ["# Stop signals are for the ranks; this shell waits until they have saved.", "trap : TERM USR1"]
+    lines = [
+        "# Stop signals are for the ranks; this shell waits until they have saved.",
+        "stopped=no",
+        "trap 'stopped=yes' TERM USR1",
+        "code=0",
+    ]
     if spec.start == "torchrun":
-        return [*lines, *_torchrun(spec, " ".join(steps), python, command)]
-    return [*lines, "", _continued([" ".join(steps), f"{python} -m paceline {command[0]}", *command[1:]])]
+        lines += _torchrun(spec, " ".join(steps), python, command)
+    else:
+        lines += ["", _continued([" ".join(steps), f"{python} -m paceline {command[0]}", *command[1:]])]
+    lines[-1] += " || code=$?"
+    return [*lines, *_after(spec)]
+
+
+def _after(spec: JobSpec) -> list[str]:
+    """What a node's agent cannot do for itself: come back after it was killed."""
+    lines = [""]
+    if spec.resume:
+        lines += [
+            "# A task was killed from outside, and nobody had asked for the end: once more, from the newest checkpoint.",
+            f'if [ "$code" -gt 128 ] && [ "$stopped" = no ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.max_requeues} ]; then',
+            '    scontrol requeue "$SLURM_JOB_ID" || true',
+            "fi",
+        ]
+    return [*lines, 'exit "$code"']
 
 
 def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list[str]:
@@ -205,9 +226,9 @@ def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list
         return ["", _continued([srun, f"{python} -m torch.distributed.run --standalone {ranks}", *train])]
     return [
         "",
-        "# The nodes meet on the first one, on a port that no other job there has.",
+        "# The nodes meet on the first one, on a port that neither another job nor this one's earlier start has.",
         'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
-        "port=$((20000 + SLURM_JOB_ID % 20000))",
+        "port=$((20000 + (SLURM_JOB_ID * 64 + ${SLURM_RESTART_COUNT:-0}) % 20000))",
         "",
         _continued(
             [
