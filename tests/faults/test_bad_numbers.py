@@ -22,6 +22,7 @@ from paceline.training.loop import train
 from paceline.world.detect import World
 
 NORMALISED = f"--model-name={batchnorm_model.__file__}:build"
+SLOWER = pytest.mark.faults
 STRATEGIES = {
     "ddp": (2, ("--strategy=ddp",)),
     "exact": (2, ("--exact", "--lanes=4")),
@@ -50,7 +51,7 @@ def weights_in(folder: Path) -> torch.Tensor:
     return torch.cat([tensor.flatten().float() for tensor in load_file(newest / "model.safetensors").values()])
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", *(pytest.param(s, marks=SLOWER) for s in ("exact", "single"))])
 def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_path: Path) -> None:
     ranks, flags = STRATEGIES[strategy]
     guilty = ranks - 1
@@ -69,7 +70,7 @@ def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_
         assert torch.isfinite(weights_in(tmp_path)).all()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "exact", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=SLOWER) for s in ("exact", "fsdp"))])
 def test_a_gradient_that_is_infinite_is_named(strategy: str, tmp_path: Path) -> None:
     ranks, flags = STRATEGIES[strategy]
     answers = run_ranks(ranks, ride, str(tmp_path), flags, "inf-gradient rank=1 step=8")
@@ -83,7 +84,7 @@ def test_a_gradient_that_is_infinite_is_named(strategy: str, tmp_path: Path) -> 
         assert "rank 1: first bad tensor the gradient of features.0.weight, samples " in words
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "exact", "single"])
+@pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=SLOWER) for s in ("exact", "single"))])
 def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     # BatchNorm's running statistics would carry a NaN for ever.
     ranks, flags = STRATEGIES[strategy]
@@ -95,6 +96,7 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     assert all(loss == loss for loss in step_losses(tmp_path))
 
 
+@SLOWER
 def test_the_budget_for_skips_runs_out(tmp_path: Path) -> None:
     inject = "; ".join(f"nan rank=1 step={step}" for step in (4, 5, 6))
     answers = run_ranks(2, ride, str(tmp_path), ("--skip-nonfinite=2",), inject)
@@ -114,6 +116,7 @@ def test_roll_back_jumps_over_the_batch(tmp_path: Path) -> None:
     assert len(step_losses(tmp_path)) == 16  # no step twice, and none for those that were left out
 
 
+@SLOWER
 def test_roll_back_ends_when_it_is_not_the_batch(tmp_path: Path) -> None:
     inject = "; ".join(f"nan rank=1 step={step}" for step in (5, 6, 7, 8))
     flags = ("--on-nonfinite=rollback", "--save-steps=4", "--num-samples=1280")
@@ -131,6 +134,7 @@ def test_a_jump_of_the_loss_can_roll_back_too(tmp_path: Path) -> None:
     assert '"jumped": [\n  13\n ]' in (newest / "state.json").read_text()
 
 
+@SLOWER
 def test_a_jump_is_no_error_by_itself(tmp_path: Path) -> None:
     (results, _) = run_ranks(2, ride, str(tmp_path), (), "spike rank=1 step=14")
     assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]

@@ -95,6 +95,7 @@ def test_a_rank_under_another_launcher_has_an_alarm_of_its_own(tmp_path: Path) -
 
 
 # Fault 22
+@pytest.mark.faults
 def test_a_slow_rank_is_named_and_not_killed(tmp_path: Path) -> None:
     slow = "slow rank=1 step=11 steps=20 seconds=0.2"
     answer = paceline(*FLAGS, "--log-frequency=5", "--hang-timeout=20", f"--inject={slow}", cwd=tmp_path)

@@ -8,6 +8,8 @@ import re
 import signal
 import statistics
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,11 +22,14 @@ RECOVERIES: list[float] = []
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, object]]:
-    return {
-        strategy: ride_undisturbed(tmp_path_factory.mktemp(strategy), f"--strategy={strategy}")
-        for strategy in ("ddp", "fsdp")
-    }
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, object]]:
+    """What comes of the ride, per strategy, when nobody disturbs it."""
+
+    @cache
+    def ride(strategy: str) -> dict[str, object]:
+        return ride_undisturbed(tmp_path_factory.mktemp(strategy), f"--strategy={strategy}")
+
+    return ride
 
 
 def step_in(line: str) -> int:
@@ -62,18 +67,18 @@ def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> lis
 
 
 # Fault 1
-def test_a_killed_rank_costs_a_moment(tmp_path: Path, undisturbed: dict[str, dict[str, object]]) -> None:
+def test_a_killed_rank_costs_a_moment(tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]) -> None:
     kill_random_ranks(1, tmp_path, "ddp", kills=2)
-    assert outcome(tmp_path / "run") == undisturbed["ddp"]
+    assert outcome(tmp_path / "run") == undisturbed("ddp")
 
 
 # Fault 1
 @pytest.mark.faults
 @pytest.mark.parametrize("seed", range(10))
-def test_twenty_killed_ranks(seed: int, tmp_path: Path, undisturbed: dict[str, dict[str, object]]) -> None:
+def test_twenty_killed_ranks(seed: int, tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]) -> None:
     strategy = "fsdp" if seed % 3 == 0 else "ddp"
     RECOVERIES.extend(kill_random_ranks(100 + seed, tmp_path, strategy, kills=2))
-    assert outcome(tmp_path / "run") == undisturbed[strategy]
+    assert outcome(tmp_path / "run") == undisturbed(strategy)
     if seed == 9:
         print(f"{len(RECOVERIES)} kills: p50 {statistics.median(RECOVERIES):.2f} s, max {max(RECOVERIES):.2f} s")
         assert statistics.median(RECOVERIES) <= 6
@@ -93,6 +98,7 @@ def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
     assert "Traceback" not in answer.err.replace(failure["traceback"], "")
 
 
+@pytest.mark.faults
 def test_restarts_are_counted(tmp_path: Path) -> None:
     faults = "kill rank=0 step=7; kill rank=1 step=14; kill rank=0 step=22"
     answer = paceline(*FLAGS, "--max-restarts=2", f"--inject={faults}", cwd=tmp_path)
@@ -117,6 +123,7 @@ def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
     assert "--auto-microbatch" in answer.err
 
 
+@pytest.mark.faults
 def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
     flags = [*FLAGS, "--auto-microbatch", "--inject=oom rank=1 step=12 above=16"]
     answer = paceline(*flags, cwd=tmp_path)

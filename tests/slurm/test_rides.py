@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -180,7 +181,7 @@ def test_a_requeue_by_hand_and_a_cancelled_job(
 def test_wrong_ways_to_start_end_in_a_second(cluster: Cluster, tmp_path: Path) -> None:
     """Found by the tasks themselves, with the line to write."""
     base = ["srun", "--nodes=2", "--ntasks-per-node=2", "--chdir", str(tmp_path)]
-    train = ["python", "-m", "paceline", "train", *RIDE]
+    train = [sys.executable, "-m", "paceline", "train", *RIDE]
     agents = command(*base, "env", "PACELINE_START=agent", *train, cwd=tmp_path, **cluster.environment())
     assert agents.code == 2, agents
     assert "srun --ntasks-per-node=1" in agents.err

@@ -209,9 +209,10 @@ def _after(spec: JobSpec) -> list[str]:
     """What a node's agent cannot do for itself: come back after it was killed."""
     lines = [""]
     if spec.resume:
+        back = '"${SLURM_RESTART_COUNT:-0}"'
         lines += [
-            "# A task was killed from outside, and nobody had asked for the end: once more, from the newest checkpoint.",
-            f'if [ "$code" -gt 128 ] && [ "$stopped" = no ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {spec.max_requeues} ]; then',
+            "# A task was killed from outside, and nobody asked for the end: once more, from the newest checkpoint.",
+            f'if [ "$code" -gt 128 ] && [ "$stopped" = no ] && [ {back} -lt {spec.max_requeues} ]; then',
             '    scontrol requeue "$SLURM_JOB_ID" || true',
             "fi",
         ]
