@@ -128,16 +128,6 @@ def test_stop_signals_wait_for_the_fake_srun(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (75, "saved\n"), done.stderr
 
 
-def test_stop_signals_wait_for_the_fake_srun(tmp_path: Path) -> None:
-    """Slurm signals the shell as well; were it to end at once, the ranks would be killed while they save."""
-    (tmp_path / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nkill -TERM $PPID\necho saved\nexit 75\n")
-    (tmp_path / "srun").chmod(0o755)
-    script = write_script(spec_in(tmp_path))
-    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
-    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (75, "saved\n"), done.stderr
-
-
 def test_one_task_per_rank_with_a_fake_srun(tmp_path: Path) -> None:
     script = write_script(spec_in(tmp_path, start="ranks", cpus_per_task=1))
     check_syntax(script)

@@ -297,10 +297,7 @@ def _submit(spec: JobSpec, folder: RunFolder, command: list[str]) -> int:
         raise
     before = [*earlier.earlier, earlier.job_id] if earlier else []
     try:
-        try:
         JobRecord(job_id, cluster, str(script), command, array=spec.array, earlier=before).write(folder.path)
-    except OSError as error:  # the job is in the queue all the same, and its id must not be lost
-        print(f"warning: {RECORD} cannot be written: {error.strerror}; remember job {job_id}", file=sys.stderr)
     except OSError as error:  # the job is in the queue all the same, and its id must not be lost
         print(f"warning: {RECORD} cannot be written: {error.strerror}; remember job {job_id}", file=sys.stderr)
     ranks = f"{spec.world_size} rank" + ("s" if spec.world_size > 1 else "")
