@@ -16,7 +16,9 @@ from paceline.cli.main import main
 from paceline.launch.job import JobSpec, count_gres_gpus, parse_time_s
 from paceline.launch.slurm import write_array_script, write_script
 
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "slurm"
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples" / "slurm"
+GUIDE = ROOT / "docs" / "guides" / "slurm.md"
 # An srun that says how it was called, and on "node 1" starts its command with what a task would find.
 SRUN = """\
 #!{python}
@@ -126,6 +128,41 @@ def test_stop_signals_wait_for_the_fake_srun(tmp_path: Path) -> None:
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (75, "saved\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "resume", "comes_back"),
+    [(137, "0", "auto", True), (137, "3", "auto", False), (137, "0", "", False), (5, "0", "auto", False)],
+)
+def test_killed_task_comes_back_with_a_fake_srun(
+    tmp_path: Path, code: int, restarts: str, resume: str, comes_back: bool
+) -> None:
+    for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "$*" >>{tmp_path}/scontrol.calls')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    script = write_script(spec_in(tmp_path, resume=resume))
+    check_syntax(script)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "54321", "SLURM_RESTART_COUNT": restarts}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    calls = tmp_path / "scontrol.calls"
+    assert (calls.read_text() if calls.exists() else "") == ("requeue 54321\n" if comes_back else "")
+
+
+def test_the_guide_shows_the_script_as_it_is() -> None:
+    home = Path("/home/me")
+    spec = JobSpec(
+        name="shapes-cnn",
+        folder=home / "runs" / "shapes-cnn-20261115-101500",
+        work_dir=home,
+        train=("shapes-cnn",),
+        python="/home/me/.venv/bin/python",
+        nodes=2,
+        ranks_per_node=2,
+        cpus_per_task=2,
+        time="10",
+    )
+    assert f"```bash\n{write_script(spec)}```" in GUIDE.read_text()
 
 
 def test_one_task_per_rank_with_a_fake_srun(tmp_path: Path) -> None:

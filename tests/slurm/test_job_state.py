@@ -120,8 +120,10 @@ def test_fake_controller_is_away(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatc
         read_state("4711")
     monkeypatch.setattr("paceline.launch.slurm.CLIENT_TIMEOUT_S", 0.3)
     fake.hang("squeue")
+    began_s = time.perf_counter()
     with pytest.raises(SlurmUnavailable, match=r"squeue did not answer within 0\.3 s"):
         read_state("4711")
+    assert time.perf_counter() - began_s < 4
 
 
 def test_fake_array_is_counted(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,8 @@ def write_array_script(spec: JobSpec, commands: list[list[str]], commands_file: 
         raise ValueError("an array needs a command")
     if any("\n" in word for command in commands for word in command):
         raise ValueError("a command must fit on one line")
-    spec = _replace_array(spec, len(commands))
+    limit = spec.array.partition("%")[2]  # "%4" of a given array: at most four at a time
+    spec = replace(spec, array=f"0-{len(commands) - 1}" + (f"%{limit}" if limit else ""))
     lines = [
         *_header(spec),
         "",
@@ -73,11 +74,6 @@ def write_array_script(spec: JobSpec, commands: list[list[str]], commands_file: 
         *_start(spec, ['"${arguments[@]}"', *_ranks_flag(spec)]),
     ]
     return "\n".join(lines) + "\n", "".join(shlex.join(command) + "\n" for command in commands)
-
-
-def _replace_array(spec: JobSpec, tasks: int) -> JobSpec:
-    limit = spec.array.partition("%")[2]  # "%4" of a given array: at most four at a time
-    return replace(spec, array=f"0-{tasks - 1}" + (f"%{limit}" if limit else ""))
 
 
 def _header(spec: JobSpec) -> list[str]:
