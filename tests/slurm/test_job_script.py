@@ -131,20 +131,26 @@ def test_stop_signals_wait_for_the_fake_srun(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "restarts", "resume", "comes_back"),
-    [(137, "0", "auto", True), (137, "3", "auto", False), (137, "0", "", False), (5, "0", "auto", False)],
+    ("end", "restarts", "resume", "comes_back"),
+    [
+        ("exit 137", "0", "auto", True),
+        ("exit 137", "3", "auto", False),
+        ("exit 137", "0", "", False),
+        ("exit 5", "0", "auto", False),
+        ("kill -TERM $PPID; exit 137", "0", "auto", False),  # somebody had asked for the end
+    ],
 )
 def test_killed_task_comes_back_with_a_fake_srun(
-    tmp_path: Path, code: int, restarts: str, resume: str, comes_back: bool
+    tmp_path: Path, end: str, restarts: str, resume: str, comes_back: bool
 ) -> None:
-    for name, text in (("srun", f"exit {code}"), ("scontrol", f'echo "$*" >>{tmp_path}/scontrol.calls')):
+    for name, text in (("srun", end), ("scontrol", f'echo "$*" >>{tmp_path}/scontrol.calls')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     script = write_script(spec_in(tmp_path, resume=resume))
     check_syntax(script)
     environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "54321", "SLURM_RESTART_COUNT": restarts}
     done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == int(end.split()[-1]), done.stderr
     calls = tmp_path / "scontrol.calls"
     assert (calls.read_text() if calls.exists() else "") == ("requeue 54321\n" if comes_back else "")
 
