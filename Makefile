@@ -81,8 +81,9 @@ test-slow: setup
 test-slurm: setup
 	$(BIN)/python -m pytest -m "slurm" tests/slurm $(ARGS)
 
+# SLURM_PACKAGES: more than the cluster needs, for example nftables for the tests of the guide's firewalls.
 slurm-install:
-	@$(SLURM)/install
+	@$(SLURM)/install $(SLURM_PACKAGES)
 
 # With a smoke job: both nodes say their names.
 slurm-up:
