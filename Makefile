@@ -79,7 +79,7 @@ test-slow: setup
 
 # One at a time: they wait for Slurm to notice lost nodes.
 test-slurm: setup
-	$(BIN)/python -m pytest -m "slurm" tests/slurm $(ARGS)
+	PACELINE_SLURM_DEADLINE_S=90 $(BIN)/python -m pytest -m "slurm" tests/slurm $(ARGS)
 
 # SLURM_PACKAGES: more than the cluster needs, for example nftables for the tests of the guide's firewalls.
 slurm-install:

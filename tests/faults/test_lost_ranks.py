@@ -143,3 +143,17 @@ def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
     assert len(faults_struck(tmp_path / "run")) == 2
     assert "started again from step 10 on 1 ranks (attempt 3)" in answer.err
     assert read_json(tmp_path / "run" / "results.json")["world_size"] == 1
+
+
+@pytest.mark.faults
+def test_a_full_disk_a_damaged_checkpoint_and_a_kill_in_one_ride(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]
+) -> None:
+    faults = "full-disk step=10; corrupt-latest step=22; kill rank=1 step=23"
+    answer = paceline(*FLAGS, f"--inject={faults}", cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert len(faults_struck(tmp_path / "run")) == 3
+    assert "a checkpoint could not be saved: No space left on device" in answer.out
+    assert "resumed   at step 15" in answer.out  # 20 is damaged
+    assert "step-00000020" in answer.out
+    assert outcome(tmp_path / "run") == undisturbed("ddp")
