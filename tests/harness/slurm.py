@@ -216,7 +216,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=90,
+            timeout=150,
             check=False,
         )
         assert done.returncode == 0, f"{name} {' '.join(arguments)}: {done.stderr or done.stdout}"

@@ -77,7 +77,7 @@ class TrainStep:
             torch._foreach_copy_(self._before, self._buffers)
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
         self.scaler.unscale_(self._optimizer)
-        norm = torch.nn.utils.get_total_norm(self._local_gradients())
+        norm = _total_norm(self._local_gradients())
         if self._model.strategy == "fsdp" and self._world.world_size > 1:
             # The norm of sharded gradients needs a collective anyway; the agreement rides in it.
             row = torch.cat([norm.square().to(agreed).reshape(1), agreed])
@@ -177,6 +177,15 @@ class TrainStep:
             objective.backward()
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
         return sums, mine
+
+
+def _total_norm(gradients: list[Tensor]) -> Tensor:
+    if gradients[0].is_cuda:
+        return torch.nn.utils.get_total_norm(gradients)
+    # On CPUs one call per tensor takes two thirds of the time of one for the whole list.
+    norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
+    total: Tensor = torch.linalg.vector_norm(norms)
+    return total
 
 
 def autocast(model: ParallelModel, world: World) -> AbstractContextManager[object]:
