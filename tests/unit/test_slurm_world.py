@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paceline.errors import UserError
-from paceline.world.detect import read_nodes, read_rank_environment
+from paceline.world.detect import RankEnvironment, check_whole_job, read_nodes, read_rank_environment
+from paceline.world.group import require_own_gpus
 from paceline.world.slurm import expand_counts, expand_hosts, read_slurm_task
 
 STEP = {
@@ -61,6 +62,26 @@ def test_a_shell_in_a_job_is_a_machine_of_its_own() -> None:
     batch = {name: value for name, value in STEP.items() if "STEP" not in name}
     assert read_slurm_task(batch) is None
     assert read_slurm_task({**STEP, "SLURM_STEP_ID": "4294967291"}) is None
+
+
+def test_a_job_of_two_nodes_does_not_train_on_one() -> None:
+    job = {"SLURM_JOB_ID": "71", "SLURM_JOB_NUM_NODES": "2"}
+    check_whole_job(None, {**job, "SLURM_JOB_NUM_NODES": "1"})
+    check_whole_job(None, {**AGENT, **job})
+    check_whole_job(RankEnvironment(2, 4, 0, 2, "torchrun"), job)
+    with pytest.raises(UserError, match="the job has 2 nodes") as caught:
+        check_whole_job(None, job)
+    assert "srun --ntasks-per-node=1" in str(caught.value.hint)
+    with pytest.raises(UserError, match="the job has 2 nodes") as caught:
+        check_whole_job(RankEnvironment(0, 2, 0, 2, "torchrun"), job)
+    assert "torchrun --nnodes=2" in str(caught.value.hint)
+
+
+def test_two_ranks_on_one_gpu_are_named() -> None:
+    require_own_gpus(["a, GPU 1", "a, GPU 2", "b, GPU 1"])
+    with pytest.raises(UserError, match="2 ranks were given the same GPU") as caught:
+        require_own_gpus(["a, GPU 1", "b, GPU 1", "a, GPU 1"])
+    assert caught.value.got == "rank 0, 2"
 
 
 def test_half_an_environment_is_refused() -> None:

@@ -20,7 +20,14 @@ from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.supervise import Job, Supervisor
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import decide_place
-from paceline.world.detect import Nodes, RankEnvironment, read_nodes, read_rank_environment, threads_per_rank
+from paceline.world.detect import (
+    Nodes,
+    RankEnvironment,
+    check_whole_job,
+    read_nodes,
+    read_rank_environment,
+    threads_per_rank,
+)
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
 Also: --dry-run (print the plan, start nothing), --debug (show tracebacks)."""
@@ -33,6 +40,7 @@ def run(arguments: list[str]) -> int:
         return plan.run([argument for argument in arguments if argument != "--dry-run"])
     environment = read_rank_environment()
     loaded = read_request(arguments)
+    check_whole_job(environment)
     if environment is not None:
         if environment.launcher != "paceline":
             check_joined_world(loaded, environment)

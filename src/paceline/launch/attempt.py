@@ -19,6 +19,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from paceline.errors import PacelineError
 from paceline.launch.watch import RankSight, Watch
 from paceline.world.detect import ATTEMPT, OWN_LAUNCHER, Nodes
 from paceline.world.pulse import ATTEMPT_DIR
@@ -85,6 +86,13 @@ class Attempts:
         watch.start()
         try:
             agent.run()
+        except _rendezvous_errors() as error:
+            raise PacelineError(
+                f"the agents of {attempt.nodes.count} nodes did not meet",
+                where=f"{attempt.nodes.host}:{attempt.nodes.port + attempt.number}",
+                got=f"{type(error).__name__}: {error}",
+                hint="did srun start one task on every node, and do all of them reach that address?",
+            ) from error
         finally:
             watch.stop()
             self._watch = None
@@ -138,14 +146,18 @@ def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, A
     return LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="forkserver"), rendezvous
 
 
+def _rendezvous_errors() -> tuple[type[Exception], ...]:
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    return (RendezvousError,)
+
+
 def _tell_other_nodes(agent: Any, number: int) -> None:
     """Ranks elsewhere may be waiting for ours at the roll call: they need not."""
-    from torch.distributed.elastic.rendezvous.api import RendezvousTimeoutError
-
     from paceline.world.group import announce_failure
 
     group = agent.get_worker_group()
-    with suppress(RuntimeError, OSError, RendezvousTimeoutError):
+    with suppress(RuntimeError, OSError):  # torch's DistError is one of the first
         announce_failure(group.master_addr, group.master_port, number)
 
 

@@ -133,6 +133,25 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
     )
 
 
+def check_whole_job(ranks: RankEnvironment | None, environment: Mapping[str, str] = os.environ) -> None:
+    """A job of several nodes must not train on its first node alone, while the others are paid for."""
+    text = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
+    nodes = int(text) if text.isdecimal() else 1
+    if nodes == 1 or read_slurm_task(environment) is not None:
+        return
+    if ranks is not None and ranks.world_size > ranks.local_world_size:
+        return  # a launcher of the user's own has reached the other nodes
+    what = "torchrun" if ranks is not None and ranks.launcher == "torchrun" else "paceline train"
+    line = "PACELINE_START=agent srun --ntasks-per-node=1 --kill-on-bad-exit=1 python -m paceline train ..."
+    if what == "torchrun":
+        line = f"srun --ntasks-per-node=1 bash -c 'torchrun --nnodes={nodes} --node-rank=$SLURM_NODEID ...'"
+    raise UserError(
+        f"the job has {nodes} nodes, but only one of them would train",
+        got=f"{what} without srun",
+        hint=f"{line}\nor: paceline submit slurm; or sbatch --nodes=1",
+    )
+
+
 def _read_slurm_rank(environment: Mapping[str, str]) -> RankEnvironment | None:
     """One task per rank, started by srun itself. A single task is a person's shell, or an agent."""
     task = read_slurm_task(environment)
@@ -181,7 +200,9 @@ def count_gpus(config: ParallelConfig) -> int:
 def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
     """Add the device and the backend that belongs to it."""
     gpus = count_gpus(config)
-    if gpus and environment.local_world_size > gpus:
+    # srun may show each task its own GPU only; should two tasks see the same one, the roll call finds out.
+    sees_own = gpus == 1 and environment.launcher == "srun"
+    if gpus and environment.local_world_size > gpus and not sees_own:
         raise UserError(
             "more ranks than GPUs on this node",
             got=f"{environment.local_world_size} ranks, {gpus} GPUs",
@@ -194,7 +215,7 @@ def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
         local_world_size=environment.local_world_size,
         launcher=environment.launcher,
         host=socket.gethostname(),
-        device=f"cuda:{environment.local_rank}" if gpus else "cpu",
+        device=f"cuda:{0 if sees_own else environment.local_rank}" if gpus else "cpu",
         backend="nccl" if gpus else "gloo",
         threads=threads_per_rank(config, environment.local_world_size),
     )

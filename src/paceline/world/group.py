@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UserError
 from paceline.world.detect import RankEnvironment, World
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the watchdog's deadlines are shorter
@@ -125,6 +125,26 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
         time.sleep(_POLL_S)
 
 
+def _identity(world: World) -> str:
+    """Where a rank computes; for a GPU, which one it is."""
+    if world.device.startswith("cuda"):
+        return f"{world.host}, GPU {torch.cuda.get_device_properties(world.device).uuid}"
+    return world.host
+
+
+def require_own_gpus(places: list[str]) -> None:
+    """Two ranks on one GPU would fail later, and less clearly."""
+    for place in places:
+        ranks = [rank for rank, other in enumerate(places) if other == place]
+        if len(ranks) > 1:
+            raise UserError(
+                f"{len(ranks)} ranks were given the same GPU",
+                where=place,
+                got="rank " + ", ".join(map(str, ranks)),
+                hint="srun --gpus-per-node=N with N ranks on a node, or --gpus-per-task=1 with --gpu-bind=single:1",
+            )
+
+
 def announce_failure(host: str, port: int, attempt: int) -> None:
     """The attempt is over: whoever waits at its roll call may stop waiting."""
     store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
@@ -137,11 +157,12 @@ def _prefix(attempt: int) -> str:
 
 def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -> None:
     names = [f"here/{rank}" for rank in range(world.world_size)]
-    store.set(names[world.rank], world.host)
+    store.set(names[world.rank], _identity(world))
     started = time.monotonic()
     while True:
         try:
             store.wait(names, timedelta(seconds=1))
+            require_own_gpus([store.get(name).decode() for name in names] if world.backend == "nccl" else [])
             return
         except dist.DistError as error:
             if store.check([_FAILED]):
