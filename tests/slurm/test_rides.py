@@ -172,7 +172,7 @@ def test_a_requeue_by_hand_and_a_cancelled_job(
     while time.monotonic() - began < 5:  # it must not come back by itself
         assert cluster.job_state(job_id) == "CANCELLED"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "preempted"
-    again = submit(cluster, tmp_path, LONG)
+    again = submit(cluster, tmp_path, LONG, "--resume=auto")
     assert again != job_id
     wait_for_end(cluster, tmp_path, again)
     assert outcome(tmp_path / "run") == undisturbed
