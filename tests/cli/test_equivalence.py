@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import environment, paceline
+from harness.processes import seconds_until_empty
 from harness.runs import read_results, step_losses
 from paceline.cli.equivalence import Outcome, Study
 from paceline.cli.main import main
@@ -113,15 +114,8 @@ def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.strip() in ("interrupted", "interrupted; every rank was stopped")  # whoever was first to notice
-    assert not [entry for entry in Path("/proc").glob("[0-9]*") if works_in(entry, tmp_path)]
-
-
-def works_in(process: Path, folder: Path) -> bool:
-    try:
-        return (process / "cwd").resolve() == folder.resolve()
-    except OSError:
-        return False
+    assert errors.strip() == "interrupted" or errors.startswith("stopped"), errors  # whoever was first to notice
+    seconds_until_empty(tmp_path, limit_s=20)
 
 
 WRONG = {

@@ -15,6 +15,9 @@ from harness.processes import Started, seconds_until_empty, started
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.world.requeue import job_to_requeue, returns_without_progress
 
+# Three seconds, where no other test runs beside this one.
+GONE_S = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 10
+
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
@@ -55,8 +58,8 @@ def test_a_polite_stop_saves_and_can_go_on(
             os.kill(run.process.pid, number)  # a second one changes nothing
         sent_at, step = time.monotonic(), last_step(run)
         assert run.wait() == 75, run.err
-        # Two seconds of the table, and two for processes that start and end on a busy machine.
-        assert time.monotonic() - sent_at <= 4
+        # The table's two seconds are for stop and save; this also counts the end of six processes.
+        assert time.monotonic() - sent_at <= 1 + GONE_S
         assert last_step(run) <= step + 3  # what was under way, one step to agree, lines still in the pipe
         check_saved_stop(run, tmp_path, number.name)
         assert f"stopped at step {last_step(run)} and saved ({number.name})" in run.err
@@ -100,10 +103,11 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
     with started(*FLAGS, cwd=tmp_path) as run:
         run.wait_for("step 12/")
         run.process.kill()
-        assert seconds_until_empty(tmp_path, limit_s=10) <= 3
+        assert seconds_until_empty(tmp_path, limit_s=20) <= GONE_S
         check_saved_stop(run, tmp_path, "the supervisor died")
 
 
+@pytest.mark.faults
 def test_interrupt_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
     with started(*FLAGS, cwd=tmp_path) as run:
         run.wait_for("step 12/")
