@@ -114,7 +114,7 @@ def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert errors.strip() == "interrupted" or errors.startswith("stopped"), errors  # whoever was first to notice
+    assert "interrupted" in errors, errors  # whoever was first to notice
     seconds_until_empty(tmp_path, limit_s=20)
 
 

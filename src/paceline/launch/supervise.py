@@ -7,6 +7,7 @@ newest checkpoint and starts again. A person reads one screen; a scheduler reads
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 import sys
 import threading
@@ -208,6 +209,7 @@ class Supervisor:
         if is_second:
             self._attempts.signal_ranks(signal.SIGKILL)
             return
+        os.write(2, b"\nstopping and saving; Ctrl-C again stops at once\n")  # print is not for signal handlers
         self._attempts.signal_ranks(signal.SIGTERM)
         timer = threading.Timer(_INTERRUPT_GRACE_S, self._attempts.signal_ranks, (signal.SIGKILL,))
         timer.daemon = True
