@@ -308,6 +308,18 @@ def test_finished_run_is_not_submitted_to_the_fake(
     assert len(fake.calls("sbatch")) == 1
 
 
+def test_a_notice_too_short_to_save_is_refused_before_the_fake_sbatch(
+    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished_run(tmp_path / "run")
+    (tmp_path / "run" / "status.json").write_text('{"status": "preempted", "step": 84, "save_s": 70.2}')
+    again = [*JOB, "--output-dir", "run", "--resume", "auto"]
+    assert submit(*again, "--signal-notice", "120") == 2
+    assert "--signal-notice 151" in capsys.readouterr().err
+    assert fake.calls("sbatch") == []
+    assert submit(*again, "--signal-notice", "151") == 0
+
+
 def test_refusal_of_the_fake_sbatch_leaves_nothing(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

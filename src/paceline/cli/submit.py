@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import shlex
 import sys
@@ -56,6 +57,7 @@ def run(arguments: list[str]) -> int:
     folder, spec = _place(loaded, spec)
     if not given and _is_finished(folder, loaded, asks_slurm=not is_dry_run):
         return EXIT_FINISHED
+    _check_notice(folder, spec)
     _require_writable(folder.path)
     spec = _complete(spec, loaded, train)
     if is_dry_run:
@@ -181,6 +183,20 @@ def _check_paths(spec: JobSpec, settings: JobSettings) -> None:
         is_path = value.startswith(("/", "./", "../", "~")) or value.endswith(ending)
         if value and is_path and not Path(value).expanduser().exists():
             raise UserError(what, where=settings[name].where, got=value)
+
+
+def _check_notice(folder: RunFolder, spec: JobSpec) -> None:
+    """A run that has saved before knows how long that takes; the warning must leave time for it."""
+    save_s = float(folder.read_status().get("save_s") or 0.0)
+    needed_s = math.ceil(2 * save_s + 10)
+    if save_s and 0 < spec.signal_notice_s < needed_s:
+        raise UserError(
+            "the warning before the time limit leaves too little time to save",
+            where="flag --signal-notice",
+            got=f"{spec.signal_notice_s} s; the last save of this run took {save_s:.1f} s",
+            allowed=f"{needed_s} s or more",
+            hint=f"--signal-notice {needed_s}",
+        )
 
 
 def _require_writable(folder: Path) -> None:

@@ -174,7 +174,8 @@ class Supervisor:
             what = f"stopped ({reason}); {newest}"
         if not self._is_first:
             return EXIT_PREEMPTED
-        folder.write_status("preempted" if saved else "failed", step=status.get("step", 0), reason=reason)
+        kept = {name: status[name] for name in ("step", "save_s") if name in status}
+        folder.write_status("preempted" if saved else "failed", **kept, reason=reason)
         print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
         if self._stop is signal.SIGINT:
             return EXIT_INTERRUPTED

@@ -99,7 +99,8 @@ def leave(ride: Ride) -> None:
     reason = next((text for text in gather_texts(ride.guards.stop.reason or "", ride.world) if text), "asked to stop")
     if ride.recorder is not None:
         ride.recorder.close()
-        ride.folder.write_status("preempted", step=ride.state.step, reason=reason)
+        save_s = round(ride.checkpoints.last_save_s, 3)
+        ride.folder.write_status("preempted", step=ride.state.step, reason=reason, save_s=save_s)
         # Before anybody leaves: srun may end the other tasks of a job as soon as the first one is gone.
         requeue_job(reason, ride.folder.requeues, ride.state.step)
     wait_for_all(ride.world)
@@ -131,7 +132,8 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
     if ride.recorder is not None:
         ride.recorder.step(state.step, **values)
         eta_s = round(ride.console.remaining_s(state.step, last_step), 1)
-        ride.folder.write_status("running", step=state.step, last_step=last_step, eta_s=eta_s)
+        save_s = round(ride.checkpoints.last_save_s, 3)
+        ride.folder.write_status("running", step=state.step, last_step=last_step, eta_s=eta_s, save_s=save_s)
     ride.console.step(state.step, last_step, values)
 
 
