@@ -22,6 +22,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.training import loop, ride
 from paceline.training.rig import Rig, build_rig
+from paceline.world.detect import ALONE
 from paceline.world.group import process_group
 
 IMAGE_SIDE, STEPS = 64, 2
@@ -55,7 +56,7 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(ride, "build_rig", build_and_remember)
     RunFolder(folder).create()
-    with process_group(world, needed=strategy == "fsdp"):
+    with process_group(world, ALONE, needed=strategy == "fsdp"):
         # The synthetic test set has at least 1000 samples; one batch of it shows that evaluation works.
         results = loop.train(loaded.config, world, RunPlace(folder, None), eval_batches=1)
         final = parameters_of(rigs[0])
