@@ -118,17 +118,22 @@ def test_interrupt_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
         assert [line.partition(" ")[0] for line in run.err.split("\n") if line] == ["stopping", "stopped"], run.err
 
 
+def interrupt_while_it_hangs(run: Started) -> None:
+    """Ctrl-C once the fault has struck; returns when the supervisor has taken note, since two at once count as one."""
+    run.wait_for("step 11/")
+    deadline = time.monotonic() + 20
+    while not (run.folder / "run" / "faults.jsonl").exists():
+        assert time.monotonic() < deadline
+    os.killpg(run.process.pid, signal.SIGINT)
+    while "Ctrl-C again" not in run.err:
+        assert time.monotonic() < deadline
+
+
 @pytest.mark.faults
 def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
     # The ranks hang, so they would not come to a step boundary.
     with started(*FLAGS, "--inject=hang rank=1 step=12", cwd=tmp_path) as run:
-        run.wait_for("step 11/")
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "run" / "faults.jsonl").exists():
-            assert time.monotonic() < deadline
-        os.killpg(run.process.pid, signal.SIGINT)
-        while "Ctrl-C again" not in run.err:  # two at once would count as one
-            assert time.monotonic() < deadline
+        interrupt_while_it_hangs(run)
         os.killpg(run.process.pid, signal.SIGINT)
         assert seconds_until_empty(tmp_path, limit_s=10) <= 3
         assert run.wait() == 130
@@ -138,11 +143,7 @@ def test_a_second_interrupt_does_not_wait(tmp_path: Path) -> None:
 @pytest.mark.faults
 def test_an_interrupt_of_ranks_that_hang_takes_three_seconds(tmp_path: Path) -> None:
     with started(*FLAGS, "--inject=hang rank=1 step=12", cwd=tmp_path) as run:
-        run.wait_for("step 11/")
-        deadline = time.monotonic() + 20
-        while not (tmp_path / "run" / "faults.jsonl").exists():
-            assert time.monotonic() < deadline
-        os.killpg(run.process.pid, signal.SIGINT)
+        interrupt_while_it_hangs(run)
         assert seconds_until_empty(tmp_path, limit_s=10) <= 3
         assert run.wait() == 130
 

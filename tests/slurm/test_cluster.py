@@ -90,7 +90,8 @@ def test_a_reboot_too_short_to_be_missed_still_ends_its_jobs(cluster: Cluster, t
     cluster.wait_for_state(job, "RUNNING")
     cluster.power_off("n1")
     cluster.boot("n1")
-    cluster.wait_for_state(job, "NODE_FAIL", timeout_s=10)
+    assert cluster.wait_for_state(job, "NODE_FAIL", timeout_s=10) == "NODE_FAIL"
+    assert cluster.node_state("n1") == "idle"
 
 
 def test_a_lost_controller_stalls_no_test_and_comes_back(cluster: Cluster) -> None:

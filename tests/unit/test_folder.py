@@ -71,14 +71,14 @@ def test_pixels_do_not_depend_on_threads(tmp_path: Path) -> None:
 def test_one_folder_is_split_and_adding_moves_nothing(tmp_path: Path) -> None:
     one_half(tmp_path)
 
-    def test_names() -> set[str]:
+    def held_names() -> set[str]:
         _, _, held = _scan(config(tmp_path))
         return {path.relative_to(tmp_path).as_posix() for path in held.paths}
 
-    before = test_names()
+    before = held_names()
     assert 4 <= len(before) <= 20
     picture(tmp_path / "a" / "000-new.png", 8, 8)
-    assert before <= test_names()
+    assert before <= held_names()
     info = describe_dataset(config(tmp_path), 0)
     assert info.num_train + info.num_test == 61
 
