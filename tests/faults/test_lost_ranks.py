@@ -141,7 +141,7 @@ def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
     assert len(faults_struck(tmp_path / "run")) == 2
-    assert "started again from step 10 on 1 ranks (attempt 3)" in answer.err
+    assert "started again from step 10 on 1 rank (attempt 3)" in answer.err
     assert read_json(tmp_path / "run" / "results.json")["world_size"] == 1
 
 

@@ -67,9 +67,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def leave() -> NoReturn:
-    """The command itself. A rank leaves without unloading torch, whose threads may still have a word with peers."""
+    """The command itself. Ranks and supervisors leave without unloading torch.
+
+    A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it.
+    """
     code = main()
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and "torch.distributed.elastic.agent.server.api" not in sys.modules:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -74,7 +74,7 @@ def _killed(number: int, memory_mb: list[float], oom_kills: int, batch: str, mem
         if oom_kills or (len(memory_mb) > 1 and memory_mb[-1] > 2 * memory_mb[0] + 256):
             sure = "by the kernel, out of memory" if oom_kills else "likely out of memory"
             return Cause("oom-killed", f"killed, {sure}{trend}{batch}", memory_hint + ", or more memory for the job")
-        return Cause("killed", f"killed by {name}, not by paceline{trend}", "dmesg or the scheduler's log may say who")
+        return Cause("killed", f"not sent by paceline{trend}", "dmesg or the scheduler's log may say who")
     if number == signal.SIGBUS:
         return Cause("shared-memory", "ended by SIGBUS: shared memory is too small", "a larger /dev/shm")
     return Cause("crashed", f"crashed with {name}", "the stack may be in the rank's log; PYTHONFAULTHANDLER=1 shows it")

@@ -27,7 +27,7 @@ from paceline.launch.report import FailureReport, report_failure
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
 
-_INTERRUPT_GRACE_S = 1.2  # everything must be over three seconds after Ctrl-C
+_INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
 _SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
 _OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
 
@@ -138,8 +138,9 @@ class Supervisor:
         folder = self._job.folder
         if decision.restart:
             start = f"from step {saved}" if saved else "from the beginning"
-            report.done = f"started again {start} on {decision.processes} ranks (attempt {number + 1})"
-            report.done += f"; {report.lost_steps} steps are computed again"
+            ranks = "1 rank" if decision.processes == 1 else f"{decision.processes} ranks"
+            again = "1 step is" if report.lost_steps == 1 else f"{report.lost_steps} steps are"
+            report.done = f"started again {start} on {ranks} (attempt {number + 1}); {again} computed again"
             if decision.halve_microbatch:
                 report.done += f"; {self._accumulate * 2} microbatches instead of {self._accumulate} on every rank"
         else:
