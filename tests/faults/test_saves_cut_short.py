@@ -28,6 +28,7 @@ from paceline.checkpoints import payload as payload_module
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
+from paceline.errors import EXIT_PREEMPTED
 from paceline.world.detect import World
 
 Child = Callable[..., None]
@@ -260,13 +261,13 @@ def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path:
 @pytest.mark.faults
 @pytest.mark.timeout(300)
 def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on_from(tmp_path: Path) -> None:
-    draw, folder = random.Random(5), tmp_path / "run" / "checkpoints"
+    folder = tmp_path / "run" / "checkpoints"
     reached, codes = 0, []
-    for moment in (8, 14, 20, 26):
+    for moment, grace in ((8, 0.0), (14, 0.05), (20, 0.15), (26, 0.4)):
         with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
             run.wait_for(f"step {moment}/")
             os.kill(run.process.pid, signal.SIGTERM)
-            time.sleep(draw.uniform(0, 0.4))  # no waiting for anything: this is the grace
+            time.sleep(grace)  # no waiting for anything: this is the grace
             kill_all_in(tmp_path)
             codes.append(run.wait())
         for path in step_folders(folder):
@@ -277,7 +278,8 @@ def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on
         # The save of five steps earlier was waited for when the next one began.
         assert max(reached, moment - 9) <= newest.step
         reached = newest.step
-    assert -signal.SIGKILL in codes  # for some of them the grace was too short
+    assert codes[0] == -signal.SIGKILL  # no grace at all is too short on any machine; the others fall where they fall
+    assert set(codes) <= {-signal.SIGKILL, EXIT_PREEMPTED}
     answer = paceline(*FLAGS, "--resume=auto", cwd=tmp_path)
     assert answer.code == 0, answer
     assert f"resumed   at step {reached}" in answer.out
