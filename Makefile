@@ -16,10 +16,12 @@ SLURM := tests/slurm/cluster
 EXTRAS_BIN := .venv-extras/bin
 EXTRAS_READY := .venv-extras/.ready
 EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
+FLOWS_BIN := .venv-flows/bin
+FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test test-extras test-faults test-slow test-slurm slurm-install slurm-up slurm-down soak lint type check format clean
+.PHONY: help setup train test test-extras test-faults test-flows test-slow test-slurm slurm-install slurm-up slurm-down soak lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -28,6 +30,7 @@ help:
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
 	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
+	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make test-slurm  run the tests on a real Slurm cluster of three nodes on this machine (root; make slurm-install)"
 	@echo "make slurm-up    start a Slurm cluster of two nodes on this machine, to learn on; make slurm-down ends it"
@@ -36,7 +39,7 @@ help:
 
 setup: $(READY)
 
-# $(call install,VENV,EXTRAS): bring a venv up to date and leave its stamp.
+# $(call install,VENV,EXTRAS,CONSTRAINTS): bring a venv up to date and leave its stamp.
 # Package indexes answer "too many requests" at times, so installing is tried a few times with growing pauses.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -44,7 +47,7 @@ define install
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	@echo "installing into $(1) (once; torch is large)"
 	@for pause in 5 15 45 0; do \
-		PIP_CONSTRAINT=constraints.txt $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[$(2)]' && break; \
+		PIP_CONSTRAINT=$(3) $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[$(2)]' && break; \
 		test $$pause -gt 0 || { echo "error: the packages could not be installed"; exit 1; }; \
 		echo "installing failed; trying again in $$pause s"; sleep $$pause; \
 	done
@@ -52,10 +55,14 @@ define install
 endef
 
 $(READY): pyproject.toml constraints.txt
-	$(call install,.venv,dev)
+	$(call install,.venv,dev,constraints.txt)
 
 $(EXTRAS_READY): pyproject.toml constraints.txt
-	$(call install,.venv-extras,$(EXTRAS))
+	$(call install,.venv-extras,$(EXTRAS),constraints.txt)
+
+# Flow engines and cloud clients disagree with others about versions: a venv and constraints of their own.
+$(FLOWS_READY): pyproject.toml constraints-flows.txt
+	$(call install,.venv-flows,flows,constraints-flows.txt)
 
 train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
@@ -70,6 +77,10 @@ test-extras: $(EXTRAS_READY)
 # One at a time: they measure how fast a run recovers.
 test-faults: setup
 	$(BIN)/python -m pytest -m "faults" tests/faults $(ARGS)
+
+# One at a time: flows start processes of their own.
+test-flows: $(FLOWS_READY)
+	PACELINE_REQUIRE_FLOWS=1 $(FLOWS_BIN)/python -m pytest -m "flows and not slow" tests/flows $(ARGS)
 
 soak: setup
 	$(BIN)/python benchmarks/reliability.py soak $(ARGS)
@@ -112,4 +123,4 @@ type: setup
 check: lint type test
 
 clean:
-	rm -rf .venv .venv-extras build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-extras .venv-flows build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -9,9 +9,9 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # From the ground up; docs/architecture.md tells why.
 LAYERS = [
     *("errors", "config", "runs", "world", "data", "models", "parallel", "checkpoints", "metrics"),
-    *("training", "launch", "cli"),
+    *("report", "training", "launch", "bench", "study", "integrations", "cli"),
 ]
-WITHOUT_TORCH = {"errors", "config", "runs", "launch", "cli"}
+WITHOUT_TORCH = {"errors", "config", "runs", "report", "launch", "study", "cli"}
 # Layers that hold heavy and light files: these must answer before torch is imported.
 LIGHT_FILES = {"world/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"}
 

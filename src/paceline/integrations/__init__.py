@@ -1,0 +1,1 @@
+"""Paceline inside other people's orchestrators. Each file needs the extra of its name."""
