@@ -24,6 +24,14 @@ class Series:
 
 
 @dataclass(frozen=True)
+class Mark:
+    """Something that happened: a vertical line through a line chart."""
+
+    x: float
+    label: str
+
+
+@dataclass(frozen=True)
 class Chart:
     """Lines over a number axis, or bars over labels."""
 
@@ -40,6 +48,7 @@ class Chart:
     y_format: Literal["number", "percent", "seconds", "bytes"] = "number"
     note: str = ""  # one sentence under the chart
     wide: bool = False  # takes the whole width of the page
+    marks: Sequence[Mark] = ()
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

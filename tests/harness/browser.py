@@ -1,0 +1,192 @@
+"""A real Chromium without a window, driven through its debugging pipe: no driver, no port, no package."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import select
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_FLAGS = [
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"),
+    *("--disable-sync", "--no-first-run", "--disable-dev-shm-usage", "--hide-scrollbars", "--remote-debugging-pipe"),
+]
+_DEADLINE_S = 30
+
+
+class Browser:
+    """One Chromium process with any number of pages."""
+
+    def __enter__(self) -> Browser:
+        assert CHROMIUM, "no chromium on this machine: tests/browser/install"
+        self._profile = tempfile.mkdtemp(prefix="chromium-")
+        to_chromium, self._write = os.pipe()
+        self._read, from_chromium = os.pipe()
+
+        def take_seats() -> None:  # Chromium listens on 3 and speaks on 4
+            spare = os.dup(from_chromium)
+            os.dup2(to_chromium, 3)
+            os.dup2(spare, 4)
+
+        self._process = subprocess.Popen(
+            [CHROMIUM, *_FLAGS, f"--user-data-dir={self._profile}"],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(3, 4),
+            preexec_fn=take_seats,
+        )
+        os.close(to_chromium)
+        os.close(from_chromium)
+        self._bytes = b""
+        self._number = 0
+        self._pages: dict[str, Page] = {}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._write)
+        os.close(self._read)
+        shutil.rmtree(self._profile, ignore_errors=True)
+
+    def open_page(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> Page:
+        """A page from a file, loaded and drawn."""
+        target = self.call("Target.createTarget", url="about:blank")["targetId"]
+        session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        page = self._pages[session] = Page(self, session, target)
+        for domain in ("Page", "Runtime", "Network", "Log"):
+            page.call(f"{domain}.enable")
+        page.resize(width, height)
+        page.emulate(dark=dark)
+        page.call("Page.navigate", url=path.resolve().as_uri())
+        self.wait_until(lambda: page.is_loaded)
+        return page
+
+    def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
+        """Send a command and wait for its answer; what happens meanwhile goes to the pages."""
+        self._number += 1
+        message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
+        if session is not None:
+            message["sessionId"] = session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        while (answer := self._next()).get("id") != self._number:
+            pass
+        assert "error" not in answer, f"{method}: {answer['error']}"
+        result: dict[str, Any] = answer["result"]
+        return result
+
+    def wait_until(self, is_so: Any) -> None:
+        while not is_so():
+            self._next()
+
+    def _next(self) -> dict[str, Any]:
+        deadline = time.monotonic() + _DEADLINE_S
+        while b"\0" not in self._bytes:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, "Chromium says nothing"
+            chunk = os.read(self._read, 1 << 20)
+            assert chunk, f"Chromium has gone ({self._process.poll()})"
+            self._bytes += chunk
+        line, _, self._bytes = self._bytes.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        page = self._pages.get(message.get("sessionId", ""))
+        if page is not None and "method" in message:
+            page.hear(message["method"], message["params"])
+        return message
+
+
+@dataclass
+class Page:
+    """What a page asked for, complained about, and shows."""
+
+    browser: Browser
+    session: str
+    target: str
+    is_loaded: bool = False
+    errors: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)  # its own address is the first
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        return self.browser.call(method, self.session, **parameters)
+
+    def hear(self, event: str, told: dict[str, Any]) -> None:
+        self.is_loaded |= event == "Page.loadEventFired"
+        if event == "Network.requestWillBeSent" and not told["request"]["url"].startswith("data:"):
+            self.requests.append(told["request"]["url"])
+        if event == "Runtime.exceptionThrown":
+            self.errors.append(json.dumps(told["exceptionDetails"].get("exception", told["exceptionDetails"])))
+        if event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
+            self.errors.append(json.dumps(told["args"]))
+        if event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
+            self.errors.append(told["entry"]["text"])
+
+    def evaluate(self, script: str) -> Any:
+        """The value of an expression in the page; a promise is waited for."""
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def resize(self, width: int, height: int = 900) -> None:
+        """A narrow page is a phone's: it has touch and a fine screen."""
+        scale, is_phone = (2, True) if width < 600 else (1, False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=is_phone
+        )
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+
+    def emulate(self, *, dark: bool = False, media: str = "screen") -> None:
+        features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        self.call("Emulation.setEmulatedMedia", media=media, features=features)
+
+    def mouse(self, *places: tuple[float, float], press: bool = False) -> None:
+        """Move through these places; pressed from the first to the last if asked."""
+        for number, (x, y) in enumerate(places):
+            held = {"button": "left", "buttons": 1} if press and number else {}
+            self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, **held)
+            if press and number == 0:
+                self.call("Input.dispatchMouseEvent", type="mousePressed", x=x, y=y, button="left", clickCount=1)
+        if press:
+            self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x, y=y, button="left", clickCount=1)
+
+    def click(self, selector: str) -> None:
+        """On the middle of an element, wherever it is."""
+        self.mouse(self.middle_of(selector), press=True)
+
+    def middle_of(self, selector: str) -> tuple[float, float]:
+        node = f"document.querySelector({json.dumps(selector)})"
+        self.evaluate(f"{node}.scrollIntoView({{block: 'center', behavior: 'instant'}})")
+        edges = self.evaluate(f"(e => [e.x, e.y, e.width, e.height])({node}.getBoundingClientRect())")
+        return edges[0] + edges[2] / 2, edges[1] + edges[3] / 2
+
+    def key(self, name: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=name, code=name)
+
+    def screenshot(self, path: Path, *, whole: bool = True) -> Path:
+        data = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole, **self._clip(whole))[
+            "data"
+        ]
+        path.write_bytes(base64.b64decode(data))
+        return path
+
+    def _clip(self, whole: bool) -> dict[str, Any]:
+        if not whole:
+            return {}
+        size = self.call("Page.getLayoutMetrics")["cssContentSize"]
+        return {"clip": {"x": 0, "y": 0, "width": size["width"], "height": size["height"], "scale": 1}}
+
+    def pdf(self, path: Path) -> Path:
+        path.write_bytes(base64.b64decode(self.call("Page.printToPDF", printBackground=True)["data"]))
+        return path
+
+    def close(self) -> None:
+        self.browser.call("Target.closeTarget", targetId=self.target)
