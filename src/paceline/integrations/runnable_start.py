@@ -1,0 +1,115 @@
+"""Starting a Runnable pipeline: wrong parameters end here, and a failed step ends with one screen and an exit code."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError, UserError
+from paceline.integrations import runnable_steps
+from paceline.integrations.runnable_parameters import PREFIX, make_request, read_parameters
+
+PARAMETERS_FILE = "RUNNABLE_PARAMETERS_FILE"
+CONFIGURATION_FILE = "RUNNABLE_CONFIGURATION_FILE"
+
+
+def see_through(main: Callable[[], object], *, script: str, parameters_file: str) -> int:
+    """Check everything, run the pipeline that `main` executes, and return the exit code for the shell."""
+    try:
+        _check(script, parameters_file)
+        return _run(main, script)
+    except PacelineError as error:
+        print(error.screen(), file=sys.stderr)
+        return error.exit_code
+
+
+def _check(script: str, parameters_file: str) -> None:
+    if importlib.util.find_spec("runnable") is None:
+        raise UserError("Runnable is not installed", hint="pip install 'paceline[runnable]'")
+    if not Path(script).resolve().is_relative_to(Path.cwd().resolve()):
+        raise UserError(
+            "Runnable finds a pipeline only below the folder it is started in",
+            where=str(Path.cwd()),
+            got=script,
+            hint=f"cd {Path(script).parent}, or copy the pipeline's folder to where you want to work",
+        )
+    configuration = os.environ.get(CONFIGURATION_FILE)
+    if configuration and not Path(configuration).is_file():
+        raise UserError(
+            "there is no such configuration file", where=f"environment variable {CONFIGURATION_FILE}", got=configuration
+        )
+    retried, run_id = os.environ.get(runnable_steps.RETRY_RUN_ID), os.environ.get(runnable_steps.RUN_ID)
+    _check_run_id(runnable_steps.RETRY_RUN_ID if retried else runnable_steps.RUN_ID, retried or run_id)
+    if retried:
+        # Runnable takes the parameters of the first start.
+        ignored = sorted(name for name in os.environ if name.startswith(PREFIX) or name == PARAMETERS_FILE)
+        if ignored:
+            print(f"note      a retry keeps the parameters of its first start; not used: {', '.join(ignored)}")
+        return
+    if run_id and runnable_steps.run_folder().holds_a_run:
+        raise UserError(
+            "there is a run of this id already",
+            where=str(runnable_steps.run_folder().path),
+            hint=f"{runnable_steps.RETRY_RUN_ID}={run_id} goes on with it; or take another id",
+        )
+    make_request(read_parameters(os.environ.get(PARAMETERS_FILE) or parameters_file))
+
+
+def _check_run_id(variable: str, run_id: str | None) -> None:
+    if run_id and not re.fullmatch(r"\w[\w.-]*", run_id):
+        raise UserError(
+            "a run id is the name of a folder",
+            where=f"environment variable {variable}",
+            got=run_id,
+            allowed="letters, digits, points, dashes and underscores",
+        )
+
+
+def _run(main: Callable[[], object], script: str) -> int:
+    from runnable import exceptions  # greets on import, so not before the parameters are right
+
+    try:
+        main()
+    except exceptions.RunLogExistsError as error:
+        raise UserError(
+            "there is a run of this id already", got=str(error), hint="take another RUNNABLE_RUN_ID"
+        ) from None
+    except exceptions.RetryValidationError as error:
+        raise UserError(
+            "this run cannot be retried", where=f"environment variable {runnable_steps.RETRY_RUN_ID}", got=str(error)
+        ) from None
+    except exceptions.ExecutionFailedError:
+        return _tell_failure(script)
+    summary = runnable_steps.artifacts() / "report.txt"
+    if summary.is_file():  # not where the pipeline was only compiled
+        print(summary.read_text(), end="")  # again: Runnable's own summary is long
+    return EXIT_FINISHED
+
+
+def _tell_failure(script: str) -> int:
+    failure = runnable_steps.first_failure
+    run_id = os.environ.get(runnable_steps.RUN_ID, "")
+    code = failure.exit_code if failure else EXIT_INTERNAL
+    what = "the pipeline was stopped, and has saved" if code == EXIT_PREEMPTED else "a step of the pipeline failed"
+    error = PacelineError(
+        what,
+        where=str(runnable_steps.run_folder().path),
+        got="\n".join(_reasons(failure)),
+        hint=f"{runnable_steps.RETRY_RUN_ID}={run_id} python {os.path.relpath(script)}",
+    )
+    print(error.screen(), file=sys.stderr)
+    return code
+
+
+def _reasons(failure: PacelineError | None) -> list[str]:
+    """What the step said, and what the training itself said of its end."""
+    try:
+        told = json.loads(runnable_steps.run_folder().failure.read_text())["what"]
+    except (OSError, ValueError, KeyError):
+        told = None
+    return [reason for reason in (failure.what if failure else None, told) if reason] or ["see above"]
