@@ -1,0 +1,69 @@
+"""The data pipeline alone: order, gather, augment, to the device. Nothing is trained on what it delivers."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from paceline.bench.timing import choose_rounds, gather_numbers, largest_over_ranks, time_rounds
+from paceline.data.loader import Batch
+from paceline.data.order import epoch_order
+from paceline.parallel.collectives import wait_for_all
+from paceline.training.rig import Rig
+from paceline.world.detect import World
+
+
+@dataclass(frozen=True)
+class DataResult:
+    """Of all ranks at once, each on its own share of the batches."""
+
+    batches: int  # measured on each rank
+    rank_batch_size: int
+    batch_s: float  # until a rank's share of a batch is on its device; the median of the slowest rank
+    batch_p95_s: float
+    order_s: float  # once per epoch
+    samples_per_s: float  # all ranks together, the epoch's order included
+    bytes_per_s: float  # of finished inputs, per rank
+    copy_bytes_per_s: float  # what a plain copy in the device's memory gives a rank
+
+    @property
+    def of_copy(self) -> float:
+        return self.bytes_per_s / self.copy_bytes_per_s
+
+
+def measure_data(rig: Rig, world: World, copy_bytes_per_s: float, *, seconds: float = 2.0) -> DataResult:
+    """Collective: ranks start together, because they share a machine's memory and disks."""
+    plan, config = rig.plan, rig.plan.config
+    batches = endless_batches(rig)
+    size = next(batches).inputs.nbytes
+    rounds = choose_rounds(lambda: next(batches), world, seconds)
+    wait_for_all(world)
+    times = time_rounds(lambda: next(batches), world.device, rounds)
+    started = time.perf_counter()
+    epoch_order(len(rig.train_data), config.train.seed, 0)
+    order_s = largest_over_ranks(time.perf_counter() - started, world)
+    everyone = gather_numbers([times.median_s, times.p95_s], world)
+    batch_s, p95_s = (max(column) for column in zip(*everyone, strict=True))
+    # The median knows nothing of the order, which is made with an epoch's first batch only.
+    whole_s = batch_s + order_s / plan.steps_per_epoch
+    return DataResult(
+        batches=rounds,
+        rank_batch_size=plan.rank_batch_size,
+        batch_s=batch_s,
+        batch_p95_s=p95_s,
+        order_s=order_s,
+        samples_per_s=config.train.global_batch_size / whole_s,
+        bytes_per_s=size / whole_s,
+        copy_bytes_per_s=copy_bytes_per_s,
+    )
+
+
+def endless_batches(rig: Rig) -> Iterator[Batch]:
+    """This rank's training batches, epoch after epoch."""
+    train = rig.plan.config.train
+    for epoch in itertools.count():
+        yield from rig.train_data.train_epoch(
+            seed=train.seed, epoch=epoch, global_batch_size=train.global_batch_size, first_step=0
+        )

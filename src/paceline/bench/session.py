@@ -1,0 +1,171 @@
+"""One rank's part in a benchmark: join the others, measure, and bring back a report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.bench import collectives
+from paceline.bench.data import DataResult, measure_data
+from paceline.bench.limits import MachineLimits, find_link, measure_copy_bandwidth
+from paceline.bench.profile import ProfileResult, profile_steps
+from paceline.bench.request import Request
+from paceline.bench.step import StepResult, measure_step
+from paceline.bench.timing import gather_numbers
+from paceline.bench.verdict import Verdict, judge_data, judge_links, judge_step, judge_sums
+from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.collectives import broadcast_text, wait_for_all
+from paceline.training.rig import Rig, build_rig
+from paceline.training.same_ranks import require_same_ranks
+from paceline.world.detect import RankEnvironment, World, build_world, usable_cores
+from paceline.world.group import process_group
+from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
+from paceline.world.signals import SUPERVISOR_PID, StopRequest
+
+_START_S, _PIECE_S = 600.0, 120.0  # for reading data and building a model; for one measurement
+
+
+@dataclass
+class Report:
+    """What was measured; the parts that were not asked for stay empty."""
+
+    recipe: str
+    world: World
+    limits: MachineLimits
+    rows: list[collectives.Row] = field(default_factory=list)
+    fits: list[collectives.Fit] = field(default_factory=list)
+    data: DataResult | None = None
+    step: StepResult | None = None
+    profile: ProfileResult | None = None
+    verdict: Verdict | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        world = asdict(self.world)
+        del world["rank"], world["local_rank"]
+        links = {"rows": [asdict(row) for row in self.rows], "fits": [asdict(fit) for fit in self.fits]}
+        return {
+            "schema": 1,
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "paceline": paceline.__version__,
+            "torch": torch.__version__,
+            "recipe": self.recipe,
+            "world": {**world, "cores": usable_cores(), "gpu": _gpu_name(self.world)},
+            "limits": asdict(self.limits),
+            "collectives": links if self.rows else None,
+            "data": {**asdict(self.data), "of_copy": self.data.of_copy} if self.data else None,
+            "step": {**asdict(self.step), "mfu": self.step.mfu, "data_s": self.step.data_s} if self.step else None,
+            "profile": asdict(self.profile) if self.profile else None,
+            "verdict": asdict(self.verdict) if self.verdict else None,
+            "notes": self.notes,
+        }
+
+
+Tell = Callable[[str, Report], None]  # a part that is done, and everything so far
+
+
+def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Report:
+    """Measure as this rank, together with all others."""
+    pulse = _open_pulse(environment)
+    config = request.config
+    world = build_world(config.parallel, environment)
+    torch.set_num_threads(world.threads)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+    needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
+    with process_group(world, environment, needed=needs_group):
+        require_same_ranks(config, world)
+        report = _measure(request, world, pulse, tell)
+    pulse.beat("left", 0, _START_S)
+    return report
+
+
+def _open_pulse(environment: RankEnvironment) -> Pulse:
+    """Our own launcher watches a rank's pulse; the rank watches its launcher, and never outlives it."""
+    if not environment.is_supervised:
+        return Pulse(None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    at_once = threading.Event()
+    at_once.set()  # there is nothing to save
+    StopRequest().watch_supervisor(int(os.environ[SUPERVISOR_PID]), at_once)
+    pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), environment.rank))
+    pulse.beat("start", 0, _START_S)
+    return pulse
+
+
+def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report:
+    piece_s = _PIECE_S + 20 * request.seconds_per_size
+
+    def go_on(_: object = None, allowed_s: float = piece_s) -> None:
+        pulse.beat("start", 0, allowed_s)
+
+    go_on()
+    wait_for_all(world)  # memory is shared: the copies run at the same time
+    rates = gather_numbers([measure_copy_bandwidth(world.device)], world)
+    copy = sum(row[0] for row in rates) / world.world_size
+    report = Report(request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world))
+    tell("start", report)
+    if "collectives" in request.parts and world.world_size > 1:
+        measure = partial(collectives.measure, world, request.sizes, on_row=go_on)
+        report.rows = measure(seconds_per_size=request.seconds_per_size)
+        report.fits = collectives.fit_rows(report.rows, world.world_size)
+        tell("collectives", report)
+    if request.needs_recipe:
+        go_on(allowed_s=_START_S)
+        _measure_recipe(request, world, report, go_on, tell)
+    report.verdict = judge(report, request)
+    tell("verdict", report)
+    return report
+
+
+def _measure_recipe(request: Request, world: World, report: Report, go_on: Callable[[], None], tell: Tell) -> None:
+    rig: Rig = build_rig(request.config, world, load_weights=False)  # any weights take the same time
+    go_on()
+    if "data" in request.parts:
+        report.data = measure_data(rig, world, report.limits.copy_bytes_per_s)
+        tell("data", report)
+        go_on()
+    if "step" in request.parts:
+        report.step = measure_step(rig, world)
+        tell("step", report)
+        go_on()
+    if request.profile is not None:
+        # The primary's clock names the folder.
+        folder = Path(broadcast_text(str(request.profile), world))
+        report.profile = profile_steps(rig, world, folder)
+        tell("profile", report)
+
+
+def judge(report: Report, request: Request) -> Verdict | None:
+    wrong = judge_sums(report.rows)
+    if wrong is not None:
+        return wrong
+    if report.step is not None:
+        return judge_step(report.step, request.config, report.world)
+    if report.rows:
+        return judge_links(report.rows, report.fits, report.limits.link)
+    return judge_data(report.data) if report.data is not None else None
+
+
+def _notes(request: Request, world: World) -> list[str]:
+    notes = []
+    if world.device == "cpu" and world.local_world_size * world.threads > usable_cores():
+        notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: expect less of each")
+    if "collectives" in request.parts and world.world_size == 1:
+        notes.append("one rank has nobody to exchange with: no collectives; --processes 2 has")
+    return notes
+
+
+def _gpu_name(world: World) -> str | None:
+    return torch.cuda.get_device_name(world.device) if world.device.startswith("cuda") else None

@@ -1,0 +1,222 @@
+"""The training step alone, on a batch that is already on the device: how fast, and what it spends its time on.
+
+The same step is also taken by every rank for itself, with nobody to exchange with. What the real one takes longer is
+communication that computing did not hide, and waiting for slower ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from paceline.bench.data import endless_batches
+from paceline.bench.limits import measure_matmul_flops
+from paceline.bench.timing import Rounds, choose_rounds, gather_numbers, mean_over_ranks, synchronise, time_rounds
+from paceline.data.loader import Batch
+from paceline.models.registry import build_model
+from paceline.parallel.apply import parallelise
+from paceline.parallel.collectives import wait_for_all
+from paceline.training.optim import MovingAverage, build_optimizer
+from paceline.training.plan import RunPlan
+from paceline.training.rig import Rig
+from paceline.training.step import TrainStep
+from paceline.world.detect import World
+from paceline.world.seeds import seed_initial_weights
+
+_BLOCK = 4  # steps; the two kinds take turns, so that a machine's moods meet both
+_PHASE_STEPS = 5
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Of one rank, while all ranks step together."""
+
+    steps: int
+    rank_batch_size: int
+    precision: str
+    num_parameters: int
+    gradient_bytes: int  # exchanged per step, once
+    step_s: float  # median
+    step_p95_s: float
+    samples_per_s: float  # all ranks together
+    loop_s: float  # the same with the data pipeline in front, as in training
+    forward_s: float
+    backward_s: float  # with the exchange of gradients and their norm
+    update_s: float
+    alone_s: float | None  # the same step without peers; None on one rank, or where it does not fit
+    exposed_s: float | None  # what peers cost
+    flops: int | None  # of a rank's step; None where the model cannot be counted
+    flops_per_s: float | None
+    ceiling_flops_per_s: float  # of a large matrix product in the same precision, all ranks at once
+    note: str = ""
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: the share of the ceiling that the step reaches."""
+        return None if self.flops_per_s is None else self.flops_per_s / self.ceiling_flops_per_s
+
+    @property
+    def data_s(self) -> float:
+        """What the data pipeline adds to a step."""
+        return max(0.0, self.loop_s - self.step_s)
+
+
+def measure_step(rig: Rig, world: World, *, seconds: float = 6.0) -> StepResult:
+    """Collective. Weights stay what they are: the learning rate is 0, the arithmetic the same."""
+    batch = next(endless_batches(rig))
+    dtype = rig.model.autocast_dtype or torch.float32
+    wait_for_all(world)
+    ceiling = _mean(measure_matmul_flops(world.device, dtype), world)
+    lonely, note = _build_lonely_step(rig, world)
+    together, alone = _take_turns(rig.step, lonely, batch, world, 0.8 * seconds)
+    loop = _time_loop(rig, world, 0.2 * seconds)
+    forward_s, backward_s, update_s = _time_phases(rig.step, batch, world)
+    flops = _count_flops(rig.plan)
+    exposed_s = max(0.0, together.median_s - alone.median_s) if alone else None
+    parameters = [p for p in rig.model.module.parameters() if p.requires_grad]
+    if flops is None:
+        note = "; ".join(filter(None, [note, "this model's arithmetic cannot be counted"]))
+    return StepResult(
+        steps=together.count,
+        rank_batch_size=rig.plan.rank_batch_size,
+        precision=_name_precision(dtype, world),
+        num_parameters=rig.num_parameters,
+        gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        step_s=together.median_s,
+        step_p95_s=together.p95_s,
+        samples_per_s=rig.plan.config.train.global_batch_size / together.median_s,
+        loop_s=loop.median_s,
+        forward_s=forward_s,
+        backward_s=backward_s,
+        update_s=update_s,
+        alone_s=alone.median_s if alone else None,
+        exposed_s=exposed_s,
+        flops=flops,
+        flops_per_s=flops / together.median_s if flops else None,
+        ceiling_flops_per_s=ceiling,
+        note=note,
+    )
+
+
+def take_step(step: TrainStep, batch: Batch) -> None:
+    report = step.gradients(batch, 0, wants_stop=False)
+    step.guards.enter("update", 1)
+    step.update(0, 0.0, report)
+
+
+def _build_lonely_step(rig: Rig, world: World) -> tuple[TrainStep | None, str]:
+    """The rank's share of the step as a run of one rank; with the reason, if there can be none."""
+    if world.world_size == 1:
+        return None, ""
+    plan, config = rig.plan, rig.plan.config
+    parallel = dataclasses.replace(config.parallel, strategy="single", cpu_offload=False, lanes=rig.step.lanes_per_rank)
+    config = dataclasses.replace(config, parallel=parallel)
+    nobody_else = dataclasses.replace(world, rank=0, world_size=1, local_world_size=1)
+    seed_initial_weights(config.train.seed)
+    fits = 1.0
+    lonely = None
+    try:
+        model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
+        whole = parallelise(model, config, nobody_else)
+        optimizer = build_optimizer(config.optim, whole.module)
+        average = MovingAverage(whole.module, config.optim.ema_decay) if config.optim.ema_decay else None
+        lonely = TrainStep(whole, optimizer, average, config, nobody_else)
+        take_step(lonely, next(endless_batches(rig)))
+    except torch.OutOfMemoryError:  # it may be sharded for this very reason
+        fits = 0.0
+    if min(row[0] for row in gather_numbers([fits], world)) < 1.0:
+        return None, "the step without peers does not fit in a rank's memory"
+    return lonely, ""
+
+
+def _take_turns(
+    together: TrainStep, alone: TrainStep | None, batch: Batch, world: World, seconds: float
+) -> tuple[Rounds, Rounds | None]:
+    """Both kinds of step, equally often."""
+    works = [partial(take_step, step, batch) for step in (together, alone) if step is not None]
+    blocks = -(-min(choose_rounds(work, world, seconds / len(works)) for work in works) // _BLOCK)
+    found: list[list[float]] = [[] for _ in works]
+    for _ in range(blocks):
+        for work, times in zip(works, found, strict=True):
+            wait_for_all(world)
+            times.extend(time_rounds(work, world.device, _BLOCK).seconds)
+    rounds = [mean_over_ranks(Rounds(tuple(times)), world) for times in found]
+    return rounds[0], rounds[1] if alone is not None else None
+
+
+def _time_loop(rig: Rig, world: World, seconds: float) -> Rounds:
+    """Steps with their batches, one after the other: a pipeline that reads ahead gets no pause to catch up in."""
+    batches = endless_batches(rig)
+
+    def go_round() -> None:
+        take_step(rig.step, next(batches))
+
+    rounds = choose_rounds(go_round, world, seconds)
+    wait_for_all(world)
+    return mean_over_ranks(time_rounds(go_round, world.device, rounds), world)
+
+
+class _PhaseClock:
+    """Listens to the phases a step says it enters, and waits for the device at each."""
+
+    def __init__(self, device: str) -> None:
+        self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "update": 0.0}
+        self._device = device
+        self._phase = ""
+        self._since = 0.0
+
+    def enter(self, phase: str, step: int) -> None:
+        synchronise(self._device)
+        now = time.perf_counter()
+        if self._phase:
+            self.seconds[self._phase] += now - self._since
+        self._phase, self._since = phase, now
+
+    def stop(self) -> None:
+        self.enter("", 0)
+
+
+def _time_phases(step: TrainStep, batch: Batch, world: World) -> tuple[float, float, float]:
+    """Seconds of forward, backward (with the exchange) and update: the mean over ranks."""
+    clock = _PhaseClock(world.device)
+    step.guards.watchdog.on_phase = clock.enter
+    wait_for_all(world)
+    for _ in range(_PHASE_STEPS):
+        take_step(step, batch)
+        clock.stop()
+    step.guards.watchdog.on_phase = None
+    found = clock.seconds
+    forward, backward, update = found["forward"], found["backward"] + found["reduce"], found["update"]
+    rows = gather_numbers([forward, backward, update], world)
+    forward, backward, update = (sum(column) / world.world_size / _PHASE_STEPS for column in zip(*rows, strict=True))
+    return forward, backward, update
+
+
+def _count_flops(plan: RunPlan) -> int | None:
+    """Of a rank's forward and backward pass, counted on the meta device: shapes, no data, no time."""
+    config = plan.config
+    try:
+        with torch.device("meta"):
+            model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
+            inputs = torch.empty(plan.microbatch_size, *plan.input_shape)
+            answers = torch.zeros(plan.microbatch_size, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            F.cross_entropy(model(inputs), answers).backward()
+    except Exception:  # a model of the user's own may look at its data or choose its device; then there is no count
+        return None
+    return int(counter.get_total_flops()) * config.train.accumulate or None
+
+
+def _name_precision(dtype: torch.dtype, world: World) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} (tf32)" if dtype is torch.float32 and world.device.startswith("cuda") else name
+
+
+def _mean(value: float, world: World) -> float:
+    return sum(row[0] for row in gather_numbers([value], world)) / world.world_size

@@ -1,0 +1,100 @@
+"""Work, done again and again, and how long each round took on its device.
+
+On a GPU each round lies between two events of its stream, so the host's part of a round counts only where the
+GPU waited for it. On a CPU the host's clock is enough.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.parallel.collectives import gather_lanes
+from paceline.world.detect import World
+
+Work = Callable[[], object]
+_WARM_UP_ROUNDS = 2
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 1000
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Seconds of each round."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds)
+
+    @property
+    def mean_s(self) -> float:
+        return statistics.fmean(self.seconds)
+
+    @property
+    def median_s(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def p95_s(self) -> float:
+        """19 of 20 rounds were as fast as this."""
+        return sorted(self.seconds)[math.ceil(0.95 * self.count) - 1]
+
+
+def synchronise(device: str) -> None:
+    """Wait until the device has done all it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+def time_rounds(work: Work, device: str, rounds: int) -> Rounds:
+    """Run `work` so many times."""
+    if device.startswith("cuda"):
+        return _time_on_gpu(work, device, rounds)
+    seconds = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return Rounds(tuple(seconds))
+
+
+def _time_on_gpu(work: Work, device: str, rounds: int) -> Rounds:
+    with torch.cuda.device(device):
+        pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(rounds)]
+        torch.cuda.synchronize(device)
+        for start, end in pairs:
+            start.record()
+            work()
+            end.record()
+        torch.cuda.synchronize(device)
+    return Rounds(tuple(start.elapsed_time(end) / 1e3 for start, end in pairs))
+
+
+def choose_rounds(work: Work, world: World, seconds: float) -> int:
+    """Warm up, and say how many rounds fill this much time: the same number on every rank."""
+    time_rounds(work, world.device, _WARM_UP_ROUNDS)
+    once = largest_over_ranks(time_rounds(work, world.device, _WARM_UP_ROUNDS).median_s, world)
+    return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(seconds / max(once, 1e-9))))
+
+
+def gather_numbers(values: Sequence[float], world: World) -> list[list[float]]:
+    """Every rank's numbers on every rank, by rank."""
+    row = torch.tensor([values], dtype=torch.float64, device=world.device)
+    rows: list[list[float]] = gather_lanes(row, world).tolist()
+    return rows
+
+
+def largest_over_ranks(value: float, world: World) -> float:
+    return max(row[0] for row in gather_numbers([value], world))
+
+
+def mean_over_ranks(rounds: Rounds, world: World) -> Rounds:
+    """Round by round: ranks that work together share a round's time, but for who waits for whom."""
+    everyone = gather_numbers(rounds.seconds, world)
+    return Rounds(tuple(statistics.fmean(column) for column in zip(*everyone, strict=True)))
