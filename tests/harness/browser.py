@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import fcntl
 import json
 import os
 import select
@@ -29,23 +30,17 @@ class Browser:
     def __enter__(self) -> Browser:
         assert CHROMIUM, "no chromium on this machine: tests/browser/install"
         self._profile = tempfile.mkdtemp(prefix="chromium-")
-        to_chromium, self._write = os.pipe()
-        self._read, from_chromium = os.pipe()
-
-        def take_seats() -> None:  # Chromium listens on 3 and speaks on 4
-            spare = os.dup(from_chromium)
-            os.dup2(to_chromium, 3)
-            os.dup2(spare, 4)
-
+        (listens, self._write), (self._read, speaks) = _high_pipe(), _high_pipe()
+        # Chromium listens on 3 and speaks on 4.
+        command = ["bash", "-c", f'exec "$@" 3<&{listens} 4>&{speaks}', "chromium", CHROMIUM, *_FLAGS]
         self._process = subprocess.Popen(
-            [CHROMIUM, *_FLAGS, f"--user-data-dir={self._profile}"],
+            [*command, f"--user-data-dir={self._profile}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(3, 4),
-            preexec_fn=take_seats,
+            pass_fds=(listens, speaks),
         )
-        os.close(to_chromium)
-        os.close(from_chromium)
+        os.close(listens)
+        os.close(speaks)
         self._bytes = b""
         self._number = 0
         self._pages: dict[str, Page] = {}
@@ -102,6 +97,15 @@ class Browser:
         if page is not None and "method" in message:
             page.hear(message["method"], message["params"])
         return message
+
+
+def _high_pipe() -> tuple[int, int]:
+    """Both ends above 9, so that putting one in its place cannot overwrite the other."""
+    low = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low]
+    for end in low:
+        os.close(end)
+    return high[0], high[1]
 
 
 @dataclass

@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,11 @@ from types import FrameType
 
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.config.schema import GuardConfig
-from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
 from paceline.launch.report import FailureReport, report_failure
+from paceline.report.run_page import leave_page
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
 
@@ -153,6 +154,8 @@ class Supervisor:
             return  # that node has more to tell
         if folder.path.is_dir():
             report.write(folder)
+        if not decision.restart:
+            self._leave_page()
         if report.exit_code in FINAL_CODES and number == 1:
             print(report.screen, file=sys.stderr)  # it explains itself, and nothing was tried
         else:
@@ -177,10 +180,18 @@ class Supervisor:
             return EXIT_PREEMPTED
         kept = {name: status[name] for name in ("step", "save_s") if name in status}
         folder.write_status("preempted" if saved else "failed", **kept, reason=reason)
+        self._leave_page()
         print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
         if self._stop is signal.SIGINT:
             return EXIT_INTERRUPTED
         return EXIT_PREEMPTED if saved else _SIGNAL_EXIT + int(self._stop or signal.SIGTERM)
+
+    def _leave_page(self) -> None:
+        """The run's story so far, if it got as far as to have one."""
+        folder = self._job.folder
+        if self._is_first and folder.metrics_jsonl.exists():
+            with suppress(PacelineError):  # the folder may be what failed
+                leave_page(folder)
 
     # --- Signals
 

@@ -1,6 +1,7 @@
 """The run folder: plain files with one owner, readable by any tool.
 
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
+    report.html  examples.json
     tensorboard/  logs/rank-*.log  checkpoints/{step-*,latest,best}
     after trouble: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
@@ -97,6 +98,8 @@ class RunFolder:
         self.metrics_jsonl = path / "metrics.jsonl"
         self.metrics_csv = path / "metrics.csv"
         self.results = path / "results.json"
+        self.examples = path / "examples.json"
+        self.report = path / "report.html"
         self.tensorboard = path / "tensorboard"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"

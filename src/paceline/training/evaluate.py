@@ -14,6 +14,7 @@ from paceline.data.loader import Loader
 from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.apply import ParallelModel
 from paceline.parallel.collectives import sum_lanes, sum_over_ranks
+from paceline.training.examples import Examples
 from paceline.training.step import autocast
 from paceline.world.detect import World
 
@@ -44,6 +45,7 @@ def evaluate(
     shares_per_rank: int = 1,
     max_batches: int | None = None,
     on_batch: Callable[[], None] | None = None,
+    examples: Examples | None = None,
 ) -> Evaluation:
     """Run a part of the data through the model. Collective: every rank must call it."""
     watch = Stopwatch()
@@ -60,6 +62,8 @@ def evaluate(
             loss[batch.share] += F.cross_entropy(logits, batch.labels, reduction="none").double().sum()
             cells = batch.labels * num_classes + logits.argmax(1)
             confusion += torch.bincount(cells, minlength=len(confusion))
+            if examples is not None:
+                examples.look(batch.inputs, batch.labels, logits)
     model.module.train()
     sum_over_ranks(confusion, world)
     return _finish(sum_lanes(loss, world), confusion.view(num_classes, num_classes).cpu(), watch)

@@ -13,11 +13,13 @@ from paceline.config.schema import Config
 from paceline.data.loader import Loader
 from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.collectives import average_buffers
+from paceline.report.run_page import leave_page
 from paceline.runs.folder import write_json
 from paceline.runs.place import RunPlace
 from paceline.training.bad_numbers import RollBack, roll_back
 from paceline.training.epoch import leave, save, train_epoch
 from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.examples import Examples, open_examples
 from paceline.training.guards import Guards
 from paceline.training.narrate import describe_summary
 from paceline.training.results import RideTotals, gather_ranks, hash_state, make_results
@@ -62,7 +64,8 @@ def train(
     best = checkpoints.best()
     if best is not None:
         restore_weights(best, rig.model.module)
-    test = _evaluate(ride, rig.test_data)
+    examples = open_examples(rig, world) if eval_batches is None else None
+    test = _evaluate(ride, rig.test_data, examples)
 
     # --- What came of it
     results = make_results(rig, world, state, test, train_row, gather_ranks(world, totals), hashes)
@@ -72,8 +75,11 @@ def train(
         recorder.epoch(state.step, epoch=epoch, phase="test", **values)
         recorder.close()
         write_json(ride.folder.results, results)
-        for line in describe_summary(results, ride.folder) if eval_batches is None else ():
-            console.note(line)
+        if examples is not None:
+            examples.write(ride.folder, plan.info.classes)
+            leave_page(ride.folder, "finished")
+            for line in describe_summary(results, ride.folder):
+                console.note(line)
     return results
 
 
@@ -99,7 +105,7 @@ def _look(ride: Ride, train_row: dict[str, Any]) -> bool:
     return is_best
 
 
-def _evaluate(ride: Ride, data: Loader) -> Evaluation:
+def _evaluate(ride: Ride, data: Loader, examples: Examples | None = None) -> Evaluation:
     return evaluate(
         ride.rig.model,
         data,
@@ -109,4 +115,5 @@ def _evaluate(ride: Ride, data: Loader) -> Evaluation:
         shares_per_rank=ride.rig.step.lanes_per_rank,
         max_batches=ride.eval_batches,
         on_batch=lambda: ride.guards.enter("evaluate", ride.state.step),
+        examples=examples,
     )

@@ -59,4 +59,5 @@ def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
         f"  paceline evaluate {folder.path}           test the best weights again",
         f"  paceline predict {folder.path} PICTURE    label your own pictures",
         f"  tensorboard --logdir {folder.path}        look at the curves",
+        *([f"  {folder.report}    all of it on one page, for a browser"] if folder.report.exists() else []),
     ]

@@ -1,0 +1,127 @@
+"""What a run folder's plain files say. Nothing is required: a run may have just begun, or have come to grief."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.config.fields import field_table, flatten
+from paceline.config.load import load_config
+from paceline.errors import PacelineError
+from paceline.metrics.recorder import read_rows
+from paceline.runs.folder import RunFolder
+
+Row = dict[str, Any]
+_PLACES = ("output_dir",)  # says where, not what
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    folder: RunFolder
+    state: str  # running, preempted, finished or failed; "unknown" without a status
+    status: Row
+    config: dict[str, Any]  # empty if it cannot be read
+    config_text: str
+    environment: Row
+    results: Row  # of a run that did not finish: empty
+    rows: list[Row]
+    failures: list[Row]
+    faults: list[Row]
+    examples: list[Row]
+
+    @property
+    def name(self) -> str:
+        return self.folder.path.resolve().name
+
+    @property
+    def steps(self) -> list[Row]:
+        return [row for row in self.rows if row.get("kind") == "step"]
+
+    def epochs(self, phase: str) -> list[Row]:
+        return [row for row in self.rows if row.get("kind") == "epoch" and row.get("phase") == phase]
+
+    @property
+    def restarts(self) -> list[Row]:
+        """Failures the run went on from. Of a failed run, the last one was the end."""
+        return self.failures[:-1] if self.state == "failed" else self.failures
+
+    def changed(self) -> dict[str, tuple[Any, Any]]:
+        """Settings that are not at their default: (value, default)."""
+        defaults = {name: spec.default for name, spec in field_table().items()}
+        return {
+            name: (value, defaults[name])
+            for name, value in self.config.items()
+            if value != defaults[name] and name not in _PLACES
+        }
+
+
+def read_run(path: Path, state: str = "") -> RunFiles:
+    """`state`: what status.json is about to say, if it does not say so yet."""
+    folder = RunFolder(path)
+    status = read_object(folder.status)
+    state = state or str(status.get("status", "unknown"))
+    config_text = _read_text(folder.config)
+    return RunFiles(
+        folder=folder,
+        state=state,
+        status=status,
+        config=_read_config(folder.config),
+        config_text=config_text,
+        environment=read_object(folder.environment),
+        # A run that was resumed after its end has the results of that end until it ends again.
+        results=read_object(folder.results) if state in ("finished", "unknown") else {},
+        rows=[row for row in read_rows(folder.metrics_jsonl) if isinstance(row, dict) and "step" in row],
+        failures=_read_objects(folder.failures),
+        faults=_read_objects(folder.faults),
+        examples=_read_examples(folder.examples) if state == "finished" else [],
+    )
+
+
+def read_object(path: Path) -> Row:
+    try:
+        content = json.loads(_read_text(path))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def show_value(value: object) -> str:
+    """A setting as a person would write it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (tuple, list)):
+        return " ".join(map(str, value)) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "''"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _read_objects(path: Path) -> list[Row]:
+    found = []
+    for line in _read_text(path).splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # torn by a crash
+        if isinstance(row, dict):
+            found.append(row)
+    return found
+
+
+def _read_examples(path: Path) -> list[Row]:
+    examples = read_object(path).get("examples", [])
+    return [row for row in examples if isinstance(row, dict) and str(row.get("picture", "")).startswith("data:image/")]
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        return flatten(load_config(str(path), []).config)
+    except (PacelineError, OSError, SystemExit):  # of another version of paceline: shown as text instead
+        return {}

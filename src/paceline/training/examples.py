@@ -1,0 +1,124 @@
+"""A few test pictures with their answers, for the run's page: the surest of the wrong ones, and some right ones.
+
+They come from the evaluation that runs anyway, on the primary's share of it, so no rank waits for another. Some
+batches, spread evenly over the share, are looked at.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+
+from paceline.data.augment import Pipeline, build_pipeline
+from paceline.runs.folder import RunFolder, write_atomically
+from paceline.training.rig import Rig
+from paceline.world.detect import World
+
+MOST_EXAMPLES = 24
+_MOST_WRONG = 16
+_MOST_BATCHES = 8
+_LARGEST_SIDE = 96  # pixels; a page has many pictures
+
+
+@dataclass(frozen=True)
+class Example:
+    picture: Tensor  # uint8 [C, H, W]
+    true: int
+    predicted: int
+    confidence: float
+
+
+class Examples:
+    """Collects pictures while the test set passes by."""
+
+    def __init__(self, pipeline: Pipeline, num_batches: int) -> None:
+        self._pipeline = pipeline
+        self._every = math.ceil(num_batches / _MOST_BATCHES) or 1
+        self._seen = 0
+        self._found: list[Example] = []
+
+    def look(self, inputs: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """One evaluated batch. Waits for the device, but in a few batches only."""
+        self._seen += 1
+        channels = inputs.shape[1] if inputs.dim() == 4 else 0
+        if channels not in (1, 3) or (self._seen - 1) % self._every:
+            return
+        confidences, predictions = (column.tolist() for column in logits.softmax(1).max(1))
+        truths = labels.tolist()
+        answers = list(zip(confidences, truths, predictions, range(len(truths)), strict=True))
+        answers = [answer for answer in answers if math.isfinite(answer[0])]
+        answers.sort(key=lambda answer: (-answer[0], answer[3]))
+        wrong = [answer for answer in answers if answer[1] != answer[2]][:_MOST_WRONG]
+        chosen = wrong + _many_classes([answer for answer in answers if answer[1] == answer[2]])
+        pictures = self._as_pictures(inputs[[place for *_, place in chosen]])
+        self._found += [
+            Example(picture, true, predicted, confidence)
+            for picture, (confidence, true, predicted, _) in zip(pictures, chosen, strict=True)
+        ]
+
+    def chosen(self) -> list[Example]:
+        """Wrong ones first, the surest of them in front."""
+        found = sorted(self._found, key=lambda example: -example.confidence)
+        wrong = [example for example in found if example.true != example.predicted][:_MOST_WRONG]
+        right = [(e.confidence, e.true, e) for e in found if e.true == e.predicted]
+        return wrong + [e for *_, e in _many_classes(right)][: MOST_EXAMPLES - len(wrong)]
+
+    def write(self, folder: RunFolder, classes: tuple[str, ...]) -> None:
+        """Into examples.json, each picture a PNG in a data URI. A full disk costs the pictures, not the run."""
+        rows: list[dict[str, Any]] = [
+            {
+                "true": classes[example.true],
+                "predicted": classes[example.predicted],
+                "confidence": round(example.confidence, 4),
+                "picture": _as_png(example.picture),
+            }
+            for example in self.chosen()
+        ]
+        try:
+            write_atomically(folder.examples, json.dumps({"examples": rows}) + "\n")
+        except OSError as error:
+            folder.bear(folder.examples.name, error)
+
+    def _as_pictures(self, inputs: Tensor) -> Tensor:
+        """Back from what the model sees to what a person sees."""
+        mean, std = (
+            inputs.new_tensor(values).view(1, -1, 1, 1) for values in (self._pipeline.mean, self._pipeline.std)
+        )
+        return ((inputs.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
+
+
+def open_examples(rig: Rig, world: World) -> Examples | None:
+    """For the primary; the others need none."""
+    if not world.is_primary:
+        return None
+    config = rig.plan.config
+    pipeline = build_pipeline(config.data, rig.plan.info, config.train.seed)
+    num_batches = len(rig.test_data) // (world.world_size * config.train.test_batch_size)
+    return Examples(pipeline, num_batches)
+
+
+def _many_classes(answers: list[Any]) -> list[Any]:
+    """The first answer of every class, then the others, so that a short list shows many classes."""
+    seen: set[int] = set()
+    first: list[Any] = []
+    rest: list[Any] = []
+    for answer in answers:
+        (rest if answer[1] in seen else first).append(answer)
+        seen.add(answer[1])
+    return (first + rest)[:MOST_EXAMPLES]
+
+
+def _as_png(picture: Tensor) -> str:
+    pixels = picture.permute(1, 2, 0).contiguous().numpy()
+    image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
+    image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
+    file = io.BytesIO()
+    image.save(file, "PNG", optimize=True)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
