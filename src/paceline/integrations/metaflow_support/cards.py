@@ -1,0 +1,137 @@
+"""The live card of a training step: progress, curves, the nodes, and which checkpoint came from which.
+
+Built from Metaflow's own components, so a card is one file that needs no network. It is made once; while training
+goes on only its values change.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from metaflow.cards import Markdown, ProgressBar, VegaChart
+
+from paceline.integrations.metaflow_support.node import Node
+from paceline.metrics.recorder import Row, read_rows
+
+_LOOK_S = 2.0
+_MOST_POINTS = 500
+_COLOURS = ["#0072b2", "#d55e00", "#009e73"]  # told apart by colour-blind people, too
+
+
+class TrainingCard:
+    """On the main node a thread keeps it up to date; the others' shows where they are."""
+
+    def __init__(self, card: Any, node: Node, origin: str) -> None:
+        self._card = card
+        self._node = node
+        self._origin = origin
+        self._over = threading.Event()
+        self._shown: tuple[int, int] | None = None
+        self._head = Markdown(self._headline({}))
+        self._progress = ProgressBar(max=100, label="trained", unit="%")
+        self._last_step = 0
+        self._loss = VegaChart(line_chart("loss", []))
+        self._accuracy = VegaChart(line_chart("accuracy", []))
+        self._rate = VegaChart(line_chart("learning rate", []))
+        self._lineage = Markdown(self._lineage_table())
+        self._thread = threading.Thread(target=self._run, name="card", daemon=True)
+
+    def start(self) -> None:
+        parts = [self._head, Markdown("## Nodes"), Markdown(layout_table(self._node))]
+        if self._node.place.is_main:
+            curves = [Markdown("## Curves"), self._loss, self._accuracy, self._rate]
+            parts = [self._head, self._progress, *curves, *parts[1:], Markdown("## Checkpoints"), self._lineage]
+        self._card.extend(parts)
+        self._card.refresh()
+        if self._node.place.is_main:
+            self._thread.start()
+
+    def finish(self) -> None:
+        self._over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        if self._node.place.is_main:
+            self._update()
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_S):
+            self._update()
+
+    def _update(self) -> None:
+        rows = read_rows(self._node.folder.metrics_jsonl)
+        courier = self._node.courier
+        shown = (len(rows), len(courier.history) if courier else 0)
+        if shown == self._shown:
+            return
+        self._shown = shown
+        status = self._node.folder.read_status()
+        self._head.update(self._headline(status))
+        step = max((row["step"] for row in rows), default=0)
+        self._last_step = int(status.get("last_step") or self._last_step)
+        self._progress.update(round(100 * step / max(step, self._last_step, 1)), f"step {step} of {self._last_step}")
+        self._loss.update(line_chart("loss", points_of(rows, "loss")))
+        self._accuracy.update(line_chart("accuracy", points_of(rows, "accuracy")))
+        self._rate.update(line_chart("learning rate", points_of(rows, "lr")))
+        self._lineage.update(self._lineage_table())
+        self._card.refresh()
+
+    def _headline(self, status: dict[str, Any]) -> str:
+        request = self._node.request
+        where = f"node {self._node.place.own} of {self._node.place.nodes}, attempt {self._node.attempt + 1}"
+        words = [f"# {request.name} on {request.about['model_name']}", f"{where}. {self._origin}."]
+        if status:
+            reason = f" ({status['reason']})" if status.get("reason") else ""
+            words.append(f"**{status.get('status', '')}**{reason}, step {status.get('step', 0)}")
+        return "\n\n".join(words)
+
+    def _lineage_table(self) -> str:
+        courier = self._node.courier
+        lines = ["| step | epoch | validation loss | accuracy | | in the datastore as |", "|---|---|---|---|---|---|"]
+        for sent in courier.history if courier else []:
+            marks = ", ".join(word for word, holds in (("best", sent["is_best"]), ("latest", sent["latest"])) if holds)
+            loss, accuracy = sent["val_loss"], sent["val_acc"]
+            numbers = [f"{loss:.4f}" if loss is not None else "", f"{accuracy:.2%}" if accuracy is not None else ""]
+            lines.append(f"| {sent['step']} | {sent['epoch']} | {' | '.join(numbers)} | {marks} | `{sent['key']}` |")
+        return "\n".join([f"{self._origin}.", "", *lines])
+
+
+def layout_table(node: Node) -> str:
+    lines = ["| node | role | host | cores | ranks | |", "|---|---|---|---|---|---|"]
+    each = node.request.processes_per_node
+    for other in node.gang.layout:
+        own = other["node"]
+        role = "main" if own == 0 else "worker"
+        ranks = f"{own * each}" if each == 1 else f"{own * each} to {(own + 1) * each - 1}"
+        mine = "this card" if own == node.place.own else ""
+        lines.append(f"| {own} | {role} | {other['host']} | {other['cores']} | {ranks} | {mine} |")
+    return "\n".join(lines)
+
+
+def points_of(rows: list[Row], name: str) -> list[dict[str, Any]]:
+    """Steps while training, and what came of each epoch; thinned out, since a card is sent as a whole each time."""
+    steps = [row for row in rows if row["kind"] == "step"]
+    every = max(1, len(steps) // _MOST_POINTS)
+    kept = [row for number, row in enumerate(steps) if number % every == 0]
+    kept += [row for row in rows if row["kind"] == "epoch" and row["phase"] != "train"]
+    words = {"step": "training", "val": "validation", "test": "test"}
+    return [
+        {"step": row["step"], "value": row[name], "of": words[row.get("phase", "step")]}
+        for row in kept
+        if row.get(name) is not None
+    ]
+
+
+def line_chart(title: str, points: list[dict[str, Any]]) -> dict[str, Any]:
+    """A Vega-Lite line over steps, one per kind of measurement."""
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "height": 220,
+        "data": {"values": points},
+        "mark": {"type": "line", "point": len(points) < 60, "tooltip": True},
+        "encoding": {
+            "x": {"field": "step", "type": "quantitative", "title": "step"},
+            "y": {"field": "value", "type": "quantitative", "title": title, "scale": {"zero": False}},
+            "color": {"field": "of", "type": "nominal", "title": None, "scale": {"range": _COLOURS}},
+        },
+    }

@@ -1,0 +1,230 @@
+"""The nodes of one step find each other, agree on a plan, and notice when one of them is gone. No torch, no Metaflow.
+
+Metaflow tells every node where the main one is and how many there are. Each node calls the main one, which waits for
+all, decides where to train and from which checkpoint, and tells everybody. The lines then stay open: whoever dies,
+however it dies, the others hear of it at once, also while ranks are still being started.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.errors import PacelineError
+
+_FIRST_PORT, _PORTS, _CANDIDATES = 20_000, 20_000, 8
+_ANSWER_S = 5.0
+_POLL_S = 0.2
+# A machine that is cut off sends nothing at all; the kernel asks after it.
+_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """This node among the others, in the words of Metaflow's `current.parallel`."""
+
+    nodes: int
+    own: int
+    main_host: str
+    name: str  # flow, run, step and attempt: nobody else's nodes answer to it
+
+    @property
+    def is_main(self) -> bool:
+        return self.own == 0
+
+    def ports(self) -> list[int]:
+        """Where the main node may listen: the first of these that is free there."""
+        seed = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:4])
+        return [_FIRST_PORT + (seed + 37 * number) % _PORTS for number in range(_CANDIDATES)]
+
+
+class Line:
+    """A connection between two nodes that carries one JSON object per line."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        connection.settimeout(None)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE:
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="gang-line", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        with suppress(OSError):  # a line that is broken is found by its reader
+            self._connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self, timeout_s: float | None) -> Message | None:
+        """The next message; None when the other end is gone. Raises queue.Empty."""
+        return self._messages.get(timeout=timeout_s)
+
+    def close(self) -> None:
+        """Nothing more is said. What was said arrives, since the other end may still speak."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+
+    def _read(self) -> None:
+        with suppress(OSError, ValueError), self._connection.makefile("rb") as file:
+            for text in file:
+                self._messages.put(json.loads(text))
+        self._messages.put(None)
+
+
+class Gang:
+    """All nodes have met. Says which of them was lost, and passes on what the main node tells."""
+
+    def __init__(self, place: Place, lines: dict[int, Line], layout: list[Message], plan: Message) -> None:
+        self.place = place
+        self.layout = layout  # what each node said of itself, in order
+        self.plan = plan
+        self.lost: str | None = None  # in words
+        self.on_news: Callable[[Message], None] | None = None
+        self._lines = lines
+        for node, line in lines.items():
+            threading.Thread(target=self._follow, args=(node, line), name=f"node-{node}", daemon=True).start()
+
+    def tell(self, message: Message) -> None:
+        for line in self._lines.values():
+            line.send(message)
+
+    def leave(self, code: int) -> None:
+        self.tell({"bye": code})
+        for line in self._lines.values():
+            line.close()
+
+    def _follow(self, node: int, line: Line) -> None:
+        while (message := line.receive(None)) is not None:
+            if "bye" in message:
+                if message["bye"] != 0:
+                    self._lose(f"node {node} ended with exit code {message['bye']}")
+                return
+            if self.on_news is not None:
+                self.on_news(message)
+        self._lose(f"node {node} on {self.layout[node]['host']} is gone")
+
+    def _lose(self, words: str) -> None:
+        self.lost = self.lost or words
+
+
+def meet(place: Place, about: Message, make_plan: Callable[[list[Message]], Message], timeout_s: float) -> Gang:
+    """Wait until all nodes are there. The main one makes the plan, knowing what each node says of itself."""
+    about = {**about, "node": place.own, "host": about.get("host", socket.gethostname())}
+    if not place.is_main:
+        line, answer = _call_main(place, about, timeout_s)
+        return Gang(place, {0: line}, answer["layout"], answer["plan"])
+    lines, layout = _gather(place, about, timeout_s) if place.nodes > 1 else ({}, [about])
+    try:
+        plan = make_plan(layout)
+    except BaseException:
+        for line in lines.values():
+            line.close()
+        raise
+    for line in lines.values():
+        line.send({"layout": layout, "plan": plan})
+    return Gang(place, lines, layout, plan)
+
+
+def _gather(place: Place, about: Message, timeout_s: float) -> tuple[dict[int, Line], list[Message]]:
+    deadline = time.monotonic() + timeout_s
+    lines: dict[int, Line] = {}
+    layout: dict[int, Message] = {place.own: about}
+    with _listen(place) as server:
+        server.settimeout(_POLL_S)
+        while len(layout) < place.nodes:
+            for node, line in lines.items():
+                if _is_gone(line):
+                    raise PacelineError(f"node {node} went away before all nodes had arrived", got=layout[node]["host"])
+            if time.monotonic() > deadline:
+                missing = [str(node) for node in range(place.nodes) if node not in layout]
+                raise PacelineError(
+                    f"{len(missing)} of {place.nodes} nodes did not arrive within {timeout_s:.0f} s",
+                    got=f"missing: node {', '.join(missing)}",
+                    hint="look at their logs; --node-timeout gives slow ones longer",
+                )
+            with suppress(OSError):
+                connection, _ = server.accept()
+                line = Line(connection)
+                hello = _hear_hello(line, place)
+                if hello is not None:
+                    lines[hello["node"]], layout[hello["node"]] = line, hello
+    return lines, [layout[node] for node in range(place.nodes)]
+
+
+def _hear_hello(line: Line, place: Place) -> Message | None:
+    """What a node of this gang says first; a stranger is shown out."""
+    with suppress(queue.Empty):
+        hello = line.receive(_ANSWER_S)
+        if hello is not None and hello.pop("gang", None) == place.name:
+            line.send({"gang": place.name})
+            return hello
+    line.close()
+    return None
+
+
+def _is_gone(line: Line) -> bool:
+    try:
+        return line.receive(0) is None
+    except queue.Empty:
+        return False
+
+
+def _listen(place: Place) -> socket.socket:
+    for port in place.ports():
+        with suppress(OSError):
+            return socket.create_server(("", port), backlog=place.nodes)
+    raise PacelineError("no port is free to meet the other nodes", got=", ".join(map(str, place.ports())))
+
+
+def _call_main(place: Place, about: Message, timeout_s: float) -> tuple[Line, Message]:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        for port in place.ports():
+            line = _try_port(place, about, port)
+            if line is None:
+                continue
+            answer: Message | None = None
+            with suppress(queue.Empty):
+                answer = line.receive(max(_ANSWER_S, deadline - time.monotonic()))
+            if answer is not None:
+                return line, answer
+            raise PacelineError("the main node went away before all nodes had arrived", got=place.main_host)
+        time.sleep(_POLL_S)
+    raise PacelineError(
+        f"the main node did not answer within {timeout_s:.0f} s",
+        got=place.main_host,
+        hint="look at its log; --node-timeout gives slow ones longer",
+    )
+
+
+def _try_port(place: Place, about: Message, port: int) -> Line | None:
+    """A line to the main node, if it is who listens there."""
+    try:
+        line = Line(socket.create_connection((place.main_host, port), timeout=_ANSWER_S))
+    except OSError:
+        return None
+    line.send({"gang": place.name, **about})
+    with suppress(queue.Empty):
+        if line.receive(_ANSWER_S) == {"gang": place.name}:
+            return line
+    line.close()
+    return None
+
+
+def free_port() -> int:
+    """A port on this machine, in the range that clusters leave open, with the next one free too."""
+    seed = time.monotonic_ns()
+    for number in range(200):
+        port = _FIRST_PORT + (seed + 101 * number) % (_PORTS - 1)
+        with suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
+            return port
+    raise PacelineError("no port is free on the main node")

@@ -1,0 +1,246 @@
+"""One node's part in a training step: meet the others, start this node's ranks, see them through. No torch.
+
+Every node runs one `paceline train` that starts its ranks and watches them, as one agent per node does under Slurm.
+The main node sends checkpoints to the datastore; where nodes have disks of their own, the others fetch them there.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from uuid import uuid4
+
+from paceline.checkpoints.format import step_folders, step_of
+from paceline.config.schema import ParallelConfig
+from paceline.errors import EXIT_INTERNAL, UserError
+from paceline.integrations.metaflow_support.courier import Courier, Datastore, Parcel, fetch, identity, keep_only
+from paceline.integrations.metaflow_support.gang import Gang, Message, Place, free_port, meet
+from paceline.integrations.metaflow_support.request import Request
+from paceline.runs.folder import RunFolder
+from paceline.world.detect import START, count_gpus, usable_cores
+
+_LOOK_S = 0.1
+_LOST_GRACE_S = 10.0  # the ranks notice a lost peer by themselves, and have more to say about it
+_MARK = "shared.mark"
+
+
+@dataclass
+class Node:
+    """A node that has met the others and knows what to do."""
+
+    request: Request
+    place: Place
+    gang: Gang
+    folder: RunFolder
+    datastore: Datastore
+    attempt: int
+    has_shared_disk: bool
+    courier: Courier | None = None  # the main node's
+
+    def train(self) -> int:
+        """Start the ranks of this node and wait; returns paceline's exit code."""
+        if self.courier is not None:
+            self.courier.start()
+        code = EXIT_INTERNAL
+        try:
+            code = self._run()
+        finally:
+            if self.courier is not None:
+                self.courier.finish()
+            self.gang.leave(code)
+        return code
+
+    def close(self) -> None:
+        """The main node's copy goes last: on a laptop it is everybody's."""
+        if self.place.is_main or not self.has_shared_disk:
+            shutil.rmtree(self.folder.path.parent, ignore_errors=True)
+
+    def _run(self) -> int:
+        leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
+        with subprocess.Popen([*leash, *self._command()], stdin=subprocess.PIPE, env=self._environment()) as process:
+            with _stop_signals_to(process):
+                self._wait(process)
+            return process.wait()
+
+    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+        lost_at = 0.0
+        while process.poll() is None:
+            if self.gang.lost is not None:
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() - lost_at > _LOST_GRACE_S:
+                    print(f"{self.gang.lost}: this node's ranks are ended", file=sys.stderr, flush=True)
+                    assert process.stdin is not None
+                    process.stdin.close()  # the leash knows what that means
+                    return
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_S)
+
+    def _command(self) -> list[str]:
+        recipe = self.folder.path.parent / f"{self.request.name}.yaml"
+        recipe.write_text(self.request.recipe)
+        flags = ["--processes", str(self.request.processes_per_node), "--output-dir", str(self.folder.path)]
+        flags += ["--resume", "auto", "--max-restarts", str(self.request.max_restarts)]
+        if self.request.best_is_latest:
+            flags.append("--best-is-latest")
+        if self.place.nodes > 1:
+            flags += ["--stop-signals", "SIGTERM"]  # the others are Slurm's, which is not here
+        if self.request.shares_cores:
+            flags += ["--omp-num-threads", str(self._threads())]
+        if self.gang.plan["device"]:
+            flags += ["--device", self.gang.plan["device"]]
+        if self.attempt > 0:
+            flags += ["--inject="]  # a rehearsed fault belongs to the first attempt
+        return [sys.executable, "-m", "paceline", "train", str(recipe), *flags]
+
+    def _threads(self) -> int:
+        ranks_here = self.request.processes_per_node * len(_neighbours(self.gang.layout, self.place.own))
+        return max(1, usable_cores() // ranks_here)
+
+    def _environment(self) -> dict[str, str]:
+        environment = dict(os.environ)
+        if self.place.nodes > 1:
+            environment.update(agent_variables(self.place, int(self.gang.plan["port"])))
+        gpus = self.gang.plan["gpus"].get(str(self.place.own))
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpus
+        return environment
+
+    def take_news(self, message: Message) -> None:
+        """A node with a disk of its own: what the main node has saved must be here, too."""
+        keys = [key for key in (message["key"], message["best_key"]) if key]
+        with suppress(Exception):  # not in time: the attempt ends, and the next one starts with all of it
+            keep_only(self.folder.checkpoints, fetch(self.datastore, keys, self.folder))
+
+
+def agent_variables(place: Place, port: int) -> dict[str, str]:
+    """What tells one node's `paceline train` from another's: it reads the variables srun gives to a task per node."""
+    first_port = 20_000  # of the range in world/slurm.py, to which restarts are added
+    return {
+        START: "agent",
+        "SLURM_JOB_ID": "0",
+        "SLURM_STEP_ID": "0",
+        "SLURM_RESTART_COUNT": str(port - first_port),
+        "SLURM_PROCID": str(place.own),
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(place.own),
+        "SLURM_STEP_NUM_TASKS": str(place.nodes),
+        "SLURM_STEP_NUM_NODES": str(place.nodes),
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{place.nodes})",
+        "SLURM_STEP_NODELIST": place.main_host,
+    }
+
+
+def join(request: Request, place: Place, datastore: Datastore, attempt: int, keys: list[str]) -> Node:
+    """Meet the other nodes. `keys` are the parcels to go on from, as the main node sees them."""
+
+    def make_plan(layout: list[Message]) -> Message:
+        folder = _make_folder(request.work_dir)
+        arrived = fetch(datastore, keys, folder)
+        mark = uuid4().hex
+        (folder.path / _MARK).write_text(mark)
+        device, gpus = _share_gpus(request, layout)
+        port = free_port() if place.nodes > 1 else 0
+        places = {"folder": str(folder.path), "mark": mark, "port": port}
+        return {**places, "keys": keys, "arrived": arrived, "device": device, "gpus": gpus}
+
+    about = {"host": socket.gethostname(), "machine": _machine(), "cores": usable_cores(), "pid": os.getpid()}
+    gang = meet(place, about, make_plan, request.node_timeout_s)
+    folder = RunFolder(Path(gang.plan["folder"]))
+    has_shared_disk = _sees_mark(folder, gang.plan["mark"])
+    if not has_shared_disk:
+        if request.is_sharded:
+            raise UserError(
+                "strategy fsdp on several nodes needs a disk that all of them share",
+                where=f"node {place.own}",
+                got=str(folder.path),
+                hint="--work-dir PATH on shared storage, or --flags without --strategy fsdp",
+            )
+        fetch(datastore, gang.plan["keys"], folder)
+    node = Node(request, place, gang, folder, datastore, attempt, has_shared_disk)
+    if place.is_main:
+        node.courier = _make_courier(node)
+    elif not has_shared_disk:
+        gang.on_news = node.take_news
+    return node
+
+
+def _make_courier(node: Node) -> Courier:
+    def tell(parcel: Parcel, _: dict[str, Any]) -> None:
+        node.gang.tell({"key": parcel.key, "best_key": parcel.best_key})
+
+    request = node.request
+    courier = Courier(node.folder, node.datastore, request.about, request.best_is_latest, on_sent=tell)
+    # What came from the datastore need not go there again.
+    for path in step_folders(node.folder.checkpoints):
+        courier.sent[identity(path)] = Parcel(node.gang.plan["arrived"][path.name], step_of(path), "")
+    return courier
+
+
+def _make_folder(work_dir: str) -> RunFolder:
+    if work_dir:
+        Path(work_dir).mkdir(parents=True, exist_ok=True)
+    base = tempfile.mkdtemp(prefix="paceline-flow-", dir=work_dir or None)
+    folder = RunFolder(Path(base).resolve() / "run")
+    folder.create()
+    return folder
+
+
+def _sees_mark(folder: RunFolder, mark: str) -> bool:
+    try:
+        return (folder.path / _MARK).read_text() == mark
+    except OSError:
+        return False
+
+
+def _machine() -> str:
+    """Two containers on one machine have names of their own, and cores of their own."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
+    return socket.gethostname()
+
+
+def _neighbours(layout: list[Message], own: int) -> list[int]:
+    """The nodes that share a machine with this one, itself included: on a laptop, all."""
+    return [node["node"] for node in layout if node["machine"] == layout[own]["machine"]]
+
+
+def _share_gpus(request: Request, layout: list[Message]) -> tuple[str, dict[str, str]]:
+    """On one machine every node sees every GPU: give each node its own, or leave them alone if there are too few."""
+    neighbours = _neighbours(layout, 0)
+    if len(neighbours) == 1 or request.chose_device or shutil.which("nvidia-smi") is None:
+        return "", {}
+    each = request.processes_per_node
+    gpus = count_gpus(ParallelConfig())
+    if gpus == 0:
+        return "", {}
+    if gpus < each * len(neighbours):
+        print(f"note: {gpus} GPUs for {each * len(neighbours)} ranks on this machine: training on the CPU", flush=True)
+        return "cpu", {}
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",")
+    return "", {str(node): ",".join(visible[n * each : (n + 1) * each]) for n, node in enumerate(neighbours)}
+
+
+@contextmanager
+def _stop_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """A stop request to this task is one to its ranks, which save; the task lives to send that checkpoint off."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        process.send_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,214 @@
+"""What the steps of a flow call. Everything that knows Metaflow is here and in `cards.py`.
+
+with training(self.request) as trained:
+    if trained is not None:        # the main node
+        self.results = trained.results
+        self.model = current.model.save(trained.model, label=trained.label, metadata=trained.about)
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from metaflow import current, pypi_base
+from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
+
+import paceline
+from paceline.checkpoints.format import step_folders
+from paceline.checkpoints.store import pointed_at
+from paceline.errors import EXIT_HANG, EXIT_PREEMPTED, PacelineError
+from paceline.integrations.metaflow_support.cards import TrainingCard
+from paceline.integrations.metaflow_support.gang import Place
+from paceline.integrations.metaflow_support.node import Node, join
+from paceline.integrations.metaflow_support.request import Request, check_request
+from paceline.launch.policy import FINAL_CODES
+from paceline.metrics.recorder import Row, read_rows
+
+CARD = "training"
+_PINNED = ("torch", "numpy", "metaflow-checkpoint")
+_PACKAGE_ENVIRONMENTS = ("pypi", "conda", "fast-bakery")
+_IN_WORDS = {EXIT_PREEMPTED: "stopped and saved", EXIT_HANG: "a rank stood still"}
+
+
+class Refused(MetaflowException):  # type: ignore[misc]
+    """A person's mistake: one screen, no traceback."""
+
+    headline = "This cannot be started"
+
+
+class TrainingFailed(MetaflowException):  # type: ignore[misc]
+    headline = "The training failed"
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the main node has in its hands when training is over."""
+
+    results: dict[str, Any]  # results.json
+    history: list[Row]  # metrics.jsonl
+    model: str  # a folder that `evaluate_model` and `paceline evaluate` understand
+    label: str
+    about: dict[str, Any]
+
+
+def packaged(flow: type) -> type:
+    """A flow whose steps bring paceline along under `--environment=pypi`, in the versions that are installed here.
+
+    Metaflow refuses @pypi in any other environment, so elsewhere the flow stays as it is.
+    """
+    if not _wants_packages(sys.argv, os.environ):
+        return flow
+    packages = {"paceline": paceline.__version__}
+    for name in _PINNED:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name).partition("+")[0]  # a local build such as +cpu is in no index
+    python = ".".join(map(str, sys.version_info[:2]))
+    decorated: type = pypi_base(python=python, packages=packages)(flow)
+    return decorated
+
+
+def _wants_packages(arguments: list[str], environment: Mapping[str, str]) -> bool:
+    asked = [environment.get(name, "") for name in ("METAFLOW_ENVIRONMENT", "METAFLOW_DEFAULT_ENVIRONMENT")]
+    for word, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        if word.startswith("--environment"):
+            asked.append(word.partition("=")[2] or following)
+    return any(name in _PACKAGE_ENVIRONMENTS for name in asked)
+
+
+@contextmanager
+def one_screen() -> Iterator[None]:
+    """Errors that explain themselves, in Metaflow's way of telling them."""
+    try:
+        yield
+    except PacelineError as error:
+        raise Refused(error.screen()) from None
+
+
+def checked(**parameters: Any) -> Request:
+    """The flow's parameters as one request; what is wrong with them is said here, before anything starts."""
+    with one_screen():
+        request = check_request(**parameters)
+    nodes = f"{request.cluster_size} node" + ("s" if request.cluster_size > 1 else "")
+    print(f"{request.name}: {request.about['model_name']} on {request.about['dataset']}, {nodes}")
+    return request
+
+
+@contextmanager
+def training(request: Request) -> Iterator[Trained | None]:
+    """Train as this node of the gang. Yields the outcome on the main node, None on the others."""
+    with one_screen():
+        keys, origin = _choose_parcels(request)
+        node = join(request, read_place(), current.checkpoint, current.retry_count, keys)
+    try:
+        with _card(node, origin):
+            code = node.train()
+        if code != 0:
+            _fail(node, code)
+        yield _outcome(node) if node.place.is_main else None
+    finally:
+        node.close()
+
+
+def read_place() -> Place:
+    gang = current.parallel
+    name = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.retry_count}"
+    return Place(gang.num_nodes, gang.node_index, gang.main_ip, name)
+
+
+def _choose_parcels(request: Request) -> tuple[list[str], str]:
+    """The checkpoint to go on from, with the best one so far, and where it came from in words."""
+    found: Any = None
+    if request.load_policy != "none" and current.checkpoint.is_loaded:
+        found = current.checkpoint.info.to_dict()
+    elif request.load_policy == "eager":
+        found = _newest_of_all(best_only=request.best_is_latest)
+    if found is None:
+        origin = "From the beginning"
+    else:
+        said = found["metadata"]
+        origin = f"From step {said['step']} of {found['pathspec']}, attempt {int(found['attempt']) + 1}"
+    if current.parallel.node_index == 0:
+        print(f"{origin} (load policy {request.load_policy})", flush=True)
+    return [key for key in (found["key"], found["metadata"]["best_key"]) if key] if found else [], origin
+
+
+def _newest_of_all(*, best_only: bool) -> dict[str, Any] | None:
+    """Of any earlier run of this step, in this namespace."""
+    listed = current.checkpoint.list(name="paceline", full_namespace=True)
+    fitting = [entry for entry in listed if entry["metadata"].get("is_best") or not best_only]
+    return max(fitting, key=lambda entry: str(entry["created_on"]), default=None)
+
+
+@contextmanager
+def _card(node: Node, origin: str) -> Iterator[None]:
+    """A flow may leave the card out."""
+    try:
+        card = current.card[CARD]
+    except (AttributeError, KeyError):
+        yield
+        return
+    live = TrainingCard(card, node, origin)
+    live.start()
+    try:
+        yield
+    finally:
+        live.finish()
+
+
+def _fail(node: Node, code: int) -> None:
+    words = node.gang.lost or _IN_WORDS.get(code, "its own report is above")
+    message = f"node {node.place.own}: paceline ended with exit code {code} ({words})"
+    if code in FINAL_CODES:
+        print(f"{message}; it would fail again in the same way", file=sys.stderr, flush=True)
+        sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
+    raise TrainingFailed(message)
+
+
+def _outcome(node: Node) -> Trained:
+    results = json.loads(node.folder.results.read_text())
+    return Trained(
+        results=results,
+        history=read_rows(node.folder.metrics_jsonl),
+        model=str(_pack_model(node)),
+        label=f"{node.request.about['dataset']}_{node.request.about['model_name']}".replace(":", "_"),
+        about={**node.request.about, "test_accuracy": results["test_accuracy"], "steps": results["steps"]},
+    )
+
+
+def _pack_model(node: Node) -> Path:
+    """A run folder with nothing but its best checkpoint: whole, sealed, and no code in it."""
+    folder = node.folder
+    model = folder.path.parent / "model"
+    best = pointed_at(folder.checkpoints, "best") or step_folders(folder.checkpoints)[0]
+    shutil.copytree(best, model / "checkpoints" / best.name)
+    for path in (folder.config, folder.environment, folder.results):
+        shutil.copyfile(path, model / path.name)
+    return model
+
+
+def evaluate_model(path: str, flags: str = "") -> dict[str, Any]:
+    """Accuracy and loss of a saved model on its test set, in this process."""
+    from paceline.training.reuse import evaluate_run, open_run
+
+    with one_screen():
+        run = open_run(Path(path), shlex.split(flags))
+        evaluation = evaluate_run(run)
+    classes = run.rig.plan.info.classes
+    return {
+        "accuracy": evaluation.accuracy,
+        "loss": evaluation.loss,
+        "samples": evaluation.samples,
+        "step": run.checkpoint.step,
+        "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
+        "confusion_matrix": evaluation.confusion,
+    }
