@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def needed_packages(request: pytest.FixtureRequest) -> None:
-    """A test file names in NEEDS the packages it cannot do without. Under PACELINE_REQUIRE_FLOWS none may be missing."""
+    """A test file names in NEEDS what it cannot do without. Under PACELINE_REQUIRE_FLOWS nothing may be missing."""
     missing = [name for name in getattr(request.module, "NEEDS", ()) if importlib.util.find_spec(name) is None]
     if not missing:
         return

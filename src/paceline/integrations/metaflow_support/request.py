@@ -85,11 +85,7 @@ def check_request(
         best_is_latest=best_is_latest,
         work_dir=work_dir,
         node_timeout_s=node_timeout,
-        # Only the main node has the newest checkpoint on its disk; a gang starts again by Metaflow's @retry, which
-        # hands it to every node.
-        max_restarts=0
-        if cluster_size > 1 and loaded.origin("max_restarts") == "default"
-        else config.guard.max_restarts,
+        max_restarts=_max_restarts(loaded, cluster_size),
         is_sharded=config.parallel.strategy == "fsdp",
         shares_cores=config.parallel.omp_num_threads == 0 and not config.parallel.exact,
         chose_device=loaded.origin("device") != "default",
@@ -103,6 +99,13 @@ def check_request(
             "seed": config.train.seed,
         },
     )
+
+
+def _max_restarts(loaded: LoadedConfig, cluster_size: int) -> int:
+    """Only the main node has the newest checkpoint on its disk; Metaflow's @retry hands it to every node."""
+    if cluster_size > 1 and loaded.origin("max_restarts") == "default":
+        return 0
+    return loaded.config.guard.max_restarts
 
 
 def _check_gang(cluster_size: int, processes_per_node: int, load_policy: str, node_timeout: float) -> None:
