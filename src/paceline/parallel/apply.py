@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import Config
@@ -37,6 +38,7 @@ class ParallelModel:
     strategy: str
     autocast_dtype: torch.dtype | None
     passenger: nn.Parameter | None = None  # rides in DDP's buckets: see _WithPassenger
+    _buckets: list[Tensor] = field(default_factory=list)
 
     def __call__(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.forward(inputs)
@@ -48,6 +50,23 @@ class ParallelModel:
             self.forward.require_backward_grad_sync = enabled
         elif isinstance(self.forward, FSDPModule):
             self.forward.set_requires_gradient_sync(enabled)
+
+    def local_gradients(self) -> list[Tensor]:
+        """All gradients on this rank after a backward pass, in as few tensors as they lie in."""
+        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        if self.strategy == "fsdp":
+            return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+        if self.passenger is None:
+            return gradients
+        # Under DDP they are views of its buckets, which stay where they are once they are settled.
+        if not self._buckets or self._buckets[0].data_ptr() != gradients[-1].untyped_storage().data_ptr():
+            self._buckets = _find_buckets(gradients[::-1])
+        return self._buckets
+
+
+def _find_buckets(gradients: list[Tensor]) -> list[Tensor]:
+    storages = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in gradients}
+    return [gradients[0].new_empty(0).set_(storage) for storage in storages.values()]
 
 
 def resolve_strategy(config: Config, world_size: int) -> str:
@@ -113,7 +132,8 @@ def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     device_ids = [device.index] if device.type == "cuda" else None
-    options: dict[str, Any] = {switch: False}
+    # Gradients stay in the buckets: one copy less per step, and one pass over a few large tensors to look at them.
+    options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True}
     return DistributedDataParallel(model, device_ids=device_ids, **options)
 
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from paceline.config.schema import Config
@@ -54,12 +53,12 @@ class TrainStep:
         self._average = average
         self._config = config
         self._world = world
-        self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         lanes = config.parallel.lanes or world.world_size
         self._reducer = LaneReducer(model.module, world, lanes) if config.parallel.exact else None
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
         self.guards = Guards()  # the ride's own, once it is open
+        self._flags = torch.tensor([0.0, 1.0], device=world.device)
         self._busy_s = 0.0
         # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
         self._buffers = list(model.module.buffers())
@@ -77,7 +76,7 @@ class TrainStep:
             torch._foreach_copy_(self._before, self._buffers)
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
         self.scaler.unscale_(self._optimizer)
-        norm = _total_norm(self._local_gradients())
+        norm = _total_norm(self._model.local_gradients())
         if self._model.strategy == "fsdp" and self._world.world_size > 1:
             # The norm of sharded gradients needs a collective anyway; the agreement rides in it.
             row = torch.cat([norm.square().to(agreed).reshape(1), agreed])
@@ -95,7 +94,7 @@ class TrainStep:
             group["lr"] = lr
         limit = self._config.optim.clip_norm
         if limit and report.grad_norm > limit:
-            torch._foreach_mul_(self._local_gradients(), limit / (report.grad_norm + 1e-6))
+            torch._foreach_mul_(self._model.local_gradients(), limit / (report.grad_norm + 1e-6))
         self.scaler.step(self._optimizer)
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -109,10 +108,6 @@ class TrainStep:
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _local_gradients(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-
     def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """The rank's whole share at once; the strategy sums gradients over ranks."""
         seed_step(self._config.train.seed, step, self._world.rank)
@@ -121,7 +116,9 @@ class TrainStep:
         if passenger is None:
             return sums[None], mine
         assert passenger.grad is not None
-        agreed, passenger.grad = passenger.grad, None
+        agreed = passenger.grad.clone()
+        passenger.grad.zero_()  # it lies in a bucket, whose norm is the gradients'
+        passenger.grad = None
         return sums[None], agreed
 
     def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
@@ -151,7 +148,7 @@ class TrainStep:
         """
         accumulate = self._config.train.accumulate
         sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
-        mine = torch.zeros(2, device=labels.device)
+        mine = None
         parts = zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True)
         for number, (part, answers) in enumerate(parts, start=1):
             began = time.perf_counter()
@@ -168,20 +165,28 @@ class TrainStep:
                 sums += torch.stack([loss.double() * count, correct.double(), correct.new_tensor(count).double()])
             objective = self.scaler.scale(loss * (weight / accumulate))
             if number == accumulate:
-                mine[1] = sums[0] / sums[2]
-                mine[0] = float(wants_stop)
-                if self._model.passenger is not None:
-                    objective = objective + (self._model.passenger * mine).sum()
+                mine = torch.stack([self._flags[int(wants_stop)], (sums[0] / sums[2]).float()])
             self._busy_s += time.perf_counter() - began
             self.guards.enter("backward", step + 1)
-            objective.backward()
+            self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
+        assert mine is not None
         return sums, mine
+
+    def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
+        passenger = self._model.passenger
+        if passenger is None or mine is None:
+            objective.backward()
+        else:
+            # Handed in as if it were a gradient, the rank's share of the agreement travels like one.
+            torch.autograd.backward([objective, passenger], [None, mine])
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:
     if gradients[0].is_cuda:
         return torch.nn.utils.get_total_norm(gradients)
+    if len(gradients) == 1:
+        return torch.linalg.vector_norm(gradients[0])  # type: ignore[no-any-return]
     # On CPUs one call per tensor takes two thirds of the time of one for the whole list.
     norms = torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients])
     total: Tensor = torch.linalg.vector_norm(norms)
