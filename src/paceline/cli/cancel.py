@@ -1,18 +1,22 @@
-"""`paceline cancel RUN`: its Slurm job, or its supervisor on this machine, is asked to save and stop."""
+"""`paceline cancel RUN`: its job in a cluster, or its supervisor on this machine, is asked to save and stop."""
 
 from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
+from datetime import datetime
 
 from paceline.cli.status import RunView, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
+from paceline.launch.kubernetes_client import cluster_of
 from paceline.launch.slurm import cancel_job
 
 _USAGE = """\
 usage: paceline cancel RUN
 
-Ask a run to save and stop: scancel of its Slurm job, or SIGTERM to its process on this machine.
+Ask a run to save and stop: scancel of its Slurm job, deletion of its Kubernetes job (its pods save within their grace),
+or SIGTERM to its process on this machine.
 """
 
 
@@ -23,13 +27,20 @@ def run(arguments: list[str]) -> int:
     folder, _ = parse_run_arguments(arguments, "cancel")
     view = look(folder)
     if view.record is not None and view.trouble:
+        is_slurm = view.record.scheduler == "slurm"
+        by_hand = f"scancel {view.record.job_id}, when Slurm answers again"
         raise PacelineError(
             f"job {view.record.job_id} could not be asked about",
             got=view.trouble,
-            hint=f"scancel {view.record.job_id}, when Slurm answers again",
+            hint=by_hand if is_slurm else f"kubectl delete {view.record.api} {view.record.job_id}",
         )
     if view.record is not None and view.job is not None and view.job.is_active:
-        cancel_job(view.record.job_id, view.record.cluster)
+        if view.record.scheduler == "kubernetes":
+            cluster_of(view.record).delete(view.record.job_id, view.record.api)
+            now = datetime.now().astimezone().isoformat(timespec="seconds")
+            replace(view.record, cancelled=now).write(folder.path)
+        else:
+            cancel_job(view.record.job_id, view.record.cluster)
         saves = "; it saves before it ends" if view.job.state == "RUNNING" else ""
         print(f"job {view.record.job_id} is cancelled{saves}")
     elif view.owner is not None and not view.is_over:

@@ -10,13 +10,16 @@ from typing import BinaryIO
 
 from paceline.cli.status import look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.launch.job import JobRecord, read_record
+from paceline.launch.kubernetes_client import cluster_of
 from paceline.runs.folder import RunFolder
 
 _USAGE = """\
 usage: paceline logs RUN [--rank N|all] [--job] [--lines N] [--follow]
 
 The log of rank 0, of another rank, or of all of them one after the other. --job: the output of the Slurm job itself,
-which has what happened before there were ranks; it is also shown when a run has no other log yet.
+or of all pods of a Kubernetes job, which has what happened before there were ranks; it is also shown when a run has no
+other log yet, or none that can be seen from here (then of pod 0).
 --lines N: only the last N. --follow: go on until the run has ended; Ctrl-C leaves the run alone.
 """
 _POLL_S = 0.5
@@ -30,6 +33,9 @@ def run(arguments: list[str]) -> int:
         return EXIT_FINISHED
     folder, flags = parse_run_arguments(arguments, "logs", switches=("--follow", "--job"), valued=("--rank", "--lines"))
     last_lines = _whole(flags, "--lines")
+    record = read_record(folder.path)
+    if record is not None and record.scheduler == "kubernetes" and ("--job" in flags or not _ranks(folder)):
+        return _print_pods(record, flags, last_lines)
     paths = _choose(folder, flags)
     if "--follow" not in flags:
         for path in paths:
@@ -44,8 +50,33 @@ def run(arguments: list[str]) -> int:
     return EXIT_FINISHED
 
 
+def _print_pods(record: JobRecord, flags: dict[str, str], last_lines: int | None) -> int:
+    """From the cluster: pod 0 speaks for the run, or all of them one after the other."""
+    if "--rank" in flags:
+        raise UserError(
+            "the logs of ranks are in the run folder, which only the cluster sees",
+            got=f"--rank {flags['--rank']}",
+            hint="leave --rank out for pod 0, which speaks for all; --job for every pod",
+        )
+    cluster, follow = cluster_of(record), "--follow" in flags
+    count = cluster.count_pods(record.job_id) if "--job" in flags and not follow else 1
+    try:
+        for index in range(count):
+            if count > 1:
+                print(f"==> pod {index} <==", flush=True)
+            for chunk in cluster.read_log(record.job_id, record.api, index, last_lines=last_lines, follow=follow):
+                _write(chunk)
+    except KeyboardInterrupt:
+        print(f"\nno longer followed; {record.job_id} goes on", file=sys.stderr)
+    return EXIT_FINISHED
+
+
+def _ranks(folder: RunFolder) -> dict[int, Path]:
+    return {int(path.stem[5:]): path for path in folder.logs.glob("rank-*.log") if path.stem[5:].isdecimal()}
+
+
 def _choose(folder: RunFolder, flags: dict[str, str]) -> list[Path]:
-    ranks = {int(path.stem[5:]): path for path in folder.logs.glob("rank-*.log") if path.stem[5:].isdecimal()}
+    ranks = _ranks(folder)
     jobs = sorted(folder.logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
     if "--job" in flags:
         if "--rank" in flags:

@@ -1,4 +1,4 @@
-"""`paceline status RUN [--json]`: where a run is. Reads files, asks Slurm where the run has a job; changes nothing."""
+"""`paceline status RUN [--json]`: where a run is. Reads files, asks the cluster that has its job; changes nothing."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from typing import Any
 
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.job import RECORD, JobRecord, read_record
+from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_line
 from paceline.launch.slurm import JobState, read_state
 from paceline.runs.folder import CHECKPOINT_MARK, RUNS, RunFolder, require_run_folder
 from paceline.runs.lock import Owner
+from paceline.runs.mirror_note import read_note
 
 _USAGE = """\
 usage: paceline status RUN [--json]
 
-Where a run is: progress, time left, its Slurm job if it has one, the last failure. RUN is a run folder.
+Where a run is: progress, time left, its job in a cluster if it has one, the last failure. RUN is a run folder.
 """
 _OVER = ("finished", "failed", "preempted", "cancelled", "lost", "ended")
 _FAILED_JOBS = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
@@ -30,11 +32,17 @@ class RunView:
     folder: RunFolder
     status: dict[str, Any]  # status.json
     record: JobRecord | None
-    job: JobState | None  # None: it has none, or Slurm does not answer
+    job: JobState | None  # None: it has none, or the cluster does not answer
     trouble: str  # why not
     owner: Owner | None
     failure: dict[str, Any]  # failure.json
     saved_step: int
+    last_line: str = ""  # of a run whose folder only the cluster sees: what it said last
+
+    @property
+    def is_far(self) -> bool:
+        """Its folder is in the cluster: nothing of the run but its job can be seen from here."""
+        return self.record is not None and self.record.scheduler == "kubernetes" and not self.status
 
     @property
     def state(self) -> str:
@@ -46,11 +54,15 @@ class RunView:
             return written
         if self.job is not None and self.job.is_active:
             waits = self.job.state != "RUNNING" and not self.job.running_for
-            return "queued" if waits else written if written == "running" else "starting"
+            return "queued" if waits else "running" if written == "running" or self.is_far else "starting"
         if written in ("failed", "preempted"):
             return written
         if self.trouble:
             return written or "unknown"
+        if self.is_far and self.job is not None and self.job.state == "COMPLETED":
+            return "finished"
+        if self.record is not None and self.record.cancelled:
+            return "cancelled"
         if self.job is not None and self.job.state in ("CANCELLED", *_FAILED_JOBS):
             return "cancelled" if self.job.state == "CANCELLED" else "failed"
         if self.job is not None:
@@ -123,20 +135,30 @@ def look(folder: RunFolder) -> RunView:
     job, trouble = None, ""
     if record is not None:
         try:
-            job = read_state(record.job_id, record.cluster)
+            job = read_job(record)
         except PacelineError as error:
             trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
+    status = folder.read_status()
+    is_far = record is not None and record.scheduler == "kubernetes" and not status
     steps = [int(path.parent.name.removeprefix("step-")) for path in _checkpoints(folder)]
     return RunView(
         folder=folder,
-        status=folder.read_status(),
+        status=status,
         record=record,
         job=job,
         trouble=trouble,
         owner=read_owner(folder),
         failure=_read_json(folder.failure),
         saved_step=max(steps, default=0),
+        last_line=read_last_line(record) if record is not None and is_far and job is not None and job.state else "",
     )
+
+
+def read_job(record: JobRecord) -> JobState:
+    """What the scheduler that has the job says of it."""
+    if record.scheduler == "kubernetes":
+        return read_kubernetes_state(record)
+    return read_state(record.job_id, record.cluster)
 
 
 def read_owner(folder: RunFolder) -> Owner | None:
@@ -154,9 +176,11 @@ def describe(view: RunView) -> str:
     rows = [
         ("job", _job_line(view)),
         ("saved", f"step {view.saved_step}" if view.saved_step else ""),
+        ("mirror", _mirror_line(view)),
         ("updated", _updated(view)),
         ("reason", _reason(view)),
         ("failure", _failure_line(view)),
+        ("said", view.last_line),
     ]
     return "\n".join([*lines, *(f"  {label + ':':<9} {text}" for label, text in rows if text)])
 
@@ -198,18 +222,29 @@ def _job_line(view: RunView) -> str:
     if job is None:
         return f"{name}: {view.trouble}"
     if not job.state:
-        return f"{name}: Slurm does not know it any more"
+        scheduler = {"slurm": "Slurm", "kubernetes": "the cluster"}.get(view.record.scheduler, view.record.scheduler)
+        return f"{name}: {scheduler} does not know it any more"
     if job.tasks:
         counts = ", ".join(f"{count} {state.lower()}" for state, count in job.tasks.items())
         return f"{name}: {counts} (paceline status {view.folder.path}/task-N)"
     text = f"{name}: {job.state.lower()}"
-    text += f" ({job.reason})" if job.reason and job.state == "PENDING" else ""
+    is_telling = job.state == "PENDING" or view.record.scheduler == "kubernetes"
+    text += f" ({job.reason})" if job.reason and is_telling else ""
     text += f", expected to start {job.expected_start.replace('T', ' ')}" if job.expected_start else ""
     text += f" on {job.nodes}" if job.nodes else ""
     text += f" for {job.running_for}" if job.is_active and job.running_for else ""
     text += f", {job.time_left} left" if job.time_left else ""
     text += f", exit code {job.exit_code}" if job.exit_code not in ("", "0:0") else ""
-    return text + (f"; requeued {job.restarts} time" + ("s" if job.restarts > 1 else "") if job.restarts else "")
+    if not job.restarts:
+        return text
+    if view.record.scheduler == "kubernetes":
+        return f"{text}; failures so far: {job.restarts}"
+    return f"{text}; requeued {job.restarts} time" + ("s" if job.restarts > 1 else "")
+
+
+def _mirror_line(view: RunView) -> str:
+    note = read_note(view.folder.path)
+    return f"{note.url} {note.says}".rstrip() if note else ""
 
 
 def _updated(view: RunView) -> str:

@@ -94,9 +94,12 @@ class JobRecord:
     script: str
     command: list[str]  # what was typed
     array: str = ""
-    scheduler: str = "slurm"
+    scheduler: str = "slurm"  # or kubernetes, where job_id is the job's name and cluster a context of the kubeconfig
+    namespace: str = ""  # of Kubernetes, as api
+    api: str = ""  # job, jobset or trainjob
     submitted: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     earlier: list[str] = field(default_factory=list)  # ids of the jobs before, oldest first
+    cancelled: str = ""  # when; Kubernetes forgets a job that was deleted
 
     def write(self, folder: Path) -> None:
         write_json(folder / RECORD, asdict(self))

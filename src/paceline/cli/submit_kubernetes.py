@@ -1,0 +1,295 @@
+"""`paceline submit kubernetes RECIPE [flags]`: check everything, write job.yaml, hand it to the cluster."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import shlex
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from paceline.cli.submit_common import (
+    check_ranks,
+    default_threads,
+    is_finished,
+    list_flags,
+    require_writable,
+    split_flags,
+)
+from paceline.errors import EXIT_FINISHED, UserError
+from paceline.launch.job import RECORD, JobRecord, read_record
+from paceline.launch.kubernetes_client import Cluster, read_kubernetes_state
+from paceline.launch.kubernetes_flags import kubernetes_settings, parse_kubernetes_job
+from paceline.launch.kubernetes_job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name
+from paceline.launch.kubernetes_manifest import MANIFEST, write_manifest
+from paceline.runs.folder import RUNS, RunFolder, new_run_folder, write_atomically
+
+if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
+    from paceline.config.load import LoadedConfig
+
+_ABOUT = """\
+usage: paceline submit kubernetes RECIPE --image IMAGE --runs CLAIM [flags]
+
+Check a recipe and its flags, write the manifest of a Kubernetes job into the run folder, and submit it; or, without a
+client: --dry-run | kubectl apply -f -. Needs --gpus-per-node, --gpus or --processes-per-node.
+Every flag of `paceline train` may be given, but --processes. More: docs/guides/kubernetes.md
+
+"""
+_DEFAULT_GRACE_S = 120
+_LARGEST_FILES_BYTES = 900_000  # an object of the cluster holds a megabyte
+_MADE_DATA = ("shapes", "synthetic")  # comes from nowhere
+# Decided by the manifest itself, so not handed on as typed.
+_TAKEN = ("output_dir", "resume", "load_policy", "best_is_latest", "processes", "data_dir")
+
+
+def run(arguments: list[str]) -> int:
+    if not arguments or {"-h", "--help"} & set(arguments):
+        print(_ABOUT + list_flags(kubernetes_settings()), end="")
+        return EXIT_FINISHED
+    typed, train = split_flags(arguments, kubernetes_settings())
+    job = parse_kubernetes_job(typed)
+    is_dry_run = "dry_run" in typed
+    loaded = _read_train(train, job)
+    folder = _folder(loaded)
+    earlier = None if is_dry_run else _earlier_job(folder)
+    if is_finished(folder, loaded):
+        return EXIT_FINISHED
+    require_writable(folder.path)
+    command = ["paceline", "submit", "kubernetes", *arguments]
+    job = replace(
+        job,
+        name=_job_name(job, folder, earlier),
+        command=tuple(word for word in command if word != "--dry-run"),
+        grace_s=_grace_s(folder, job),
+        cpus=job.cpus or job.ranks_per_node * default_threads(loaded, has_gpus=job.has_gpus),
+    )
+    job = _with_training(job, loaded, train, folder)
+    if is_dry_run:
+        print(write_manifest(job), end="")
+        return EXIT_FINISHED
+    return _submit(job, folder, command, earlier)
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
+
+def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
+    """What `train` would say of its flags in the pods, as far as it can be said here."""
+    from paceline.cli.request import DEFAULT_RECIPE
+    from paceline.config.load import load_config
+    from paceline.config.rules import check_config
+
+    has_recipe = bool(arguments) and not arguments[0].startswith("-")
+    recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
+    loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
+    check_config(loaded)
+    _check_model_and_data(loaded, job)
+    check_ranks(loaded, nodes=job.nodes, ranks_per_node=job.ranks_per_node, has_gpus=job.has_gpus)
+    run = loaded.config.run
+    if run.resume not in ("", "auto"):
+        raise UserError(
+            "a job goes on in the folder of its own run",
+            where=loaded.where("resume"),
+            got=run.resume,
+            allowed="auto",
+            hint=f"--resume auto --output-dir {RUNS / Path(run.resume).name}, or --init-from for the weights alone",
+        )
+    return loaded
+
+
+def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
+    """Names are looked up here. Paths must lie on a volume: what is there only the pods can see."""
+    from paceline.data.registry import check_data_config, check_dataset_name
+    from paceline.models.external import COLLECTIONS
+    from paceline.models.registry import check_model_name, check_weights
+
+    config = loaded.config
+    check_dataset_name(config.data.dataset)
+    collection = config.model.model_name.partition(":")[0]
+    if collection not in COLLECTIONS or importlib.util.find_spec(collection) is not None:
+        check_model_name(config.model.model_name)
+    if config.data.dataset == "synthetic":
+        check_data_config(config.data)
+    if config.data.dataset not in _MADE_DATA and loaded.origin("data_dir") == "flag":
+        _require_on_volume(loaded, "data_dir", config.data.data_dir, job)
+    elif config.data.dataset == "folder" and not job.holds(DATA_PATH):
+        raise UserError("where is the folder of pictures?", allowed="--data CLAIM, or --data /PATH of every node")
+    if config.model.weights in ("none", "imagenet") or "." not in Path(config.model.weights).name:
+        check_weights(config.model)
+    else:
+        _require_on_volume(loaded, "weights", config.model.weights, job)
+    if config.run.init_from:
+        _require_on_volume(loaded, "init_from", config.run.init_from, job)
+
+
+def _require_on_volume(loaded: LoadedConfig, name: str, path: str, job: KubernetesJob) -> None:
+    if not job.holds(path):
+        raise UserError(
+            "the pods would not find this path",
+            where=loaded.where(name),
+            got=path,
+            allowed="a path below " + " or ".join(volume.path for volume in job.all_volumes),
+            hint=f"--data CLAIM, and --{name.replace('_', '-')} {DATA_PATH}/{Path(path).name}",
+        )
+
+
+def _folder(loaded: LoadedConfig) -> RunFolder:
+    """Here, for the manifest and the job's name; the run itself is in the cluster, in a folder of the same name."""
+    given = loaded.config.run.output_dir
+    if not given:
+        return RunFolder(new_run_folder(loaded.recipe_name + ("-rehearsal" if loaded.config.run.rehearse else "")))
+    path = Path(given)
+    if path.exists() and not path.is_dir():
+        raise UserError("output_dir is a file", where=loaded.where("output_dir"), got=given)
+    return RunFolder(RUNS / path.name if path.is_relative_to(RUNS_PATH) else path)
+
+
+def _earlier_job(folder: RunFolder) -> JobRecord | None:
+    """The job before, if there was one. One that still waits or runs is refused."""
+    record = read_record(folder.path)
+    if record is None or record.scheduler != "kubernetes":
+        return record
+    state = read_kubernetes_state(record)
+    if state.is_active:
+        raise UserError(
+            "this run has a job already",
+            where=str(folder.path),
+            got=f"{record.job_id}, {state.state.lower()}",
+            hint=f"paceline status {folder.path}, or paceline cancel {folder.path}",
+        )
+    return record
+
+
+def _job_name(job: KubernetesJob, folder: RunFolder, earlier: JobRecord | None) -> str:
+    if job.name != KubernetesJob.name:
+        return job.name
+    name = as_name(folder.path.absolute().name) or KubernetesJob.name
+    count = len(earlier.earlier) + 1 if earlier else 0
+    return as_name(f"{name}-{count + 1}") if count else name
+
+
+def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:
+    """Enough to save: a run that has saved before knows how long that takes."""
+    save_s = float(folder.read_status().get("save_s") or 0.0)
+    needed_s = math.ceil(2 * save_s + 10)
+    if not job.grace_s:
+        return max(_DEFAULT_GRACE_S, 2 * needed_s) if save_s else _DEFAULT_GRACE_S
+    if save_s and job.grace_s < needed_s:
+        raise UserError(
+            "the grace leaves too little time to save",
+            where="flag --grace",
+            got=f"{job.grace_s} s; the last save of this run took {save_s:.1f} s",
+            allowed=f"{needed_s} s or more",
+            hint=f"--grace {needed_s}",
+        )
+    return job.grace_s
+
+
+# --- The job ----------------------------------------------------------------------------------------------------------
+
+
+def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], folder: RunFolder) -> KubernetesJob:
+    """The arguments of `paceline train` as pods need them, and the files they name."""
+    from paceline.config.load import parse_flags
+    from paceline.config.recipe_file import shipped_recipes
+
+    files: dict[str, Path] = {}
+    recipe = loaded.recipe_path.stem
+    if shipped_recipes().get(recipe) != loaded.recipe_path:
+        files[f"{loaded.recipe_name}.yaml"] = loaded.recipe_path
+        recipe = f"{FILES_PATH}/{loaded.recipe_name}.yaml"
+    has_recipe = bool(train) and not train[0].startswith("-")
+    flags = {setting.field.name: setting.tokens() for setting in parse_flags(train[1:] if has_recipe else train)}
+    for name, reference in (("model_name", loaded.config.model.model_name), ("dataset", loaded.config.data.dataset)):
+        path, _, function = reference.rpartition(":")
+        if path.endswith(".py"):
+            files[Path(path).name] = Path(path)
+            flags[name] = [f"--{name.replace('_', '-')}={FILES_PATH}/{Path(path).name}:{function}"]
+    arguments = [recipe]
+    for name, tokens in flags.items():
+        if name not in _TAKEN:
+            arguments += tokens
+    arguments += _settled(job, loaded, folder)
+    return replace(job, train=tuple(arguments), files=_read_files(files))
+
+
+def _settled(job: KubernetesJob, loaded: LoadedConfig, folder: RunFolder) -> list[str]:
+    """What the pods would otherwise find out by looking at their node, which shows them more than is theirs."""
+    config = loaded.config
+    arguments = [f"--processes={job.ranks_per_node}"]
+    if loaded.origin("device") == "default":
+        arguments.append(f"--device={'cuda' if job.has_gpus else 'cpu'}")
+    if not config.parallel.omp_num_threads and not config.parallel.exact:
+        arguments.append(f"--omp-num-threads={max(1, job.cpus // job.ranks_per_node)}")
+    if config.data.dataset not in _MADE_DATA:
+        is_given = job.holds(config.data.data_dir)
+        elsewhere = DATA_PATH if job.holds(DATA_PATH) else "/tmp/data"
+        arguments.append(f"--data-dir={config.data.data_dir if is_given else elsewhere}")
+    if config.run.load_policy != "fresh":
+        arguments.append("--load-policy=fresh")  # a pod that comes back goes on with its run, and no other
+    if config.run.best_is_latest:
+        arguments.append("--no-best-is-latest")
+    arguments.append(f"--output-dir={RUNS_PATH}/{folder.path.absolute().name}")
+    if not config.run.rehearse:
+        arguments.append("--resume=auto")
+    return arguments
+
+
+def _read_files(files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
+    texts = []
+    for name, path in sorted(files.items()):
+        try:
+            texts.append((name, path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError as error:
+            raise UserError("this file is not text", where=str(path), got=error.reason) from error
+    if sum(len(text.encode()) for _, text in texts) > _LARGEST_FILES_BYTES:
+        raise UserError(
+            "these files are too large to travel with the job",
+            got=", ".join(str(path) for path in files.values()),
+            allowed=f"{_LARGEST_FILES_BYTES:,} bytes in all",
+            hint="put them into the image, or onto a volume",
+        )
+    return tuple(texts)
+
+
+def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: JobRecord | None) -> int:
+    cluster = Cluster(job.context, job.namespace)
+    namespace = cluster.namespace  # asked first: without a client or a cluster nothing is left behind
+    is_new = not folder.path.exists()
+    folder.path.mkdir(parents=True, exist_ok=True)
+    manifest = folder.path / MANIFEST
+    write_atomically(manifest, write_manifest(job))
+    try:
+        cluster.create(job)
+    except UserError:
+        if is_new:
+            with suppress(OSError):
+                manifest.unlink()
+                folder.path.rmdir()
+        raise
+    record = JobRecord(
+        job_id=job.name,
+        cluster=job.context,
+        script=str(manifest),
+        command=command,
+        scheduler="kubernetes",
+        namespace=namespace,
+        api=job.api,
+        earlier=[*earlier.earlier, earlier.job_id] if earlier else [],
+    )
+    try:
+        record.write(folder.path)
+    except OSError as error:  # the job is in the cluster all the same
+        print(f"warning: {RECORD} cannot be written: {error.strerror}; remember {job.name}", file=sys.stderr)
+    ranks = f"{job.world_size} rank" + ("s" if job.world_size > 1 else "")
+    nodes = f"{job.nodes} node" + ("s" if job.nodes > 1 else "")
+    path = shlex.quote(os.path.relpath(folder.path))
+    print(f"{job.api} {job.name} is in namespace {namespace}: {ranks} on {nodes}")
+    print(f"  folder:  {path} ({MANIFEST}, {RECORD}); in the pods {RUNS_PATH}/{folder.path.absolute().name}")
+    print(f"  follow:  paceline status {path}\n           paceline logs {path} --follow")
+    print(f"  stop:    paceline cancel {path}")
+    return EXIT_FINISHED

@@ -1,0 +1,92 @@
+"""A job for a Kubernetes cluster, as data; `kubernetes_manifest.py` writes it down, `kubernetes_flags.py` reads it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Literal, get_args
+
+Api = Literal["job", "jobset", "trainjob"]
+APIS: tuple[Api, ...] = get_args(Api)
+RUNS_PATH, DATA_PATH = "/runs", "/data"
+FILES_PATH = "/etc/paceline"  # a recipe and functions of the user's own
+LONGEST_NAME = 50  # pods add their index, and JobSets more; a host name has 63 letters
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A claim or a folder of every node, and where pods see it."""
+
+    source: str
+    path: str
+    is_read_only: bool = False
+
+    @property
+    def is_host_path(self) -> bool:
+        return self.source.startswith("/")
+
+
+@dataclass(frozen=True)
+class Toleration:
+    key: str
+    value: str = ""
+    effect: str = ""
+
+
+@dataclass(frozen=True)
+class KubernetesJob:
+    """Everything the manifest says."""
+
+    image: str
+    runs: Volume
+    name: str = "paceline"
+    command: tuple[str, ...] = ()  # what was typed, for the reader of the manifest
+    train: tuple[str, ...] = ()  # the arguments of `paceline train`
+    files: tuple[tuple[str, str], ...] = ()  # name and text of each file the pods need
+    nodes: int = 1
+    ranks_per_node: int = 1
+    has_gpus: bool = False
+    gpu_resource: str = "nvidia.com/gpu"
+    volumes: tuple[Volume, ...] = ()  # beside the one of runs
+    api: Api = "job"
+    runtime: str = "torch-distributed"
+    cpus: int = 0
+    memory: str = ""
+    shm: str = ""
+    limit_s: int = 0
+    grace_s: int = 0
+    start_timeout_s: int = 900
+    retries: int = 3
+    namespace: str = ""
+    context: str = ""
+    queue: str = ""
+    priority_class: str = ""
+    service_account: str = ""
+    image_pull_secrets: tuple[str, ...] = ()
+    secrets: tuple[str, ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    node_selector: tuple[tuple[str, str], ...] = ()
+    tolerations: tuple[Toleration, ...] = ()
+    user: int = 10001
+    group: int = 10001
+    port: int = 29400
+
+    @property
+    def world_size(self) -> int:
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def all_volumes(self) -> tuple[Volume, ...]:
+        return (self.runs, *self.volumes)
+
+    def holds(self, path: str) -> bool:
+        """Whether pods find this path on a volume."""
+        place = PurePosixPath(path)
+        return any(place.is_relative_to(volume.path) for volume in self.all_volumes)
+
+
+def as_name(text: str, longest: int = LONGEST_NAME) -> str:
+    """The nearest name that Kubernetes takes; of a long one the end, which has the time in it."""
+    name = re.sub(r"[^a-z0-9-]+", "-", text.lower()).strip("-")[-longest:].strip("-")
+    return f"run-{name}"[:longest] if name[:1].isdigit() else name  # a Service's name begins with a letter

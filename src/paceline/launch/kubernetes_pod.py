@@ -1,0 +1,317 @@
+"""One pod of several: it meets the others, trains beside them, and ends or begins again together with them.
+
+    python -m paceline.launch.kubernetes_pod train RECIPE [flags]
+
+Kubernetes replaces a lost pod by a new one, alone; the others know nothing of it. So each pod runs this around its
+`paceline train`. Node 0 leads: it listens at an address all of them know, and when everyone is there it says "go".
+The connections stay open. Whoever dies drops one, and all begin again from the newest checkpoint as soon as a new pod
+has taken the empty place; whoever is done waits for the others, because a pod that has left is never started again.
+
+No pod waits for ever: a gang that is not complete within the start deadline ends, with an error that names who is
+missing.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+from paceline.errors import EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError
+from paceline.launch.kubernetes_gang import Event, Events, Line, Place, Verdict, judge, listen_at, read_place
+
+_RETRY_S = 0.2
+_CONNECT_TIMEOUT_S = 2.0
+_STOP_GRACE_S = 5.0  # for ranks whose peers are gone: all they can do is finish writing a checkpoint
+_FIRST_PORT, _PORTS, _PORTS_OF_JOB = 20_000, 20_000, 64  # as world/slurm.py deals them out
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Pod:
+    """The life of a pod: gather, ride, and once more if need be."""
+
+    def __init__(self, place: Place, command: list[str]) -> None:
+        self.place = place
+        self._command = command
+        self._events: Events = SimpleQueue()
+        self._early: list[Event] = []  # who has come for the next gathering already
+        self._lines: dict[int, Line] = {}  # of the leader: to its followers; of a follower: to the leader
+        self._child: subprocess.Popen[bytes] | None = None
+        self._stop_signal = 0
+
+    def run(self) -> int:
+        """Returns the exit code of the pod."""
+        for number in _SIGNALS:
+            signal.signal(number, self._pass_on)
+        if self.place.leads:
+            server = listen_at(self.place.port)
+            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+        while True:
+            meeting = self._gather() if self.place.leads else self._join()
+            if meeting is None:
+                return EXIT_PREEMPTED  # asked to stop, and there is nothing to save
+            verdict = self._ride(meeting)
+            code = self._end_child()
+            self._leave_lines()
+            if self._stop_signal:
+                return code
+            if verdict.do == "end" or (verdict.do == "fail" and verdict.node == self.place.node):
+                return verdict.code
+            self._tell(f"once more from the newest checkpoint, when all {self.place.nodes} nodes are here")
+
+    # --- Meeting
+
+    def _accept(self, server: socket.socket) -> None:
+        while True:
+            connection, _ = server.accept()
+            Line(connection, self._events)
+
+    def _gather(self) -> dict[str, Any] | None:
+        """As the leader: wait for every other node, then tell them where their agents meet."""
+        deadline_s = time.monotonic() + self.place.start_timeout_s
+        early, self._early = self._early, []
+        for hello in early:
+            self._welcome(hello)
+        while len(self._lines) < self.place.nodes - 1:
+            if self._stop_signal:
+                return None
+            event = self._next_event(deadline_s)
+            if event is None:
+                raise self._incomplete()
+            self._welcome(event)
+        lines = list(self._lines.values())
+        meeting = {"host": lines[0].own_address, "port": _free_port()}
+        for line in lines:
+            line.say(go=meeting)
+        return meeting
+
+    def _welcome(self, event: Event) -> None:
+        """Somebody has come, or has gone before all were there."""
+        line, node = event.line, self._newcomer(event)
+        if line is None:
+            return
+        if node is not None and line.is_open:
+            line.node = node
+            before = self._lines.pop(node, None)
+            if before is not None:
+                before.close()
+            self._lines[node] = line
+        elif event.kind == "lost" and self._lines.get(line.node) is line:
+            del self._lines[line.node]
+
+    def _newcomer(self, event: Event) -> int | None:
+        """The node that says hello by this event. Strangers are shown the door."""
+        if event.kind != "word" or event.line is None or event.line.node >= 0:
+            return None
+        node = event.content.get("hello")
+        if isinstance(node, int) and 0 < node < self.place.nodes:
+            return node
+        event.line.close()
+        return None
+
+    def _incomplete(self) -> PacelineError:
+        missing = [str(node) for node in range(1, self.place.nodes) if node not in self._lines]
+        return PacelineError(
+            f"{len(missing)} of {self.place.nodes} nodes did not arrive within {self.place.start_timeout_s:.0f} s",
+            where=f"{self.place.host}:{self.place.port}",
+            got=f"missing: node {', '.join(missing)}",
+            hint="kubectl get pods: are they pending, or do they fail? --start-timeout waits longer",
+        )
+
+    def _join(self) -> dict[str, Any] | None:
+        """As a follower: until the leader says go. Its name may not be known yet, or still mean the pod before."""
+        deadline_s = time.monotonic() + self.place.start_timeout_s
+        trouble = "all were not there"
+        while time.monotonic() < deadline_s:
+            if self._stop_signal:
+                return None
+            try:
+                connection = socket.create_connection((self.place.host, self.place.port), timeout=_CONNECT_TIMEOUT_S)
+            except OSError as error:
+                trouble = str(error)
+            else:
+                line = self._lines[0] = Line(connection, self._events)
+                line.say(hello=self.place.node)
+                meeting = self._wait_for_go(line, deadline_s)
+                if meeting is not None:
+                    return meeting
+                line.close()
+            time.sleep(_RETRY_S)
+        raise PacelineError(
+            f"node 0 did not say go within {self.place.start_timeout_s:.0f} s",
+            where=f"{self.place.host}:{self.place.port}",
+            got=trouble,
+            hint="kubectl get pods: is the pod of index 0 running? --start-timeout waits longer",
+        )
+
+    def _wait_for_go(self, line: Line, deadline_s: float) -> dict[str, Any] | None:
+        while not self._stop_signal and (event := self._next_event(deadline_s)) is not None:
+            if event.line is line and event.kind == "lost":
+                return None
+            if event.line is line and "go" in event.content:
+                return dict(event.content["go"])
+        return None
+
+    def _next_event(self, deadline_s: float) -> Event | None:
+        """None when the time is up."""
+        try:
+            return self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except Empty:
+            return None
+
+    # --- Riding
+
+    def _ride(self, meeting: dict[str, Any]) -> Verdict:
+        """Train until the gang knows how it goes on."""
+        self._start_child(meeting)
+        codes: dict[int, int] = {}  # how nodes have ended, in that order; only the leader hears of all
+        while True:
+            event = self._events.get()
+            line, words = event.line, event.content
+            is_ours = line is not None and self._lines.get(line.node if self.place.leads else 0) is line
+            if event.kind == "child":
+                if self._child is None or words is not self._child:
+                    continue  # of an earlier round
+                codes[self.place.node] = _exit_code(self._child)
+                if not self.place.leads:
+                    self._lines[0].say(ended=codes[self.place.node])
+            elif event.kind == "lost" and is_ours:
+                return self._after_loss(line)
+            elif event.kind == "word" and is_ours and not self.place.leads:
+                return Verdict(**words)
+            elif event.kind == "word" and is_ours and line is not None:
+                codes[line.node] = int(words.get("ended", EXIT_INTERNAL))
+            elif self.place.leads and (node := self._newcomer(event)) is not None:
+                self._early.append(event)
+                if node in self._lines:  # its pod was replaced, though nothing was heard of the end of the other
+                    return self._after_loss(self._lines[node])
+            verdict = judge(codes, self.place.nodes) if self.place.leads else None
+            if verdict is not None:
+                self._announce(verdict)
+                return verdict
+
+    def _after_loss(self, line: Line | None) -> Verdict:
+        who = f"node {line.node}" if self.place.leads and line is not None else "node 0, which leads,"
+        self._tell(f"{who} is gone")
+        self._announce(Verdict("again"))
+        return Verdict("again")
+
+    def _announce(self, verdict: Verdict) -> None:
+        if self.place.leads:
+            for line in self._lines.values():
+                line.say(do=verdict.do, code=verdict.code, node=verdict.node)
+
+    def _leave_lines(self) -> None:
+        """What was said in this round is not for the next one, but for who has come for it."""
+        for line in self._lines.values():
+            line.close()
+        self._lines.clear()
+        with suppress(Empty):
+            while True:
+                event = self._events.get_nowait()
+                if self.place.leads and self._newcomer(event) is not None:
+                    self._early.append(event)
+
+    # --- The training itself
+
+    def _start_child(self, meeting: dict[str, Any]) -> None:
+        self._child = child = subprocess.Popen(
+            [sys.executable, "-m", "paceline", *self._command],
+            env={**os.environ, **agent_environment(self.place, meeting["host"], meeting["port"])},
+            start_new_session=True,  # so that all of it can be ended at once
+        )
+
+        def wait() -> None:
+            child.wait()
+            self._events.put(Event("child", None, child))
+
+        threading.Thread(target=wait, daemon=True).start()
+        if self._stop_signal:  # it came between the last look and the start
+            child.send_signal(self._stop_signal)
+
+    def _end_child(self) -> int:
+        """It has ended; or its peers are gone, and it must."""
+        child = self._child
+        assert child is not None
+        if child.poll() is None:
+            child.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_STOP_GRACE_S)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)  # and ranks that have outlived it
+        child.wait()
+        self._child = None
+        return _exit_code(child)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._stop_signal = self._stop_signal or number
+        if self._child is not None:
+            with suppress(ProcessLookupError):
+                self._child.send_signal(number)
+        self._events.put(Event("signal"))
+
+    def _tell(self, text: str) -> None:
+        print(f"node {self.place.node}: {text}", file=sys.stderr, flush=True)
+
+
+def _exit_code(child: subprocess.Popen[bytes]) -> int:
+    """As a shell says it: a supervisor that was killed is a failure like another."""
+    code = child.returncode
+    return code if code >= 0 else 128 - code
+
+
+def agent_environment(place: Place, host: str, port: int) -> dict[str, str]:
+    """What makes `paceline train` the agent of this node.
+
+    It knows the nodes of a job by the variables that srun gives a task, so a pod speaks as one.
+    """
+    job, restarts = divmod(port - _FIRST_PORT, _PORTS_OF_JOB)
+    return {
+        "PACELINE_START": "agent",
+        "SLURM_JOB_ID": str(job),
+        "SLURM_RESTART_COUNT": str(restarts),
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(place.node),
+        "SLURM_NODEID": str(place.node),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NUM_TASKS": str(place.nodes),
+        "SLURM_STEP_NUM_NODES": str(place.nodes),
+        "SLURM_STEP_TASKS_PER_NODE": f"1(x{place.nodes})",
+        "SLURM_STEP_NODELIST": host,
+    }
+
+
+def _free_port() -> int:
+    """The first of some in a row that are free here: each attempt of the agents takes the next one."""
+    while True:
+        first = _FIRST_PORT + _PORTS_OF_JOB * random.randrange(_PORTS // _PORTS_OF_JOB)
+        try:
+            for port in range(first, first + 8):
+                socket.create_server(("", port)).close()
+        except OSError:
+            continue
+        return first
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        return Pod(read_place(), arguments).run()
+    except PacelineError as error:
+        print(error.screen(), file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the threads that listen
