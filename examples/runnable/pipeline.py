@@ -38,7 +38,7 @@ def main() -> Pipeline:
             PythonTask(
                 name="train",
                 function=steps.train,
-                catalog=Catalog(put=steps.catalogued("process_*_output.log", f"{steps.CHECKPOINT}/*")),
+                catalog=Catalog(put=steps.catalogued("*_output.log", f"{steps.CHECKPOINT}/*")),
                 overrides={"argo": "train"},
             ),
             PythonTask(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import os
 import signal
@@ -9,18 +10,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
 from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.1
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
-def run_paceline(arguments: list[str]) -> int:
-    """Run it to its end and return its exit code.
+def run_paceline(arguments: list[str], log: Path) -> int:
+    """Run it to its end and return its exit code. What it prints is added to the log, and printed here as it comes.
 
-    It has a session of its own, so that a Ctrl-C reaches it once: through us. Should this process be killed,
-    the kernel asks it to save and leave.
+    By way of a file, not of a pipe: should this process be killed, a pipe would break and take the training along.
+    Instead the kernel then asks it to save and leave. It has a session of its own, so that Ctrl-C reaches it once:
+    through us.
     """
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -28,27 +33,36 @@ def run_paceline(arguments: list[str]) -> int:
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
-    with (
-        subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            preexec_fn=follow_parent,  # noqa: PLW1509 - one call into libc, loaded before the fork
-        ) as child,
-        _passing_on_signals(child),
-    ):
-        assert child.stdout is not None
-        for line in child.stdout:
-            print(line, end="", flush=True)
+    with log.open("ab") as sink, log.open("rb") as source:
+        source.seek(0, os.SEEK_END)
+        with (
+            subprocess.Popen(
+                [sys.executable, "-m", "paceline", *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+                preexec_fn=follow_parent,  # noqa: PLW1509 - one call into libc, loaded before the fork
+            ) as child,
+            _passing_on_signals(child),
+        ):
+            _print_until_end(child, source)
     return child.returncode
 
 
+def _print_until_end(child: subprocess.Popen[bytes], source: BufferedReader) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    is_over = False
+    while not is_over:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(_LOOK_S)
+        is_over = child.returncode is not None  # before the last look, which then misses nothing
+        print(decoder.decode(source.read(), final=is_over), end="", flush=True)
+
+
 @contextmanager
-def _passing_on_signals(child: subprocess.Popen[str]) -> Iterator[None]:
+def _passing_on_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """Only the main thread may; in another one whoever started it has to."""
     if threading.current_thread() is not threading.main_thread():
         yield

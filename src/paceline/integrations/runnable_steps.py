@@ -25,6 +25,7 @@ from paceline.runs.folder import RUNS, RunFolder, write_atomically, write_json
 RUN_ID = "RUNNABLE_RUN_ID"
 RETRY_RUN_ID = "RUNNABLE_RETRY_RUN_ID"
 CHECKPOINT = "distributed_model_checkpoint"
+TRAINING_LOG = "training_output.log"  # of all attempts
 RESULTS = "distributed_training_results.json"
 
 first_failure: PacelineError | None = None  # of this process's steps: Runnable keeps words, but no exit code
@@ -107,7 +108,7 @@ def train(training_request: dict[str, Any]) -> None:
     if os.environ.get(RETRY_RUN_ID):
         arguments += ["--resume", "auto"]
     try:
-        code = run_paceline(arguments)
+        code = run_paceline(arguments, artifacts() / TRAINING_LOG)
     finally:
         _copy_logs(run_folder())  # above all those of a training that failed
     if code != EXIT_FINISHED:
