@@ -34,7 +34,7 @@ SCHEMA_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 STEP_PREFIX = "step-"
 _FILE_NAME = re.compile(r"(model|optimizer|ema|statistics)(-[0-9]{5}-of-[0-9]{5})?\.safetensors|state\.json")
-_LARGEST_JSON_BYTES = 16 * 2**20
+LARGEST_JSON_BYTES = 16 * 2**20
 CHUNK_BYTES = 4 * 2**20  # what is read, written and summed at once
 _SEAL = ',\n "crc32": "%08x"\n}\n'
 _SEAL_BYTES = len(_SEAL % 0)
@@ -96,7 +96,10 @@ class NewerSchema(DamagedCheckpoint):
 
 def read_manifest(folder: Path) -> Manifest:
     """Parse and check a manifest itself; the files it lists are checked by `verify`."""
-    raw = _read_small(folder, MANIFEST)
+    return parse_manifest(_read_small(folder, MANIFEST))
+
+
+def parse_manifest(raw: bytes) -> Manifest:
     _check_seal(raw)
     try:
         body = json.loads(raw)
@@ -234,7 +237,7 @@ def _check_header(path: Path, size_bytes: int) -> None:
     """Raises one of _UNREADABLE unless tensors of known types fill the file, one after the other."""
     with _open_plain(path) as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > min(_LARGEST_JSON_BYTES, size_bytes - 8):
+        if length > min(LARGEST_JSON_BYTES, size_bytes - 8):
             raise ValueError("too long")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
@@ -264,10 +267,10 @@ def _read_small(folder: Path, name: str) -> bytes:
         raise DamagedCheckpoint(Damage(name, "a plain file", error.strerror or "nothing")) from error
     with file:
         size = os.fstat(file.fileno()).st_size
-        if size > _LARGEST_JSON_BYTES:
-            raise DamagedCheckpoint(Damage(name, f"at most {_LARGEST_JSON_BYTES:,} bytes", f"{size:,}"))
+        if size > LARGEST_JSON_BYTES:
+            raise DamagedCheckpoint(Damage(name, f"at most {LARGEST_JSON_BYTES:,} bytes", f"{size:,}"))
         try:
-            return file.read(_LARGEST_JSON_BYTES + 1)
+            return file.read(LARGEST_JSON_BYTES + 1)
         except OSError as error:
             raise DamagedCheckpoint(Damage(name, "a readable file", error.strerror or "an error")) from error
 

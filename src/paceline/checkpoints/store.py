@@ -48,6 +48,7 @@ _PASSING = (errno.EIO, errno.ESTALE)
 RETRY_PAUSE_S = 0.5
 _SIGHT_S, _SIGHT_POLL_S = 5.0, 0.1  # how long a machine may not see what another has written
 _T = TypeVar("_T")
+_K = TypeVar("_K")
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,14 @@ def _give_name(temporary: Path) -> Path:
     if old.exists():
         shutil.rmtree(old)
     return final
+
+
+def take_in(temporary: Path) -> Path:
+    """Give a temporary folder that was filled from elsewhere its name, once all of it is on disk and verified."""
+    for path in [*temporary.iterdir(), temporary]:
+        flush(path)
+    verify(temporary)
+    return _give_name(temporary)
 
 
 def point(folder: Path, name: str, target: Path) -> None:
@@ -273,18 +282,22 @@ def supersede_after(folder: Path, step: int) -> None:
 
 def prune(folder: Path, retention: Retention) -> None:
     """Drop what nobody wants any more. Call it only after the newest one was verified."""
-    states = {path: _state_or_none(path) for path in step_folders(folder)}
-    good = [path for path, state in states.items() if state is not None]
-    merits = {path: _merit(states[path] or {}) for path in good}
-    ranked = sorted((path for path in good if merits[path] > _NO_MERIT), key=lambda path: merits[path], reverse=True)
-    kept = {*good[: retention.keep_last], *ranked[: retention.keep_best]}
-    kept |= {path for path in good if (states[path] or {}).get("keep")}
+    states = {path: state for path in step_folders(folder) if (state := _state_or_none(path)) is not None}
+    kept = choose_kept(states, retention)
     kept |= {path for name in ("latest", "best") for path in [pointed_at(folder, name)] if path is not None}
     superseded = [path for path in folder.glob(f"{_SUPERSEDED}*") if not (_state_or_none(path) or {}).get("keep")]
-    for path in [*(path for path in good if path not in kept), *superseded]:
+    for path in [*(path for path in states if path not in kept), *superseded]:
         # Killed halfway, this must not leave half a checkpoint under its name.
         with suppress(FileNotFoundError):  # a listing may be older than our own last rename
             shutil.rmtree(_rename(path, f"{_TEMPORARY}old-"))
+
+
+def choose_kept(states: dict[_K, dict[str, Any]], retention: Retention) -> set[_K]:
+    """Which of these checkpoints stay by their own merit; given newest first, by whatever names them."""
+    merits = {name: _merit(state) for name, state in states.items()}
+    ranked = sorted((name for name in states if merits[name] > _NO_MERIT), key=lambda name: merits[name], reverse=True)
+    kept = {*list(states)[: retention.keep_last], *ranked[: retention.keep_best]}
+    return kept | {name for name, state in states.items() if state.get("keep")}
 
 
 _NO_MERIT = (-1.0, -math.inf)
@@ -335,14 +348,11 @@ def _copy(path: Path, folder: Path) -> Path | None:
         temporary.mkdir(parents=True)
         for name in (*manifest.files, MANIFEST):
             shutil.copyfile(path / name, temporary / name, follow_symlinks=False)
-            flush(temporary / name)
-        flush(temporary)
-        verify(temporary)
+        return take_in(temporary)
     except (DamagedCheckpoint, OSError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         _log.warning("warning: the best checkpoint %s was not taken along: %s", path, error)
         return None
-    return _give_name(temporary)
 
 
 def remove_leftovers(folder: Path, *, except_for: Path | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`paceline checkpoints RUN [--verify] [--json]`: what a run has saved, and whether it is whole. Imports no torch."""
+"""`paceline checkpoints RUN [--verify] [--json] [--push]`: what a run has saved, and whether it is whole. No torch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,21 @@ import json
 from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.fetch import push
 from paceline.checkpoints.store import Listed, list_checkpoints, list_set_aside, pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
-from paceline.runs.folder import require_run_folder
+from paceline.runs.folder import RunFolder, require_run_folder
 
 _USAGE = """\
 usage: paceline checkpoints RUN [--verify] [--json]
+       paceline checkpoints RUN --push
 
 List the checkpoints of a run, oldest first. Manifests and sizes are always checked, with --verify every bit.
 Exit code 4 if one is damaged. What was set aside earlier is listed too, and does not count.
+--push: send a run that is mirrored to an object store there again, if its store was left behind.
 """
 _LONGEST_WORD = 20
-_FLAGS = ("--verify", "--json")
+_FLAGS = ("--verify", "--json", "--push")
 _COLUMNS = ("step", "epoch", "val acc", "val loss", "size", "saved by", "marks", "verdict")
 _LEFT_ALIGNED = ("saved by", "marks", "verdict")
 
@@ -27,6 +30,8 @@ def run(arguments: list[str]) -> int:
         print(_USAGE, end="")
         return EXIT_FINISHED
     folder = _folder_of(arguments)
+    if "--push" in arguments:
+        return EXIT_FINISHED if push(RunFolder(folder.parent), tell=print) else EXIT_CHECKPOINT
     is_thorough = "--verify" in arguments
     listed = list_checkpoints(folder, thorough=is_thorough)
     entries = [_describe(item, folder, is_thorough) for item in listed]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
+from functools import partial
 
+from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
 from paceline.checkpoints.identity import refuse_early
 from paceline.checkpoints.store import damaged_error, inspect_checkpoint
@@ -19,7 +20,9 @@ from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.supervise import Job, Supervisor
 from paceline.runs.folder import RunFolder
+from paceline.runs.mirror_note import read_note
 from paceline.runs.place import decide_place
+from paceline.runs.stores import is_url, local_path
 from paceline.world.detect import (
     Nodes,
     RankEnvironment,
@@ -45,11 +48,13 @@ def run(arguments: list[str]) -> int:
         if environment.launcher != "paceline":
             check_joined_world(loaded, environment)
         return _be_a_rank(loaded, environment)
+    nodes = read_nodes()
+    if nodes.own == 0:
+        prepare_store(loaded, tell=partial(print, flush=True))
     _inspect_named_checkpoint(loaded.config.run.resume)
     place = decide_place(loaded)
     if place.resume_from is not None:
         refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
-    nodes = read_nodes()
     if nodes.own == 0:
         RunFolder(place.folder).refuse_if_owned()
     _check_nodes(loaded, nodes)
@@ -61,6 +66,13 @@ def _check_nodes(loaded: LoadedConfig, nodes: Nodes) -> None:
     """Agents on several nodes must agree, without having met, on the folder and on the number of ranks."""
     if nodes.count == 1:
         return
+    if is_url(loaded.config.run.resume):
+        raise UserError(
+            "a run on several nodes is fetched by one of them, the others cannot know its checkpoints",
+            where=loaded.where("resume"),
+            got=loaded.config.run.resume,
+            hint="--output-dir URL --resume auto",
+        )
     if not loaded.config.run.output_dir:
         raise UserError(
             "a run on several nodes needs a folder that all of them know", hint="--output-dir PATH, on shared storage"
@@ -86,13 +98,20 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments:
         threads=threads_per_rank(config.parallel, most),
         rank_main=rank_main,
         # One folder for all ranks, decided here: their clocks would name several.
-        arguments=["train", *arguments, "--output-dir", str(folder.path)],
+        arguments=["train", *arguments, "--output-dir", _name_of(folder)],
         read_worlds=lambda: allowed_worlds(loaded),
         nodes=nodes,
         accumulate=config.train.accumulate,
         largest_accumulate=config.train.global_batch_size // max(config.parallel.lanes, nodes.count * most),
     )
     return Supervisor(job).run()
+
+
+def _name_of(folder: RunFolder) -> str:
+    """As a person would name it: a run in a store keeps its URL in config.yaml."""
+    note = read_note(folder.path)
+    is_working_copy = note is not None and local_path(note.url).absolute() == folder.path.absolute()
+    return note.url if note is not None and is_working_copy else str(folder.path)
 
 
 def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:
@@ -107,7 +126,7 @@ def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:
 
 def _inspect_named_checkpoint(resume: str) -> None:
     """A checkpoint given by its path is looked at before torch is imported: a bad one ends in a moment."""
-    path = Path(resume)
+    path = local_path(resume)
     if resume in ("", "auto") or not os.path.lexists(path / MANIFEST):
         return
     try:

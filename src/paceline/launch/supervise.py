@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.checkpoints.format import step_folders, step_of
+from paceline.checkpoints.mirror import mirrored
 from paceline.config.schema import GuardConfig
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
@@ -63,7 +64,7 @@ class Supervisor:
         worlds = self._job.read_worlds()
         processes = worlds[-1]
         # Of several nodes, the first one's supervisor owns the folder and speaks for all.
-        with self._job.folder.owned() if self._is_first else nullcontext(), self._listening():
+        with self._listening(), self._owning() if self._is_first else nullcontext():
             for number in itertools.count(1):
                 oom_kills = _count_oom_kills()
                 end = self._attempt(number, processes)
@@ -89,6 +90,13 @@ class Supervisor:
                 if decision.halve_microbatch:
                     self._accumulate *= 2
         raise AssertionError("unreachable")
+
+    @contextmanager
+    def _owning(self) -> Iterator[None]:
+        """The folder, and its mirror in a store if it has one. After Ctrl-C nobody waits for a store."""
+        folder = self._job.folder
+        with folder.owned(), mirrored(folder, gives_up=lambda: self._stop is signal.SIGINT):
+            yield
 
     # --- An attempt
 

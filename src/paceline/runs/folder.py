@@ -2,7 +2,7 @@
 
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
     report.html  examples.json
-    tensorboard/  logs/rank-*.log  checkpoints/{step-*,latest,best}
+    tensorboard/  logs/rank-*.log  checkpoints/{step-*,latest,best}  mirror.json (a run in an object store)
     after trouble: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
 Small files are replaced whole, by rename, so that a reader never sees half of one.
@@ -27,6 +27,7 @@ from paceline.runs import lock
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
 ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
+MIRROR_NOTE = "mirror.json"
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 
 
@@ -147,6 +148,7 @@ class RunFolder:
         content = {
             "status": state,
             **details,
+            **self._mirror_line(),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "updated": now,
@@ -176,11 +178,18 @@ class RunFolder:
             _log.warning("warning: %s cannot be written: %s; training goes on without it", what, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
-        try:
-            content: dict[str, Any] = json.loads(self.status.read_text())
-        except (OSError, ValueError):
-            return {}
-        return content
+        return _read_json(self.status)
+
+    def tell_mirror(self) -> None:
+        """Bring what status.json says of the mirror up to date, when nobody writes it any more."""
+        status = self.read_status()
+        if status:
+            write_json(self.status, {**status, **self._mirror_line()})
+
+    def _mirror_line(self) -> dict[str, Any]:
+        """How far the mirror has come: told by whoever mirrors, which may be another process."""
+        says = _read_json(self.path / MIRROR_NOTE).get("says")
+        return {"mirror": says} if says else {}
 
     def owned(self) -> AbstractContextManager[None]:
         """Hold the folder; a second owner is refused. The lock dies with its process."""
@@ -189,6 +198,14 @@ class RunFolder:
     def refuse_if_owned(self) -> None:
         """A quick look before anything is started; `owned` is what counts."""
         lock.refuse_if_owned(self.lock)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def has_checkpoint(path: Path) -> bool:

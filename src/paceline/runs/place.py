@@ -8,7 +8,8 @@ from pathlib import Path
 
 from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
-from paceline.runs.folder import RunFolder, has_checkpoint, new_run_folder, newest_run_folder
+from paceline.runs.folder import CHECKPOINT_MARK, RunFolder, has_checkpoint, new_run_folder, newest_run_folder
+from paceline.runs.stores import local_path
 
 
 @dataclass(frozen=True)
@@ -19,9 +20,12 @@ class RunPlace:
 
 
 def decide_place(loaded: LoadedConfig, *, is_restart: bool = False) -> RunPlace:
-    """Turn output_dir and resume into paths; nothing is created yet."""
+    """Turn output_dir and resume into paths of this machine; nothing is created yet.
+
+    For a URL that is its working copy, into which `checkpoints.mirror` has fetched what the store holds.
+    """
     run = loaded.config.run
-    given = Path(run.output_dir) if run.output_dir else None
+    given = local_path(run.output_dir, loaded.where("output_dir")) if run.output_dir else None
     if is_restart:
         return _place_for_restart(loaded, given)
     if given is not None and given.exists() and not given.is_dir():
@@ -38,7 +42,7 @@ def decide_place(loaded: LoadedConfig, *, is_restart: bool = False) -> RunPlace:
         return RunPlace(folder, None)
     if run.resume == "auto":
         return _place_for_auto(loaded, given)
-    source = Path(run.resume)
+    source = local_path(run.resume, loaded.where("resume"))
     if not has_checkpoint(source):
         raise UserError(
             "there is nothing to resume from: no checkpoint here",
@@ -57,7 +61,7 @@ def _place_for_restart(loaded: LoadedConfig, given: Path | None) -> RunPlace:
     resume = loaded.config.run.resume
     if resume == "auto":
         return dataclasses.replace(_place_for_auto(loaded, folder), is_restart=True)
-    return RunPlace(folder, Path(resume) if resume else None, is_restart=True)
+    return RunPlace(folder, local_path(resume) if resume else None, is_restart=True)
 
 
 def check_init_from(loaded: LoadedConfig) -> None:
@@ -85,7 +89,7 @@ def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
 
 def owner_of(source: Path) -> Path:
     """The run folder of a path given to --resume: itself, or the one around its checkpoints folder."""
-    for path in (source, *source.absolute().parents):
-        if path.name == "checkpoints":
-            return path.parent
-    return source
+    around = source.absolute().parent
+    if (source / CHECKPOINT_MARK).exists() and around.name == "checkpoints":
+        return around.parent
+    return source.parent if source.name == "checkpoints" else source

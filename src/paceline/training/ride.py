@@ -12,6 +12,7 @@ from paceline.config.schema import Config
 from paceline.metrics.console import Console
 from paceline.metrics.recorder import Recorder, inherit_rows
 from paceline.runs.folder import RunFolder
+from paceline.runs.mirror_note import read_note
 from paceline.runs.place import RunPlace, owner_of
 from paceline.training.guards import Guards
 from paceline.training.narrate import describe_run
@@ -49,6 +50,9 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     for line in describe_run(rig, world, place):
         console.note(line)
     folder = RunFolder(place.folder)
+    note = read_note(place.folder)
+    if note is not None:
+        console.note(f"store     {note.url}, mirrored beside training")
     checkpoints = _open_checkpoints(config, folder, rig, world)
     state = _resume_or_start(config, world, place, rig, console)
     recorder = _open_recorder(config, place, state) if world.is_primary else None

@@ -7,12 +7,14 @@ import json
 import logging
 import os
 import sys
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.checkpoints.fetch import prepare_store
+from paceline.checkpoints.mirror import mirrored
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
 from paceline.errors import PacelineError, Preempted
@@ -40,19 +42,21 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
     needs_group = resolve_strategy(config, world.world_size) == "fsdp"
-    with process_group(world, environment, needed=needs_group):
-        require_same_ranks(config, world)
-        place = _agree_on_place(loaded, world, environment)
-        folder = RunFolder(place.folder)
-        folder.create()
-        _open_log(folder, world, environment.attempt)
-        guards.open_folder(config, world, folder, environment.attempt)
-        is_owner = world.is_primary and not environment.is_supervised  # a supervisor holds it over all attempts
-        with folder.owned() if is_owner else nullcontext():
+    with ExitStack() as held:
+        with process_group(world, environment, needed=needs_group):
+            require_same_ranks(config, world)
+            place = _agree_on_place(loaded, world, environment)
+            folder = RunFolder(place.folder)
+            folder.create()
+            _open_log(folder, world, environment.attempt)
+            guards.open_folder(config, world, folder, environment.attempt)
+            if world.is_primary and not environment.is_supervised:  # a supervisor holds it over all attempts
+                held.enter_context(folder.owned())
+                held.enter_context(mirrored(folder))
             if world.is_primary:
                 _write_identity(folder, config, environment.attempt)
             results = _train_with_status(config, world, place, guards)
-    guards.close()
+        guards.close()  # a store that is behind holds up nobody but the primary, and is no hang
     return results
 
 
@@ -91,6 +95,8 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
     answer: dict[str, str] = {}
     if world.is_primary:
         try:
+            if not is_restart and not environment.is_supervised:
+                prepare_store(loaded, tell=print)
             place = decide_place(loaded, is_restart=is_restart)
             answer = {"folder": str(place.folder), "resume_from": str(place.resume_from or "")}
         except PacelineError:

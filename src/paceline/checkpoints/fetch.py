@@ -1,0 +1,229 @@
+"""A run comes from its object store to this machine, and says there that it is written from here now."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.checkpoints import store as disk
+from paceline.checkpoints.format import DamagedCheckpoint, NewerSchema, step_folders, step_of
+from paceline.checkpoints.mirror import Mirror
+from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoints
+from paceline.config.load import LoadedConfig
+from paceline.config.schema import RunConfig
+from paceline.errors import CheckpointError, UserError
+from paceline.runs.folder import MIRROR_NOTE, RunFolder, has_checkpoint
+from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
+from paceline.runs.place import owner_of
+from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
+
+_log = logging.getLogger("paceline")
+_Tell = Callable[[str], None]
+
+
+def prepare_store(loaded: LoadedConfig, tell: _Tell) -> None:
+    """Before anything starts: the store answers and may be written, and what it holds newer than this disk is here.
+
+    Called by whoever will own the run folder. Does nothing for a run that lives on this disk only.
+    """
+    run = loaded.config.run
+    if is_url(run.resume) and run.output_dir:
+        source, wanted = split_checkpoint(run.resume)
+        if source != run.output_dir.rstrip("/"):
+            _fetch_source(source, wanted, loaded.where("resume"), tell)
+    url, folder, wanted = _store_of(run)
+    if not url:
+        return
+    where = loaded.where("output_dir" if run.output_dir else "resume")
+    local_path(url, where)
+    folder.refuse_if_owned()
+    store = open_store(url, where)
+    is_fresh = not run.resume or (run.resume == "auto" and run.load_policy == "none")
+    note = read_note(folder.path)
+    try:
+        if is_fresh:
+            _refuse_a_second_run(store)
+        else:
+            fetch_run(store, folder, wanted, tell)
+        _take_over(store, folder, run)
+    except StoreTrouble as trouble:
+        if is_fresh or note is None or not has_checkpoint(folder.path):
+            raise explain(store, where, trouble) from trouble
+        # Known to work, and now away: what is here is enough to go on with. The old token tells, once the store is
+        # back, whether the run was continued elsewhere meanwhile.
+        tell(f"warning: {url} does not answer ({trouble}); going on from the copy here, {folder.path}")
+
+
+def push(folder: RunFolder, tell: _Tell) -> bool:
+    """Send to the store what a run could not; whether everything has arrived."""
+    note = read_note(folder.path)
+    if note is None:
+        hint = "--output-dir s3://BUCKET/RUN makes one"
+        raise UserError("this run is not mirrored to a store", where=str(folder.path), hint=hint)
+    folder.refuse_if_owned()
+    with folder.owned():
+        store = open_store(note.url, str(folder.path / MIRROR_NOTE))
+        try:
+            newest = next((remote.step for remote in RemoteCheckpoints(store).list() if remote.is_sealed), 0)
+            own = max((step_of(path) for path in step_folders(folder.checkpoints)), default=0)
+            if newest > own and _token_in(store) != note.token:
+                raise UserError(
+                    "the run has gone on elsewhere: the store is ahead of this folder",
+                    where=note.url,
+                    got=f"step {newest} there, step {own} in {folder.path}",
+                    hint=f"--resume {note.url} takes it up from there",
+                )
+            note = _write_token(store, folder, note)
+        except StoreTrouble as trouble:
+            raise explain(store, str(folder.path / MIRROR_NOTE), trouble) from trouble
+        tell(f"sending {folder.path} to {note.url}")
+        mirror = Mirror(folder, note)
+        mirror.start()
+        return mirror.close()
+
+
+def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None:
+    """The checkpoint that was asked for, or else the newest whole one if it is newer than those here; the best one;
+    and the small files that belong to them."""
+    remote = RemoteCheckpoints(store)
+    found = remote.list()
+    if wanted:
+        name = remote.pointed_at(wanted) if wanted in POINTERS else wanted
+        fetched = _fetch_named(remote, next((item for item in found if item.name == name), None), folder, store, tell)
+    else:
+        fetched = _fetch_newest(remote, found, folder, tell)
+    if fetched is None:
+        return
+    best = remote.pointed_at("best")
+    item = next((item for item in found if item.name == best), None)
+    if item is not None and not (folder.checkpoints / best).exists():
+        try:
+            _fetch(remote, item, folder, tell)
+        except DamagedCheckpoint as damaged:
+            tell(f"warning: the best checkpoint, {best} in {store.url}, is damaged ({damaged.damage})")
+    for pointer, name in (("latest", fetched.name), ("best", best)):
+        if name and (folder.checkpoints / name).is_dir():
+            disk.point(folder.checkpoints, pointer, folder.checkpoints / name)
+    _fetch_small_files(store, folder)
+
+
+# --- What is where
+
+
+def _store_of(run: RunConfig) -> tuple[str, RunFolder, str]:
+    """The URL that this run is mirrored to, its folder here, and the checkpoint that was named; no URL: no store."""
+    named = run.output_dir or ("" if run.resume == "auto" else run.resume)
+    url, wanted = split_checkpoint(run.resume) if is_url(run.resume) else ("", "")
+    if is_url(named):
+        place = run.output_dir.rstrip("/") or url
+        return place, RunFolder(local_path(place)), wanted if place == url else ""
+    folder = owner_of(Path(named)) if named else Path()
+    note = read_note(folder) if named else None
+    return (note.url if note else ""), RunFolder(folder), ""
+
+
+def _refuse_a_second_run(store: Store) -> None:
+    listed = store.list()
+    if any(name in ("config.yaml", "metrics.jsonl") or name.startswith(f"{FOLDER}/step-") for name in listed):
+        raise UserError(
+            "this store already holds a run",
+            where=store.url,
+            hint="--resume auto to go on with it, or another --output-dir",
+        )
+
+
+def _token_in(store: Store) -> str:
+    raw = store.read(MIRROR_NOTE)
+    note = parse_note(raw.decode(errors="replace")) if raw else None
+    return note.token if note else ""
+
+
+def _take_over(store: Store, folder: RunFolder, run: RunConfig) -> None:
+    folder.create()
+    _write_token(store, folder, MirrorNote(store.url, keep_last=run.keep_last, keep_best=run.keep_best))
+
+
+def _write_token(store: Store, folder: RunFolder, note: MirrorNote) -> MirrorNote:
+    """First in the store, which proves that it can be written, then here."""
+    note = replace(note, token=uuid.uuid4().hex, says="")
+    draft = RunFolder(folder.path / ".mirror")
+    draft.path.mkdir(parents=True, exist_ok=True)
+    note.write(draft.path)
+    store.put(draft.path / MIRROR_NOTE, MIRROR_NOTE)
+    note.write(folder.path)
+    return note
+
+
+# --- Fetching
+
+
+def _fetch_source(url: str, wanted: str, where: str, tell: _Tell) -> None:
+    """A run that is only read: another one goes on from it."""
+    folder = RunFolder(local_path(url, where))
+    store = open_store(url, where)
+    try:
+        fetch_run(store, folder, wanted, tell)
+    except StoreTrouble as trouble:
+        raise explain(store, where, trouble) from trouble
+
+
+def _fetch_named(
+    remote: RemoteCheckpoints, item: Remote | None, folder: RunFolder, store: Store, tell: _Tell
+) -> Path | None:
+    """None: there is no such checkpoint, which the caller of the caller tells."""
+    if item is None or (folder.checkpoints / item.name).exists():
+        return folder.checkpoints / item.name if item else None
+    try:
+        return _fetch(remote, item, folder, tell)
+    except DamagedCheckpoint as found:
+        raise CheckpointError(
+            "the checkpoint is damaged and was not used",
+            where=f"{store.url}/{FOLDER}/{item.name}/{found.damage.file}",
+            got=found.damage.got,
+            allowed=found.damage.expected,
+            hint=f"--resume {store.url} takes the newest that is whole",
+        ) from found
+
+
+def _fetch_newest(remote: RemoteCheckpoints, found: list[Remote], folder: RunFolder, tell: _Tell) -> Path | None:
+    own = max((step_of(path) for path in step_folders(folder.checkpoints)), default=-1)
+    for item in found:
+        if item.step <= own:
+            return None
+        if not item.is_sealed:
+            tell(f"note: {item.name} in {remote.store.url} is not complete; the one before is taken")
+            continue
+        try:
+            return _fetch(remote, item, folder, tell)
+        except NewerSchema as newer:
+            raise disk.damaged_error(Path(item.name), newer) from newer
+        except DamagedCheckpoint as damaged:
+            tell(f"warning: {item.name} in {remote.store.url} is damaged ({damaged.damage}); the one before is taken")
+    return None
+
+
+def _fetch(remote: RemoteCheckpoints, item: Remote, folder: RunFolder, tell: _Tell) -> Path:
+    size_mb = sum(stored.size_bytes for stored in item.files.values()) / 1e6
+    tell(f"fetching {item.name} ({size_mb:,.1f} MB) from {remote.store.url}")
+    try:
+        return remote.fetch(item, folder.checkpoints)
+    except StoreTrouble:
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            "a checkpoint cannot be stored here", where=str(folder.path), got=error.strerror
+        ) from error
+
+
+def _fetch_small_files(store: Store, folder: RunFolder) -> None:
+    """Metrics, logs and the like: the run goes on writing them where it stopped."""
+    for name in store.list():
+        parts = name.split("/")
+        is_ours = parts[0] != FOLDER and name != MIRROR_NOTE
+        if is_ours and not any(part in ("", "..") or part.startswith(".") for part in parts):
+            target = folder.path.joinpath(*parts)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            store.get(name, target)

@@ -1,0 +1,226 @@
+"""Checkpoints in an object store: the same folders, with the same order of commit.
+
+Payload goes first, then state.json, the manifest last: a checkpoint without its manifest is none. `latest` and `best`
+are small files with a name in them. Every file is compared with what was sent before the next one goes: its size, and
+the store's MD5 of it, or where the store keeps no MD5 the bytes themselves, read back. What is dropped loses its
+manifest first. What is fetched is verified like a checkpoint on disk, before it gets its name there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints import store as disk
+from paceline.checkpoints.format import (
+    CHUNK_BYTES,
+    LARGEST_JSON_BYTES,
+    MANIFEST,
+    STATE,
+    Damage,
+    DamagedCheckpoint,
+    FileSeal,
+    Manifest,
+    add_checksum,
+    is_step_name,
+    parse_manifest,
+    read_manifest,
+    read_state,
+    step_of,
+)
+from paceline.runs.stores import Store, Stored, StoreTrouble
+
+FOLDER = "checkpoints"
+POINTERS = ("latest", "best")
+_PART_BYTES = 50 * 2**20  # of a multipart upload by s3fs, whose ETag is an MD5 of its parts' MD5s
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A step folder in the store, whole or not."""
+
+    name: str
+    files: dict[str, Stored]
+
+    @property
+    def step(self) -> int:
+        return step_of(Path(self.name))
+
+    @property
+    def is_sealed(self) -> bool:
+        return MANIFEST in self.files
+
+
+@dataclass
+class RemoteCheckpoints:
+    """The checkpoints of one run in its store."""
+
+    store: Store
+    _states: dict[str, dict[str, Any]] = field(default_factory=dict)  # of those that may be dropped some day
+
+    def list(self) -> list[Remote]:
+        """Newest first."""
+        found: dict[str, dict[str, Stored]] = {}
+        for path, stored in self.store.list(FOLDER).items():
+            parts = path.split("/")
+            if len(parts) == 3 and is_step_name(parts[1]):
+                found.setdefault(parts[1], {})[parts[2]] = stored
+        return sorted((Remote(name, files) for name, files in found.items()), key=lambda r: r.step, reverse=True)
+
+    def manifest_of(self, remote: Remote) -> Manifest:
+        """Its manifest, if every file listed there has its size. Raises DamagedCheckpoint."""
+        manifest = parse_manifest(self._read(remote, MANIFEST))
+        for name, seal in manifest.files.items():
+            stored = remote.files.get(name)
+            got = f"{stored.size_bytes:,} bytes" if stored else "no such file"
+            if stored is None or stored.size_bytes != seal.size_bytes:
+                raise DamagedCheckpoint(Damage(name, f"{seal.size_bytes:,} bytes", got))
+        return manifest
+
+    def is_same(self, remote: Remote | None, local: Path) -> bool:
+        """Whether the store holds this very checkpoint, as far as manifest and sizes tell."""
+        if remote is None or not remote.is_sealed:
+            return False
+        try:
+            return self.manifest_of(remote) == read_manifest(local)
+        except DamagedCheckpoint:
+            return False
+
+    def send(self, local: Path, remote: Remote | None) -> Iterator[str]:
+        """Upload a checkpoint file by file, each compared before the next one; yields what has arrived."""
+        manifest = read_manifest(local)
+        there = remote.files if remote else {}
+        if MANIFEST in there:  # of another line of this run, or damaged: what lies there is a checkpoint no more
+            self.store.remove(f"{FOLDER}/{local.name}/{MANIFEST}")
+        for name in sorted(manifest.files, key=lambda name: name == STATE):
+            mark = _fingerprint(local / name)
+            if mark.seal != manifest.files[name]:
+                raise DamagedCheckpoint(Damage(name, f"CRC-32 {manifest.files[name].crc32:08x}", str(mark.seal)))
+            if name not in there or not mark.is_etag(there[name]):
+                self.store.put(local / name, f"{FOLDER}/{local.name}/{name}")
+                self._compare(f"{FOLDER}/{local.name}/{name}", mark)
+            yield name
+        self.store.put(local / MANIFEST, f"{FOLDER}/{local.name}/{MANIFEST}")
+        if self.store.read(f"{FOLDER}/{local.name}/{MANIFEST}", LARGEST_JSON_BYTES) != (local / MANIFEST).read_bytes():
+            raise StoreTrouble(f"{MANIFEST} of {local.name} reads back as something else than was sent")
+        self._states.pop(local.name, None)
+        yield MANIFEST
+
+    def point(self, pointer: str, name: str) -> None:
+        self.store.write(f"{FOLDER}/{pointer}", f"{name}\n".encode())
+
+    def pointed_at(self, pointer: str) -> str:
+        """The name in a pointer; empty if it is not there, or names no step."""
+        name = (self.store.read(f"{FOLDER}/{pointer}") or b"").decode(errors="replace").strip()
+        return name if is_step_name(name) else ""
+
+    def prune(self, newest: Path, own: set[str], retention: disk.Retention, *, went_back: bool) -> None:
+        """Drop what the rules of the run no longer keep; nothing, unless its newest checkpoint is whole here.
+
+        `own` are the names on disk: they stay. Where the run went back to an earlier step, later ones are of a line
+        it has left, as on disk; those marked to be kept stay under another name.
+        """
+        remotes = {remote.name: remote for remote in self.list()}
+        if not self.is_same(remotes.get(newest.name), newest):
+            raise StoreTrouble(f"{newest.name} is not whole in the store, though it was sent")
+        others = {name: remote for name, remote in remotes.items() if name not in own}
+        states = {name: state for name, remote in others.items() if (state := self._state_of(remote)) is not None}
+        later = {name for name, remote in others.items() if remote.step > step_of(newest)} if went_back else set()
+        mine = {name: read_state(newest.parent / name) for name in own if (newest.parent / name / MANIFEST).exists()}
+        lined_up = {name: state for name, state in (states | mine).items() if name not in later}
+        ordered = dict(sorted(lined_up.items(), key=lambda item: step_of(Path(item[0])), reverse=True))
+        kept = disk.choose_kept(ordered, retention) | own | {self.pointed_at(pointer) for pointer in POINTERS}
+        for name, remote in others.items():
+            if name in later and states.get(name, {}).get("keep"):
+                self._set_aside(remote)
+            elif name in later or name not in kept:
+                self._drop(remote)
+
+    def fetch(self, remote: Remote, folder: Path) -> Path:
+        """A checkpoint from the store, verified to its last bit before it gets its name. Raises DamagedCheckpoint."""
+        manifest = self.manifest_of(remote)
+        temporary = disk.temporary_folder(folder, remote.step)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        try:
+            for name in (*manifest.files, MANIFEST):
+                self.store.get(f"{FOLDER}/{remote.name}/{name}", temporary / name)
+            return disk.take_in(temporary)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+
+    # --- One file, one folder
+
+    def _read(self, remote: Remote, name: str) -> bytes:
+        raw = self.store.read(f"{FOLDER}/{remote.name}/{name}", LARGEST_JSON_BYTES) if name in remote.files else None
+        if raw is None:
+            raise DamagedCheckpoint(Damage(name, "a file", "no such file"))
+        return raw
+
+    def _state_of(self, remote: Remote) -> dict[str, Any] | None:
+        """None for one that is not whole."""
+        if not remote.is_sealed:
+            return None
+        if remote.name not in self._states:
+            try:
+                self.manifest_of(remote)
+                self._states[remote.name] = dict(json.loads(self._read(remote, STATE)))
+            except (DamagedCheckpoint, ValueError, TypeError):
+                return None
+        return self._states[remote.name]
+
+    def _compare(self, path: str, mark: _Fingerprint) -> None:
+        stored = self.store.look_at(path)
+        if stored is None or stored.size_bytes != mark.seal.size_bytes:
+            got = f"{stored.size_bytes:,}" if stored else "no"
+            raise StoreTrouble(f"{path} has {got} bytes in the store instead of {mark.seal.size_bytes:,}")
+        if mark.is_etag(stored):
+            return
+        if self.store.sum_up(path, add_checksum) != mark.seal.crc32:
+            raise StoreTrouble(f"{path} reads back as something else than was sent")
+
+    def _drop(self, remote: Remote) -> None:
+        for name in sorted(remote.files, key=lambda name: name != MANIFEST):
+            self.store.remove(f"{FOLDER}/{remote.name}/{name}")
+        self._states.pop(remote.name, None)
+
+    def _set_aside(self, remote: Remote) -> None:
+        for name in sorted(remote.files, key=lambda name: name == MANIFEST):
+            self.store.copy(f"{FOLDER}/{remote.name}/{name}", f"{FOLDER}/superseded-{remote.name}/{name}")
+        self._drop(remote)
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    """Of a file on this disk: what the manifest says of a file, and what a store may say of it."""
+
+    seal: FileSeal
+    md5: str
+    parts_md5: str
+
+    def is_etag(self, stored: Stored) -> bool:
+        return stored.size_bytes == self.seal.size_bytes and stored.etag in (self.md5, self.parts_md5)
+
+
+def _fingerprint(path: Path) -> _Fingerprint:
+    total, size, digests = 0, 0, []
+    whole, part = hashlib.md5(usedforsecurity=False), hashlib.md5(usedforsecurity=False)
+    with path.open("rb") as file:
+        while chunk := file.read(math.gcd(CHUNK_BYTES, _PART_BYTES)):
+            total, size = add_checksum(chunk, total), size + len(chunk)
+            whole.update(chunk)
+            part.update(chunk)
+            if size % _PART_BYTES == 0:
+                digests.append(part.digest())
+                part = hashlib.md5(usedforsecurity=False)
+    if size % _PART_BYTES:
+        digests.append(part.digest())
+    joined = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
+    return _Fingerprint(FileSeal(size, total), whole.hexdigest(), f"{joined}-{len(digests)}")
