@@ -109,6 +109,7 @@ def test_catalog_holds_everything(pipeline: Pipeline) -> None:
         "metrics.csv",
         "config.yaml",
         "environment.json",
+        "report.html",
         "report.txt",
         "training_output.log",
         "distributed_model_checkpoint/manifest.json",
@@ -116,8 +117,7 @@ def test_catalog_holds_everything(pipeline: Pipeline) -> None:
         "distributed_model_checkpoint/optimizer.safetensors",
         "distributed_model_checkpoint/state.json",
     }
-    page = pipeline.folder / "report.html"
-    assert not page.exists() or (pipeline.catalog / page.name).read_bytes() == page.read_bytes()
+    assert (pipeline.catalog / "report.html").read_bytes() == (pipeline.folder / "report.html").read_bytes()
     assert not any(name.endswith((".pt", ".pth", ".pkl", ".pickle")) for name in names)
 
 

@@ -260,8 +260,13 @@ def fit_world(loaded: LoadedConfig) -> tuple[list[str], str | None]:
         return [], None
     ranks = (fitting_worlds(config, ProcessRange(1, room)) or [1])[-1]
     batch = config.train.global_batch_size
+    there = _count(room, "GPU" if gpus else "core")
     warning = (
-        f"warning: world_size {config.parallel.processes} is more than the {room} {'GPUs' if gpus else 'cores'} here: "
-        f"{ranks} ranks with {batch // ranks} samples each; the global batch stays {batch}"
+        f"warning: world_size {config.parallel.processes} is more than there is room for ({there}): "
+        f"{_count(ranks, 'rank')} with {batch // ranks} samples each; the global batch stays {batch}"
     )
     return ["--processes", str(ranks) if asked.low == asked.high else f"{min(asked.low, ranks)}:{ranks}"], warning
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("s" if number > 1 else "")
