@@ -56,3 +56,28 @@ def read_memory(device: str) -> Memory:
         return Memory(peak, peak)
     now = int(statm.read_text().split()[1]) * resource.getpagesize() / 2**20
     return Memory(now, max(now, peak))
+
+
+class EnergyMeter:
+    """What this rank's GPU has used since the meter was made; None where its driver does not tell."""
+
+    def __init__(self, device: str) -> None:
+        self._device = device
+        self._before_j = self._read_j()
+
+    @property
+    def joules(self) -> float | None:
+        now_j = self._read_j()
+        return None if now_j is None or self._before_j is None else now_j - self._before_j
+
+    def _read_j(self) -> float | None:
+        if not self._device.startswith("cuda"):
+            return None
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
+        except Exception:  # no library, no permission, an old card: there is no figure, and nothing else is wrong
+            return None

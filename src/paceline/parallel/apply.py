@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import Config
 from paceline.parallel.batchnorm import synchronise_batchnorm
+from paceline.parallel.exposed import Exposed, find_last_gradient, follow_shards
 from paceline.world.detect import World
 
 
@@ -38,6 +39,7 @@ class ParallelModel:
     strategy: str
     autocast_dtype: torch.dtype | None
     passenger: nn.Parameter | None = None  # rides in DDP's buckets: see _WithPassenger
+    exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
     _buckets: list[Tensor] = field(default_factory=list)
 
     def __call__(self, inputs: Tensor) -> Tensor:
@@ -50,6 +52,12 @@ class ParallelModel:
             self.forward.require_backward_grad_sync = enabled
         elif isinstance(self.forward, FSDPModule):
             self.forward.set_requires_gradient_sync(enabled)
+
+    def bytes_to_sum(self) -> int:
+        """What a rank sends per step for DDP's ring all-reduce of the gradients; sharded models count by themselves."""
+        ranks = torch.distributed.get_world_size() if self.passenger is not None else 1
+        size = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        return 2 * size * (ranks - 1) // ranks
 
     def local_gradients(self) -> list[Tensor]:
         """All gradients on this rank after a backward pass, in as few tensors as they lie in."""
@@ -103,10 +111,12 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
         carriage = _WithPassenger(model, device)
         forward = _wrap_ddp(carriage, device)
-        return ParallelModel(model, forward, strategy, dtype, carriage.passenger)
+        return ParallelModel(model, forward, strategy, dtype, carriage.passenger, Exposed(device))
+    exposed = Exposed(device)
     if strategy == "fsdp":
         forward = _shard(model, world, dtype, offload=config.parallel.cpu_offload)
-    return ParallelModel(model, forward, strategy, dtype)
+        follow_shards(model, exposed, device)
+    return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
 
 
 class _WithPassenger(nn.Module):
@@ -147,7 +157,10 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     if model.passenger is None:
         return
     before = [buffer.clone() for buffer in model.module.buffers()]
-    ((model(example).sum() + model.passenger.sum()) * 0.0).backward()
+    objective = (model(example).sum() + model.passenger.sum()) * 0.0
+    last = find_last_gradient(model.module, objective.backward)
+    if last is not None:
+        model.exposed.follow_last_gradient(last)
     model.module.zero_grad(set_to_none=True)
     model.passenger.grad = None
     with torch.no_grad():

@@ -39,6 +39,7 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
         batch = next(batches)
         lr = plan.learning_rate(state.step)
         report = _take_step(ride, batch, lr)
+        ride.guards.phases.enter("other")
         state.step += 1
         if report is not None:
             sums[:, :3] += report.sums

@@ -1,4 +1,4 @@
-"""What looks after a rank while it trains: its watchdog, its stop request, and the faults it rehearses."""
+"""What looks after a rank while it trains: watchdog, stop request, clock, and the faults it rehearses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 from paceline.config.faults import parse_faults
 from paceline.config.schema import Config
+from paceline.metrics.phases import PhaseClock
 from paceline.runs.folder import RunFolder
 from paceline.training.inject import Faults
 from paceline.world.detect import RankEnvironment, World
@@ -24,16 +25,19 @@ class Guards:
 
     watchdog: Watchdog = field(default_factory=lambda: Watchdog(Pulse(None)))
     stop: StopRequest = field(default_factory=StopRequest)
+    phases: PhaseClock = field(default_factory=PhaseClock)
     faults: Faults | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def enter(self, phase: str, step: int) -> None:
         """The rank begins a phase of this step (the first step is 1)."""
         self.watchdog.enter(phase, step)
+        self.phases.enter(phase)
 
     def open_folder(self, config: Config, world: World, folder: RunFolder, attempt: int) -> None:
         """The run folder is known: stacks and the ledger of faults go there."""
         self.watchdog.open_stacks(folder.stacks_of(attempt, world.rank))
+        self.phases = PhaseClock(world.device)
         faults = parse_faults(config.guard.inject)
         if faults:
             self.faults = Faults(faults, world.rank, attempt, folder.faults, folder.checkpoints)

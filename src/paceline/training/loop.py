@@ -11,7 +11,7 @@ from typing import Any
 from paceline.checkpoints.resume import restore_weights
 from paceline.config.schema import Config
 from paceline.data.loader import Loader
-from paceline.metrics.throughput import Stopwatch
+from paceline.metrics.throughput import EnergyMeter, Stopwatch
 from paceline.parallel.collectives import average_buffers
 from paceline.report.run_page import leave_page
 from paceline.runs.folder import write_json
@@ -36,7 +36,7 @@ def train(
     rig, checkpoints, console = ride.rig, ride.checkpoints, ride.console
 
     # --- The ride: train an epoch, look at it, keep it
-    plan, watch = rig.plan, Stopwatch()
+    plan, watch, energy = rig.plan, Stopwatch(), EnergyMeter(world.device)
     console.start(first_step=ride.state.step, total_steps=plan.last_step)
     train_row: dict[str, Any] = {}
     try:
@@ -56,7 +56,8 @@ def train(
     checkpoints.finish()
     state, recorder = ride.state, ride.recorder
     ride.guards.enter("finish", state.step)
-    totals = RideTotals(watch.seconds, watch.samples // world.world_size, watch.wait_s)
+    timing = ride.guards.phases.summary(is_waiting_known=rig.model.exposed.is_known)
+    totals = RideTotals(watch.seconds, watch.samples // world.world_size, watch.wait_s, timing, energy.joules)
 
     # --- The test set, once, with the best weights
     average_buffers(rig.model.module, world)

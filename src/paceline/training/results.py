@@ -26,6 +26,8 @@ class RideTotals:
     seconds: float  # from the first step to the last checkpoint, evaluation included
     samples: int
     wait_s: float
+    timing: dict[str, Any]  # where the steps' time went: metrics/phases.py
+    energy_j: float | None  # of this rank's GPU, where its driver tells
 
 
 def hash_tensors(tensors: dict[str, Tensor]) -> str:
@@ -58,6 +60,8 @@ def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
         "samples_per_second": totals.samples / max(totals.seconds, 1e-9),
         "data_wait_seconds": totals.wait_s,
         "peak_memory_mb": memory.peak_mb,
+        "energy_joules": totals.energy_j,
+        **totals.timing,
     }
     return [json.loads(text) for text in gather_texts(json.dumps(mine), world)]
 

@@ -58,6 +58,7 @@ class TrainStep:
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
         self.guards = Guards()  # the ride's own, once it is open
+        self._bytes_to_sum = model.bytes_to_sum()
         self._flags = torch.tensor([0.0, 1.0], device=world.device)
         self._busy_s = 0.0
         # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
@@ -86,6 +87,7 @@ class TrainStep:
         else:
             # The only moment a step waits for the device.
             norm_value, stop, loss = torch.cat([norm.to(agreed).reshape(1), agreed]).tolist()
+        self._tell_waiting()
         return StepReport(sums, loss, norm_value, stop > 0, self._busy_s)
 
     def update(self, step: int, lr: float, report: StepReport) -> None:
@@ -167,6 +169,8 @@ class TrainStep:
             if number == accumulate:
                 mine = torch.stack([self._flags[int(wants_stop)], (sums[0] / sums[2]).float()])
             self._busy_s += time.perf_counter() - began
+            if self._world.device == "cpu":
+                self._tell_waiting()  # sharded weights were waited for on the way
             self.guards.enter("backward", step + 1)
             self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
@@ -180,6 +184,11 @@ class TrainStep:
         else:
             # Handed in as if it were a gradient, the rank's share of the agreement travels like one.
             torch.autograd.backward([objective, passenger], [None, mine])
+            self._model.exposed.backward_is_over()
+            self._model.exposed.count(self._bytes_to_sum)
+
+    def _tell_waiting(self) -> None:
+        self.guards.phases.waited(*self._model.exposed.take())
 
 
 def _total_norm(gradients: list[Tensor]) -> Tensor:

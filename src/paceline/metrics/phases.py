@@ -1,0 +1,115 @@
+"""Where a step's time goes: data, forward, backward, waiting for others, update, and the rest.
+
+The clock hears of every phase a rank enters. On a CPU that is all there is to know. On a GPU the host runs ahead of the
+device, so now and then a step's phases are marked on the device instead; the step as a whole needs no marks, because
+it waits for the device once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from array import array
+from typing import Any
+
+import torch
+
+STEP_PHASES = ("data", "forward", "backward", "communication", "update", "other")
+_INSIDE = {"data": "data", "forward": "forward", "backward": "backward", "reduce": "communication", "update": "update"}
+WARMUP_STEPS = 10
+_MARK_EVERY = 8  # on a GPU: marks cost the host time it needs for launching
+
+
+class PhaseClock:
+    """Of this rank, over the steps of this attempt after its first ones."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._is_cuda = device.startswith("cuda")
+        self._step_s = array("d")
+        self._totals = dict.fromkeys(STEP_PHASES, 0.0)
+        self._bytes = 0
+        self._counted = 0  # steps in the totals
+        self._phase, self._since, self._step_began = "", 0.0, 0.0
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def enter(self, phase: str) -> None:
+        """A phase begins, and the one before it ends. Entering `data`, or anything but a step, ends the step."""
+        now = time.perf_counter()
+        is_inside = phase in _INSIDE or phase == "other"
+        if self._phase and (phase == "data" or not is_inside):
+            self._end_step(now)
+        elif self._phase and not self._is_cuda:
+            self._totals[self._phase] += now - self._since
+        if not is_inside:
+            self._phase = ""
+            return
+        if phase == "data":
+            self._step_began = now
+            if len(self._step_s) == WARMUP_STEPS:
+                self._totals = dict.fromkeys(STEP_PHASES, 0.0)
+                self._bytes, self._counted = 0, 0
+        self._phase, self._since = _INSIDE.get(phase, phase), now
+        if self._is_cuda and self._is_marked():
+            self._mark(self._phase)
+
+    def waited(self, seconds: float, size_bytes: int) -> None:
+        """So much of the current phase the rank stood waiting for others."""
+        self._bytes += size_bytes
+        if self._marks or not self._is_cuda:
+            self._totals["communication"] += seconds
+            self._totals[self._phase] -= seconds
+
+    def _end_step(self, now: float) -> None:
+        self._step_s.append(now - self._step_began)
+        if self._is_cuda:
+            if self._marks:
+                self._mark("other")
+                self._read_marks()
+        else:
+            self._totals[self._phase] += now - self._since
+            self._counted += 1
+
+    def _is_marked(self) -> bool:
+        return bool(self._marks) or (self._phase == "data" and len(self._step_s) % _MARK_EVERY == 0)
+
+    def _mark(self, phase: str) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((phase, event))
+
+    def _read_marks(self) -> None:
+        """The update of a marked step may still run: wait for it. One step in a few pays for that."""
+        self._marks[-1][1].synchronize()
+        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            self._totals[phase] += begin.elapsed_time(end) / 1000
+        self._counted += 1
+        self._marks = []
+
+    def summary(self, *, is_waiting_known: bool = True) -> dict[str, Any]:
+        """Milliseconds per step, after the warm-up where the attempt had one."""
+        self.enter("end")
+        has_warmed_up = len(self._step_s) > WARMUP_STEPS
+        steps = [1000 * seconds for seconds in self._step_s[WARMUP_STEPS if has_warmed_up else 0 :]]
+        if not steps:
+            return {}
+        mean = statistics.fmean(steps)
+        phases = {name: 1000 * total / max(self._counted, 1) for name, total in self._totals.items()}
+        phases["other"] += mean - sum(phases.values())
+        breakdown: dict[str, float | None] = dict(phases)
+        if not is_waiting_known:
+            breakdown["communication"] = None
+        return {
+            "steps": len(steps),
+            "step_ms": {"mean": mean, "p50": _quantile(steps, 0.5), "p95": _quantile(steps, 0.95)},
+            "breakdown_ms": breakdown,
+            "communicated_bytes_per_step": round(self._bytes / max(len(steps), 1)),
+        }
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """The value below which this share of them lies, between neighbours."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

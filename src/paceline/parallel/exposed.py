@@ -1,0 +1,109 @@
+"""Communication a rank stands waiting for, as opposed to what hides behind its own work, and how much it exchanges.
+
+Under DDP a rank waits from the moment its own last gradient is ready until the backward pass returns. Under FSDP on
+CPUs every exchange is waited for. FSDP on GPUs overlaps in streams of its own and is not told apart here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+
+class Exposed:
+    """Of this rank, since it was last taken."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cuda = device.type == "cuda"
+        self._waited_s = 0.0
+        self._bytes = 0
+        self._ready_at: float | torch.cuda.Event | None = None
+        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self.is_known = True  # whether waiting can be told from working at all
+
+    def count(self, size_bytes: int) -> None:
+        self._bytes += size_bytes
+
+    def waited(self, seconds: float) -> None:
+        self._waited_s += seconds
+
+    def follow_last_gradient(self, parameter: nn.Parameter) -> None:
+        """This parameter's gradient is the last one of a backward pass."""
+        parameter.register_post_accumulate_grad_hook(self._mark_ready)
+
+    def backward_is_over(self) -> None:
+        """The backward pass has returned: all ranks' gradients are there, or will be on the device."""
+        if isinstance(self._ready_at, float):
+            self._waited_s += time.perf_counter() - self._ready_at
+        elif self._ready_at is not None:
+            self._spans.append((self._ready_at, _record()))
+        self._ready_at = None
+
+    def take(self) -> tuple[float, int]:
+        """Seconds and bytes since the last call. The device has finished what they belong to."""
+        seconds = self._waited_s + sum(begin.elapsed_time(end) for begin, end in self._spans) / 1000
+        size_bytes = self._bytes
+        self._waited_s, self._bytes, self._spans = 0.0, 0, []
+        return seconds, size_bytes
+
+    def _mark_ready(self, _: Tensor) -> None:
+        self._ready_at = _record() if self._is_cuda else time.perf_counter()
+
+
+def _record() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def find_last_gradient(model: nn.Module, run_backward: Any) -> nn.Parameter | None:
+    """The parameter whose gradient comes last in a backward pass."""
+    order: list[nn.Parameter] = []
+    hooks = [
+        parameter.register_post_accumulate_grad_hook(lambda _, parameter=parameter: order.append(parameter))
+        for parameter in model.parameters()
+        if parameter.requires_grad
+    ]
+    run_backward()
+    for hook in hooks:
+        hook.remove()
+    return order[-1] if order else None
+
+
+def follow_shards(model: nn.Module, exposed: Exposed, device: torch.device) -> None:
+    """Count and, on CPUs, time every exchange of a sharded model."""
+    exposed.is_known = device.type != "cuda"
+    gather, scatter = _TimedAllGather(exposed), _TimedReduceScatter(exposed)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+
+
+class _TimedAllGather(DefaultAllGather):
+    def __init__(self, exposed: Exposed) -> None:
+        self._exposed = exposed
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        self._exposed.waited(time.perf_counter() - began)
+        self._exposed.count(output_tensor.nbytes - input_tensor.nbytes)
+        return work
+
+
+class _TimedReduceScatter(DefaultReduceScatter):
+    def __init__(self, exposed: Exposed) -> None:
+        self._exposed = exposed
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        began = time.perf_counter()
+        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
+        self._exposed.waited(time.perf_counter() - began)
+        self._exposed.count(input_tensor.nbytes - output_tensor.nbytes)
+        return work
