@@ -258,7 +258,7 @@ def _read_files(files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
 
 def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: JobRecord | None) -> int:
     cluster = Cluster(job.context, job.namespace)
-    namespace = cluster.namespace  # asked first: without a client or a cluster nothing is left behind
+    cluster.require()  # before anything is written
     is_new = not folder.path.exists()
     folder.path.mkdir(parents=True, exist_ok=True)
     manifest = folder.path / MANIFEST
@@ -277,7 +277,7 @@ def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: 
         script=str(manifest),
         command=command,
         scheduler="kubernetes",
-        namespace=namespace,
+        namespace=cluster.namespace,
         api=job.api,
         earlier=[*earlier.earlier, earlier.job_id] if earlier else [],
     )
@@ -288,7 +288,7 @@ def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: 
     ranks = f"{job.world_size} rank" + ("s" if job.world_size > 1 else "")
     nodes = f"{job.nodes} node" + ("s" if job.nodes > 1 else "")
     path = shlex.quote(os.path.relpath(folder.path))
-    print(f"{job.api} {job.name} is in namespace {namespace}: {ranks} on {nodes}")
+    print(f"{job.api} {job.name} is in namespace {cluster.namespace}: {ranks} on {nodes}")
     print(f"  folder:  {path} ({MANIFEST}, {RECORD}); in the pods {RUNS_PATH}/{folder.path.absolute().name}")
     print(f"  follow:  paceline status {path}\n           paceline logs {path} --follow")
     print(f"  stop:    paceline cancel {path}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,7 +47,7 @@ class Cluster:
         from kubernetes import config
 
         try:
-            return config.new_client_from_config(context=self.context or None)
+            return config.new_client_from_config(_kubeconfig(), context=self.context or None)
         except config.ConfigException as error:
             raise UserError(
                 "there is no cluster to talk to",
@@ -55,14 +56,18 @@ class Cluster:
                 hint="kubectl config get-contexts lists them; --dry-run prints the manifest anywhere",
             ) from error
 
+    def require(self) -> None:
+        """A client and a kubeconfig, or one screen."""
+        assert self._client is not None
+
     @cached_property
     def namespace(self) -> str:
         if self.given_namespace:
             return self.given_namespace
+        self.require()
         from kubernetes import config
 
-        assert self._client is not None
-        contexts, current = config.list_kube_config_contexts()
+        contexts, current = config.list_kube_config_contexts(_kubeconfig())
         chosen = next((item for item in contexts if item["name"] == self.context), current)
         return str(chosen["context"].get("namespace") or "default")
 
@@ -169,6 +174,11 @@ class Cluster:
         pods = [_summary(pod) for pod in json.loads(answer.data)["items"]]
         newest = {pod["index"]: pod for pod in sorted(pods, key=lambda pod: str(pod["created"]))}
         return [newest[index] for index in sorted(newest)]
+
+
+def _kubeconfig() -> str | None:
+    """None: ~/.kube/config. The client itself would only look at what was set when it was imported."""
+    return os.environ.get("KUBECONFIG") or None
 
 
 def require_client() -> None:

@@ -137,9 +137,10 @@ class Line:
             while text := file.readline(_LONGEST_WORDS):
                 words = json.loads(text)
                 if not isinstance(words, dict):
-                    break  # a stranger
+                    break  # a stranger, as is one whose words are no JSON
                 self._events.put(Event("word", self, words))
         self.is_open = False
+        self.close()
         self._events.put(Event("lost", self))
 
 

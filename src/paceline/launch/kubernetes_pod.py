@@ -225,7 +225,7 @@ class Pod:
 
     def _start_child(self, meeting: dict[str, Any]) -> None:
         self._child = child = subprocess.Popen(
-            [sys.executable, "-m", "paceline", *self._command],
+            self._command,
             env={**os.environ, **agent_environment(self.place, meeting["host"], meeting["port"])},
             start_new_session=True,  # so that all of it can be ended at once
         )
@@ -304,7 +304,7 @@ def _free_port() -> int:
 
 def main(arguments: list[str]) -> int:
     try:
-        return Pod(read_place(), arguments).run()
+        return Pod(read_place(), [sys.executable, "-m", "paceline", *arguments]).run()
     except PacelineError as error:
         print(error.screen(), file=sys.stderr)
         return error.exit_code

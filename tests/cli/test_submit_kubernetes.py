@@ -1,0 +1,530 @@
+"""Manifests say what they should, mistakes end in a second, and pods end and begin again together."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from harness.cli import environment
+from harness.fake_slurm import clean_home
+from paceline.cli.main import main
+from paceline.config.fields import find_field
+from paceline.launch.kubernetes_flags import kubernetes_settings
+from paceline.launch.kubernetes_gang import Verdict, judge, read_place
+
+USER, DATA, PREEMPTED, INTERNAL = 2, 3, 75, 70
+MOST_LINES = 12
+IMAGE = "registry.example.com/team/paceline:0.1.0"
+JOB = ["shapes-cnn", "--image", IMAGE, "--runs", "paceline-runs", "--nodes", "2", "--processes-per-node", "2"]
+BARE = JOB[:5]  # without nodes and ranks
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    clean_home(tmp_path, monkeypatch)
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def submit(*arguments: str) -> int:
+    return main(["submit", "kubernetes", *arguments])
+
+
+def manifest(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict[str, Any]]:
+    """The objects that --dry-run prints."""
+    assert submit(*arguments, "--dry-run") == 0, capsys.readouterr().err
+    return list(yaml.safe_load_all(capsys.readouterr().out))
+
+
+def pod_of(item: dict[str, Any]) -> dict[str, Any]:
+    pod: dict[str, Any] = item["spec"]["template"]["spec"]
+    return pod
+
+
+# --- Wrong input ------------------------------------------------------------------------------------------------------
+
+# What is typed after `paceline submit kubernetes`, and what the screen must say.
+WRONG: dict[str, tuple[list[str], list[str]]] = {
+    "no such recipe": (["shape-cnn", *JOB[1:]], ["no recipe 'shape-cnn'", "shapes-cnn"]),
+    "misspelt flag of train": ([*JOB, "--epoch", "2"], ["unknown flag '--epoch'", "--epochs"]),
+    "misspelt flag of submit": ([*JOB, "--namspace", "x"], ["unknown flag '--namspace'", "--namespace"]),
+    "flag without value": ([*JOB, "--queue"], ["--queue needs a value", "Kueue"]),
+    "value out of range": ([*JOB, "--epochs", "0"], ["epochs is out of range"]),
+    "no image": (["shapes-cnn", "--runs", "r", "--gpus", "2"], ["which image", "docker build"]),
+    "image with capitals": ([*JOB, "--image", "Team/Paceline:1"], ["image: 'Team/Paceline:1'", "team/paceline:1"]),
+    "image with spaces": ([*JOB, "--image", "a b:1"], ["image: 'a b:1'", "without spaces"]),
+    "image without tag": ([*JOB, "--image", "team/paceline"], ["another one tomorrow", "team/paceline:0.1.0"]),
+    "image latest": ([*JOB, "--image", "team/paceline:latest"], ["another one tomorrow", "digest"]),
+    "no runs": (["shapes-cnn", "--image", IMAGE, "--gpus", "2"], ["where are runs kept?", "kubectl get pvc"]),
+    "runs on a relative path": ([*JOB, "--runs", "my/runs"], ["runs: 'my/runs'", "PersistentVolumeClaim"]),
+    "no ranks": ([*BARE, "--nodes", "2"], ["how many ranks", "--gpus-per-node N"]),
+    "ranks twice": ([*JOB, "--gpus-per-node", "2"], ["ranks are given twice", "--processes-per-node 2"]),
+    "--processes": ([*JOB, "--processes", "4"], ["given per node", "--processes-per-node 4"]),
+    "no nodes": ([*JOB, "--nodes", "0"], ["nodes: '0'", "from 1"]),
+    "nodes in words": ([*JOB, "--nodes", "two"], ["nodes: 'two'", "a whole number"]),
+    "GPUs not divisible": ([*BARE, "--nodes", "3", "--gpus", "8"], ["8 GPUs", "3 nodes", "--gpus 6 or 9"]),
+    "batch not divisible": (
+        [*BARE, "--nodes", "3", "--processes-per-node", "2"],
+        ["not divisible by 6", "nodes x ranks per node of"],
+    ),
+    "lanes not divisible": ([*JOB, "--lanes", "2"], ["2 lanes cannot be shared equally by 4 ranks"]),
+    "device against ranks": ([*JOB, "--device", "cuda"], ["contradict each other", "--gpus-per-node 2"]),
+    "single on several": ([*JOB, "--strategy", "single"], ["strategy single runs on one process"]),
+    "unknown api": ([*JOB, "--api", "jobsets"], ["api: 'jobsets'", "job, jobset, trainjob", "--api jobset"]),
+    "api of a predecessor": ([*JOB, "--api", "pytorchjob"], ["api: 'pytorchjob'", "job, jobset, trainjob"]),
+    "memory in gigabytes": ([*JOB, "--memory", "64GB"], ["memory: '64GB'", "--memory 64Gi"]),
+    "memory in small letters": ([*JOB, "--memory", "64gi"], ["memory: '64gi'", "--memory 64Gi"]),
+    "memory without unit": ([*JOB, "--memory", "64"], ["memory: '64'", "Gi"]),
+    "shm above memory": ([*JOB, "--memory", "4Gi", "--shm", "8Gi"], ["/dev/shm would take all", "8Gi of 4Gi"]),
+    "fewer CPUs than ranks": ([*JOB, "--cpus", "1"], ["more ranks than CPUs", "--cpus 2"]),
+    "namespace with capitals": ([*JOB, "--namespace", "My_Team"], ["namespace: 'My_Team'", "--namespace my-team"]),
+    "job name with a digit first": ([*JOB, "--job-name", "3d"], ["job_name: '3d'", "a letter first", "run-3d"]),
+    "job name too long": ([*JOB, "--job-name", "x" * 51], ["job_name: ", "up to 50"]),
+    "queue with a slash": ([*JOB, "--queue", "team/gpu"], ["queue: 'team/gpu'", "--queue team-gpu"]),
+    "mount not absolute": ([*JOB, "--mount", "claim:models"], ["mount: 'claim:models'", "--mount claim:/models"]),
+    "mount without path": ([*JOB, "--mount", "claim"], ["mount: 'claim'", "CLAIM:/PATH"]),
+    "mount with dots": ([*JOB, "--mount", "claim:/a/../runs"], ["without .."]),
+    "mount on another": ([*JOB, "--mount", "claim:/runs/x"], ["two volumes at one place", "/runs/x and /runs"]),
+    "mount with a wrong mode": ([*JOB, "--mount", "claim:/x:rx"], ["mount: 'claim:/x:rx'", ":ro"]),
+    "variable without value": ([*JOB, "--env", "A"], ["not a variable", "NAME=VALUE"]),
+    "variable of the launcher": ([*JOB, "--env", "PACELINE_NODE=0"], ["belongs to the launcher"]),
+    "selector without value": ([*JOB, "--node-selector", "gpu"], ["node_selector: 'gpu'", "KEY=VALUE"]),
+    "toleration of a wrong effect": (
+        [*JOB, "--toleration", "gpu:NoScheduling"],
+        ["toleration: 'gpu:NoScheduling'", "--toleration gpu:NoSchedule"],
+    ),
+    "root": ([*JOB, "--user", "0"], ["user: '0'", "not run as root"]),
+    "a port of the system's": ([*JOB, "--port", "80"], ["port: '80'", "from 1024"]),
+    "time with letters": ([*JOB, "--time", "2h"], ["not a time limit", "'2h'"]),
+    "grace above the time": ([*JOB, "--time", "1", "--grace", "60"], ["would end before it has begun"]),
+    "runtime of a job": ([*JOB, "--runtime", "mine"], ["only a trainjob has a runtime", "--api trainjob"]),
+    "secret of a trainjob": (
+        [*JOB, "--api", "trainjob", "--secret", "wandb"],
+        ["leaves --secret to its runtime", "--api jobset"],
+    ),
+    "data the pods do not see": (
+        ["cifar10-cnn", *JOB[1:], "--data-dir", "/home/me/data"],
+        ["pods would not find this path", "/home/me/data", "--data CLAIM"],
+    ),
+    "weights the pods do not see": ([*JOB, "--weights", "w.pt"], ["pods would not find this path", "w.pt"]),
+    "pictures nowhere": (["folder-resnet50", *JOB[1:]], ["where is the folder of pictures?", "--data CLAIM"]),
+    "resume of another run": ([*JOB, "--resume", "runs/other"], ["folder of its own run", "--output-dir runs/other"]),
+    "switch with a value": ([*JOB, "--dry-run=yes"], ["--dry-run takes no value"]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_costs_one_screen(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, expected = WRONG[case]
+    assert submit(*arguments) == USER
+    screen = capsys.readouterr().err
+    for text in expected:
+        assert text in screen, screen
+    assert len(screen.splitlines()) <= MOST_LINES
+    assert list(home.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.parametrize("words", [["k8s", "shapes-cnn"], ["kubernets", "shapes-cnn"]])
+def test_which_scheduler(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", *words]) == USER
+    assert "paceline submit kubernetes shapes-cnn" in capsys.readouterr().err
+
+
+def test_without_the_client_the_extra_is_named(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("paceline.launch.kubernetes_client.importlib.util.find_spec", lambda name: None)
+    assert submit(*JOB) == USER
+    screen = capsys.readouterr().err
+    assert "pip install 'paceline[kubernetes]'" in screen
+    assert list(home.iterdir()) == []
+
+
+def test_flags_of_submit_are_none_of_trains() -> None:
+    both = [name for name in kubernetes_settings() if find_field(name)]
+    assert both == []
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    assert submit("--help") == 0
+    out = capsys.readouterr().out
+    for setting in kubernetes_settings().values():
+        assert setting.flag in out
+    assert max(map(len, out.splitlines())) <= 130
+
+
+# --- The manifest -----------------------------------------------------------------------------------------------------
+
+
+def test_the_same_words_give_the_same_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for _ in range(2):
+        assert submit(*JOB, "--job-name", "ride", "--output-dir", "runs/ride", "--dry-run") == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    head = [line for line in texts[0].splitlines() if line.startswith("#")]
+    assert head[0] == "# ride: 4 ranks on 2 nodes. Written by paceline 0.1.0:"
+    assert head[1].startswith("#   paceline submit kubernetes shapes-cnn --image")
+    assert "--dry-run" not in head[1]
+    assert "&id" not in texts[0]
+    assert not Path("runs").exists()
+
+
+def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    service, job = manifest(capsys, *JOB, "--job-name", "ride", "--output-dir", "runs/ride", "--epochs", "3")
+    assert service["kind"] == "Service"
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    spec, pod = job["spec"], pod_of(job)
+    assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
+    assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
+    assert pod["subdomain"] == service["metadata"]["name"] == "ride"
+    (container,) = pod["containers"]
+    assert container["command"] == ["python", "-m", "paceline.launch.kubernetes_pod"]
+    assert container["args"] == [
+        *("train", "shapes-cnn", "--epochs=3", "--processes=2", "--device=cpu", "--omp-num-threads=1"),
+        *("--output-dir=/runs/ride", "--resume=auto"),
+    ]
+    variables = {item["name"]: item for item in container["env"]}
+    assert variables["PACELINE_NODES"]["value"] == "2"
+    assert variables["PACELINE_MEET"]["value"] == "ride-0.ride:29400"
+    index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    assert variables["PACELINE_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == index
+
+
+def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
+    (job,) = manifest(capsys, *BARE, "--processes-per-node", "2")
+    (container,) = pod_of(job)["containers"]
+    assert container["command"] == ["python", "-m", "paceline"]
+    assert not [item for item in container["env"] if item["name"].startswith("PACELINE_")]
+    assert "successPolicy" not in job["spec"]
+
+
+def test_exit_codes_become_a_failure_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    _, job = manifest(capsys, *JOB, "--retries", "5")
+    rules = job["spec"]["podFailurePolicy"]["rules"]
+    assert rules[0]["action"] == "Ignore"
+    assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
+    by_code = {code: rule["action"] for rule in rules[1:] for code in rule["onExitCodes"]["values"]}
+    assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob"}
+    assert {rule["onExitCodes"]["containerName"] for rule in rules[1:]} == {pod_of(job)["containers"][0]["name"]}
+    assert job["spec"]["backoffLimit"] == 5
+    assert pod_of(job)["restartPolicy"] == "Never"  # the policy judges nothing else
+    assert "activeDeadlineSeconds" not in job["spec"]
+
+
+def test_pods_may_do_little(capsys: pytest.CaptureFixture[str]) -> None:
+    _, job = manifest(capsys, *JOB, "--user", "2000:3000")
+    pod = pod_of(job)
+    assert pod["automountServiceAccountToken"] is False
+    context = pod["securityContext"]
+    assert (context["runAsNonRoot"], context["runAsUser"], context["runAsGroup"]) == (True, 2000, 3000)
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert pod["containers"][0]["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    writable = {mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert {"/runs", "/tmp", "/dev/shm"} == writable
+
+
+def test_what_was_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+    _, job = manifest(
+        capsys,
+        *("shapes-cnn", "--image", IMAGE, "--runs", "/srv/runs", "--data", "datasets", "--mount", "models:/models:ro"),
+        *("--nodes", "2", "--gpus", "8", "--cpus", "16", "--memory", "96Gi", "--shm", "16Gi", "--time", "01:00:00"),
+        *("--namespace", "vision", "--queue", "gpu-queue", "--priority-class", "high", "--service-account", "trainer"),
+        *("--image-pull-secret", "registry", "--secret", "wandb,mlflow", "--env", "NCCL_DEBUG=WARN", "--env", "X=$(Y)"),
+        *(
+            "--node-selector",
+            "accelerator=h100",
+            "--toleration",
+            "nvidia.com/gpu=yes:NoSchedule",
+            "--toleration",
+            "spot",
+        ),
+    )
+    pod = pod_of(job)
+    (container,) = pod["containers"]
+    assert job["metadata"]["namespace"] == "vision"
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpu-queue"
+    assert job["spec"]["suspend"] is True
+    assert job["spec"]["activeDeadlineSeconds"] == 3600
+    assert container["resources"]["limits"] == {"cpu": "16", "memory": "96Gi", "nvidia.com/gpu": "4"}
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "mlflow"}}]
+    values = {item["name"]: item.get("value") for item in container["env"]}
+    assert values["NCCL_DEBUG"] == "WARN"
+    assert values["X"] == "$$(Y)"  # Kubernetes makes $(Y) of it
+    assert "--device=cuda" in container["args"]
+    assert pod["nodeSelector"] == {"accelerator": "h100"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", "operator": "Equal", "value": "yes", "effect": "NoSchedule"},
+        {"key": "spot", "operator": "Exists"},
+    ]
+    assert (pod["priorityClassName"], pod["serviceAccountName"]) == ("high", "trainer")
+    assert pod["imagePullSecrets"] == [{"name": "registry"}]
+    volumes = {item["name"]: item for item in pod["volumes"]}
+    assert volumes["runs"]["hostPath"] == {"path": "/srv/runs", "type": "Directory"}
+    assert volumes["data"]["persistentVolumeClaim"] == {"claimName": "datasets"}
+    assert volumes["shm"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "16Gi"}
+    mounts = {item["mountPath"]: item for item in container["volumeMounts"]}
+    assert mounts["/models"]["readOnly"] is True
+    assert {item["name"] for item in container["volumeMounts"]} == set(volumes)
+
+
+def test_data_is_looked_for_where_it_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
+    def data_dir(*arguments: str) -> list[str]:
+        job = manifest(capsys, "cifar10-cnn", *JOB[1:], *arguments)[-1]
+        args = pod_of(job)["containers"][0]["args"]
+        return [word for word in args if word.startswith("--data-dir")]
+
+    assert data_dir() == ["--data-dir=/tmp/data"]  # fetched by each pod
+    assert data_dir("--data", "datasets") == ["--data-dir=/data"]
+    assert data_dir("--data", "datasets", "--data-dir", "/data/cifar") == ["--data-dir=/data/cifar"]
+
+
+def test_a_recipe_and_functions_of_ones_own_travel_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "mine.yaml").write_text("dataset: shapes\nmodel_name: my_model.py:build\nnum_samples: 640\n")
+    (home / "my_model.py").write_text("def build(num_classes):\n    return None\n")
+    files, _, job = manifest(capsys, "mine.yaml", *JOB[1:], "--job-name", "mine")
+    assert files["kind"] == "ConfigMap"
+    assert files["data"] == {name: (home / name).read_text() for name in ("mine.yaml", "my_model.py")}
+    (container,) = pod_of(job)["containers"]
+    assert container["args"][:2] == ["train", "/etc/paceline/mine.yaml"]
+    assert "--model-name=/etc/paceline/my_model.py:build" in container["args"]
+    assert {"name": "files", "configMap": {"name": "mine-files"}} in pod_of(job)["volumes"]
+    assert {"name": "files", "mountPath": "/etc/paceline", "readOnly": True} in container["volumeMounts"]
+
+
+def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = home / "runs" / "ride"
+    folder.mkdir(parents=True)
+    again = [*JOB, "--output-dir", "runs/ride", "--resume", "auto"]
+
+    def grace() -> int:
+        seconds: int = pod_of(manifest(capsys, *again)[-1])["terminationGracePeriodSeconds"]
+        return seconds
+
+    assert grace() == 120
+    (folder / "status.json").write_text(json.dumps({"status": "preempted", "step": 7, "save_s": 100.0}))
+    assert grace() == 420
+    assert submit(*again, "--grace", "60", "--dry-run") == USER
+    assert "--grace 210" in capsys.readouterr().err
+
+
+def test_a_finished_run_is_not_submitted_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = home / "runs" / "ride"
+    folder.mkdir(parents=True)
+    (folder / "status.json").write_text(json.dumps({"status": "finished", "step": 7}))
+    (folder / "config.yaml").write_text("dataset: shapes\n")
+    assert submit(*JOB, "--output-dir", "runs/ride") == 0
+    assert "is finished (7 steps); nothing was submitted" in capsys.readouterr().out
+
+
+def test_a_rehearsal_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+    job = manifest(capsys, *JOB, "--rehearse")[-1]
+    assert "--resume=auto" not in pod_of(job)["containers"][0]["args"]
+
+
+# --- The gang ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("codes", "nodes", "verdict"),
+    [
+        ({}, 2, None),
+        ({0: 0}, 2, None),  # whoever is done waits: a pod that has left does not come back
+        ({1: 0, 0: 0}, 2, Verdict("end", 0)),
+        ({1: USER}, 2, Verdict("end", USER)),
+        ({0: INTERNAL, 1: DATA}, 3, Verdict("end", DATA)),
+        ({1: INTERNAL, 0: 6}, 2, Verdict("fail", INTERNAL, 1)),  # the first, not the lowest
+        ({1: PREEMPTED}, 2, None),  # others may still be saving
+        ({1: PREEMPTED, 0: PREEMPTED}, 2, Verdict("again")),
+        ({1: PREEMPTED, 0: 143}, 2, Verdict("again")),
+        ({1: 0, 0: PREEMPTED}, 2, Verdict("again")),
+        ({1: 137}, 2, Verdict("fail", 137, 1)),
+    ],
+)
+def test_what_follows_from_how_pods_end(codes: dict[int, int], nodes: int, verdict: Verdict | None) -> None:
+    assert judge(codes, nodes) == verdict
+
+
+def test_a_pod_that_does_not_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = read_place({"PACELINE_NODES": "2", "PACELINE_NODE": "1", "PACELINE_MEET": "a-0.a:29400"})
+    assert (place.host, place.port, place.leads) == ("a-0.a", 29400, False)
+    for wrong in ({}, {"PACELINE_NODES": "2", "PACELINE_NODE": "2", "PACELINE_MEET": "a:1"}):
+        with pytest.raises(Exception, match="does not know its place"):
+            read_place(wrong)
+
+
+POD = """
+import os, sys
+from paceline.errors import PacelineError
+from paceline.launch.kubernetes_pod import Pod, read_place
+try:
+    code = Pod(read_place(), sys.argv[1:]).run()
+except PacelineError as error:
+    print(error.screen(), file=sys.stderr, flush=True)
+    code = error.exit_code
+os._exit(code)
+"""
+
+
+class Gang:
+    """Pods as processes of this machine; a shell script stands in for the training."""
+
+    def __init__(self, folder: Path, script: str) -> None:
+        self.folder = folder
+        self.pods: list[subprocess.Popen[str]] = []
+        (folder / "train.sh").write_text(f'node=$SLURM_NODEID\necho $node >>"starts"\n{script}\n')
+        with socket.create_server(("", 0)) as server:
+            self.port = server.getsockname()[1]
+
+    def start(self, node: int, timeout_s: float = 20, nodes: int = 2) -> subprocess.Popen[str]:
+        place = {"PACELINE_NODES": str(nodes), "PACELINE_NODE": str(node), "PACELINE_MEET": f"127.0.0.1:{self.port}"}
+        pod = subprocess.Popen(
+            [sys.executable, "-c", POD, "sh", "train.sh"],
+            cwd=self.folder,
+            env=environment(PACELINE_START_TIMEOUT_S=str(timeout_s), **place),
+            text=True,
+            stderr=subprocess.PIPE,
+        )
+        self.pods.append(pod)
+        return pod
+
+    def wait_for(self, *lines: str) -> None:
+        """Until the trainings of these nodes have begun, and as often."""
+        path = self.folder / "starts"
+        for _ in range(2000):
+            if path.exists() and sorted(path.read_text().split()) == sorted(lines):
+                return
+            with pytest.raises(subprocess.TimeoutExpired):  # a pod that ends here is a failure
+                self.pods[-1].wait(0.01)
+        raise AssertionError(path.read_text() if path.exists() else "nothing began")
+
+    def end(self) -> None:
+        for pod in self.pods:
+            if pod.poll() is None:
+                pod.kill()
+            pod.communicate()
+
+
+@pytest.fixture
+def gangs(tmp_path: Path) -> Iterator[list[Gang]]:
+    made: list[Gang] = []
+    yield made
+    for gang in made:
+        (gang.folder / "go").touch()  # stand-ins whose pod was killed end, too
+        gang.end()
+
+
+def make_gang(gangs: list[Gang], folder: Path, script: str) -> Gang:
+    gangs.append(Gang(folder, script))
+    return gangs[-1]
+
+
+WAIT = "while [ ! -e go ]; do sleep 0.02; done"
+
+
+def test_pods_with_a_stand_in_training_end_together(gangs: list[Gang], tmp_path: Path) -> None:
+    gang = make_gang(gangs, tmp_path, f'[ "$node" = 1 ] || {WAIT}')
+    first, second = gang.start(0), gang.start(1)
+    gang.wait_for("0", "1")
+    with pytest.raises(subprocess.TimeoutExpired):  # its own work is done, the other's is not
+        second.wait(0.3)
+    (tmp_path / "go").touch()
+    assert (first.wait(10), second.wait(10)) == (0, 0)
+
+
+def test_a_mistake_in_one_pod_ends_the_stand_in_training_of_all(gangs: list[Gang], tmp_path: Path) -> None:
+    gang = make_gang(gangs, tmp_path, f'[ "$node" = 0 ] || exit 2; {WAIT}')
+    first, second = gang.start(0), gang.start(1)
+    assert (first.wait(15), second.wait(15)) == (USER, USER)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_pod_is_waited_for_and_the_stand_in_training_begins_again(
+    lost: int, gangs: list[Gang], tmp_path: Path
+) -> None:
+    gang = make_gang(gangs, tmp_path, WAIT)
+    pods = [gang.start(0), gang.start(1)]
+    gang.wait_for("0", "1")
+    pods[lost].kill()
+    pods[lost] = gang.start(lost)  # as the Job controller does
+    gang.wait_for("0", "1", "0", "1")
+    (tmp_path / "go").touch()
+    assert [pod.wait(10) for pod in pods] == [0, 0]
+
+
+def test_only_the_pod_that_failed_first_is_replaced_with_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+    fail = "{ until grep -q 0 starts; do sleep 0.02; done; touch failed; exit 70; }"
+    gang = make_gang(gangs, tmp_path, f'[ "$node" = 0 ] || [ -e failed ] || {fail}; {WAIT}')
+    first, second = gang.start(0), gang.start(1)
+    assert second.wait(10) == INTERNAL
+    third = gang.start(1)
+    gang.wait_for("0", "1", "0", "1")
+    (tmp_path / "go").touch()
+    assert (first.wait(10), third.wait(10)) == (0, 0)
+
+
+def test_a_pod_that_is_asked_to_leave_lets_the_others_stay_with_a_stand_in_training(
+    gangs: list[Gang], tmp_path: Path
+) -> None:
+    # As real ranks do: one is asked, all save and leave with 75.
+    stop = "trap 'touch stop; exit 75' TERM; while [ ! -e go ]; do [ ! -e stop ] || exit 75; sleep 0.02; done"
+    gang = make_gang(gangs, tmp_path, stop)
+    first, second = gang.start(0), gang.start(1)
+    gang.wait_for("0", "1")
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(10) == PREEMPTED
+    (tmp_path / "stop").unlink()
+    third = gang.start(1)
+    gang.wait_for("0", "1", "0", "1")
+    (tmp_path / "go").touch()
+    assert (first.wait(10), third.wait(10)) == (0, 0)
+
+
+def test_a_gang_that_is_not_complete_says_who_is_missing(gangs: list[Gang], tmp_path: Path) -> None:
+    gang = make_gang(gangs, tmp_path, WAIT)
+    leader, follower = gang.start(0, timeout_s=1, nodes=3), gang.start(1, timeout_s=1, nodes=3)
+    _, words = leader.communicate(timeout=15)
+    assert leader.returncode == INTERNAL
+    assert " of 3 nodes did not arrive within 1 s" in words
+    assert re.search(r"missing: node (1, )?2\n", words)  # node 1 may have given up before
+    _, words = follower.communicate(timeout=15)
+    assert "node 0 did not say go within 1 s" in words
+    assert not (tmp_path / "starts").exists()
+
+
+def test_strangers_at_the_door_change_nothing_for_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+    gang = make_gang(gangs, tmp_path, WAIT)
+    first = gang.start(0)
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": [1]}\n', b'{"hello": 7}\n', b"[]\n", b""):
+        for _ in range(500):
+            try:
+                stranger = socket.create_connection(("127.0.0.1", gang.port), timeout=5)
+                break
+            except ConnectionRefusedError:  # the leader is still starting
+                with pytest.raises(subprocess.TimeoutExpired):
+                    first.wait(0.02)
+        with stranger:
+            stranger.sendall(words)
+            if words:
+                assert stranger.recv(10) == b""  # shown the door
+    second = gang.start(1)
+    gang.wait_for("0", "1")
+    (tmp_path / "go").touch()
+    assert (first.wait(10), second.wait(10)) == (0, 0)
