@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,9 @@ class Browser:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with suppress(AssertionError, OSError, subprocess.TimeoutExpired):
+            self.call("Browser.close")
+            self._process.wait(timeout=5)
         self._process.kill()
         self._process.wait()
         os.close(self._write)
@@ -139,17 +143,22 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def settle(self) -> None:
+        """Until the page has drawn what it was told."""
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
+
     def resize(self, width: int, height: int = 900) -> None:
         """A narrow page is a phone's: it has touch and a fine screen."""
         scale, is_phone = (2, True) if width < 600 else (1, False)
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=is_phone
         )
-        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+        self.settle()
 
     def emulate(self, *, dark: bool = False, media: str = "screen") -> None:
         features = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self.call("Emulation.setEmulatedMedia", media=media, features=features)
+        self.settle()
 
     def mouse(self, *places: tuple[float, float], press: bool = False) -> None:
         """Move through these places; pressed from the first to the last if asked."""
@@ -164,6 +173,7 @@ class Page:
     def click(self, selector: str) -> None:
         """On the middle of an element, wherever it is."""
         self.mouse(self.middle_of(selector), press=True)
+        self.settle()
 
     def middle_of(self, selector: str) -> tuple[float, float]:
         node = f"document.querySelector({json.dumps(selector)})"

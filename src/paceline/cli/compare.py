@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import string
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.metrics.recorder import read_rows
+from paceline.report.compare_page import Finding, write_compare_page
 from paceline.runs.comparison import (
     RunRecord,
     TextComparison,
@@ -24,10 +26,12 @@ if TYPE_CHECKING:
     from paceline.checkpoints.difference import CheckpointComparison
 
 SHORT_HASH = 12
-_USAGE = """usage: paceline compare RUN RUN [RUN...] [--json]
+_USAGE = """usage: paceline compare RUN RUN [RUN...] [--json] [--html [PAGE.html]]
 
 Say whether runs are equal - weights, optimizer, step losses, epoch metrics, every tensor of their newest common
-checkpoint - or where each first differs from the first run. Exit code 0: equal, 1: different."""
+checkpoint - or where each first differs from the first run. Exit code 0: equal, 1: different.
+--html also writes a page (compare.html, if no other is named) with their curves over each other."""
+_PAGE = Path("compare.html")
 _RESULTS = {
     "test accuracy": ("test_accuracy", "{:.2%}"),
     "test loss": ("test_loss", "{:.6f}"),
@@ -60,6 +64,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(_USAGE)
         return EXIT_FINISHED
+    arguments, page = _take_page(arguments)
     as_json = "--json" in arguments
     paths = _read_paths([argument for argument in arguments if argument != "--json"])
     records = [read_record(path, read_rows(RunFolder(path).metrics_jsonl)) for path in paths]
@@ -70,13 +75,35 @@ def run(arguments: list[str]) -> int:
         _print_tables(records)
         for verdict in verdicts:
             _print_verdict(verdict)
+    if page is not None:
+        _write_page(page, records, verdicts)
+        print(f"\nthe page is {page}", file=sys.stderr if as_json else sys.stdout)
     return EXIT_FINISHED if all(verdict.is_equal for verdict in verdicts) else EXIT_DIFFERENT
+
+
+def _take_page(arguments: list[str]) -> tuple[list[str], Path | None]:
+    """`--html`, `--html PAGE.html` or `--html=PAGE`: what is left, and the page's path."""
+    rest: list[str] = []
+    page: Path | None = None
+    for argument in arguments:
+        is_name = bool(rest) and rest[-1] == "--html" and argument.endswith((".html", ".htm"))
+        if is_name or argument.startswith("--html="):
+            page = Path(argument.removeprefix("--html="))
+        else:
+            rest.append(argument)
+    if "--html" in rest:
+        page = page or _PAGE
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        raise UserError(
+            "the page cannot be written there", got=page, hint="--html=FOLDER/PAGE.html, in a folder that is there"
+        )
+    return [argument for argument in rest if argument != "--html"], page
 
 
 def _read_paths(arguments: list[str]) -> list[Path]:
     for argument in arguments:
         if argument.startswith("-"):
-            raise UserError(f"unknown flag {argument!r}", allowed="--json", hint="paceline compare --help")
+            raise UserError(f"unknown flag {argument!r}", allowed="--json, --html", hint="paceline compare --help")
     paths = [Path(argument) for argument in arguments]
     most = len(string.ascii_uppercase)
     if not 2 <= len(paths) <= most:
@@ -106,8 +133,12 @@ def _print_tables(records: list[RunRecord]) -> None:
         _print_table("config", labels, {name: [_shown(v) for v in values] for name, values in differences.items()})
     else:
         print("\nconfig: the same")
+    _print_table("results", labels, _result_rows(records))
+
+
+def _result_rows(records: list[RunRecord]) -> dict[str, list[str]]:
     rows = {title: [_result(record, *spec) for record in records] for title, spec in _RESULTS.items()}
-    _print_table("results", labels, {title: cells for title, cells in rows.items() if set(cells) != {"-"}})
+    return {title: cells for title, cells in rows.items() if set(cells) != {"-"}}
 
 
 def _print_table(title: str, labels: list[str], rows: dict[str, list[str]]) -> None:
@@ -128,6 +159,13 @@ def _result(record: RunRecord, name: str, form: str) -> str:
 
 
 def _print_verdict(verdict: Verdict) -> None:
+    finding = _in_words(verdict)
+    print(f"\n{finding.sentence}")
+    for line in finding.lines:
+        print(f"  {line}")
+
+
+def _in_words(verdict: Verdict) -> Finding:
     a, b = verdict.labels
     text, tensors = verdict.text, verdict.tensors
     seen = f"{text.steps_compared} logged losses, {text.epoch_metrics_compared} epoch metrics"
@@ -137,17 +175,22 @@ def _print_verdict(verdict: Verdict) -> None:
         tensor_words = f"{tensors.tensors_compared} tensors of the checkpoints of step {tensors.step}"
     if verdict.is_equal:
         hashes = " and ".join(found.what.removesuffix("_sha256") for found in text.hashes)
-        print(f"\n{a} and {b} are equal: final {hashes}, {seen}; {tensor_words}")
-        return
-    print(f"\n{a} and {b} differ")
-    for line in [*verdict.unfinished, *_differences(verdict)]:
-        print(f"  {line}")
+        return Finding(True, f"{a} and {b} are equal: final {hashes}, {seen}; {tensor_words}")
+    lines = [*verdict.unfinished, *_differences(verdict)]
     if text.first_step is None:
-        print(f"  the same: {text.steps_compared} logged losses")
+        lines.append(f"the same: {text.steps_compared} logged losses")
     if tensors is None:
-        print(f"  {tensor_words}")
+        lines.append(tensor_words)
     elif tensors.difference is None:
-        print(f"  the same: {tensor_words}")
+        lines.append(f"the same: {tensor_words}")
+    return Finding(False, f"{a} and {b} differ", lines)
+
+
+def _write_page(page: Path, records: list[RunRecord], verdicts: list[Verdict]) -> None:
+    try:
+        write_compare_page(page, records, [_in_words(verdict) for verdict in verdicts], _result_rows(records))
+    except OSError as error:
+        raise UserError("the page cannot be written", where=str(page), got=error.strerror) from error
 
 
 def _differences(verdict: Verdict) -> list[str]:

@@ -21,6 +21,7 @@ class Series:
     is_dashed: bool = False  # for what was not measured: an ideal, a prediction
     has_points: bool = False
     group: str = ""  # series of one group share a colour
+    colour: int | None = None  # its number in the palette, to keep a colour over several charts
 
 
 @dataclass(frozen=True)

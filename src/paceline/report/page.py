@@ -278,7 +278,7 @@ def _table(table: Table) -> str:
         for row in table.rows
     )
     caption = f"<caption>{_prose(table.caption)}</caption>" if table.caption else ""
-    kind = ' class="sortable"' if len(table.rows) > 2 else ""
+    kind = ' class="sortable"' if len(table.rows) > 2 and any(are_numbers) else ""
     return (
         f'<div class="scroll" tabindex="0"><table{kind}>{caption}<thead><tr>{head}</tr></thead>\n'
         f"<tbody>{rows}</tbody></table></div>"

@@ -54,7 +54,7 @@ function say(value, kind = "number") {
   const { factor, suffix } = unitOf(kind, Math.abs(value));
   const scaled = value / factor;
   const size = Math.abs(scaled);
-  if (kind === "percent") return scaled.toFixed(2) + suffix;
+  if (kind === "percent") return plain(scaled, 2) + suffix;
   if (size !== 0 && (size < 1e-4 || size >= 1e15)) return scaled.toExponential(3) + suffix;
   return plain(scaled, size === 0 ? 0 : Math.max(0, 4 - Math.floor(Math.log10(size)))) + suffix;
 }

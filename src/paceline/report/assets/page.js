@@ -171,7 +171,7 @@ function colourSeries(all) {
   return all.map((series, n) => {
     const key = series.group || series.name;
     if (!groups.has(key)) groups.set(key, groups.size);
-    const number = groups.get(key);
+    const number = series.colour ?? groups.get(key);
     return { ...series, colour: number % COLOURS, round: Math.floor(number / COLOURS), shape: n % SHAPES.length };
   });
 }
@@ -277,6 +277,7 @@ function drawPage() {
   }
   document.querySelectorAll("table.sortable").forEach(makeSortable);
   setUpTheme();
+  return figures;
 }
 
-drawPage();
+const figures = drawPage();
