@@ -21,7 +21,7 @@ from typing import Any
 from paceline.errors import PacelineError
 
 _FIRST_PORT, _PORTS, _CANDIDATES = 20_000, 20_000, 8
-_ANSWER_S = 5.0
+_ANSWER_S = 3.0
 _POLL_S = 0.2
 # A machine that is cut off sends nothing at all; the kernel asks after it.
 _KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
@@ -58,6 +58,7 @@ class Line:
             if hasattr(socket, name):
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._lock, self._open_ends = threading.Lock(), 2
         threading.Thread(target=self._read, name="gang-line", daemon=True).start()
 
     def send(self, message: Message) -> None:
@@ -69,15 +70,24 @@ class Line:
         return self._messages.get(timeout=timeout_s)
 
     def close(self) -> None:
-        """Nothing more is said. What was said arrives, since the other end may still speak."""
+        """Nothing more is said here. The other end may still speak, so what was said arrives."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
+        self._hang_up()
 
     def _read(self) -> None:
         with suppress(OSError, ValueError), self._connection.makefile("rb") as file:
             for text in file:
                 self._messages.put(json.loads(text))
         self._messages.put(None)
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        """Called once for each direction; with the second the connection goes."""
+        with self._lock:
+            self._open_ends -= 1
+            if self._open_ends == 0:
+                self._connection.close()
 
 
 class Gang:
@@ -90,8 +100,12 @@ class Gang:
         self.lost: str | None = None  # in words
         self.on_news: Callable[[Message], None] | None = None
         self._lines = lines
-        for node, line in lines.items():
-            threading.Thread(target=self._follow, args=(node, line), name=f"node-{node}", daemon=True).start()
+        self._followers = [
+            threading.Thread(target=self._follow, args=item, name=f"node-{item[0]}", daemon=True)
+            for item in lines.items()
+        ]
+        for follower in self._followers:
+            follower.start()
 
     def tell(self, message: Message) -> None:
         for line in self._lines.values():
@@ -101,6 +115,12 @@ class Gang:
         self.tell({"bye": code})
         for line in self._lines.values():
             line.close()
+
+    def wait_for_others(self, timeout_s: float) -> None:
+        """Until they have left, too."""
+        deadline = time.monotonic() + timeout_s
+        for follower in self._followers:
+            follower.join(max(0.0, deadline - time.monotonic()))
 
     def _follow(self, node: int, line: Line) -> None:
         while (message := line.receive(None)) is not None:

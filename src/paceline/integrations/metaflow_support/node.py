@@ -64,6 +64,8 @@ class Node:
 
     def close(self) -> None:
         """The main node's copy goes last: on a laptop it is everybody's."""
+        if self.place.is_main:
+            self.gang.wait_for_others(_LOST_GRACE_S)
         if self.place.is_main or not self.has_shared_disk:
             shutil.rmtree(self.folder.path.parent, ignore_errors=True)
 
@@ -167,6 +169,7 @@ def join(request: Request, place: Place, datastore: Datastore, attempt: int, key
                 got=str(folder.path),
                 hint="--work-dir PATH on shared storage, or --flags without --strategy fsdp",
             )
+        print(f"node {place.own} has a disk of its own: checkpoints come from the datastore", flush=True)
         fetch(datastore, gang.plan["keys"], folder)
     node = Node(request, place, gang, folder, datastore, attempt, has_shared_disk)
     if place.is_main:

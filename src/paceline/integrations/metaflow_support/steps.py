@@ -20,19 +20,25 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from metaflow import current, pypi_base
-from metaflow.exception import METAFLOW_EXIT_DISALLOW_RETRY, MetaflowException
+from metaflow import Run, current, namespace, pypi_base
+from metaflow.exception import (
+    METAFLOW_EXIT_DISALLOW_RETRY,
+    MetaflowException,
+    MetaflowInvalidPathspec,
+    MetaflowNotFound,
+)
 
 import paceline
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.store import pointed_at
-from paceline.errors import EXIT_HANG, EXIT_PREEMPTED, PacelineError
+from paceline.errors import EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.metaflow_support.cards import TrainingCard
 from paceline.integrations.metaflow_support.gang import Place
 from paceline.integrations.metaflow_support.node import Node, join
 from paceline.integrations.metaflow_support.request import Request, check_request
 from paceline.launch.policy import FINAL_CODES
 from paceline.metrics.recorder import Row, read_rows
+from paceline.runs.folder import RunFolder
 
 CARD = "training"
 _PINNED = ("torch", "numpy", "metaflow-checkpoint")
@@ -107,14 +113,14 @@ def checked(**parameters: Any) -> Request:
 def training(request: Request) -> Iterator[Trained | None]:
     """Train as this node of the gang. Yields the outcome on the main node, None on the others."""
     with one_screen():
-        keys, origin = _choose_parcels(request)
+        keys, origin = choose_parcels(request)
         node = join(request, read_place(), current.checkpoint, current.retry_count, keys)
     try:
         with _card(node, origin):
             code = node.train()
         if code != 0:
             _fail(node, code)
-        yield _outcome(node) if node.place.is_main else None
+        yield outcome(request, node.folder) if node.place.is_main else None
     finally:
         node.close()
 
@@ -125,7 +131,7 @@ def read_place() -> Place:
     return Place(gang.num_nodes, gang.node_index, gang.main_ip, name)
 
 
-def _choose_parcels(request: Request) -> tuple[list[str], str]:
+def choose_parcels(request: Request) -> tuple[list[str], str]:
     """The checkpoint to go on from, with the best one so far, and where it came from in words."""
     found: Any = None
     if request.load_policy != "none" and current.checkpoint.is_loaded:
@@ -174,26 +180,44 @@ def _fail(node: Node, code: int) -> None:
     raise TrainingFailed(message)
 
 
-def _outcome(node: Node) -> Trained:
-    results = json.loads(node.folder.results.read_text())
+def outcome(request: Request, folder: RunFolder) -> Trained:
+    results = json.loads(folder.results.read_text())
     return Trained(
         results=results,
-        history=read_rows(node.folder.metrics_jsonl),
-        model=str(_pack_model(node)),
-        label=f"{node.request.about['dataset']}_{node.request.about['model_name']}".replace(":", "_"),
-        about={**node.request.about, "test_accuracy": results["test_accuracy"], "steps": results["steps"]},
+        history=read_rows(folder.metrics_jsonl),
+        model=str(_pack_model(folder)),
+        label=f"{request.about['dataset']}_{request.about['model_name']}".replace(":", "_").replace("/", "_"),
+        about={**request.about, "test_accuracy": results["test_accuracy"], "steps": results["steps"]},
     )
 
 
-def _pack_model(node: Node) -> Path:
+def _pack_model(folder: RunFolder) -> Path:
     """A run folder with nothing but its best checkpoint: whole, sealed, and no code in it."""
-    folder = node.folder
     model = folder.path.parent / "model"
     best = pointed_at(folder.checkpoints, "best") or step_folders(folder.checkpoints)[0]
     shutil.copytree(best, model / "checkpoints" / best.name)
     for path in (folder.config, folder.environment, folder.results):
         shutil.copyfile(path, model / path.name)
     return model
+
+
+def find_model(run: str, key: str) -> Any:
+    """A model that a flow has saved: by its key, or of a run (PacelineFlow/1234)."""
+    with one_screen():
+        if bool(run) == bool(key):
+            raise UserError("which model?", got=f"--run {run!r}, --model-key {key!r}", hint="give one of the two")
+        if key:
+            return key
+        try:
+            namespace(None)  # whoever trained it
+            saved = Run(run).data.model
+        except (MetaflowNotFound, MetaflowInvalidPathspec) as error:
+            raise UserError("there is no such run", where="--run", got=run, hint=str(error)) from None
+        except AttributeError:
+            saved = None
+        if saved is None:
+            raise UserError("this run has saved no model", where="--run", got=run, hint="is it finished?")
+        return saved
 
 
 def evaluate_model(path: str, flags: str = "") -> dict[str, Any]:

@@ -1,0 +1,355 @@
+"""Flows as a person runs them: real Metaflow, its local datastore, two nodes on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import Answer, command, environment, paceline
+from harness.processes import kill_all_in, processes_in
+from harness.runs import read_results
+from paceline.metrics.recorder import read_rows
+
+pytestmark = [pytest.mark.flows, pytest.mark.timeout(300)]
+NEEDS = ("metaflow", "metaflow_extensions", "moto", "kubernetes")
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "metaflow"
+# Forty steps of two ranks, some twenty a second.
+RECIPE = """
+dataset: shapes
+num_samples: 1480
+model_name: cnn
+base_lr: 0.2
+schedule: onecycle
+log_frequency: 1
+track: []
+"""
+PARAMETERS = ["--recipe", "tiny.yaml", "--epochs", "2", "--batch-size", "64", "--cluster-size", "2"]
+STEPS = 40
+# Prints everything the tests want to know of a run, by Metaflow's client.
+READ_RUN = """
+import json, sys
+from metaflow import Run, namespace
+from metaflow.cards import get_cards
+namespace(None)
+run = Run(sys.argv[1])
+names = ("results", "history", "test_accuracy", "test", "model")
+told = {name: getattr(run.data, name, None) for name in names}
+told["successful"] = run.successful
+if "train" in [step.id for step in run]:
+    tasks = sorted(run["train"], key=lambda task: len(task.id))
+    told["attempts"] = tasks[0].current_attempt + 1
+    told["nodes"] = [task.id for task in tasks]
+    told["cards"] = {task.id: [card.get() for card in get_cards(task, id="training")] for task in tasks}
+print(json.dumps(told))
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A folder that stands for a person's machine: working folder, Metaflow's home, temporary files."""
+
+    path: Path
+
+    def variables(self, **extra: str) -> dict[str, str]:
+        (self.path / "tmp").mkdir(exist_ok=True)
+        # The tasks of a flow are started as `python`: it must be this one.
+        found = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+        return {
+            "PATH": found,
+            "METAFLOW_HOME": str(self.path / "home"),
+            "METAFLOW_DATASTORE_SYSROOT_LOCAL": str(self.path / "store"),
+            "METAFLOW_CARD_LOCALROOT": str(self.path / "store"),
+            "USERNAME": "tester",
+            "TMPDIR": str(self.path / "tmp"),
+            **extra,
+        }
+
+    def flow(self, script: str, *arguments: str, **extra: str) -> Answer:
+        words = (sys.executable, str(EXAMPLES / script), *arguments)
+        return command(*words, cwd=self.path, timeout_s=280, **self.variables(**extra))
+
+    @contextmanager
+    def started(self, script: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
+        """A flow under way, its output in out.txt. Nothing of it outlives the block."""
+        with (
+            (self.path / "out.txt").open("w") as out,
+            subprocess.Popen(
+                [sys.executable, str(EXAMPLES / script), *arguments],
+                cwd=self.path,
+                env=environment(**self.variables(**extra)),
+                text=True,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            ) as process,
+        ):
+            try:
+                yield process
+            finally:
+                kill_all_in(self.path)
+        assert processes_in(self.path) == []
+
+    def read_run(self, pathspec: str) -> dict[str, Any]:
+        words = (sys.executable, "-c", READ_RUN, pathspec)
+        answer = command(*words, cwd=self.path, **self.variables())
+        assert answer.code == 0, answer.err
+        told: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+        return told
+
+
+@dataclass(frozen=True)
+class FlowRun:
+    place: Place
+    out: str
+
+    @property
+    def pathspec(self) -> str:
+        return "PacelineFlow/" + re.findall(r"run-id (\d+)", self.out)[0]
+
+    @cached_property
+    def told(self) -> dict[str, Any]:
+        return self.place.read_run(self.pathspec)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    path = tmp_path_factory.mktemp("metaflow")
+    (path / "tiny.yaml").write_text(RECIPE)
+    return Place(path)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(place: Place) -> FlowRun:
+    answer = place.flow("flow.py", "run", *PARAMETERS)
+    assert answer.code == 0, answer.out + answer.err
+    return FlowRun(place, answer.out)
+
+
+@pytest.fixture(scope="module")
+def trained_without_a_flow(place: Place) -> Path:
+    flags = ["--epochs=2", "--global-batch-size=64", "--processes=2", "--output-dir=alone"]
+    answer = paceline("train", "tiny.yaml", *flags, cwd=place.path)
+    assert answer.code == 0, answer
+    return place.path / "alone"
+
+
+def what_was_computed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what depends on the day: times and memory."""
+    names = ("kind", "step", "epoch", "phase", "loss", "accuracy", "lr", "grad_norm")
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+# --- One answer
+
+
+def test_two_nodes_of_a_flow_give_the_bits_of_two_processes(undisturbed: FlowRun, trained_without_a_flow: Path) -> None:
+    told, alone = undisturbed.told, read_results(trained_without_a_flow)
+    assert told["successful"]
+    assert told["nodes"] == ["2", "2_node_1"]
+    assert told["results"]["weights_sha256"] == alone["weights_sha256"]
+    assert told["results"]["world_size"] == 2
+    rows = what_was_computed(read_rows(trained_without_a_flow / "metrics.jsonl"))
+    assert what_was_computed(told["history"]) == rows
+    assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(1, STEPS + 1))
+
+
+def test_no_node_leaves_its_folder_behind(undisturbed: FlowRun) -> None:
+    assert not list((undisturbed.place.path / "tmp").glob("paceline-*"))
+
+
+# --- The model
+
+
+def test_the_accuracy_is_an_artifact(undisturbed: FlowRun, trained_without_a_flow: Path) -> None:
+    told, alone = undisturbed.told, read_results(trained_without_a_flow)
+    assert told["test_accuracy"] == told["results"]["test_accuracy"] == alone["test_accuracy"]
+    assert told["test"]["samples"] == alone["test"]["samples"]
+    assert told["test"]["confusion_matrix"] == alone["test"]["confusion_matrix"]
+
+
+def test_the_model_is_labelled_and_tested_by_another_flow(undisturbed: FlowRun) -> None:
+    saved = undisturbed.told["model"]
+    assert "/shapes_cnn_" in saved["key"]
+    said = saved["metadata"]
+    assert (said["model_name"], said["epochs"], said["batch_size"], said["learning_rate"]) == ("cnn", 2, 64, 0.2)
+    answer = undisturbed.place.flow("test_flow.py", "run", "--model-key", saved["key"])
+    assert answer.code == 0, answer.out + answer.err
+    tested = undisturbed.place.read_run("PacelineTestFlow/" + re.findall(r"run-id (\d+)", answer.out)[0])
+    assert tested["test_accuracy"] == undisturbed.told["test_accuracy"]
+    assert tested["test"]["step"] in (STEPS // 2, STEPS)
+
+
+# --- The card
+
+
+def test_cards_show_curves_nodes_and_checkpoints(undisturbed: FlowRun) -> None:
+    (main,), (worker,) = (undisturbed.told["cards"][node] for node in undisturbed.told["nodes"])
+    for text in ("vega-lite", "validation", "| main |", "| worker |", "mf.checkpoints/checkpoints/artifacts"):
+        assert text in decoded(main), text
+    assert "node 1 of 2" in decoded(worker)
+    assert "vega-lite" not in decoded(worker)
+
+
+def decoded(card: str) -> str:
+    """A card carries its contents as base64 JSON in the page."""
+    parts = re.findall(r'"([A-Za-z0-9+/=]{400,})"', card)
+    return "".join(base64.b64decode(part).decode(errors="replace") for part in parts)
+
+
+# --- Failures
+
+
+@pytest.fixture(scope="module")
+def disturbed(place: Place, tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
+    """Attempt 1: a rank of the other node is killed. Attempt 2: the main node's task is killed, `kill -9`.
+
+    Where we are root, the other node has a disk of its own, new and empty in each attempt.
+    """
+    broken = Place(tmp_path_factory.mktemp("disturbed"))
+    shutil.copy(place.path / "tiny.yaml", broken.path)
+    extra = {"PATH": own_disks(broken)} if can_mount() else {}
+    flags = "--save-steps 5 --inject 'kill rank=1 step=13'"
+    with broken.started("flow.py", "run", *PARAMETERS, "--flags", flags, **extra) as process:
+        main = wait_until_trained(broken, process, attempt=2, step=23)
+        os.kill(main, signal.SIGKILL)
+        code = process.wait(280)
+    out = (broken.path / "out.txt").read_text()
+    assert code == 0, out
+    return FlowRun(broken, out)
+
+
+def can_mount() -> bool:
+    words = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs none /mnt"]
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(words, capture_output=True, check=False).returncode == 0
+
+
+def own_disks(place: Place) -> str:
+    """A search path whose `python` gives every node but the main one an empty disk for temporary files."""
+    script = place.path / "bin" / "python"
+    script.parent.mkdir()
+    mount = 'mount -t tmpfs none "$TMPDIR" && exec "$0" "$@"'
+    script.write_text(
+        "#!/bin/sh\n"
+        'if [ "${MF_PARALLEL_NODE_INDEX:-0}" -gt 0 ] && [ -z "$HAS_OWN_DISK" ]; then\n'
+        f"    HAS_OWN_DISK=yes exec unshare --mount sh -c '{mount}' {sys.executable} \"$@\"\n"
+        "fi\n"
+        f'exec {sys.executable} "$@"\n'
+    )
+    script.chmod(0o755)
+    return f"{script.parent}:{os.environ['PATH']}"
+
+
+def wait_until_trained(place: Place, process: subprocess.Popen[str], *, attempt: int, step: int) -> int:
+    """Until the main node has trained so far in this attempt; returns its task's process."""
+    while process.poll() is None:
+        out = (place.path / "out.txt").read_text()
+        starts = re.findall(r"train/2 \(pid (\d+)\)\] Task is starting", out)
+        rows = [row for path in (place.path / "tmp").glob("*/run/metrics.jsonl") for row in read_rows(path)]
+        if len(starts) == attempt and any(row["step"] >= step for row in rows):
+            return int(starts[-1])
+        time.sleep(0.01)
+    raise AssertionError((place.path / "out.txt").read_text())
+
+
+def test_killed_attempts_go_on_from_the_datastore_and_end_with_the_same_bits(
+    disturbed: FlowRun, undisturbed: FlowRun
+) -> None:
+    told = disturbed.told
+    assert told["successful"]
+    assert told["attempts"] == 3
+    assert told["results"]["weights_sha256"] == undisturbed.told["results"]["weights_sha256"]
+    assert what_was_computed(told["history"]) == what_was_computed(undisturbed.told["history"])
+    assert told["test_accuracy"] == undisturbed.told["test_accuracy"]
+
+
+def test_the_faults_struck_and_each_attempt_says_where_it_goes_on(disturbed: FlowRun) -> None:
+    assert "rank 1 was ended by SIGKILL" in disturbed.out
+    assert "forward of step 13" in disturbed.out
+    origins = re.findall(r"\] (From .*) \(load policy fresh\)", disturbed.out)
+    assert origins[0] == "From the beginning"
+    steps = [
+        int(re.fullmatch(rf"From step (\d+) of {disturbed.pathspec}/train/2, attempt {number}", origin)[1])  # type: ignore[index]
+        for number, origin in enumerate(origins[1:], start=1)
+    ]
+    assert len(steps) == 2
+    assert 5 <= steps[0] <= 12
+    assert steps[0] <= steps[1] <= STEPS
+    resumed = [int(step) for step in re.findall(r"resumed +at step (\d+)", disturbed.out)]
+    assert resumed == steps
+    if can_mount():
+        assert disturbed.out.count("node 1 has a disk of its own") == 3
+
+
+# --- Clusters, as far as they can be compiled here
+
+
+@pytest.fixture(scope="module")
+def object_store() -> Iterator[dict[str, str]]:
+    import boto3
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    url = f"http://{host}:{port}"
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    boto3.client(
+        "s3", endpoint_url=url, region_name="us-east-1", aws_access_key_id="x", aws_secret_access_key="x"
+    ).create_bucket(Bucket="flows")
+    store = {"METAFLOW_S3_ENDPOINT_URL": url, "METAFLOW_DATASTORE_SYSROOT_S3": "s3://flows/metaflow"}
+    yield {**keys, **store, "METAFLOW_DEFAULT_DATASTORE": "s3"}
+    server.stop()
+
+
+@pytest.mark.parametrize(
+    ("script", "options"), [("flow.py", ["--with", "kubernetes:image=paceline"]), ("flow_torchrun.py", [])]
+)
+def test_argo_template_schedules_the_gang_as_a_jobset(
+    script: str, options: list[str], place: Place, object_store: dict[str, str]
+) -> None:
+    answer = place.flow(script, *options, "argo-workflows", "create", "--only-json", **object_store)
+    assert answer.code == 0, answer.err
+    template = json.loads(answer.out[answer.out.index("{") :])
+    assert template["kind"] == "WorkflowTemplate"
+    train = next(part for part in template["spec"]["templates"] if part["name"] == "train")
+    manifest = train["resource"]["manifest"]
+    assert "kind: JobSet" in manifest
+    assert "jobset.x-k8s.io/v1alpha2" in manifest
+    assert "name: MF_WORLD_SIZE" in manifest
+
+
+# --- Mistakes
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--epochs", "0"], ["epochs is out of range", "--epochs", "1 or more"]),
+        (["--cluster-size", "3"], ["global_batch_size 256 is not divisible by 3", "--batch-size 255 or 258"]),
+    ],
+)
+def test_a_wrong_parameter_is_one_screen_before_training(arguments: list[str], words: list[str], place: Place) -> None:
+    answer = place.flow("flow.py", "run", *arguments)
+    out = answer.out + answer.err
+    assert answer.code == 1
+    assert "Traceback" not in out
+    assert "/train/" not in out
+    for word in words:
+        assert word in out

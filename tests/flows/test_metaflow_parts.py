@@ -1,0 +1,322 @@
+"""Parts of the Metaflow integration that need no Metaflow: parameters, the gang of nodes, checkpoints on their way."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.cli import paceline
+from paceline.checkpoints.format import step_folders, verify
+from paceline.errors import CheckpointError, PacelineError, UserError
+from paceline.integrations.metaflow_support.courier import Courier, fetch
+from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet
+from paceline.integrations.metaflow_support.node import agent_variables
+from paceline.integrations.metaflow_support.request import check_request
+from paceline.runs.folder import RunFolder
+from paceline.training.inject import flip_a_bit
+from paceline.world.detect import read_nodes
+
+pytestmark = pytest.mark.flows
+
+# --- Parameters
+
+
+@pytest.mark.parametrize(
+    ("parameters", "what", "said"),
+    [
+        ({"recipe": "shapes-cn"}, "recipe", "shapes-cnn"),
+        ({"recipe": "no/such.yaml"}, "recipe", "no/such.yaml"),
+        ({"model_name": "nonet"}, "no model", "cnn"),
+        ({"model_name": "model.py"}, "no model", "model.py:build"),
+        ({"batch_size": 0}, "out of range", "--batch-size"),
+        ({"batch_size": 250, "cluster_size": 4}, "not divisible by 4", "--batch-size 248 or 252"),
+        ({"test_batch_size": -1}, "out of range", "--test-batch-size"),
+        ({"epochs": 0}, "out of range", "1 or more"),
+        ({"learning_rate": -0.1}, "out of range", "--learning-rate"),
+        ({"learning_rate": float("nan")}, "out of range", "--learning-rate"),
+        ({"train_from_scratch": 2}, "switch", "0 or 1"),
+        ({"train_from_scratch": 0}, "no published ImageNet weights", "cnn"),
+        ({"flags": "--optimiser adam"}, "unknown", "--optimizer"),
+        ({"flags": "--optimizer adaam"}, "not valid", "adam"),
+        ({"flags": "--epochs 3", "epochs": 2}, "given twice", "--epochs and --flags"),
+        ({"flags": "--processes 2"}, "the flow decides", "--processes-per-node"),
+        ({"flags": "--resume auto"}, "the flow decides", "--load-policy"),
+        ({"flags": "--output-dir here"}, "the flow decides", "--work-dir"),
+        ({"flags": "--inject 'kil step=3'"}, "", "kill"),
+        ({"flags": "--optimizer 'adam"}, "cannot be read", "--flags"),
+        ({"flags": "adam"}, "unexpected argument", "flags start with"),
+        ({"flags": "--strategy single", "cluster_size": 2}, "one process", "--cluster-size 1"),
+        ({"cluster_size": 0}, "cluster-size", "from 1"),
+        ({"cluster_size": 5000}, "cluster-size", "1024"),
+        ({"processes_per_node": -1}, "processes-per-node", "from 1"),
+        ({"load_policy": "lazy"}, "load policy", "fresh"),
+        ({"node_timeout": 0.0}, "node-timeout", "more than 0"),
+    ],
+)
+def test_wrong_parameters_are_named(parameters: dict[str, Any], what: str, said: str) -> None:
+    with pytest.raises(UserError) as raised:
+        check_request(**{"recipe": "shapes-cnn", **parameters})
+    screen = raised.value.screen()
+    assert what in screen
+    assert said in screen
+
+
+def test_parameters_become_settings_and_the_rest_is_the_recipes() -> None:
+    request = check_request(recipe="shapes-cnn", batch_size=128, learning_rate=0.3, flags="--optimizer adamw")
+    for line in ("global_batch_size: 128", "base_lr: 0.3", "optimizer: 'adamw'", "epochs: 10"):
+        assert line in request.recipe.splitlines()
+    assert request.about["epochs"] == 10
+
+
+def test_a_gang_starts_again_by_metaflow_and_a_lone_node_by_itself() -> None:
+    assert check_request(recipe="shapes-cnn", cluster_size=2).max_restarts == 0
+    assert check_request(recipe="shapes-cnn", cluster_size=1).max_restarts == 3
+    assert check_request(recipe="shapes-cnn", cluster_size=2, flags="--max-restarts 1").max_restarts == 1
+
+
+def test_nodes_are_told_apart_by_what_paceline_reads() -> None:
+    place = Place(nodes=3, own=2, main_host="10.0.0.7", name="x")
+    nodes = read_nodes(agent_variables(place, 23_456))
+    assert (nodes.count, nodes.own, nodes.host, nodes.port) == (3, 2, "10.0.0.7", 23_456)
+
+
+# --- The gang
+
+
+def places(name: str, count: int) -> list[Place]:
+    return [Place(count, own, "127.0.0.1", name) for own in range(count)]
+
+
+def meet_all(name: str, count: int) -> list[Gang]:
+    """All nodes in this process, each in a thread."""
+    gangs: dict[int, Gang] = {}
+
+    def join(place: Place) -> None:
+        gangs[place.own] = meet(place, {"cores": 1}, lambda layout: {"of": len(layout)}, timeout_s=20)
+
+    threads = [threading.Thread(target=join, args=(place,)) for place in places(name, count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [gangs[own] for own in range(count)]
+
+
+def wait_for_loss(gang: Gang) -> str:
+    deadline = time.monotonic() + 20
+    while gang.lost is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return gang.lost
+
+
+def test_all_nodes_follow_the_main_ones_plan(tmp_path: Path) -> None:
+    gangs = meet_all(str(tmp_path), 3)
+    assert [gang.plan for gang in gangs] == [{"of": 3}] * 3
+    assert [node["node"] for node in gangs[2].layout] == [0, 1, 2]
+    heard: list[Message] = []
+    is_heard = threading.Event()
+    gangs[1].on_news = lambda message: (heard.append(message), is_heard.set())[0]
+    gangs[0].tell({"key": "k"})
+    assert is_heard.wait(20)
+    assert heard == [{"key": "k"}]
+    for gang in gangs:
+        gang.leave(0)
+    for gang in gangs:
+        gang.wait_for_others(20)
+    assert [gang.lost for gang in gangs] == [None] * 3
+
+
+def test_a_node_that_fails_is_heard_of(tmp_path: Path) -> None:
+    gangs = meet_all(str(tmp_path), 2)
+    gangs[1].leave(70)
+    assert wait_for_loss(gangs[0]) == "node 1 ended with exit code 70"
+    gangs[0].leave(70)
+
+
+def test_a_killed_node_is_heard_of_at_once(tmp_path: Path) -> None:
+    main, other = places(str(tmp_path), 2)
+    code = f"from {Place.__module__} import *; meet({other!r}, {{}}, dict, 20); print('here', flush=True); input()"
+    words = [sys.executable, "-c", code]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        gang = meet(main, {}, lambda layout: {}, timeout_s=20)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "here\n"
+        process.kill()
+        killed_at = time.monotonic()
+        assert wait_for_loss(gang).startswith("node 1 on ")
+        assert time.monotonic() - killed_at < 2
+        gang.leave(70)
+
+
+def test_a_missing_node_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="1 of 2 nodes did not arrive within 0 s") as raised:
+        meet(places(str(tmp_path), 2)[0], {}, lambda layout: {}, timeout_s=0.3)
+    assert "missing: node 1" in raised.value.screen()
+
+
+def test_a_missing_main_node_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError, match="the main node did not answer"):
+        meet(places(str(tmp_path), 2)[1], {}, lambda layout: {}, timeout_s=0.3)
+
+
+def test_strangers_on_the_first_port_are_passed_over(tmp_path: Path) -> None:
+    with socket.create_server(("", places(str(tmp_path), 2)[0].ports()[0])):
+        gangs = meet_all(str(tmp_path), 2)
+    assert gangs[1].plan == {"of": 2}
+    for gang in gangs:
+        gang.leave(0)
+
+
+# --- Checkpoints on their way, through a stand-in for the datastore
+
+
+class FolderStore:
+    """Stands in for `current.checkpoint`: parcels in folders, loaded as links, as Metaflow's local datastore does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.saved: list[dict[str, Any]] = []
+
+    def save(self, path: str, *, name: str, metadata: dict[str, Any], latest: bool) -> dict[str, Any]:
+        key = f"{name}-{len(self.saved)}"
+        shutil.copytree(path, self.path / key)
+        self.saved.append({"key": key, "metadata": metadata, "latest": latest})
+        return self.saved[-1]
+
+    def load(self, reference: str, path: str) -> None:
+        for file in (self.path / reference).rglob("*"):
+            target = Path(path) / file.relative_to(self.path / reference)
+            if file.is_file():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.symlink_to(file)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with three checkpoints, one of which is the best."""
+    path = tmp_path_factory.mktemp("trained")
+    flags = ["--num-samples=200", "--epochs=3", "--hidden-size=8", "--processes=1", "--keep-last=3", "--track"]
+    answer = paceline("train", "synthetic-mlp", "--global-batch-size=32", *flags, "--output-dir=run", cwd=path)
+    assert answer.code == 0, answer
+    return path / "run"
+
+
+@pytest.fixture
+def run(trained: Path, tmp_path: Path) -> RunFolder:
+    shutil.copytree(trained, tmp_path / "run", symlinks=True)
+    return RunFolder(tmp_path / "run")
+
+
+def courier_of(run: RunFolder, tmp_path: Path, *, best_is_latest: bool = False) -> Courier:
+    return Courier(run, FolderStore(tmp_path / "store"), {"recipe": "x"}, best_is_latest)
+
+
+def test_best_and_newest_travel_once_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+    newest, older = step_folders(run.checkpoints)[:2]
+    (run.checkpoints / "best").unlink()
+    (run.checkpoints / "best").symlink_to(older.name)
+    courier = courier_of(run, tmp_path)
+    courier.look()
+    courier.finish()
+    best, last = courier.datastore.saved  # type: ignore[attr-defined]
+    assert (best["metadata"]["is_best"], last["metadata"]["is_best"]) == (True, False)
+    assert last["metadata"]["best_key"] == best["key"]
+    assert last["metadata"]["step"] == int(newest.name.removeprefix("step-"))
+    assert last["metadata"]["val_loss"] > 0
+    arrived = RunFolder(tmp_path / "elsewhere")
+    fetch(courier.datastore, [last["key"], best["key"]], arrived)
+    assert {path.name for path in step_folders(arrived.checkpoints)} == {newest.name, older.name}
+    for path in step_folders(arrived.checkpoints):
+        verify(path)  # plain files: it refuses links
+    assert not arrived.metrics_jsonl.is_symlink()
+    assert arrived.metrics_jsonl.read_bytes() == run.metrics_jsonl.read_bytes()
+
+
+def test_only_the_best_is_latest_if_so_asked_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+    (run.checkpoints / "best").unlink()
+    (run.checkpoints / "best").symlink_to(step_folders(run.checkpoints)[1].name)
+    courier = courier_of(run, tmp_path, best_is_latest=True)
+    courier.look()
+    assert [entry["latest"] for entry in courier.datastore.saved] == [True, False]  # type: ignore[attr-defined]
+
+
+def test_a_damaged_checkpoint_stays_at_home(run: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (run.checkpoints / "best").unlink()
+    flip_a_bit(run.checkpoints)
+    courier = courier_of(run, tmp_path)
+    courier.finish()
+    assert courier.datastore.saved == []  # type: ignore[attr-defined]
+    assert "did not reach the datastore" in caplog.text
+
+
+def test_a_parcel_that_was_damaged_on_the_way_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    courier = courier_of(run, tmp_path)
+    courier.look()
+    key = courier.datastore.saved[-1]["key"]  # type: ignore[attr-defined]
+    flip_a_bit(tmp_path / "store" / key / "checkpoints")
+    arrived = RunFolder(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="damaged"):
+        fetch(courier.datastore, [key], arrived)
+    assert step_folders(arrived.checkpoints) == []
+
+
+def test_a_step_that_was_saved_anew_is_sent_anew_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+    courier = courier_of(run, tmp_path)
+    courier.look()
+    count = len(courier.datastore.saved)  # type: ignore[attr-defined]
+    newest, older = step_folders(run.checkpoints)[:2]
+    shutil.rmtree(newest)
+    shutil.copytree(older, newest)
+    courier.look()
+    assert len(courier.datastore.saved) > count  # type: ignore[attr-defined]
+
+
+def test_a_store_that_fails_does_not_end_training_and_is_tried_again(run: RunFolder, tmp_path: Path) -> None:
+    class Stumbling(FolderStore):
+        failures = 2
+
+        def save(self, path: str, **said: Any) -> dict[str, Any]:
+            if self.failures:
+                self.failures -= 1
+                raise ConnectionError("no route")
+            return super().save(path, **said)
+
+    courier = Courier(run, Stumbling(tmp_path / "store"), {}, False)
+    courier.look()
+    assert "no route" in courier.problem
+    courier.look()
+    courier.finish()
+    assert courier.problem == ""
+    assert courier.datastore.saved != []  # type: ignore[attr-defined]
+
+
+# --- The leash
+
+
+def test_a_command_on_a_leash_ends_with_whoever_holds_it(tmp_path: Path) -> None:
+    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
+    child = "import time, sys; print('up', flush=True); time.sleep(600)"
+    words = [*leash, sys.executable, "-c", child]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        assert process.stdout.readline() == "up\n"
+        process.stdin.close()
+        assert process.wait(20) == 128 + 15
+        assert process.stdout.read() == ""  # nobody is left who could write
+
+
+def test_a_leash_hands_on_the_exit_code() -> None:
+    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
+    words = [*leash, sys.executable, "-c", "import sys; sys.exit(75)"]
+    with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
+        assert process.wait(20) == 75
