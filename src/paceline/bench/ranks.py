@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 
@@ -35,7 +39,7 @@ class LocalRanks:
 
 def run_ranks(ranks: LocalRanks) -> int:
     """Returns the exit code for the shell. Nothing is saved, so a stop is immediate and nothing is tried again."""
-    attempts = Attempts(ranks.threads)
+    attempts = _start_server(ranks.threads)
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -57,8 +61,25 @@ def run_ranks(ranks: LocalRanks) -> int:
         else:
             if not asked:
                 return EXIT_FINISHED if end.is_finished else _tell_failure(end, folder)
+    _end_the_unborn()
     print("\ninterrupted" if asked == [signal.SIGINT] else "\nstopped", file=sys.stderr)
     return EXIT_INTERRUPTED if asked == [signal.SIGINT] else _SIGNAL_EXIT + asked[0]
+
+
+def _start_server(threads: int) -> Attempts:
+    """Ctrl-C reaches the whole terminal, but is this process's business: whom it starts inherits a deaf ear."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    return Attempts(threads)
+
+
+def _end_the_unborn() -> None:
+    """Ranks that were ordered from the fork server when the stop came, and are in nobody's list yet."""
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if server is not None:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _tell_failure(end: AttemptEnd, folder: RunFolder) -> int:

@@ -49,8 +49,8 @@ def _collectives(report: Report) -> Iterator[str]:
     for rows in zip(*by_operation, strict=True):
         yield f"{format_size(rows[0].size_bytes):>9}  " + "  ".join(_cells(row) for row in rows)
     for fit in report.fits:
-        rate = format_rate(fit.bytes_per_s) if fit.bytes_per_s is not None else "no bandwidth found"
-        yield f"{fit.operation:<14}  time = {format_time(fit.latency_s)} + bytes on the bus / {rate}"
+        growth = f" + bytes on the bus / {format_rate(fit.bytes_per_s)}" if fit.bytes_per_s else ", whatever the size"
+        yield f"{fit.operation:<14}  time = {format_time(fit.latency_s)}{growth}"
     limit = report.limits.link
     if limit is not None and limit.bytes_per_s is not None:
         best = max(row.bus_bytes_per_s for row in report.rows)
@@ -97,7 +97,8 @@ def _step(step: StepResult) -> Iterator[str]:
             f"communication   {_exposed(step.exposed_s, step.step_s)} "
             f"(without peers {format_time(step.alone_s)}; gradients {format_size(step.gradient_bytes)})"
         )
-    yield f"data            {_exposed(step.data_s, step.loop_s)} (with its batch {format_time(step.loop_s)})"
+    data = _exposed(step.data_s, step.step_s + step.data_s)
+    yield f"data            {data} (with its batch {format_time(step.loop_s)})"
     ceiling = f"{format_flops(step.ceiling_flops_per_s)} of a large matrix product"
     if step.flops_per_s is not None:
         yield f"arithmetic      {format_flops(step.flops_per_s)} per rank, MFU {step.mfu:.0%} ({ceiling})"

@@ -32,6 +32,7 @@ from paceline.world.group import process_group
 from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
 from paceline.world.signals import SUPERVISOR_PID, StopRequest
 
+_DATA_TIMES, _STEP_TIMES = 6, 20  # as long as one size of one collective
 _START_S, _PIECE_S = 600.0, 120.0  # for reading data and building a model; for one measurement
 
 
@@ -105,7 +106,7 @@ def _open_pulse(environment: RankEnvironment) -> Pulse:
 
 
 def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report:
-    piece_s = _PIECE_S + 20 * request.seconds_per_size
+    piece_s = _PIECE_S + 5 * _STEP_TIMES * request.seconds_per_size
 
     def go_on(_: object = None, allowed_s: float = piece_s) -> None:
         pulse.beat("start", 0, allowed_s)
@@ -133,11 +134,12 @@ def _measure_recipe(request: Request, world: World, report: Report, go_on: Calla
     rig: Rig = build_rig(request.config, world, load_weights=False)  # any weights take the same time
     go_on()
     if "data" in request.parts:
-        report.data = measure_data(rig, world, report.limits.copy_bytes_per_s)
+        seconds = _DATA_TIMES * request.seconds_per_size
+        report.data = measure_data(rig, world, report.limits.copy_bytes_per_s, seconds=seconds)
         tell("data", report)
         go_on()
     if "step" in request.parts:
-        report.step = measure_step(rig, world)
+        report.step = measure_step(rig, world, seconds=_STEP_TIMES * request.seconds_per_size)
         tell("step", report)
         go_on()
     if request.profile is not None:

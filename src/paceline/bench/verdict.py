@@ -33,8 +33,9 @@ def judge_sums(rows: Sequence[Row]) -> Verdict | None:
 
 
 def judge_step(step: StepResult, config: Config, world: World) -> Verdict:
-    data_share = step.data_s / step.loop_s
-    peers_share = (step.exposed_s or 0.0) / step.loop_s
+    whole_s = step.step_s + step.data_s
+    data_share = step.data_s / whole_s
+    peers_share = (step.exposed_s or 0.0) / whole_s
     if peers_share >= _MUCH and peers_share >= data_share:
         text = f"{peers_share:.0%} of a step ({format_time(step.exposed_s or 0.0)}) goes into exchanging"
         text += f" {format_size(step.gradient_bytes)} of gradients"

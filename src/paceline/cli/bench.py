@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from dataclasses import replace
 from datetime import datetime
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
 
 _HELP = """Measure what a recipe's speed is made of on this machine, and hold it against what the machine can do.
 Takes the flags of `paceline train` (those about folders, checkpoints and failures change nothing), and:
---what collectives,data,step (parts to measure; all of them unless given), --sizes 4KB:64MB (of messages),
---seconds-per-size 0.3 (per collective), --profile[=FOLDER] (traces of ten steps per rank),
---json (for programs), --output[=FILE] (keep the JSON; bench-<time>.json unless named)."""
+--what collectives,data,step (the parts to measure; all unless given), --sizes 4KB:64MB (of messages),
+--seconds-per-size 0.3 (of each collective; data gets 6 and the step 20 times as long),
+--profile[=FOLDER] (a trace of ten steps per rank), --json (for programs),
+--output[=FILE] (keep the JSON, as bench-<time>.json unless named)."""
 _VALUES = {"--what": ",".join(PARTS), "--sizes": DEFAULT_SIZES, "--seconds-per-size": "0.3"}
 _SWITCHES = ("--profile", "--output", "--json")  # the first two may also have a value, after =
 _PROCESSES = ("--processes", "--world-size")
@@ -43,6 +45,8 @@ _PROCESSES = ("--processes", "--world-size")
 def run(arguments: list[str]) -> int:
     if wants_help(arguments, "bench", _HELP):
         return EXIT_FINISHED
+    # Read when torch is loaded: its profiler would announce itself to every user.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     environment = read_rank_environment()
     own, rest = _split_own_flags(arguments)
     request, loaded, processes = _read(own, rest)
