@@ -24,6 +24,7 @@ VERBS = {
     "export": "write a run's best weights for other programs",
     "compare": "say whether runs are equal, or where they first differ",
     "equivalence": "prove on this machine that 1, 2, 4 processes give one answer",
+    "study": "how a recipe scales, why, and what other sizes would do",
     "bench": "collectives, data and step alone, against what this machine can do",
     "checkpoints": "list and verify the checkpoints of a run",
     "recipes": "list the recipes that come with paceline",

@@ -47,7 +47,7 @@ def run(arguments: list[str]) -> int:
         print(_ABOUT + list_flags(job_settings()), end="")
         return EXIT_FINISHED
     typed, train = split_flags(arguments, job_settings())
-    settings = _with_site(typed)
+    settings = with_site(typed)
     spec = parse_job(settings)
     is_dry_run = "dry_run" in typed
     if not is_dry_run:
@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
         return EXIT_FINISHED
     _check_notice(folder, spec)
     require_writable(folder.path)
-    spec = _complete(spec, loaded, train)
+    spec = complete(spec, loaded, train)
     if is_dry_run:
         print(write_script(spec), end="")
         return EXIT_FINISHED
@@ -73,7 +73,7 @@ def run(arguments: list[str]) -> int:
 # --- Profile and checks -----------------------------------------------------------------------------------------------
 
 
-def _with_site(typed: JobSettings) -> JobSettings:
+def with_site(typed: JobSettings) -> JobSettings:
     """A profile stands below the flags: a flag replaces what it contradicts, and adds to lists of lines."""
     name = typed["site"].values[-1] if "site" in typed else None
     site = {} if name == "" else dict(read_site(name))
@@ -174,7 +174,7 @@ def _place(loaded: LoadedConfig, spec: JobSpec) -> tuple[RunFolder, JobSpec]:
     return folder, replace(spec, folder=folder.path, resume="" if run.rehearse else resume)
 
 
-def _complete(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> JobSpec:
+def complete(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> JobSpec:
     work_dir = Path.cwd()
     threads = default_threads(loaded, has_gpus=bool(spec.gpus))
     mounts = [work_dir]

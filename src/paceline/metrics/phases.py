@@ -10,9 +10,10 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:  # studies know the phases' names without it
+    import torch
 
 STEP_PHASES = ("data", "forward", "backward", "communication", "update", "other")
 _INSIDE = {"data": "data", "forward": "forward", "backward": "backward", "reduce": "communication", "update": "update"}
@@ -73,6 +74,8 @@ class PhaseClock:
         return bool(self._marks) or (self._phase == "data" and len(self._step_s) % _MARK_EVERY == 0)
 
     def _mark(self, phase: str) -> None:
+        import torch
+
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         self._marks.append((phase, event))

@@ -1,0 +1,165 @@
+"""Runs the cells of a study on this machine, one after the other, and tells where it is."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import EXIT_USER, UserError
+from paceline.runs.folder import RunFolder, write_json
+from paceline.study.collect import Measured, State, measure, note_path, read_note, state_of
+from paceline.study.grid import CELLS, Cell, StudySpec
+
+_STOP_GRACE_S = 10.0
+_LAST_LINES = 12
+
+
+@dataclass
+class CellState:
+    """A row of the table."""
+
+    cell: Cell
+    state: State
+    words: str = ""
+    measured: Measured | None = None
+    began: float = 0.0  # monotonic, while it runs
+    wall_s: float | None = None
+
+
+def look(folder: Path, spec: StudySpec) -> list[CellState]:
+    """Every cell as its folder tells it. A cell that says it runs, but not by us, was cut off."""
+    states = []
+    for cell in spec.cells():
+        state, words = state_of(folder, cell)
+        found = CellState(cell, state, words, wall_s=read_note(folder, cell).get("wall_s"))
+        if state == "finished":
+            found.measured = measure(folder, cell)
+        states.append(found)
+    return states
+
+
+def open_cells(states: Sequence[CellState], *, retries: bool) -> list[CellState]:
+    """What is left to run: never a finished cell, a failed one only when asked."""
+    return [found for found in states if found.state != "finished" and (retries or found.state != "failed")]
+
+
+def prepare(folder: Path, found: CellState) -> None:
+    """A cell is measured in one piece, so whatever an interrupted try left goes."""
+    run = RunFolder(folder / CELLS / found.cell.name)
+    if run.path.exists():
+        run.refuse_if_owned()
+        shutil.rmtree(run.path)
+    note_path(folder, found.cell).unlink(missing_ok=True)
+    found.state, found.words = "waiting", ""
+
+
+def run_local(
+    folder: Path, spec: StudySpec, states: Sequence[CellState], *, retries: bool, tell: Callable[[CellState], Any]
+) -> None:
+    """Run what is open; `tell` hears of every change."""
+    for found in open_cells(states, retries=retries):
+        prepare(folder, found)
+        found.state, found.began = "running", time.monotonic()
+        tell(found)
+        code, words = _run(folder, spec, found)
+        found.wall_s = time.monotonic() - found.began
+        note = {"code": code, "wall_s": found.wall_s, "words": words}
+        write_json(note_path(folder, found.cell), note)
+        if code == EXIT_USER:
+            found.state, found.words = "failed", words
+            tell(found)
+            raise UserError(f"cell {found.cell.name} is refused", got=words, hint=f"see {_log(folder, found.cell)}")
+        found.state, found.words = state_of(folder, found.cell)
+        if found.state == "finished":
+            found.measured = measure(folder, found.cell)
+        elif found.state != "failed":
+            found.state, found.words = "failed", words
+        tell(found)
+
+
+def _run(folder: Path, spec: StudySpec, found: CellState) -> tuple[int, str]:
+    """One cell's command; its exit code and, of a failed one, what it said last."""
+    log = _log(folder, found.cell)
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "paceline", *spec.command(found.cell, folder)]
+    with log.open("wb") as out:
+        # In a group of its own: Ctrl-C is for the study, which ends the cell by itself.
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            code = process.wait()
+        except BaseException:
+            _stop(process)
+            raise
+    return code, "" if code == 0 else _last_words(log)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Ctrl-C for the cell's command, which ends its ranks; what does not listen is killed."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_STOP_GRACE_S)
+            return
+        except ProcessLookupError:
+            return
+        except subprocess.TimeoutExpired:
+            continue
+
+
+def _log(folder: Path, cell: Cell) -> Path:
+    return folder / CELLS / f"{cell.name}.log"
+
+
+def _last_words(log: Path) -> str:
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("error")]
+    return errors[-1] if errors else "\n".join(lines[-_LAST_LINES:])
+
+
+def estimate_left_s(states: Iterable[CellState]) -> float | None:
+    """How long the rest will take, by what the same kind of cell took, or any."""
+    states = list(states)
+    known: dict[int, list[float]] = {}
+    for found in states:
+        if found.state == "finished" and found.wall_s:
+            known.setdefault(found.cell.world_size, []).append(found.wall_s)
+    if not known:
+        return None
+    anyone = statistics.fmean(seconds for group in known.values() for seconds in group)
+    left = 0.0
+    for found in states:
+        if found.state in ("waiting", "running"):
+            usual = statistics.fmean(known.get(found.cell.world_size, [anyone]))
+            spent = time.monotonic() - found.began if found.state == "running" else 0.0
+            left += max(usual - spent, 0.0)
+    return left
+
+
+def describe(found: CellState) -> str:
+    """One line of plain text."""
+    name = f"{found.cell.name:<18}"
+    if found.state == "finished" and found.measured is not None:
+        took = f", {found.wall_s:.0f} s in all" if found.wall_s else ""
+        m = found.measured
+        accuracy = "" if m.test_accuracy is None else f", test accuracy {m.test_accuracy:.2%}"
+        return (
+            f"{name} finished  {m.images_per_s:>9,.0f} images/s, {m.epoch_s:.2f} s per epoch, "
+            f"{1000 * m.step_s:.1f} ms per step{accuracy}{took}"
+        )
+    words = found.words.splitlines()[0] if found.words else ""
+    return f"{name} {found.state:<9} {words}".rstrip()
+
+
+def states_as_json(states: Sequence[CellState]) -> str:
+    rows = [{"cell": s.cell.name, "state": s.state, "words": s.words, "wall_s": s.wall_s} for s in states]
+    return json.dumps(rows, indent=2)

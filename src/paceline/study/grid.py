@@ -1,0 +1,129 @@
+"""Which runs a study is made of: strategies x world sizes x scalings x repeats, each cell an ordinary run.
+
+Cells differ in nothing but what the study is about. What would differ by itself - CPU threads per rank, the length of
+the run - is set to one value for all of them and stated.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UserError
+from paceline.runs.folder import write_json
+
+STUDY_FILE = "study.json"
+CELLS = "cells"
+STRATEGIES = ("ddp", "fsdp")
+SCALINGS = ("strong", "weak", "both")
+# A study decides these for each cell.
+TAKEN = ("strategy", "processes", "output_dir", "resume", "rehearse", "global_batch_size", "inject")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    strategy: str
+    world_size: int
+    scaling: str  # of world size 1 always strong: it is the same run
+    repeat: int
+    global_batch_size: int
+
+    @property
+    def name(self) -> str:
+        kind = "" if self.scaling == "strong" else "weak-"
+        return f"{kind}{self.strategy}-{self.world_size}-r{self.repeat}"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Cells of one key are repeats of each other."""
+        return self.scaling, self.strategy, self.world_size
+
+
+@dataclass(frozen=True)
+class StudySpec:
+    """What was asked for, as kept in study.json."""
+
+    recipe: str  # a shipped name, or the path of a file
+    name: str
+    flags: tuple[str, ...]  # of every cell
+    world_sizes: tuple[int, ...]
+    strategies: tuple[str, ...]
+    repeats: int
+    scaling: str
+    global_batch_size: int  # strong: of every cell; weak: of one rank, times the ranks
+    stated: tuple[str, ...] = ()  # what the study set by itself, in words
+    place: str = "local"  # or slurm
+    launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and such, as typed
+
+    def cells(self) -> Iterator[Cell]:
+        """Repeat by repeat, so that a machine that drifts does so for all cells alike."""
+        scalings = ("strong", "weak") if self.scaling == "both" else (self.scaling,)
+        for repeat in range(1, self.repeats + 1):
+            seen = set()
+            for scaling in scalings:
+                for strategy in self.strategies:
+                    for size in self.world_sizes:
+                        is_weak = scaling == "weak" and size > 1
+                        batch = self.global_batch_size * (size if is_weak else 1)
+                        cell = Cell(strategy, size, "weak" if is_weak else "strong", repeat, batch)
+                        if cell.name not in seen:
+                            seen.add(cell.name)
+                            yield cell
+
+    def command(self, cell: Cell, folder: Path) -> list[str]:
+        """The arguments of `paceline` for one cell; on Slurm the script adds the number of ranks."""
+        ranks = [f"--processes={cell.world_size}"] if self.place == "local" else []
+        return [
+            *("train", self.recipe, *self.flags, f"--strategy={cell.strategy}"),
+            *(f"--global-batch-size={cell.global_batch_size}", *ranks, f"--output-dir={folder / CELLS / cell.name}"),
+        ]
+
+
+def write_spec(folder: Path, spec: StudySpec) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / STUDY_FILE, asdict(spec))
+
+
+def read_spec(folder: Path) -> StudySpec:
+    path = folder / STUDY_FILE
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        tuples = {name: tuple(values[name]) for name in ("flags", "world_sizes", "strategies", "stated")}
+        return StudySpec(**{**values, **tuples})
+    except FileNotFoundError as error:
+        raise UserError("this is not a study", where=str(folder), hint="a folder that paceline study wrote") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError("this study cannot be read", where=str(path), got=str(error)) from error
+
+
+def go_on(folder: Path, spec: StudySpec) -> StudySpec:
+    """A study that is there already may grow; it may not become another one."""
+    if not (folder / STUDY_FILE).exists():
+        return spec
+    before = read_spec(folder)
+    for name in ("recipe", "flags", "global_batch_size", "place"):
+        old, new = getattr(before, name), getattr(spec, name)
+        if old != new:
+            raise UserError(
+                "another study lives in this folder",
+                where=str(folder),
+                got=f"{name.replace('_', ' ')}: {_words(new)}; there: {_words(old)}",
+                hint="--output-dir PATH for a new one, or give the same flags to go on",
+            )
+    kinds = {before.scaling, spec.scaling}
+    return replace(
+        spec,
+        world_sizes=tuple(sorted({*before.world_sizes, *spec.world_sizes})),
+        strategies=tuple(s for s in STRATEGIES if s in {*before.strategies, *spec.strategies}),
+        repeats=max(before.repeats, spec.repeats),
+        scaling=kinds.pop() if len(kinds) == 1 else "both",
+    )
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

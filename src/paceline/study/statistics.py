@@ -1,0 +1,82 @@
+"""Means, intervals and ratios over a handful of repeats."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Two-sided 95 % quantiles of Student's t, by degrees of freedom.
+_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+_T_AT = {20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value and its 95 % interval; of a single measurement there is none."""
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def words(self, form: str = "{:.3g}") -> str:
+        text = form.format(self.value)
+        if self.low is None or self.high is None:
+            return text
+        return f"{text} ({form.format(self.low)} to {form.format(self.high)})"
+
+
+def student_t(degrees: float) -> float:
+    """The 97.5 % quantile; between table entries the larger one, which is the careful one."""
+    whole = max(1, math.floor(degrees))
+    if whole <= len(_T):
+        return _T[whole - 1]
+    below = [entry for entry in _T_AT if entry <= whole]
+    return _T_AT[max(below)] if below else _T[-1]
+
+
+def mean(values: Sequence[float]) -> Estimate:
+    """The mean and its interval by Student's t."""
+    middle = statistics.fmean(values)
+    if len(values) < 2:
+        return Estimate(middle)
+    half = student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+    return Estimate(middle, middle - half, middle + half)
+
+
+def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
+    """mean(above) / mean(below) of positive measurements, with Welch's interval of the logarithms."""
+    value = statistics.fmean(above) / statistics.fmean(below)
+    if len(above) < 2 or len(below) < 2:
+        return Estimate(value)
+    parts = []
+    for values in (above, below):
+        spread = statistics.stdev(values) / statistics.fmean(values)  # of the logarithm, for small spreads
+        parts.append(spread**2 / len(values))
+    variance = sum(parts)
+    if variance == 0:
+        return Estimate(value, value, value)
+    freedom = variance**2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (above, below), strict=True) if p)
+    half = student_t(freedom) * math.sqrt(variance)
+    return Estimate(value, value * math.exp(-half), value * math.exp(half))
+
+
+def serial_fraction(speedups: dict[int, float]) -> float | None:
+    """Amdahl's: the share of the work that more ranks do not make faster. From all sizes beyond one together."""
+    pairs = [(size, speedup) for size, speedup in speedups.items() if size > 1 and speedup > 0]
+    if not pairs:
+        return None
+    # 1/S = f + (1 - f)/n is a line in f; least squares.
+    top = sum((1 / s - 1 / n) * (1 - 1 / n) for n, s in pairs)
+    bottom = sum((1 - 1 / n) ** 2 for n, _ in pairs)
+    return top / bottom
+
+
+def scaled_serial_fraction(speedups: dict[int, float]) -> float | None:
+    """Gustafson's, for work that grows with the ranks: S = n - f (n - 1)."""
+    pairs = [(size, speedup) for size, speedup in speedups.items() if size > 1]
+    if not pairs:
+        return None
+    top = sum((n - s) * (n - 1) for n, s in pairs)
+    return top / sum((n - 1) ** 2 for n, _ in pairs)
