@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import tempfile
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,25 +20,24 @@ from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
 from paceline.runs.place import owner_of
 from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
 
-_log = logging.getLogger("paceline")
 _Tell = Callable[[str], None]
 
 
-def prepare_store(loaded: LoadedConfig, tell: _Tell) -> None:
-    """Before anything starts: the store answers and may be written, and what it holds newer than this disk is here.
+def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
+    """Before anything starts: the store answers, and what it holds newer than this disk is here.
 
-    Called by whoever will own the run folder. Does nothing for a run that lives on this disk only.
+    Called by whoever will own the run folder. Returns what to call when nothing else speaks against the start: it
+    claims the store for it. Does nothing for a run that lives on this disk only.
     """
     run = loaded.config.run
     if is_url(run.resume) and run.output_dir:
         source, wanted = split_checkpoint(run.resume)
         if source != run.output_dir.rstrip("/"):
             _fetch_source(source, wanted, loaded.where("resume"), tell)
-    url, folder, wanted = _store_of(run)
-    if not url:
-        return
     where = loaded.where("output_dir" if run.output_dir else "resume")
-    local_path(url, where)
+    url, folder, wanted = _store_of(run, where)
+    if not url:
+        return lambda: None
     folder.refuse_if_owned()
     store = open_store(url, where)
     is_fresh = not run.resume or (run.resume == "auto" and run.load_policy == "none")
@@ -48,13 +47,14 @@ def prepare_store(loaded: LoadedConfig, tell: _Tell) -> None:
             _refuse_a_second_run(store)
         else:
             fetch_run(store, folder, wanted, tell)
-        _take_over(store, folder, run)
     except StoreTrouble as trouble:
         if is_fresh or note is None or not has_checkpoint(folder.path):
             raise explain(store, where, trouble) from trouble
         # Known to work, and now away: what is here is enough to go on with. The old token tells, once the store is
         # back, whether the run was continued elsewhere meanwhile.
         tell(f"warning: {url} does not answer ({trouble}); going on from the copy here, {folder.path}")
+        return lambda: None
+    return lambda: _claim(store, folder, run, where)
 
 
 def push(folder: RunFolder, tell: _Tell) -> bool:
@@ -113,13 +113,13 @@ def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None
 # --- What is where
 
 
-def _store_of(run: RunConfig) -> tuple[str, RunFolder, str]:
+def _store_of(run: RunConfig, where: str) -> tuple[str, RunFolder, str]:
     """The URL that this run is mirrored to, its folder here, and the checkpoint that was named; no URL: no store."""
     named = run.output_dir or ("" if run.resume == "auto" else run.resume)
     url, wanted = split_checkpoint(run.resume) if is_url(run.resume) else ("", "")
     if is_url(named):
         place = run.output_dir.rstrip("/") or url
-        return place, RunFolder(local_path(place)), wanted if place == url else ""
+        return place, RunFolder(local_path(place, where)), wanted if place == url else ""
     folder = owner_of(Path(named)) if named else Path()
     note = read_note(folder) if named else None
     return (note.url if note else ""), RunFolder(folder), ""
@@ -141,18 +141,20 @@ def _token_in(store: Store) -> str:
     return note.token if note else ""
 
 
-def _take_over(store: Store, folder: RunFolder, run: RunConfig) -> None:
-    folder.create()
-    _write_token(store, folder, MirrorNote(store.url, keep_last=run.keep_last, keep_best=run.keep_best))
+def _claim(store: Store, folder: RunFolder, run: RunConfig, where: str) -> None:
+    try:
+        _write_token(store, folder, MirrorNote(store.url, keep_last=run.keep_last, keep_best=run.keep_best))
+    except StoreTrouble as trouble:
+        raise explain(store, where, trouble) from trouble
 
 
 def _write_token(store: Store, folder: RunFolder, note: MirrorNote) -> MirrorNote:
     """First in the store, which proves that it can be written, then here."""
     note = replace(note, token=uuid.uuid4().hex, says="")
-    draft = RunFolder(folder.path / ".mirror")
-    draft.path.mkdir(parents=True, exist_ok=True)
-    note.write(draft.path)
-    store.put(draft.path / MIRROR_NOTE, MIRROR_NOTE)
+    with tempfile.TemporaryDirectory() as draft:
+        note.write(Path(draft))
+        store.put(Path(draft) / MIRROR_NOTE, MIRROR_NOTE)
+    folder.create()
     note.write(folder.path)
     return note
 

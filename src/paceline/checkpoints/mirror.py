@@ -59,9 +59,10 @@ class Mirror:
         self._must_prune = False
         self._since = ""
         self._trouble = ""
+        self._is_told = False  # that the store is behind
         self._progress_s = time.monotonic()
         self._is_closing, self._is_over = threading.Event(), threading.Event()
-        self.has_arrived = False
+        self._is_taken_over = self._has_arrived = False
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def start(self) -> None:
@@ -78,17 +79,15 @@ class Mirror:
                 break
         self._is_over.set()
         shutil.rmtree(self._folder.path / _PINS, ignore_errors=True)
-        if self.has_arrived:
+        if self._has_arrived:
             is_finished = self._folder.read_status().get("status") == "finished"
             then = "" if is_finished else f"; go on anywhere with --output-dir {self._note.url} --resume auto"
             print(f"the store has everything: {self._note.url}{self._newest_in_words()}{then}", flush=True)
-        elif not isinstance(self._end, TakenOver):
+        elif not self._is_taken_over:
             self._tell_behind()
-        return self.has_arrived
+        return self._has_arrived
 
     # --- The thread
-
-    _end: Exception | None = None
 
     def _run(self) -> None:
         pause_s = _LOOK_EVERY_S
@@ -99,10 +98,10 @@ class Mirror:
                 self._round(everything=is_last)
                 pause_s = _LOOK_EVERY_S
                 if is_last:
-                    self.has_arrived = True
+                    self._has_arrived = True
                     return
-            except TakenOver as taken:
-                self._end = taken
+            except TakenOver:
+                self._is_taken_over = True
                 self._say("no longer mirrored from here: another start writes there")
                 _tell(f"warning: another start of this run writes to {self._note.url} now; this one no longer does")
                 return
@@ -169,6 +168,8 @@ class Mirror:
         is_newest = path == next(iter(step_folders(self._folder.checkpoints)), None)
         try:
             pinned = self._pin(path)
+            # Rows up to a checkpoint are on disk before it is: whoever resumes from it must find them.
+            self._send_small_files(remote.store, only=self._folder.metrics_jsonl.name)
             there = next((item for item in remote.list() if item.name == path.name), None)
             for _ in remote.send(pinned, there):
                 self._progress_s = time.monotonic()
@@ -224,9 +225,9 @@ class Mirror:
 
     # --- Small files
 
-    def _send_small_files(self, store: Store) -> None:
+    def _send_small_files(self, store: Store, only: str = "") -> None:
         for name, mark in _small_files(self._folder.path).items():
-            if self._sent.get(name) != mark:
+            if self._sent.get(name) != mark and (not only or name == only):
                 with suppress(FileNotFoundError):
                     store.put(self._folder.path / name, name)
                 self._sent[name] = mark
@@ -235,17 +236,18 @@ class Mirror:
     # --- What people read
 
     def _stumble(self, error: Exception) -> None:
-        is_first = not self._trouble
         self._trouble = " ".join(str(error).split()) or type(error).__name__
         self._since = self._since or _now()
         self._say_behind(self._missing())
-        if is_first and not self._is_closing.is_set():
+        if not self._is_told and not self._is_closing.is_set():
+            self._is_told = True
             _tell(f"warning: {self._note.url} is behind: {self._trouble}; training goes on, and it is tried again")
 
     def _catch_up(self) -> None:
-        had_trouble, self._trouble, self._since = bool(self._trouble), "", ""
+        self._trouble, self._since = "", ""
         self._say(f"in step{self._newest_in_words()}")
-        if had_trouble:
+        if self._is_told:
+            self._is_told = False
             _tell(f"note: {self._note.url} has caught up{self._newest_in_words()}")
 
     def _say_behind(self, missing: list[Path]) -> None:

@@ -49,8 +49,7 @@ def run(arguments: list[str]) -> int:
             check_joined_world(loaded, environment)
         return _be_a_rank(loaded, environment)
     nodes = read_nodes()
-    if nodes.own == 0:
-        prepare_store(loaded, tell=partial(print, flush=True))
+    claim_store = prepare_store(loaded, tell=partial(print, flush=True)) if nodes.own == 0 else None
     _inspect_named_checkpoint(loaded.config.run.resume)
     place = decide_place(loaded)
     if place.resume_from is not None:
@@ -59,6 +58,8 @@ def run(arguments: list[str]) -> int:
         RunFolder(place.folder).refuse_if_owned()
     _check_nodes(loaded, nodes)
     check_world(loaded, nodes.count * decide_processes(loaded))
+    if claim_store is not None:
+        claim_store()
     return _supervise(loaded, RunFolder(place.folder), nodes, arguments)
 
 

@@ -95,9 +95,11 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
     answer: dict[str, str] = {}
     if world.is_primary:
         try:
-            if not is_restart and not environment.is_supervised:
-                prepare_store(loaded, tell=print)
+            is_first = not is_restart and not environment.is_supervised
+            claim_store = prepare_store(loaded, tell=print) if is_first else None
             place = decide_place(loaded, is_restart=is_restart)
+            if claim_store is not None:
+                claim_store()
             answer = {"folder": str(place.folder), "resume_from": str(place.resume_from or "")}
         except PacelineError:
             broadcast_text("{}", world)
