@@ -305,7 +305,7 @@ def _container(job: KubernetesJob) -> Object:
     if job.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in job.secrets]
     if job.nodes > 1:
-        container["ports"] = [{"name": "meet", "containerPort": job.port}]
+        container["ports"] = [{"name": "meet", "containerPort": job.port, "protocol": "TCP"}]
     container |= {
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": {
