@@ -20,7 +20,7 @@ from harness.ranks import make_world, run_ranks
 from paceline.bench.collectives import OPERATIONS, Exchange, Row, bus_factor, fit_line, measure
 from paceline.bench.limits import find_link, measure_copy_bandwidth, measure_matmul_flops
 from paceline.bench.links import network_link, read_nvlink, read_pcie
-from paceline.bench.step import StepResult
+from paceline.bench.step import Blocks, StepResult
 from paceline.bench.timing import Rounds
 from paceline.bench.units import format_flops, format_size, format_time, parse_sizes
 from paceline.bench.verdict import judge_step, judge_sums
@@ -77,7 +77,7 @@ def test_data_and_step_hang_together(report: dict[str, Any]) -> None:
     assert data["of_copy"] == data["bytes_per_s"] / limits_copy(report)
     assert min(step[name] for name in ("step_s", "loop_s", "forward_s", "backward_s", "update_s", "alone_s")) > 0
     assert step["samples_per_s"] == 16 / step["step_s"]
-    assert step["exposed_s"] == max(0.0, step["step_s"] - step["alone_s"])
+    assert min(step["exposed_s"], step["data_s"]) >= 0
     assert step["gradient_bytes"] == 4 * step["num_parameters"]
     assert step["mfu"] == step["flops_per_s"] / step["ceiling_flops_per_s"]
     assert (step["precision"], step["note"]) == ("float32", "")
@@ -141,7 +141,8 @@ def test_it_joins_the_ranks_of_torchrun_and_prints_one_table(tmp_path: Path) -> 
     assert answer.code == 0, answer
     lines = answer.out.splitlines()
     assert lines[0].startswith("bench     shapes-cnn: 2 ranks by torchrun, cpu, gloo")
-    assert [line.split()[:2] for line in lines[4:6]] == [["1", "KB"], ["4", "KB"]]
+    table = lines[lines.index("") :]
+    assert [line.split()[:2] for line in table[3:5]] == [["1", "KB"], ["4", "KB"]]
     assert answer.out.count("COLLECTIVES") == 1
     assert "memory copy on this machine, 2 ranks at once" in answer.out
     assert lines[-1].startswith("links: all-reduce reaches ")
@@ -246,6 +247,15 @@ def test_sizes_and_units() -> None:
     assert (rounds.median_s, rounds.p95_s) == (50.5, 95.0)
 
 
+def test_a_difference_is_taken_between_neighbouring_blocks() -> None:
+    """A machine that was three times as slow for a while changes nothing."""
+    slower = Blocks(tuple(Rounds((seconds, seconds)) for seconds in (3.0, 9.0, 3.0)))
+    faster = Blocks(tuple(Rounds((seconds, seconds)) for seconds in (2.0, 6.0, 2.0)))
+    assert slower.longer_than(faster) == 1.0
+    assert faster.longer_than(slower) == 0.0
+    assert slower.all.median_s == 3.0
+
+
 def test_link_speeds_are_read_from_made_up_nvidia_smi_answers() -> None:
     nvlink = read_nvlink(
         "GPU 0: NVIDIA (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
@@ -291,6 +301,7 @@ STEP = StepResult(
     step_p95_s=0.1,
     samples_per_s=160.0,
     loop_s=0.1,
+    data_s=0.0,
     forward_s=0.04,
     backward_s=0.05,
     update_s=0.01,
@@ -313,7 +324,7 @@ def test_the_verdict_names_what_takes_most_of_the_time() -> None:
     sharded = Config(parallel=ParallelConfig(strategy="fsdp"))
     assert "--strategy ddp" in judge_step(replace(STEP, exposed_s=0.04), sharded, world).text
     folder = Config(data=DataConfig(dataset="folder", num_workers=3))
-    waiting = judge_step(replace(STEP, loop_s=0.2, exposed_s=0.01), folder, world).text
+    waiting = judge_step(replace(STEP, data_s=0.1, exposed_s=0.01), folder, world).text
     assert waiting == (
         "data-bound: 50% of a step (100 ms) waits for its batch; "
         "try more --num-workers than 3, or smaller pictures on disk"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -36,26 +38,34 @@ def measure_copy_bandwidth(device: str) -> float:
 
 
 def measure_matmul_flops(device: str, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large product of square matrices, at its best.
-
-    float32 is allowed TF32 on GPUs, because convolutions there are: the ceiling must not be lower than the work.
-    """
+    """Floating-point operations per second of a large product of square matrices, at its best."""
     kind = torch.device(device).type
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high" if kind == "cuda" else before)
-    try:
-        side, best_s = _FIRST_SIDE, 0.0
-        while side <= _LAST_SIDE:
-            left, right, out = (torch.ones(side, side, dtype=dtype, device=device) for _ in range(3))
-            is_last = 8 * best_s >= _LONG_ENOUGH_S[kind] or 2 * side > _LAST_SIDE  # twice the side, 8 times the work
+    side, best_s, is_last = _FIRST_SIDE, 0.0, False
+    with _tf32_on_gpus(kind):
+        while not is_last:
+            # Twice the side is eight times the work.
+            is_last = 8 * best_s >= _LONG_ENOUGH_S[kind] or 2 * side > _LAST_SIDE
+            # Random: a GPU multiplies ones faster than numbers, because it takes less power.
+            left, right, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
             product = partial(torch.matmul, left, right, out=out)
             best_s = min(_repeat(product, device, _MATMUL_S if is_last else 0.0).seconds)
-            if is_last:
-                break
+            rate = 2 * side**3 / best_s
             side *= 2
+    return rate
+
+
+@contextmanager
+def _tf32_on_gpus(kind: str) -> Iterator[None]:
+    """Convolutions in float32 may use TF32 there: the ceiling must not be lower than the work."""
+    if kind != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
     finally:
         torch.set_float32_matmul_precision(before)
-    return 2 * side**3 / best_s
 
 
 def find_link(world: World, copy_bytes_per_s: float) -> Limit | None:

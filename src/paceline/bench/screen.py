@@ -92,13 +92,10 @@ def _step(step: StepResult) -> Iterator[str]:
         f"phases          forward {format_time(step.forward_s)}, backward and exchange "
         f"{format_time(step.backward_s)}, update {format_time(step.update_s)}"
     )
-    if step.exposed_s is not None and step.alone_s is not None:
-        yield (
-            f"communication   {_exposed(step.exposed_s, step.step_s)} "
-            f"(without peers {format_time(step.alone_s)}; gradients {format_size(step.gradient_bytes)})"
-        )
-    data = _exposed(step.data_s, step.step_s + step.data_s)
-    yield f"data            {data} (with its batch {format_time(step.loop_s)})"
+    if step.exposed_s is not None:
+        gradients = f"gradients {format_size(step.gradient_bytes)}"
+        yield f"communication   {_exposed(step.exposed_s, step.step_s)}; {gradients}"
+    yield f"data            {_exposed(step.data_s, step.step_s + step.data_s)}"
     ceiling = f"{format_flops(step.ceiling_flops_per_s)} of a large matrix product"
     if step.flops_per_s is not None:
         yield f"arithmetic      {format_flops(step.flops_per_s)} per rank, MFU {step.mfu:.0%} ({ceiling})"

@@ -33,6 +33,7 @@ from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
 from paceline.world.signals import SUPERVISOR_PID, StopRequest
 
 _DATA_TIMES, _STEP_TIMES = 6, 20  # as long as one size of one collective
+_BUSY = 0.75  # of its cores, before we add to it
 _START_S, _PIECE_S = 600.0, 120.0  # for reading data and building a model; for one measurement
 
 
@@ -65,7 +66,7 @@ class Report:
             "limits": asdict(self.limits),
             "collectives": links if self.rows else None,
             "data": {**asdict(self.data), "of_copy": self.data.of_copy} if self.data else None,
-            "step": {**asdict(self.step), "mfu": self.step.mfu, "data_s": self.step.data_s} if self.step else None,
+            "step": {**asdict(self.step), "mfu": self.step.mfu} if self.step else None,
             "profile": asdict(self.profile) if self.profile else None,
             "verdict": asdict(self.verdict) if self.verdict else None,
             "notes": self.notes,
@@ -164,6 +165,9 @@ def _notes(request: Request, world: World) -> list[str]:
     notes = []
     if world.device == "cpu" and world.local_world_size * world.threads > usable_cores():
         notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: expect less of each")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > _BUSY * cores:
+        notes.append(f"this machine is busy (load {load:.1f} on {cores} cores): times will vary")
     if "collectives" in request.parts and world.world_size == 1:
         notes.append("one rank has nobody to exchange with: no collectives; --processes 2 has")
     return notes

@@ -7,7 +7,9 @@ communication that computing did not hide, and waiting for slower ranks.
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.bench.data import endless_batches
 from paceline.bench.limits import measure_matmul_flops
-from paceline.bench.timing import Rounds, choose_rounds, gather_numbers, mean_over_ranks, synchronise, time_rounds
+from paceline.bench.timing import Rounds, Work, choose_rounds, gather_numbers, mean_over_ranks, synchronise, time_rounds
 from paceline.data.loader import Batch
 from paceline.models.registry import build_model
 from paceline.parallel.apply import parallelise
@@ -29,7 +31,8 @@ from paceline.training.step import TrainStep
 from paceline.world.detect import World
 from paceline.world.seeds import seed_initial_weights
 
-_BLOCK = 4  # steps; the two kinds take turns, so that a machine's moods meet both
+_BLOCK, _LEAST_BLOCKS = 3, 3  # steps; their kinds take turns, so that a machine's moods meet all
+_READ_AHEAD = 3  # batches that may lie ready after a pause, which training never makes
 _PHASE_STEPS = 5
 
 
@@ -46,6 +49,7 @@ class StepResult:
     step_p95_s: float
     samples_per_s: float  # all ranks together
     loop_s: float  # the same with the data pipeline in front, as in training
+    data_s: float  # what that adds
     forward_s: float
     backward_s: float  # with the exchange of gradients and their norm
     update_s: float
@@ -61,10 +65,21 @@ class StepResult:
         """Model FLOP utilisation: the share of the ceiling that the step reaches."""
         return None if self.flops_per_s is None else self.flops_per_s / self.ceiling_flops_per_s
 
+
+@dataclass(frozen=True)
+class Blocks:
+    """Rounds of one kind of work, in blocks that took turns with other kinds."""
+
+    blocks: tuple[Rounds, ...]
+
     @property
-    def data_s(self) -> float:
-        """What the data pipeline adds to a step."""
-        return max(0.0, self.loop_s - self.step_s)
+    def all(self) -> Rounds:
+        return Rounds(tuple(seconds for block in self.blocks for seconds in block.seconds))
+
+    def longer_than(self, other: Blocks) -> float:
+        """Seconds per round, by neighbouring blocks: a machine that is busy for a while slows both. Never negative."""
+        pairs = zip(self.blocks, other.blocks, strict=True)
+        return max(0.0, statistics.median(mine.median_s - theirs.median_s for mine, theirs in pairs))
 
 
 def measure_step(rig: Rig, world: World, *, seconds: float = 6.0) -> StepResult:
@@ -74,31 +89,34 @@ def measure_step(rig: Rig, world: World, *, seconds: float = 6.0) -> StepResult:
     wait_for_all(world)
     ceiling = _mean(measure_matmul_flops(world.device, dtype), world)
     lonely, note = _build_lonely_step(rig, world)
-    together, alone = _take_turns(rig.step, lonely, batch, world, 0.8 * seconds)
-    loop = _time_loop(rig, world, 0.2 * seconds)
+    works: list[tuple[Work, int]] = [(partial(take_step, rig.step, batch), 0), (_loop_of(rig), _READ_AHEAD)]
+    works += [(partial(take_step, lonely, batch), 0)] if lonely else []
+    together, loop, *others = _take_turns(works, world, seconds)
+    alone = others[0] if others else None
     forward_s, backward_s, update_s = _time_phases(rig.step, batch, world)
     flops = _count_flops(rig.plan)
-    exposed_s = max(0.0, together.median_s - alone.median_s) if alone else None
     parameters = [p for p in rig.model.module.parameters() if p.requires_grad]
     if flops is None:
         note = "; ".join(filter(None, [note, "this model's arithmetic cannot be counted"]))
+    times = together.all
     return StepResult(
-        steps=together.count,
+        steps=times.count,
         rank_batch_size=rig.plan.rank_batch_size,
         precision=_name_precision(dtype, world),
         num_parameters=rig.num_parameters,
         gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
-        step_s=together.median_s,
-        step_p95_s=together.p95_s,
-        samples_per_s=rig.plan.config.train.global_batch_size / together.median_s,
-        loop_s=loop.median_s,
+        step_s=times.median_s,
+        step_p95_s=times.p95_s,
+        samples_per_s=rig.plan.config.train.global_batch_size / times.median_s,
+        loop_s=loop.all.median_s,
+        data_s=loop.longer_than(together),
         forward_s=forward_s,
         backward_s=backward_s,
         update_s=update_s,
-        alone_s=alone.median_s if alone else None,
-        exposed_s=exposed_s,
+        alone_s=alone.all.median_s if alone else None,
+        exposed_s=together.longer_than(alone) if alone else None,
         flops=flops,
-        flops_per_s=flops / together.median_s if flops else None,
+        flops_per_s=flops / times.median_s if flops else None,
         ceiling_flops_per_s=ceiling,
         note=note,
     )
@@ -108,6 +126,12 @@ def take_step(step: TrainStep, batch: Batch) -> None:
     report = step.gradients(batch, 0, wants_stop=False)
     step.guards.enter("update", 1)
     step.update(0, 0.0, report)
+
+
+def _loop_of(rig: Rig) -> Work:
+    """A step on the next batch, as the training loop takes it."""
+    batches = endless_batches(rig)
+    return lambda: take_step(rig.step, next(batches))
 
 
 def _build_lonely_step(rig: Rig, world: World) -> tuple[TrainStep | None, str]:
@@ -135,31 +159,16 @@ def _build_lonely_step(rig: Rig, world: World) -> tuple[TrainStep | None, str]:
     return lonely, ""
 
 
-def _take_turns(
-    together: TrainStep, alone: TrainStep | None, batch: Batch, world: World, seconds: float
-) -> tuple[Rounds, Rounds | None]:
-    """Both kinds of step, equally often."""
-    works = [partial(take_step, step, batch) for step in (together, alone) if step is not None]
-    blocks = -(-min(choose_rounds(work, world, seconds / len(works)) for work in works) // _BLOCK)
-    found: list[list[float]] = [[] for _ in works]
-    for _ in range(blocks):
-        for work, times in zip(works, found, strict=True):
+def _take_turns(works: Sequence[tuple[Work, int]], world: World, seconds: float) -> list[Blocks]:
+    """Time each kind of work, block by block; the number beside it is how many rounds to let pass before each."""
+    rounds = min(choose_rounds(work, world, seconds / len(works)) for work, _ in works)
+    found: list[list[Rounds]] = [[] for _ in works]
+    for _ in range(max(_LEAST_BLOCKS, rounds // _BLOCK)):
+        for (work, passed), blocks in zip(works, found, strict=True):
             wait_for_all(world)
-            times.extend(time_rounds(work, world.device, _BLOCK).seconds)
-    rounds = [mean_over_ranks(Rounds(tuple(times)), world) for times in found]
-    return rounds[0], rounds[1] if alone is not None else None
-
-
-def _time_loop(rig: Rig, world: World, seconds: float) -> Rounds:
-    """Steps with their batches, one after the other: a pipeline that reads ahead gets no pause to catch up in."""
-    batches = endless_batches(rig)
-
-    def go_round() -> None:
-        take_step(rig.step, next(batches))
-
-    rounds = choose_rounds(go_round, world, seconds)
-    wait_for_all(world)
-    return mean_over_ranks(time_rounds(go_round, world.device, rounds), world)
+            time_rounds(work, world.device, passed)
+            blocks.append(mean_over_ranks(time_rounds(work, world.device, _BLOCK), world))
+    return [Blocks(tuple(blocks)) for blocks in found]
 
 
 class _PhaseClock:

@@ -142,7 +142,6 @@ def _check_world(request: Request, loaded: LoadedConfig, local: int, world_size:
     if 0 < gpus < local:
         raise UserError(
             "more ranks than GPUs on this machine",
-            where=loaded.where("processes"),
             got=f"{local} ranks, {gpus} GPUs",
             hint=f"--processes {gpus}, or --device cpu",
         )
