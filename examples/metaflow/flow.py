@@ -58,15 +58,16 @@ class PacelineFlow(FlowSpec):
         """One node of the gang. A retry goes on from the newest checkpoint, wherever it runs."""
         self.results = self.history = self.model = None
         with training(self.request) as trained:
-            if trained is not None:  # the main node
+            if trained is not None:  # the node of rank 0
                 self.results, self.history = trained.results, trained.history
                 self.model = current.model.save(trained.model, label=trained.label, metadata=trained.about)
         self.next(self.join)
 
     @step
     def join(self, inputs):
-        main = next(node for node in inputs if node.model is not None)
-        self.request, self.results, self.history, self.model = main.request, main.results, main.history, main.model
+        first = next(node for node in inputs if node.model is not None)
+        self.request, self.results = first.request, first.results
+        self.history, self.model = first.history, first.model
         self.next(self.test_model)
 
     @model(load=["model"])

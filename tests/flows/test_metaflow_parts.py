@@ -16,7 +16,7 @@ import pytest
 from harness.cli import paceline
 from paceline.checkpoints.format import step_folders, verify
 from paceline.errors import CheckpointError, PacelineError, UserError
-from paceline.integrations.metaflow_support.courier import Courier, fetch
+from paceline.integrations.metaflow_support.courier import Courier
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet
 from paceline.integrations.metaflow_support.node import agent_variables
 from paceline.integrations.metaflow_support.request import check_request
@@ -233,7 +233,10 @@ def test_best_and_newest_travel_once_through_a_fake_datastore(run: RunFolder, tm
     assert last["metadata"]["step"] == int(newest.name.removeprefix("step-"))
     assert last["metadata"]["val_loss"] > 0
     arrived = RunFolder(tmp_path / "elsewhere")
-    fetch(courier.datastore, [last["key"], best["key"]], arrived)
+    receiver = Courier(arrived, courier.datastore, {})
+    assert receiver.fetch([last["key"], best["key"]]) == [newest.name, older.name]
+    receiver.look()
+    assert len(courier.datastore.saved) == 2  # what came from there is not sent back  # type: ignore[attr-defined]
     assert {path.name for path in step_folders(arrived.checkpoints)} == {newest.name, older.name}
     for path in step_folders(arrived.checkpoints):
         verify(path)  # plain files: it refuses links
@@ -253,6 +256,7 @@ def test_a_damaged_checkpoint_stays_at_home(run: RunFolder, tmp_path: Path, capl
     (run.checkpoints / "best").unlink()
     flip_a_bit(run.checkpoints)
     courier = courier_of(run, tmp_path)
+    courier.start()
     courier.finish()
     assert courier.datastore.saved == []  # type: ignore[attr-defined]
     assert "did not reach the datastore" in caplog.text
@@ -265,7 +269,7 @@ def test_a_parcel_that_was_damaged_on_the_way_is_refused(run: RunFolder, tmp_pat
     flip_a_bit(tmp_path / "store" / key / "checkpoints")
     arrived = RunFolder(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match="damaged"):
-        fetch(courier.datastore, [key], arrived)
+        Courier(arrived, courier.datastore, {}).fetch([key])
     assert step_folders(arrived.checkpoints) == []
 
 
@@ -290,11 +294,13 @@ def test_a_store_that_fails_does_not_end_training_and_is_tried_again(run: RunFol
                 raise ConnectionError("no route")
             return super().save(path, **said)
 
-    courier = Courier(run, Stumbling(tmp_path / "store"), {}, False)
+    courier = Courier(run, Stumbling(tmp_path / "store"), {})
+    courier.start()
     courier.look()
     assert "no route" in courier.problem
     courier.look()
     courier.finish()
+    courier.look()
     assert courier.problem == ""
     assert courier.datastore.saved != []  # type: ignore[attr-defined]
 

@@ -11,7 +11,7 @@ import logging
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,22 +41,22 @@ class Parcel:
     """One checkpoint in the datastore."""
 
     key: str
-    step: int
     best_key: str  # of the parcel with the best checkpoint so far; empty: this one, or none yet
 
 
 @dataclass
 class Courier:
-    """The main node's: sends every checkpoint that is committed, beside training."""
+    """Of one run folder: sends every checkpoint that is committed there, beside training, and brings others in."""
 
     folder: RunFolder
     datastore: Datastore
     about: dict[str, Any]
-    best_is_latest: bool
-    on_sent: Callable[[Parcel, dict[str, Any]], None] | None = None
-    sent: dict[str, Parcel] = field(default_factory=dict)  # by identity, in this attempt and before
+    best_is_latest: bool = False
+    on_sent: Callable[[Parcel], None] | None = None
     history: list[dict[str, Any]] = field(default_factory=list)  # what was sent, for the card
     problem: str = ""  # why the last look sent nothing, if it should have
+    _stored: dict[str, str] = field(default_factory=dict)  # keys of what is in the datastore, by identity
+    _lock: threading.Lock = field(default_factory=threading.Lock)  # nothing that comes in is sent back
     _over: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
@@ -66,9 +66,10 @@ class Courier:
 
     def finish(self) -> None:
         """The ranks are gone: send what they committed last, and stop."""
+        if self._thread is None:
+            return
         self._over.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.join()
         self.look()
         if self.problem:
             _log.warning("warning: the newest checkpoint did not reach the datastore: %s", self.problem)
@@ -76,11 +77,8 @@ class Courier:
     def look(self) -> None:
         """Send the best and the newest checkpoint, if they have not been sent. Trouble is told and tried again."""
         try:
-            best = pointed_at(self.folder.checkpoints, "best")
-            newest = next(iter(step_folders(self.folder.checkpoints)), None)
-            for path in sorted({path for path in (best, newest) if path is not None}, key=step_of):
-                if identity(path) not in self.sent:
-                    self._send(path, best)
+            with self._lock:
+                self._look()
             self.problem = ""
         except (DamagedCheckpoint, FileNotFoundError) as error:
             self.problem = str(error)  # pruned meanwhile, most likely: the next look finds what came after it
@@ -90,31 +88,58 @@ class Courier:
                 _log.warning("warning: a checkpoint could not be sent to the datastore: %s", words)
             self.problem = words
 
+    def fetch(self, keys: list[str]) -> list[str]:
+        """Bring parcels into the run folder, each verified before its checkpoint gets its name. Returns the names."""
+        self.folder.create()
+        names = []
+        for key in keys:
+            with tempfile.TemporaryDirectory(prefix="paceline-parcel-") as scratch, self._lock:
+                self.datastore.load(key, path=scratch)
+                for name in _COMPANIONS:
+                    if (Path(scratch) / name).exists() and not (self.folder.path / name).exists():
+                        shutil.copyfile(Path(scratch) / name, self.folder.path / name)
+                for path in step_folders(Path(scratch) / "checkpoints"):
+                    self._stored[identity(_take_in(path, self.folder.checkpoints))] = key
+                    names.append(path.name)
+        return names
+
+    def follow(self, parcel: Parcel) -> None:
+        """Another node's ranks have saved: what they may ask this node's for must be here, and nothing else."""
+        names = self.fetch([key for key in (parcel.key, parcel.best_key) if key])
+        for path in step_folders(self.folder.checkpoints):
+            if path.name not in names:
+                shutil.rmtree(path, ignore_errors=True)
+
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):
             self.look()
 
+    def _look(self) -> None:
+        best = pointed_at(self.folder.checkpoints, "best")
+        newest = next(iter(step_folders(self.folder.checkpoints)), None)
+        for path in sorted({path for path in (best, newest) if path is not None}, key=step_of):
+            if identity(path) not in self._stored:
+                self._send(path, best)
+
     def _send(self, path: Path, best: Path | None) -> None:
         with tempfile.TemporaryDirectory(prefix="paceline-parcel-") as scratch:
             # A copy: while it travels, training goes on and may prune the original.
-            parcel = Path(scratch) / "parcel"
-            shutil.copytree(path, parcel / "checkpoints" / path.name, copy_function=_link_or_copy)
+            copied = Path(scratch) / "checkpoints" / path.name
+            shutil.copytree(path, copied, copy_function=_link_or_copy)
             for companion in _COMPANIONS:
                 with suppress(FileNotFoundError):
-                    shutil.copyfile(self.folder.path / companion, parcel / companion)
-            copied = parcel / "checkpoints" / path.name
+                    shutil.copyfile(self.folder.path / companion, Path(scratch) / companion)
             verify(copied)
             checkpoint, name = inspect_checkpoint(copied), identity(copied)
             is_best = best is not None and best.name == path.name
-            best_key = "" if best is None or is_best else self.sent[identity(best)].key
+            best_key = "" if best is None or is_best else self._stored[identity(best)]
             metadata = {**describe(checkpoint), **self.about, "is_best": is_best, "best_key": best_key}
             latest = is_best or best is None or not self.best_is_latest
-            reference = self.datastore.save(str(parcel), name=_NAME, metadata=metadata, latest=latest)
-        sent = Parcel(reference["key"], checkpoint.step, best_key)
-        self.sent[name] = sent
-        self.history.append({**metadata, "key": sent.key, "latest": latest})
+            key = self.datastore.save(scratch, name=_NAME, metadata=metadata, latest=latest)["key"]
+        self._stored[name] = key
+        self.history.append({**metadata, "key": key, "latest": latest})
         if self.on_sent is not None:
-            self.on_sent(sent, metadata)
+            self.on_sent(Parcel(key, best_key))
 
 
 def identity(path: Path) -> str:
@@ -135,30 +160,11 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def fetch(datastore: Datastore, keys: list[str], folder: RunFolder) -> dict[str, str]:
-    """Bring parcels into a run folder, each verified before its checkpoint gets its name.
-
-    Returns the key of each checkpoint's parcel, by the name of its folder.
-    """
-    folder.create()
-    arrived = {}
-    for key in keys:
-        with tempfile.TemporaryDirectory(prefix="paceline-parcel-") as scratch:
-            datastore.load(key, path=scratch)
-            for name in _COMPANIONS:
-                if (Path(scratch) / name).exists() and not (folder.path / name).exists():
-                    shutil.copyfile(Path(scratch) / name, folder.path / name)
-            for path in step_folders(Path(scratch) / "checkpoints"):
-                _take_in(path, folder.checkpoints)
-                arrived[path.name] = key
-    return arrived
-
-
-def _take_in(path: Path, checkpoints: Path) -> None:
+def _take_in(path: Path, checkpoints: Path) -> Path:
     """Files of a local datastore arrive as links into it: what the run keeps are copies."""
     target = checkpoints / path.name
     if target.exists():
-        return
+        return target
     temporary = temporary_folder(checkpoints, step_of(path))
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(path, temporary)
@@ -167,14 +173,7 @@ def _take_in(path: Path, checkpoints: Path) -> None:
     except DamagedCheckpoint as found:
         shutil.rmtree(temporary, ignore_errors=True)
         raise damaged_error(path, found) from found
-    temporary.rename(target)
-
-
-def keep_only(checkpoints: Path, names: Collection[str]) -> None:
-    """Of a node that only follows: nobody prunes there."""
-    for path in step_folders(checkpoints):
-        if path.name not in names:
-            shutil.rmtree(path, ignore_errors=True)
+    return temporary.rename(target)
 
 
 def _link_or_copy(source: str, target: str) -> str:

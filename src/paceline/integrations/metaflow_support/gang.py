@@ -91,7 +91,7 @@ class Line:
 
 
 class Gang:
-    """All nodes have met. Says which of them was lost, and passes on what the main node tells."""
+    """All nodes have met. Says which of them was lost, and passes on what one of them tells the others."""
 
     def __init__(self, place: Place, lines: dict[int, Line], layout: list[Message], plan: Message) -> None:
         self.place = place
@@ -128,6 +128,9 @@ class Gang:
                 if message["bye"] != 0:
                     self._lose(f"node {node} ended with exit code {message['bye']}")
                 return
+            for other, onwards in self._lines.items():  # only the main node has a line to everybody
+                if other != node:
+                    onwards.send(message)
             if self.on_news is not None:
                 self.on_news(message)
         self._lose(f"node {node} on {self.layout[node]['host']} is gone")

@@ -1,7 +1,8 @@
 """One node's part in a training step: meet the others, start this node's ranks, see them through. No torch.
 
 Every node runs one `paceline train` that starts its ranks and watches them, as one agent per node does under Slurm.
-The main node sends checkpoints to the datastore; where nodes have disks of their own, the others fetch them there.
+The node of rank 0 (torch decides which one that is) sends checkpoints to the datastore; where nodes have disks of their
+own, the others fetch them there.
 """
 
 from __future__ import annotations
@@ -16,16 +17,14 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
 from uuid import uuid4
 
-from paceline.checkpoints.format import step_folders, step_of
 from paceline.config.schema import ParallelConfig
 from paceline.errors import EXIT_INTERNAL, UserError
-from paceline.integrations.metaflow_support.courier import Courier, Datastore, Parcel, fetch, identity, keep_only
+from paceline.integrations.metaflow_support.courier import Courier, Datastore, Parcel
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, free_port, meet
 from paceline.integrations.metaflow_support.request import Request
 from paceline.runs.folder import RunFolder
@@ -44,21 +43,29 @@ class Node:
     place: Place
     gang: Gang
     folder: RunFolder
-    datastore: Datastore
+    courier: Courier
     attempt: int
-    has_shared_disk: bool
-    courier: Courier | None = None  # the main node's
+    has_shared_disk: bool  # with the main node
+
+    @property
+    def owns_folder(self) -> bool:
+        """Whether what is in the run folder is this node's to send, show and remove."""
+        return self.place.is_main or not self.has_shared_disk
+
+    @property
+    def has_results(self) -> bool:
+        """Whether rank 0 trained to the end, on the disk that is ours."""
+        return self.owns_folder and self.folder.results.exists()
 
     def train(self) -> int:
         """Start the ranks of this node and wait; returns paceline's exit code."""
-        if self.courier is not None:
+        if self.owns_folder:
             self.courier.start()
         code = EXIT_INTERNAL
         try:
             code = self._run()
         finally:
-            if self.courier is not None:
-                self.courier.finish()
+            self.courier.finish()
             self.gang.leave(code)
         return code
 
@@ -66,7 +73,7 @@ class Node:
         """The main node's copy goes last: on a laptop it is everybody's."""
         if self.place.is_main:
             self.gang.wait_for_others(_LOST_GRACE_S)
-        if self.place.is_main or not self.has_shared_disk:
+        if self.owns_folder:
             shutil.rmtree(self.folder.path.parent, ignore_errors=True)
 
     def _run(self) -> int:
@@ -119,11 +126,14 @@ class Node:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
         return environment
 
-    def take_news(self, message: Message) -> None:
-        """A node with a disk of its own: what the main node has saved must be here, too."""
-        keys = [key for key in (message["key"], message["best_key"]) if key]
-        with suppress(Exception):  # not in time: the attempt ends, and the next one starts with all of it
-            keep_only(self.folder.checkpoints, fetch(self.datastore, keys, self.folder))
+    def hear(self, message: Message) -> None:
+        """What other ranks have saved, ours may be asked for; only a shared disk has it already."""
+        if self.has_shared_disk and not self.place.is_main:
+            return
+        try:
+            self.courier.follow(Parcel(**message))
+        except Exception as error:  # not in time for this attempt, then: the next one starts with all of it
+            print(f"warning: a checkpoint did not arrive: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def agent_variables(place: Place, port: int) -> dict[str, str]:
@@ -147,48 +157,45 @@ def agent_variables(place: Place, port: int) -> dict[str, str]:
 def join(request: Request, place: Place, datastore: Datastore, attempt: int, keys: list[str]) -> Node:
     """Meet the other nodes. `keys` are the parcels to go on from, as the main node sees them."""
 
+    def make_courier(folder: RunFolder) -> Courier:
+        return Courier(folder, datastore, request.about, request.best_is_latest)
+
+    prepared: list[Courier] = []
+
     def make_plan(layout: list[Message]) -> Message:
-        folder = _make_folder(request.work_dir)
-        arrived = fetch(datastore, keys, folder)
+        """On the main node: its folder is ready before the others hear of it, which may see the same disk."""
+        courier = make_courier(_make_folder(request.work_dir))
+        prepared.append(courier)
+        courier.fetch(keys)
         mark = uuid4().hex
-        (folder.path / _MARK).write_text(mark)
+        (courier.folder.path / _MARK).write_text(mark)
         device, gpus = _share_gpus(request, layout)
-        port = free_port() if place.nodes > 1 else 0
-        places = {"folder": str(folder.path), "mark": mark, "port": port}
-        return {**places, "keys": keys, "arrived": arrived, "device": device, "gpus": gpus}
+        places = {"folder": str(courier.folder.path), "mark": mark, "port": free_port() if place.nodes > 1 else 0}
+        return {**places, "keys": keys, "device": device, "gpus": gpus}
 
     about = {"host": socket.gethostname(), "machine": _machine(), "cores": usable_cores(), "pid": os.getpid()}
     gang = meet(place, about, make_plan, request.node_timeout_s)
     folder = RunFolder(Path(gang.plan["folder"]))
+    courier = prepared[0] if prepared else make_courier(folder)
     has_shared_disk = _sees_mark(folder, gang.plan["mark"])
     if not has_shared_disk:
-        if request.is_sharded:
-            raise UserError(
-                "strategy fsdp on several nodes needs a disk that all of them share",
-                where=f"node {place.own}",
-                got=str(folder.path),
-                hint="--work-dir PATH on shared storage, or --flags without --strategy fsdp",
-            )
+        _refuse_shards(request, place, folder)
         print(f"node {place.own} has a disk of its own: checkpoints come from the datastore", flush=True)
-        fetch(datastore, gang.plan["keys"], folder)
-    node = Node(request, place, gang, folder, datastore, attempt, has_shared_disk)
-    if place.is_main:
-        node.courier = _make_courier(node)
-    elif not has_shared_disk:
-        gang.on_news = node.take_news
+        courier.fetch(gang.plan["keys"])
+    node = Node(request, place, gang, folder, courier, attempt, has_shared_disk)
+    courier.on_sent = lambda parcel: gang.tell(asdict(parcel))
+    gang.on_news = node.hear
     return node
 
 
-def _make_courier(node: Node) -> Courier:
-    def tell(parcel: Parcel, _: dict[str, Any]) -> None:
-        node.gang.tell({"key": parcel.key, "best_key": parcel.best_key})
-
-    request = node.request
-    courier = Courier(node.folder, node.datastore, request.about, request.best_is_latest, on_sent=tell)
-    # What came from the datastore need not go there again.
-    for path in step_folders(node.folder.checkpoints):
-        courier.sent[identity(path)] = Parcel(node.gang.plan["arrived"][path.name], step_of(path), "")
-    return courier
+def _refuse_shards(request: Request, place: Place, folder: RunFolder) -> None:
+    if request.is_sharded:
+        raise UserError(
+            "strategy fsdp on several nodes needs a disk that all of them share",
+            where=f"node {place.own}",
+            got=str(folder.path),
+            hint="--work-dir PATH on shared storage, or another --strategy",
+        )
 
 
 def _make_folder(work_dir: str) -> RunFolder:

@@ -111,7 +111,7 @@ def checked(**parameters: Any) -> Request:
 
 @contextmanager
 def training(request: Request) -> Iterator[Trained | None]:
-    """Train as this node of the gang. Yields the outcome on the main node, None on the others."""
+    """Train as this node of the gang. Yields the outcome on the node that has it, None on the others."""
     with one_screen():
         keys, origin = choose_parcels(request)
         node = join(request, read_place(), current.checkpoint, current.retry_count, keys)
@@ -120,7 +120,7 @@ def training(request: Request) -> Iterator[Trained | None]:
             code = node.train()
         if code != 0:
             _fail(node, code)
-        yield outcome(request, node.folder) if node.place.is_main else None
+        yield outcome(request, node.folder) if node.has_results else None
     finally:
         node.close()
 
