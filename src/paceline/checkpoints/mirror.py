@@ -185,13 +185,13 @@ class Mirror:
         self._whole.add(seal)
         self._must_prune = True
         self._has_sent_newest |= is_newest
-        shutil.rmtree(pinned, ignore_errors=True)
+        shutil.rmtree(self._pin_of(path), ignore_errors=True)  # never the checkpoint itself
         self._point(remote)
         self._prune(remote)
 
     def _pin(self, path: Path) -> Path:
         """A name of our own for every file: what is pruned while it is being sent stays until it is sent."""
-        pinned = self._folder.path / _PINS / path.name
+        pinned = self._pin_of(path)
         shutil.rmtree(pinned, ignore_errors=True)
         pinned.mkdir(parents=True)
         try:
@@ -203,6 +203,9 @@ class Mirror:
             shutil.rmtree(pinned, ignore_errors=True)
             return path
         return pinned
+
+    def _pin_of(self, path: Path) -> Path:
+        return self._folder.path / _PINS / path.name
 
     def _pointers(self) -> dict[str, str]:
         """Where latest and best should point in the store: at what is whole there."""
@@ -220,7 +223,10 @@ class Mirror:
         if not self._must_prune or not paths or _seal_of(paths[0]) not in self._whole:
             return
         retention = disk.Retention(self._note.keep_last, self._note.keep_best)
-        remote.prune(paths[0], {path.name for path in paths}, retention, went_back=self._has_sent_newest)
+        own = {path.name for path in paths}
+        if not remote.prune(paths[0], own, retention, went_back=self._has_sent_newest):
+            self._whole.discard(_seal_of(paths[0]))
+            raise StoreTrouble(f"{paths[0].name} is not whole in the store, though it was sent")
         self._must_prune = False
 
     # --- Small files

@@ -120,15 +120,15 @@ class RemoteCheckpoints:
         name = (self.store.read(f"{FOLDER}/{pointer}") or b"").decode(errors="replace").strip()
         return name if is_step_name(name) else ""
 
-    def prune(self, newest: Path, own: set[str], retention: disk.Retention, *, went_back: bool) -> None:
-        """Drop what the rules of the run no longer keep; nothing, unless its newest checkpoint is whole here.
+    def prune(self, newest: Path, own: set[str], retention: disk.Retention, *, went_back: bool) -> bool:
+        """Drop what the rules of the run no longer keep; False, and nothing, unless its newest is whole here.
 
         `own` are the names on disk: they stay. Where the run went back to an earlier step, later ones are of a line
         it has left, as on disk; those marked to be kept stay under another name.
         """
         remotes = {remote.name: remote for remote in self.list()}
         if not self.is_same(remotes.get(newest.name), newest):
-            raise StoreTrouble(f"{newest.name} is not whole in the store, though it was sent")
+            return False
         others = {name: remote for name, remote in remotes.items() if name not in own}
         states = {name: state for name, remote in others.items() if (state := self._state_of(remote)) is not None}
         later = {name for name, remote in others.items() if remote.step > step_of(newest)} if went_back else set()
@@ -141,6 +141,7 @@ class RemoteCheckpoints:
                 self._set_aside(remote)
             elif name in later or name not in kept:
                 self._drop(remote)
+        return True
 
     def fetch(self, remote: Remote, folder: Path) -> Path:
         """A checkpoint from the store, verified to its last bit before it gets its name. Raises DamagedCheckpoint."""

@@ -1,0 +1,473 @@
+"""The mirror of a run folder, against stores in memory and on disk: order, what is dropped, whom it trusts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paceline.checkpoints import fetch, mirror, remote
+from paceline.checkpoints import store as disk
+from paceline.checkpoints.fetch import fetch_run, prepare_store, push
+from paceline.checkpoints.format import FileSeal, Manifest, add_checksum, parse_manifest
+from paceline.checkpoints.mirror import mirrored
+from paceline.config.load import load_config
+from paceline.errors import CheckpointError, UserError
+from paceline.runs.folder import RunFolder
+from paceline.runs.mirror_note import MirrorNote, read_note
+from paceline.runs.stores import Store, StoreTrouble, local_path, open_store, split_checkpoint
+
+URL = "memory://run"
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(mirror.PATIENCE, "5")
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
+
+
+def save(folder: RunFolder, step: int, *, accuracy: float = 0.5, keep: bool = False, is_best: bool = False) -> Path:
+    """A small real checkpoint, committed as the manager does it."""
+    temporary = disk.temporary_folder(folder.checkpoints, step)
+    temporary.mkdir(parents=True)
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    payload = len(header).to_bytes(8, "little") + header + step.to_bytes(4, "little")
+    (temporary / "model.safetensors").write_bytes(payload)
+    state = {"step": step, "keep": keep, "validation": {"accuracy": accuracy, "loss": 1.0}}
+    seals = {"model.safetensors": FileSeal(len(payload), add_checksum(payload))}
+    final = disk.commit(temporary, seals, json.dumps(state).encode(), {"step": step})
+    disk.supersede_after(folder.checkpoints, step)
+    for name in ("latest", "best") if is_best else ("latest",):
+        disk.point(folder.checkpoints, name, final)
+    return final
+
+
+def new_run(name: str = "run") -> RunFolder:
+    folder = RunFolder(Path(name))
+    folder.create()
+    folder.config.write_text("epochs: 3\n")
+    folder.metrics_jsonl.write_text('{"step": 1}\n')
+    MirrorNote(URL, keep_last=2, keep_best=1).write(folder.path)
+    return folder
+
+
+def stored() -> dict[str, bytes]:
+    store = open_store(URL, "here")
+    return {name: store.read(name) or b"" for name in store.list()}
+
+
+def steps_stored() -> list[int]:
+    names = [name.split("/") for name in stored()]
+    sealed = {parts[1] for parts in names if len(parts) == 3 and parts[2] == "manifest.json"}
+    return sorted(int(name.removeprefix("step-")) for name in sealed if name.startswith("step-"))
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> list[str]:
+    """Every file that is sent, in order; `before` is told its name first and may fail."""
+    sent: list[str] = []
+    put, write = Store.put, Store.write
+
+    def watched_put(self: Store, source: Path, name: str) -> None:
+        before(name)
+        put(self, source, name)
+        sent.append(name)
+
+    def watched_write(self: Store, name: str, content: bytes) -> None:
+        before(name)
+        write(self, name, content)
+        sent.append(name)
+
+    monkeypatch.setattr(Store, "put", watched_put)
+    monkeypatch.setattr(Store, "write", watched_write)
+    return sent
+
+
+def nothing(name: str) -> None:
+    pass
+
+
+def test_a_url_has_one_working_copy() -> None:
+    assert local_path("s3://bucket/a/b/") == Path("runs/s3/bucket/a/b")
+    assert local_path("some/where") == Path("some/where")
+    for wrong in ("s3://bucket", "s3://", "s3://bucket/../x", "a::s3://bucket/x", "/x://y/z"):
+        with pytest.raises(UserError, match="names no place"):
+            local_path(wrong)
+    assert split_checkpoint("s3://b/run/") == ("s3://b/run", "")
+    assert split_checkpoint("s3://b/run/checkpoints/best") == ("s3://b/run", "best")
+    assert split_checkpoint("s3://b/checkpoints/run/checkpoints/step-00000700/") == (
+        "s3://b/checkpoints/run",
+        "step-00000700",
+    )
+    assert split_checkpoint("s3://b/checkpoints/run") == ("s3://b/checkpoints/run", "")
+
+
+def test_payload_goes_before_the_manifest_and_the_pointers_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_run()
+    save(folder, 7, is_best=True)
+    sent = watch(monkeypatch, nothing)
+    assert push(folder, nothing)
+    names = [name.removeprefix("checkpoints/step-00000007/") for name in sent[:7]]
+    assert names == [
+        *("mirror.json", "metrics.jsonl", "model.safetensors", "state.json", "manifest.json"),
+        *("checkpoints/latest", "checkpoints/best"),
+    ]
+    assert stored()["config.yaml"] == b"epochs: 3\n"
+    assert read_note(folder.path) == replace(
+        read_note(folder.path) or MirrorNote(""), says="in step, checkpoints up to step 7"
+    )
+
+
+def test_the_newest_goes_first_then_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_run()
+    for step in (1, 2, 3, 4):
+        save(folder, step, is_best=step == 2)
+    sent = watch(monkeypatch, nothing)
+    assert push(folder, nothing)
+    assert [name.split("/")[1] for name in sent if name.endswith("manifest.json")] == [
+        *("step-00000004", "step-00000002", "step-00000003", "step-00000001")
+    ]
+
+
+def test_the_store_drops_by_the_rules_of_the_run_what_this_disk_never_had() -> None:
+    folder = new_run()
+    for step in (1, 2, 3, 4):
+        save(folder, step, keep=step == 1, accuracy=0.9 if step == 2 else 0.1, is_best=step == 2)
+    assert push(folder, nothing)
+    shutil.rmtree(folder.checkpoints / "step-00000001")  # as on a machine that fetched only the newest and the best
+    shutil.rmtree(folder.checkpoints / "step-00000003")
+    save(folder, 5)
+    assert push(folder, nothing)
+    assert steps_stored() == [1, 2, 4, 5]  # kept for ever, best, the last two
+
+
+def test_nothing_is_dropped_before_its_successor_is_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = new_run()
+    save(folder, 1)
+    assert push(folder, nothing)
+    for step in (2, 3, 4):
+        save(folder, step)
+    for step in (1, 2):
+        shutil.rmtree(folder.checkpoints / f"step-{step:08}")
+
+    def fail(name: str) -> None:
+        if name.endswith("/manifest.json"):
+            raise StoreTrouble("full")
+
+    monkeypatch.setenv(mirror.PATIENCE, "0.2")
+    with monkeypatch.context() as failing:
+        watch(failing, fail)
+        assert not push(folder, nothing)
+    assert "IS BEHIND: 2 checkpoints did not arrive" in capsys.readouterr().err
+    assert steps_stored() == [1]
+    assert push(folder, nothing)
+    assert steps_stored() == [3, 4]
+
+
+def test_one_that_goes_missing_in_the_store_is_sent_again_before_others_are_dropped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = new_run()
+    for step in (1, 2):
+        save(folder, step)
+    assert push(folder, nothing)
+    shutil.rmtree(folder.checkpoints / "step-00000001")
+    save(folder, 3)
+    seen: list[list[int]] = []
+
+    def lose(name: str) -> None:
+        if name == "checkpoints/latest" and len(seen) == 1:
+            open_store(URL, "here").remove("checkpoints/step-00000003/model.safetensors")
+        if name == "checkpoints/step-00000003/model.safetensors":
+            seen.append(steps_stored())
+
+    sent = watch(monkeypatch, lose)
+    assert push(folder, nothing)
+    assert sent.count("checkpoints/step-00000003/model.safetensors") == 2
+    assert seen == [[1, 2], [1, 2]]  # the second time, too, nothing had been dropped
+    assert steps_stored() == [2, 3]
+
+
+def test_a_disk_without_hard_links_keeps_its_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_run()
+    save(folder, 1)
+
+    def refuse(*names: Path) -> None:
+        raise PermissionError(1, "no hard links here")
+
+    monkeypatch.setattr(mirror.os, "link", refuse)
+    assert push(folder, nothing)
+    assert steps_stored() == [1]
+    assert disk.open_checkpoint(folder.checkpoints / "latest").step == 1
+
+
+def test_half_of_another_line_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_run()
+    for step in (1, 2):
+        save(folder, step)
+    assert push(folder, nothing)
+    disk.supersede_after(folder.checkpoints, 1)
+    save(folder, 2, accuracy=0.7)
+
+    def fail(name: str) -> None:
+        if name.endswith("step-00000002/state.json"):
+            raise StoreTrouble("full")
+
+    monkeypatch.setenv(mirror.PATIENCE, "0.2")
+    watch(monkeypatch, fail)
+    assert not push(folder, nothing)
+    assert steps_stored() == [1]
+
+
+def test_a_run_that_went_back_leaves_the_later_ones_behind() -> None:
+    folder = new_run()
+    for step in (1, 2, 3):
+        save(folder, step, keep=step == 2)
+    assert push(folder, nothing)
+    disk.supersede_after(folder.checkpoints, 1)
+    save(folder, 2, accuracy=0.7)
+    assert push(folder, nothing)
+    assert steps_stored() == [1, 2]
+    assert json.loads(stored()["checkpoints/step-00000002/state.json"])["validation"]["accuracy"] == 0.7
+    assert stored()["checkpoints/latest"] == b"step-00000002\n"
+
+
+def test_a_kept_one_of_a_line_that_was_left_stays_under_another_name() -> None:
+    folder = new_run()
+    for step in (1, 5):
+        save(folder, step, keep=step == 5)
+    assert push(folder, nothing)
+    save(folder, 3)
+    assert push(folder, nothing)
+    assert steps_stored() == [1, 3]
+    assert "checkpoints/superseded-step-00000005/manifest.json" in stored()
+
+
+def test_what_is_dropped_here_while_it_is_sent_arrives_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_run()
+    path = save(folder, 1)
+
+    def drop(name: str) -> None:
+        if name.endswith("step-00000001/model.safetensors") and path.exists():
+            save(folder, 2)
+            shutil.rmtree(path)
+
+    sent = watch(monkeypatch, drop)
+    assert push(folder, nothing)
+    assert "checkpoints/step-00000001/manifest.json" in sent
+    assert steps_stored()[-1] == 2
+    assert not (folder.path / ".mirror").exists()
+
+
+def test_a_store_that_changes_bytes_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = new_run()
+    save(folder, 1)
+    put = Store.put
+    changed = []
+
+    def change(self: Store, source: Path, name: str) -> None:
+        put(self, source, name)
+        if name.endswith("model.safetensors") and not changed:
+            content = (self.read(name) or b"")[:-1] + b"\xff"
+            self.write(name, content)
+            changed.append(name)
+
+    monkeypatch.setattr(Store, "put", change)
+    assert push(folder, nothing)
+    assert changed
+    local = (folder.checkpoints / "step-00000001" / "model.safetensors").read_bytes()
+    assert stored()["checkpoints/step-00000001/model.safetensors"] == local
+
+
+def test_the_md5_of_a_multipart_upload_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(remote, "_PART_BYTES", 4)
+    (tmp_path / "file").write_bytes(b"0123456789")
+    parts = b"".join(hashlib.md5(part, usedforsecurity=False).digest() for part in (b"0123", b"4567", b"89"))
+    mark = remote._fingerprint(tmp_path / "file")
+    assert mark.parts_md5 == hashlib.md5(parts, usedforsecurity=False).hexdigest() + "-3"
+    assert mark.seal == FileSeal(10, add_checksum(b"0123456789"))
+
+
+def test_a_checkpoint_that_is_damaged_here_is_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = new_run()
+    save(folder, 1)
+    path = save(folder, 2) / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    assert push(folder, nothing)
+    assert steps_stored() == [1]
+    assert "is damaged on this disk" in capsys.readouterr().err
+
+
+def test_another_start_takes_over_and_the_first_one_stops_writing(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = new_run("first")
+    save(folder, 1)
+    assert push(folder, nothing)
+    other = new_run("second")
+    fetch_run(open_store(URL, "here"), other, "", nothing)
+    save(other, 2)
+    with mirrored(folder):
+        assert push(other, nothing)
+        save(folder, 3)
+    assert steps_stored() == [1, 2]
+    assert "another start of this run writes to memory://run now" in capsys.readouterr().err
+    shutil.rmtree(folder.checkpoints / "step-00000003")
+    with pytest.raises(UserError, match="gone on elsewhere"):
+        push(folder, nothing)
+
+
+def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = new_run()
+    MirrorNote(URL).write(folder.path)
+    save(folder, 1)
+    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.01)
+    said: list[str] = []
+    failures = 3
+
+    def fail(name: str) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            folder.write_status("running", step=1)
+            said.append(str(folder.read_status().get("mirror")))
+            raise StoreTrouble("busy")
+
+    watch(monkeypatch, fail)
+    with mirrored(folder):
+        while read_note(folder.path).says != "in step, checkpoints up to step 1":  # type: ignore[union-attr]
+            time.sleep(0.005)
+    err = capsys.readouterr().err
+    assert err.count("memory://run is behind: busy; training goes on") == 1
+    assert err.count("memory://run has caught up, checkpoints up to step 1") == 1
+    assert said[0].startswith("behind 1 checkpoint since 20")
+    assert said[-1].endswith(": busy")
+
+
+def test_a_fetched_run_is_the_run_that_was_sent(tmp_path: Path) -> None:
+    folder = new_run()
+    for step in (1, 2, 3):
+        save(folder, step, is_best=step == 1)
+    assert push(folder, nothing)
+    copy = RunFolder(tmp_path / "copy")
+    fetch_run(open_store(URL, "here"), copy, "", nothing)
+    assert [path.name for path in sorted(copy.checkpoints.glob("step-*"))] == ["step-00000001", "step-00000003"]
+    for name in ("latest", "best"):
+        assert (copy.checkpoints / name).readlink() == (folder.checkpoints / name).readlink()
+        assert (
+            disk.open_checkpoint(copy.checkpoints / name).state == disk.open_checkpoint(folder.checkpoints / name).state
+        )
+    assert copy.metrics_jsonl.read_text() == folder.metrics_jsonl.read_text()
+    assert not (copy.path / "mirror.json").exists()
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut", "no file", "manifest", "a path"])
+def test_a_damaged_one_in_the_store_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+    folder = new_run()
+    for step in (1, 2):
+        save(folder, step)
+    assert push(folder, nothing)
+    store, name = open_store(URL, "here"), "checkpoints/step-00000002/model.safetensors"
+    content, seal = store.read(name) or b"", store.read("checkpoints/step-00000002/manifest.json") or b""
+    if damage == "a bit":
+        store.write(name, content[:-1] + b"\xff")
+    elif damage == "cut":
+        store.write(name, content[:-1])
+    elif damage == "no file":
+        store.remove(name)
+    elif damage == "manifest":
+        store.write("checkpoints/step-00000002/manifest.json", seal[:-9])
+    else:
+        listed = parse_manifest(seal)
+        files = {**listed.files, "../../secret": FileSeal(1, 1)}
+        store.write("checkpoints/step-00000002/manifest.json", Manifest(files, listed.about).to_bytes())
+        store.write("checkpoints/step-00000002/../../secret", b"x")
+    told: list[str] = []
+    copy = RunFolder(tmp_path / "copy")
+    fetch_run(store, copy, "", told.append)
+    assert any("step-00000002 in memory://run is damaged" in line for line in told)
+    assert [path.name for path in copy.checkpoints.glob("*-0*")] == ["step-00000001"]
+    with pytest.raises(CheckpointError, match="damaged"):
+        fetch_run(store, RunFolder(tmp_path / "named"), "step-00000002", nothing)
+
+
+def test_names_in_a_store_cannot_leave_the_working_copy(tmp_path: Path) -> None:
+    folder = new_run()
+    save(folder, 1)
+    assert push(folder, nothing)
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    for name in ("/run/../outside", "/run/logs/../../outside", "/run/.hidden"):
+        MemoryFileSystem.store[name] = MemoryFileSystem.store["/run/config.yaml"]
+    copy = RunFolder(tmp_path / "some" / "copy")
+    fetch_run(open_store(URL, "here"), copy, "", nothing)
+    assert not (tmp_path / "some" / "outside").exists()
+    assert not (copy.path / ".hidden").exists()
+
+
+def test_a_store_on_a_disk_works_the_same(tmp_path: Path) -> None:
+    folder = new_run()
+    url = f"file://{tmp_path}/store/run"
+    MirrorNote(url).write(folder.path)
+    save(folder, 1)
+    assert push(folder, nothing)
+    copy = RunFolder(tmp_path / "copy")
+    fetch_run(open_store(url, "here"), copy, "latest", nothing)
+    assert disk.open_checkpoint(copy.checkpoints / "latest").step == 1
+
+
+def request(*flags: str) -> Callable[[], None]:
+    return prepare_store(load_config("shapes-cnn", list(flags)), nothing)
+
+
+def test_an_unreachable_store_stops_only_those_who_have_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ("--output-dir=memory://run", "--resume=auto")
+    request(*flags)()
+    folder = RunFolder(local_path(URL))
+    token = (read_note(folder.path) or MirrorNote("")).token
+    assert token in stored()["mirror.json"].decode()
+
+    def fail(self: Store, below: str = "") -> None:
+        raise StoreTrouble("unplugged")
+
+    monkeypatch.setattr(Store, "list", fail)
+    with pytest.raises(UserError, match="does not answer"):
+        request(*flags)
+    save(folder, 1)
+    request(*flags)()
+    assert (read_note(folder.path) or MirrorNote("")).token == token  # what was claimed elsewhere meanwhile, wins
+
+
+def test_a_local_resume_of_a_working_copy_goes_on_mirroring() -> None:
+    request("--output-dir=memory://run")()
+    folder = RunFolder(local_path(URL))
+    save(folder, 1)
+    before = read_note(folder.path)
+    request(f"--resume={folder.path}")()
+    after = read_note(folder.path)
+    assert before is not None
+    assert after is not None
+    assert (after.url, after.token != before.token) == (URL, True)
+
+
+def test_another_run_is_fetched_to_go_on_from(tmp_path: Path) -> None:
+    folder = new_run()
+    save(folder, 1)
+    assert push(folder, nothing)
+    request("--resume=memory://run/checkpoints/latest", f"--output-dir={tmp_path / 'elsewhere'}")
+    assert disk.open_checkpoint(local_path("memory://run/checkpoints/latest")).step == 1
+    assert fetch.read_note(local_path(URL)) is None  # only read: it stays whose it was
