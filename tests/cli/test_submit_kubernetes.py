@@ -309,6 +309,15 @@ def test_a_recipe_and_functions_of_ones_own_travel_along(home: Path, capsys: pyt
     assert {"name": "files", "mountPath": "/etc/paceline", "readOnly": True} in container["volumeMounts"]
 
 
+def test_two_files_of_one_name_do_not_travel_as_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for folder in ("a", "b"):
+        (home / folder).mkdir()
+        (home / folder / "own.py").write_text("def build(num_classes):\n    return None\n")
+    own = ["--model-name", "a/own.py:build", "--dataset", "b/own.py:build"]
+    assert submit(*JOB, *own, "--dry-run") == USER
+    assert "two files of one name" in capsys.readouterr().err
+
+
 def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = home / "runs" / "ride"
     folder.mkdir(parents=True)

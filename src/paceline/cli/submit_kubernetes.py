@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import shlex
 import sys
 from contextlib import suppress
@@ -200,21 +201,27 @@ def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], f
     files: dict[str, Path] = {}
     recipe = loaded.recipe_path.stem
     if shipped_recipes().get(recipe) != loaded.recipe_path:
-        files[f"{loaded.recipe_name}.yaml"] = loaded.recipe_path
-        recipe = f"{FILES_PATH}/{loaded.recipe_name}.yaml"
+        recipe = _take_along(loaded.recipe_path, files, f"{loaded.recipe_name}.yaml")
     has_recipe = bool(train) and not train[0].startswith("-")
     flags = {setting.field.name: setting.tokens() for setting in parse_flags(train[1:] if has_recipe else train)}
     for name, reference in (("model_name", loaded.config.model.model_name), ("dataset", loaded.config.data.dataset)):
         path, _, function = reference.rpartition(":")
         if path.endswith(".py"):
-            files[Path(path).name] = Path(path)
-            flags[name] = [f"--{name.replace('_', '-')}={FILES_PATH}/{Path(path).name}:{function}"]
+            flags[name] = [f"--{name.replace('_', '-')}={_take_along(Path(path), files)}:{function}"]
     arguments = [recipe]
     for name, tokens in flags.items():
         if name not in _TAKEN:
             arguments += tokens
     arguments += _settled(job, loaded, folder)
     return replace(job, train=tuple(arguments), files=_read_files(files))
+
+
+def _take_along(path: Path, files: dict[str, Path], name: str = "") -> str:
+    """Where pods will find a file of ours."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", name or path.name)  # what a key of a ConfigMap may hold
+    if files.setdefault(name, path).resolve() != path.resolve():
+        raise UserError("two files of one name", got=f"{files[name]} and {path}", hint="rename one of them")
+    return f"{FILES_PATH}/{name}"
 
 
 def _settled(job: KubernetesJob, loaded: LoadedConfig, folder: RunFolder) -> list[str]:

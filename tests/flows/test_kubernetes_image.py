@@ -1,0 +1,117 @@
+"""The Dockerfile, read: there is no engine here to build it. Stages, versions, user, and what may travel into it."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from paceline.launch.kubernetes_job import DATA_PATH, RUNS_PATH, KubernetesJob
+
+pytestmark = pytest.mark.flows
+
+ROOT = Path(__file__).resolve().parents[2]
+VARIANTS = ("cpu", "cuda")
+
+
+def instructions() -> list[tuple[str, str]]:
+    text = re.sub(r"^\s*#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE)
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(line.split(maxsplit=1)[0], line.split(maxsplit=1)[1].strip()) for line in lines if line.strip()]
+
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """By name: what it stands on, and its instructions."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    name = ""
+    for word, rest in instructions():
+        if word == "FROM":
+            parent, _, name = rest.split()
+            found[name] = (parent, [])
+        elif name:
+            found[name][1].append((word, rest))
+    return found
+
+
+def line_of(name: str, variant: str) -> list[tuple[str, str]]:
+    """All instructions that a stage is made by."""
+    parent, own = stages()[name]
+    parent = parent.replace("${VARIANT}", variant)
+    return (line_of(parent, variant) if parent in stages() else []) + own
+
+
+def test_every_word_is_one_of_dockers() -> None:
+    known = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "LABEL", "USER", "ENTRYPOINT", "CMD"}
+    assert {word for word, _ in instructions()} <= known
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_stages_stand_on_stages_or_on_one_exact_image(variant: str) -> None:
+    for name, (written, own) in stages().items():
+        parent = written.replace("${VARIANT}", variant)
+        if parent not in stages():
+            assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", parent), f"{name} stands on {parent}"
+        for word, rest in own:
+            source = re.match(r"--from=(\S+)", rest) if word == "COPY" else None
+            assert source is None or source[1] in stages()
+    assert instructions()[0] == ("ARG", "VARIANT=cpu")  # before the first stage, or no FROM would know it
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_package_has_its_version(variant: str) -> None:
+    made_by = line_of("build", variant)
+    installs = [rest for word, rest in made_by if word == "RUN" and "pip install" in rest]
+    assert len(installs) == 2
+    constrained = [
+        number for number, (_, rest) in enumerate(made_by) if "PIP_CONSTRAINT=/build/constraints.txt" in rest
+    ]
+    first = next(number for number, (_, rest) in enumerate(made_by) if "pip install" in rest)
+    assert constrained[0] < first
+    pins = (ROOT / "constraints.txt").read_text()
+    for name in (
+        "torch",
+        "numpy",
+        "tyro",
+        "PyYAML",
+        "safetensors",
+        "isal",
+        "rich",
+        "pillow",
+        "tensorboard",
+        "setuptools",
+    ):
+        assert re.search(rf"^{name}==[\d.]+$", pins, re.MULTILINE | re.IGNORECASE), f"{name} is not pinned"
+    assert ("whl/cpu" in installs[0]) == (variant == "cpu")
+
+
+def test_the_image_is_not_root_and_fits_the_manifest() -> None:
+    final = dict(stages()["final"][1])
+    assert final["USER"] == f"{KubernetesJob.user}:{KubernetesJob.group}"
+    assert json.loads(final["ENTRYPOINT"]) == ["python", "-m", "paceline"]
+    assert RUNS_PATH in final["RUN"]
+    assert DATA_PATH in final["RUN"]
+    words = [word for word, _ in stages()["final"][1]]
+    assert words.index("USER") > max(number for number, word in enumerate(words) if word in ("RUN", "COPY"))
+
+
+def test_only_what_is_copied_travels() -> None:
+    rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
+    assert rules[0] == "*"
+    let_in = {rule[1:] for rule in rules if rule.startswith("!")}
+    copied = set()
+    for word, rest in instructions():
+        if word == "COPY" and not rest.startswith("--from"):
+            copied |= set(rest.split()[:-1])
+    assert copied == let_in
+    assert all((ROOT / name).exists() for name in copied)
+    left_out = [rule for rule in rules[1:] if not rule.startswith("!")]
+    assert any(fnmatch.fnmatch("src/paceline/__pycache__", rule) for rule in left_out)
+
+
+def test_nothing_is_fetched_unseen() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    for word in (":latest", "curl", "wget", "sudo", "chmod 777", "apt-get"):
+        assert word not in text
