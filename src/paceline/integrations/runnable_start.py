@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError, UserError
+from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations import runnable_steps
 from paceline.integrations.runnable_parameters import PREFIX, make_request, read_parameters
 
@@ -26,6 +25,9 @@ def see_through(main: Callable[[], object], *, script: str, parameters_file: str
     except PacelineError as error:
         print(error.screen(), file=sys.stderr)
         return error.exit_code
+    except KeyboardInterrupt:  # in another step than train, which saves
+        print(f"\ninterrupted; to go on after the steps that are done: {_retry(script)}", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _check(script: str, parameters_file: str) -> None:
@@ -93,23 +95,23 @@ def _run(main: Callable[[], object], script: str) -> int:
 
 def _tell_failure(script: str) -> int:
     failure = runnable_steps.first_failure
-    run_id = os.environ.get(runnable_steps.RUN_ID, "")
     code = failure.exit_code if failure else EXIT_INTERNAL
-    what = "the pipeline was stopped, and has saved" if code == EXIT_PREEMPTED else "a step of the pipeline failed"
+    is_stopped = code in (EXIT_PREEMPTED, EXIT_INTERRUPTED)
     error = PacelineError(
-        what,
+        "the pipeline was stopped" if is_stopped else "a step of the pipeline failed",
         where=str(runnable_steps.run_folder().path),
         got="\n".join(_reasons(failure)),
-        hint=f"{runnable_steps.RETRY_RUN_ID}={run_id} python {os.path.relpath(script)}",
+        hint=_retry(script),
     )
     print(error.screen(), file=sys.stderr)
     return code
 
 
+def _retry(script: str) -> str:
+    return f"{runnable_steps.RETRY_RUN_ID}={os.environ.get(runnable_steps.RUN_ID, '')} python {os.path.relpath(script)}"
+
+
 def _reasons(failure: PacelineError | None) -> list[str]:
     """What the step said, and what the training itself said of its end."""
-    try:
-        told = json.loads(runnable_steps.run_folder().failure.read_text())["what"]
-    except (OSError, ValueError, KeyError):
-        told = None
+    told = runnable_steps.run_folder().read_status().get("reason")  # of its last attempt
     return [reason for reason in (failure.what if failure else None, told) if reason] or ["see above"]
