@@ -30,7 +30,7 @@ from harness.runs import read_results, step_losses
 from paceline.checkpoints.store import open_checkpoint
 from paceline.metrics.recorder import read_rows
 
-pytestmark = pytest.mark.flows
+pytestmark = [pytest.mark.flows, pytest.mark.timeout(300)]  # on a busy machine
 NEEDS = ("runnable",)
 
 
@@ -225,8 +225,8 @@ def test_training_saves_and_leaves_with_its_step(number: signal.Signals, tmp_pat
             assert step.stdout is not None
             assert any(line.startswith("step ") for line in step.stdout)
             os.kill(step.pid, number)
-            code = step.wait(30)
-            seconds_until_empty(tmp_path, limit_s=30)
+            code = step.wait(60)
+            seconds_until_empty(tmp_path, limit_s=60)
         finally:
             kill_all_in(tmp_path)
     assert code == (75 if number == signal.SIGTERM else -number)
