@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -356,6 +357,24 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
     assert err.count("memory://run has caught up, checkpoints up to step 1") == 1
     assert said[0].startswith("behind 1 checkpoint since 20")
     assert said[-1].endswith(": busy")
+
+
+def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    folder = new_run()
+    save(folder, 1)
+    put_file = MemoryFileSystem.put_file
+
+    def crawl(self: MemoryFileSystem, source: str, target: str, callback: Any, **options: Any) -> None:
+        for _ in range(6 if target.endswith("model.safetensors") else 0):
+            time.sleep(0.1)  # the slowness itself
+            callback.relative_update(1)
+        put_file(self, source, target, **options)
+
+    monkeypatch.setenv(mirror.PATIENCE, "0.4")
+    monkeypatch.setattr(MemoryFileSystem, "put_file", crawl)
+    assert push(folder, nothing)
 
 
 def test_a_fetched_run_is_the_run_that_was_sent(tmp_path: Path) -> None:

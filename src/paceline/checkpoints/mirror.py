@@ -135,10 +135,14 @@ class Mirror:
             self._folder.tell_mirror()
             self._send_small_files(remote.store)
 
+    def _advance(self) -> None:
+        self._progress_s = time.monotonic()
+
     def _open(self) -> RemoteCheckpoints:
         """At the first contact: what is there already needs no sending."""
         if self._remote is None:
             remote = RemoteCheckpoints(open_store(self._note.url, MIRROR_NOTE))
+            remote.store.on_progress = self._advance
             there = {item.name: item for item in remote.list()}
             for path in step_folders(self._folder.checkpoints):
                 if remote.is_same(there.get(path.name), path):
@@ -172,7 +176,7 @@ class Mirror:
             self._send_small_files(remote.store, only=self._folder.metrics_jsonl.name)
             there = next((item for item in remote.list() if item.name == path.name), None)
             for _ in remote.send(pinned, there):
-                self._progress_s = time.monotonic()
+                self._advance()
                 if self._is_over.is_set():
                     raise StoreTrouble("given up at the end of the run")
         except DamagedCheckpoint as found:
@@ -237,7 +241,7 @@ class Mirror:
                 with suppress(FileNotFoundError):
                     store.put(self._folder.path / name, name)
                 self._sent[name] = mark
-                self._progress_s = time.monotonic()
+                self._advance()
 
     # --- What people read
 

@@ -194,10 +194,10 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class RunConfig:
     output_dir: str = ""
-    """The run folder itself; empty: runs/<recipe>-<time>."""
+    """The run folder itself, or s3://BUCKET/RUN (any fsspec store) to mirror it to; empty: runs/<recipe>-<time>."""
 
     resume: str = ""
-    """auto: go on with the newest run of this recipe (or in output-dir). Or the path of a run or
+    """auto: go on with the newest run of this recipe (or in output-dir). Or the path or URL of a run or
     checkpoint."""
 
     load_policy: Literal["fresh", "eager", "none"] = "fresh"

@@ -68,6 +68,7 @@ class Store:
         self.url = url
         self._filesystem = filesystem
         self._root = root.rstrip("/")
+        self.on_progress: Callable[[], None] = lambda: None  # called while a large file is on its way
 
     def list(self, below: str = "") -> dict[str, Stored]:
         """Every file below a name, as the store sees it now."""
@@ -93,7 +94,10 @@ class Store:
         return _ask_for(look)
 
     def put(self, source: Path, name: str) -> None:
-        _ask(lambda: self._filesystem.put_file(str(source), self._path(name)))
+        from fsspec.callbacks import Callback
+
+        ticks = Callback(hooks={"progress": lambda size, value: self.on_progress()})
+        _ask(lambda: self._filesystem.put_file(str(source), self._path(name), callback=ticks))
 
     def get(self, name: str, target: Path) -> None:
         _ask(lambda: self._filesystem.get_file(self._path(name), str(target)))
