@@ -134,7 +134,7 @@ def _print(
     lines = [head + (["cost"] if has_price else [])]
     for row in rows:
         line = [str(row["strategy"]), str(row["world_size"]), f"{row['global_batch_size']:,}"]
-        line += [_range(row["step_ms"], "{:.3g}"), f"{row['images_per_second']:,.0f}"]
+        line += [_range(row["step_ms"], "{:,.3g}"), f"{row['images_per_second']:,.0f}" if knows_steps else "-"]
         line += [_range(row["efficiency"], "{:.0%}"), _duration(row["hours"])]
         lines.append(line + ([_range(row["cost"], "{:,.2f}")] if has_price else []))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -157,9 +157,16 @@ _ONE_SIZE = "only one size beyond one rank was run, so how communication grows i
 def _range(values: object, form: str) -> str:
     assert isinstance(values, list)
     value, low, high = values
-    return (
-        f"{form.format(value)} ({form.format(low)} to {form.format(high)})" if low is not None else form.format(value)
-    )
+    if low is None:
+        return form.format(value)
+    return f"{form.format(value)} ({form.format(low)} to {form.format(high)})"
+
+
+def _duration(hours: object) -> str:
+    """In a unit that suits the value."""
+    assert isinstance(hours, list)
+    unit, per_hour = next((u, f) for u, f in (("s", 3600.0), ("min", 60.0), ("h", 1.0)) if hours[0] * f < 120 or f == 1)
+    return _range([None if h is None else h * per_hour for h in hours], "{:,.3g}") + f" {unit}"
 
 
 def read_link(text: str) -> Link:

@@ -111,7 +111,9 @@ def _one_curve(findings: Findings, strategy: str, scaling: str, rows: list[Scale
         verdict += "." if lost is last else f"; {efficiency}, {speed}."
     law = findings.amdahl if scaling == "strong" else findings.gustafson
     fraction = law.get(strategy)
-    if fraction is not None and fraction > 0:
+    if last.speedup.value < 1:
+        verdict += " More ranks make it slower here."
+    elif fraction is not None and fraction > 0:
         name = "Amdahl" if scaling == "strong" else "Gustafson"
         limit = f", which would cap any speed-up at {1 / fraction:.1f}" if scaling == "strong" else ""
         verdict += f" By {name}'s law {fraction:.1%} of the work does not scale{limit}."

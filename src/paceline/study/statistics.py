@@ -37,12 +37,12 @@ def student_t(degrees: float) -> float:
 
 
 def mean(values: Sequence[float]) -> Estimate:
-    """The mean and its interval by Student's t."""
+    """The mean of positive measurements, and its interval by Student's t of their logarithms: it stays positive."""
     middle = statistics.fmean(values)
-    if len(values) < 2:
+    if len(values) < 2 or middle <= 0:
         return Estimate(middle)
-    half = student_t(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
-    return Estimate(middle, middle - half, middle + half)
+    half = student_t(len(values) - 1) * statistics.stdev(values) / middle / math.sqrt(len(values))
+    return Estimate(middle, middle * math.exp(-half), middle * math.exp(half))
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:

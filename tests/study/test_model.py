@@ -1,0 +1,225 @@
+"""The performance model: what it recovers, what it predicts, and the words and numbers around it."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import pytest
+
+from harness.cli import paceline
+from paceline.cli.main import main
+from paceline.study.answers import answer_all
+from paceline.study.collect import Measured, read_csv, write_csv
+from paceline.study.findings import find
+from paceline.study.grid import Cell, StudySpec
+from paceline.study.model import TERMS, Link, fit, hold_out
+from paceline.study.plots import make_charts
+from paceline.study.report import write_study_page
+from paceline.study.statistics import mean, ratio, scaled_serial_fraction, serial_fraction, student_t
+
+# Seconds per epoch that a public course recorded on 1, 2, 4 and 8 GPUs.
+RECORDED = {"ddp": (7.44, 4.58, 2.15, 1.37), "fsdp": (8.36, 6.74, 3.92, 3.17)}
+
+
+def recorded_cells(tmp_path: Path) -> list[Measured]:
+    lines = ["method,gpus,epoch,time,val_loss,acc,peak_mem"]
+    for method, times in RECORDED.items():
+        lines += [f"{method},{gpus},10,{seconds},,72,100" for gpus, seconds in zip((1, 2, 4, 8), times, strict=True)]
+    path = tmp_path / "results.csv"
+    path.write_text("\n".join(lines) + "\n")
+    return read_csv(path)
+
+
+def made_cell(size: int, batch: int, step_s: float, waiting_s: float | None = None, repeat: int = 1) -> Measured:
+    phases = {}
+    if waiting_s is not None:
+        work = step_s - waiting_s
+        phases = {"data": 0.0, "forward": work / 3, "backward": work / 3, "communication": waiting_s}
+        phases |= {"update": work / 6, "other": work / 6}
+    cell = Cell("ddp", size, "strong", repeat, batch)
+    return Measured(
+        cell, 10 * step_s, step_s, batch / step_s, phases_s=phases, steps_per_epoch=10, parameters=1_000_000,
+        peak_mb=(100.0,) * size, val_loss=1.0, test_accuracy=0.7, device="cpu",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("strategy", list(RECORDED))
+def test_eight_gpus_are_predicted_from_one_two_and_four(tmp_path: Path, strategy: str) -> None:
+    held = hold_out(recorded_cells(tmp_path), strategy)
+    assert held is not None
+    cell, said, error = held
+    assert cell.cell.world_size == 8
+    assert abs(error) < 0.15
+    assert said.step_s.low is not None
+    assert said.step_s.high is not None
+    assert said.step_s.low <= cell.step_s <= said.step_s.high
+
+
+def step_of(coefficients: dict[str, float], size: int, samples: float) -> tuple[float, float]:
+    """Work and waiting by the formula in model.py's first lines."""
+    work = coefficients["per_sample"] * samples + coefficients["fixed"]
+    if size == 1:
+        return work, 0.0
+    ring = coefficients["bandwidth"] * 2 * (size - 1) / size
+    return work, coefficients["entry"] + ring + coefficients["latency"] * math.log2(size)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_machine_that_obeys_the_model_is_predicted_exactly(known: bool) -> None:
+    truth = {"per_sample": 1e-4, "fixed": 2e-3, "entry": 0.0, "bandwidth": 3e-3, "latency": 1e-3}
+    cells = []
+    for size in (1, 2, 4, 8, 16):
+        work, waiting = step_of(truth, size, 1024 / size)
+        cells.append(made_cell(size, 1024, work + waiting, waiting if known else None))
+    model = fit(cells, "ddp")
+    assert model is not None
+    for size in (32, 64):
+        # Solved by least squares, so equal up to rounding; which terms carry it is ambiguous without the phases.
+        assert model.predict(size, 1024 / size).step_s.value == pytest.approx(sum(step_of(truth, size, 1024 / size)))
+    if known:
+        for term in TERMS:
+            assert model.coefficients[term] == pytest.approx(truth[term], abs=1e-9)
+
+
+def test_no_term_is_ever_negative() -> None:
+    # Twice as fast as linear: an unbounded fit would need a negative constant.
+    cells = [made_cell(1, 256, 1.0), made_cell(2, 256, 0.4), made_cell(4, 256, 0.15)]
+    model = fit(cells, "ddp")
+    assert model is not None
+    assert min(model.coefficients.values()) >= 0
+    assert model.predict(1024, 256 / 1024).step_s.value > 0
+
+
+def test_a_link_replaces_what_the_cells_tell_of_theirs() -> None:
+    cells = [made_cell(1, 256, 0.1, 0.0), made_cell(2, 256, 0.06, 0.01), made_cell(4, 256, 0.04, 0.015)]
+    model = fit(cells, "ddp")
+    assert model is not None
+    slow, fast = Link(1e9, 50e-6), Link(400e9, 1e-6)
+    assert slow.all_reduce_s(64, 4e6) == pytest.approx(2 * 63 / 64 * 4e6 * 8 / 1e9 + 2 * 6 * 50e-6)
+    assert model.predict(64, 4, slow).step_s.value > model.predict(64, 4, fast).step_s.value
+    difference = slow.all_reduce_s(64, 4e6) - fast.all_reduce_s(64, 4e6)
+    assert model.predict(64, 4, slow).step_s.value - model.predict(64, 4, fast).step_s.value == pytest.approx(
+        difference
+    )
+
+
+def test_one_size_has_no_model() -> None:
+    assert fit([made_cell(2, 256, 0.1), made_cell(2, 256, 0.11, repeat=2)], "ddp") is None
+    assert hold_out([made_cell(1, 256, 0.1), made_cell(2, 256, 0.06)], "ddp") is None
+
+
+def test_statistics_by_hand() -> None:
+    assert mean([5.0]).low is None
+    found = mean([90.0, 100.0, 110.0])
+    half = 4.303 * 10.0 / 100.0 / math.sqrt(3)
+    assert (found.value, found.low, found.high) == (100.0, 100.0 * math.exp(-half), 100.0 * math.exp(half))
+    doubled = ratio([20.0, 20.0], [10.0, 10.0])
+    assert (doubled.value, doubled.low, doubled.high) == (2.0, 2.0, 2.0)
+    wide = ratio([18.0, 22.0], [9.0, 11.0])
+    assert wide.low is not None
+    assert wide.high is not None
+    assert wide.low < 2.0 < wide.high
+    assert [student_t(n) for n in (1, 2.9, 15, 19, 25, 1000)] == [12.706, 4.303, 2.131, 2.131, 2.086, 1.980]
+    # A fifth of the work is serial: Amdahl gives 1 / (0.2 + 0.8 / n), Gustafson n - 0.2 (n - 1).
+    assert serial_fraction({n: 1 / (0.2 + 0.8 / n) for n in (2, 4, 8)}) == pytest.approx(0.2)
+    assert scaled_serial_fraction({n: n - 0.2 * (n - 1) for n in (2, 4, 8)}) == pytest.approx(0.2)
+    assert serial_fraction({1: 1.0}) is None
+
+
+def test_speedup_and_efficiency_are_against_one_rank_of_the_same_strategy() -> None:
+    cells = [made_cell(n, 256, s, repeat=r) for n, s in ((1, 0.1), (2, 0.06), (4, 0.04)) for r in (1, 2, 3)]
+    findings = find(cells)
+    assert [(s.kind.world_size, round(s.speedup.value, 6), round(s.efficiency.value, 6)) for s in findings.scaled] == [
+        (1, 1.0, 1.0),
+        (2, 1.666667, 0.833333),
+        (4, 2.5, 0.625),
+    ]
+
+
+def test_the_words_follow_the_numbers() -> None:
+    linear = [made_cell(n, 256, 0.1 / n, 0.0) for n in (1, 2, 4)]
+    words = {answer.question: answer.words for answer in answer_all(find(linear))}
+    assert "scales linearly" in words["Is scaling linear, and where does it stop?"]
+    assert "Yes, for DDP" in words["Does accuracy hold?"]
+    waiting = [made_cell(1, 256, 0.1, 0.0), made_cell(2, 256, 0.09, 0.04), made_cell(4, 256, 0.08, 0.055)]
+    words = {answer.question: answer.words for answer in answer_all(find(waiting))}
+    assert "stops scaling well at 2 ranks" in words["Is scaling linear, and where does it stop?"]
+    assert "waiting for other ranks**: 69% of the step" in words["What is the bottleneck, and what to try next?"]
+
+
+def test_results_survive_the_way_through_csv(tmp_path: Path) -> None:
+    cells = [made_cell(n, 256, 0.1 / n, 0.01 / n, repeat=r) for n in (1, 2) for r in (1, 2)]
+    write_csv(tmp_path / "results.csv", cells)
+    back = read_csv(tmp_path / "results.csv")
+    assert [cell.cell for cell in back] == [cell.cell for cell in cells]
+    # Seconds travel as milliseconds.
+    assert [cell.step_s for cell in back] == pytest.approx([cell.step_s for cell in cells], rel=1e-12)
+    assert [cell.peak_mb for cell in back] == [cell.peak_mb for cell in cells]
+    header = (tmp_path / "results.csv").read_text().splitlines()[0]
+    assert header.startswith("method,gpus,epoch,time,val_loss,acc,peak_mem,")
+
+
+def test_sixty_four_cells_are_rendered_within_three_seconds(tmp_path: Path) -> None:
+    cells = []
+    for strategy, slowness in (("ddp", 1.0), ("fsdp", 1.4)):
+        for size in (1, 2, 4, 8, 16, 32, 64, 128):
+            for repeat in (1, 2, 3, 4):
+                step_s = slowness * (0.1 / size + 0.002 * (size > 1)) * (1 + 0.01 * repeat)
+                found = made_cell(size, 1024, step_s, 0.002 * (size > 1), repeat)
+                cells.append(Measured(**{**vars(found), "cell": Cell(strategy, size, "strong", repeat, 1024)}))
+    assert len(cells) == 64
+    spec = StudySpec("shapes-cnn", "shapes-cnn", (), (1, 2), ("ddp", "fsdp"), 4, "strong", 1024)
+    find(cells[:8])  # numpy is imported by then
+    began = time.perf_counter()
+    findings = find(cells)
+    page = write_study_page(
+        tmp_path / "report.html", spec, findings, cells, answer_all(findings), make_charts(findings)
+    )
+    assert time.perf_counter() - began < 3
+    assert page.stat().st_size < 2_000_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["predict"], "predict needs one study"),
+        (["predict", "nowhere"], "this is not a study"),
+        (["predict", "results.csv", "--link", "fast"], "--link 'fast' is not valid"),
+        (["predict", "results.csv", "--world-sizes", "0"], "--world-sizes '0' is not valid"),
+        (["predict", "results.csv", "--world-sizes", "512"], "512 ranks share 256 samples"),
+        (["predict", "results.csv", "--price", "-1"], "--price '-1' is not valid"),
+        (["predict", "results.csv", "--lnik", "1"], "perhaps you meant --link"),
+        (["report"], "paceline study report needs one study"),
+        (["shapes-cnn", "--world-sizes", "1,x"], "--world-sizes '1,x' is not valid"),
+        (["shapes-cnn", "--strategies", "dpp"], "--strategies 'dpp' is not valid"),
+        (["shapes-cnn", "--repeats", "0"], "--repeats '0' is not valid"),
+        (["shapes-cnn", "--on", "moon"], "--on 'moon' is not valid"),
+        (["shapes-cnn", "--strategy", "ddp"], "the study decides this for each cell"),
+        (["shapes-cnn", "--world-sizes", "1,3"], "256"),
+        (["shapes-cnn", "--wrold-sizes", "1"], "perhaps you meant --world-sizes"),
+    ],
+)
+def test_wrong_input_gets_one_screen(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: str,
+) -> None:
+    recorded_cells(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", *arguments]) == 2
+    told = capsys.readouterr().err
+    assert words in told
+    assert "Traceback" not in told
+    assert not (tmp_path / "studies").exists()
+
+
+def test_a_dry_run_shows_the_grid_and_starts_nothing(tmp_path: Path) -> None:
+    answer = paceline("study", "shapes-cnn", "--world-sizes=1,2", "--strategies=ddp,fsdp", "--dry-run", cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert "12 cells, 12 to run" in answer.out
+    assert "paceline train shapes-cnn" in answer.out
+    assert list(tmp_path.iterdir()) == []
