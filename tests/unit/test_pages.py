@@ -338,6 +338,14 @@ def test_a_comparison_of_made_up_records(tmp_path: Path) -> None:
     assert [spec["id"] for spec in specs_in(page)] == ["loss", "val-loss", "val-accuracy", "throughput"]
 
 
+def test_the_guide_s_page_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "reports.md"
+    blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
+    exec(next(block for block in blocks if "write_page" in block and "Tiles" in block), {})
+    assert "How it scales" in Path("page.html").read_text()
+
+
 def test_a_chart_knows_its_defaults() -> None:
     spec = Chart("a", "A", "x", "y", [Series("s", [1.0])]).as_json()
     assert spec["kind"] == "line"

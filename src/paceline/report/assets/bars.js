@@ -107,7 +107,7 @@ function drawMatrix(spec, width) {
     const text = plain(value, 0);
     if (textWidth(text, 11) > size - 4 || size < 15) return;
     const middle = { x: (left + (c + 0.5) * size - gap / 2).toFixed(1), y: (top + (r + 0.5) * size).toFixed(1) };
-    svg.append(make("text", { class: `cell-text${share > 0.2 ? " on" : ""}`, ...middle }, text));
+    svg.append(make("text", { class: `cell-text${share > 0.5 ? " on" : ""}`, ...middle }, text));
   }));
   drawMatrixLabels(spec, svg, { left, top, size, edge, longest, height });
   return { svg, width, height, box: { left, top, right: left + edge, bottom: top + edge }, ...matrixStops(spec, { left, top, size, sums }) };
