@@ -1,0 +1,114 @@
+"""A study of real runs on this machine: its numbers against another clock, its page in a real browser."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import signal
+import statistics
+from pathlib import Path
+
+import pytest
+
+from harness.cli import paceline
+from harness.processes import processes_in, started
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STUDY = [
+    *("study", "shapes-cnn", "--world-sizes=1,2", "--strategies=ddp,fsdp", "--repeats=2", "--output-dir=study"),
+    *("--num-samples=2600", "--track", "--log-frequency=1"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Interrupted once on the way, and one cell killed: the same command goes on, and --retry heals."""
+    folder = tmp_path_factory.mktemp("study")
+    with started(*STUDY, cwd=folder) as run:
+        run.wait_for("[1/8] ddp-1-r1 ", 120)
+        run.wait_for("[1/8] ddp-2-r1 ", 120)
+        os.kill(run.process.pid, signal.SIGINT)
+        assert run.wait() == 130, run.err
+        assert "the same command goes on" in run.err
+    done = (folder / "study" / "cells" / "ddp-1-r1" / "results.json").stat().st_mtime_ns
+    with started(*STUDY, cwd=folder) as run:
+        assert "1 done already" in run.wait_for("study ")
+        run.wait_for("[1/8] ddp-2-r1           running", 120)
+        _kill_the_cell(folder, run.process.pid)
+        assert "failed" in run.wait_for("[2/8] ddp-2-r1 ", 120)
+        run.wait_for("next      the same command with --retry", 400)
+        assert run.wait() == 1, run.err
+    answer = paceline(*STUDY, "--retry", cwd=folder)
+    assert answer.code == 0, answer
+    assert "7 done already" in answer.out
+    assert (folder / "study" / "cells" / "ddp-1-r1" / "results.json").stat().st_mtime_ns == done
+    return folder / "study"
+
+
+def _kill_the_cell(folder: Path, study_pid: int) -> None:
+    """As the machine's memory killer would, without a word: the study's one child, whose ranks die with it."""
+    children = [pid for pid in processes_in(folder) if parent_of(pid) == study_pid]
+    assert len(children) == 1
+    os.kill(children[0], signal.SIGKILL)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def read_results(folder: Path) -> list[dict[str, str]]:
+    with (folder / "results.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_every_cell_is_there_once_with_the_same_precision_and_batch(folder: Path) -> None:
+    rows = read_results(folder)
+    cells = itertools.product("12", ("ddp", "fsdp"), "12")
+    assert [(row["repeat"], row["method"], row["gpus"]) for row in rows] == list(cells)
+    assert {row["precision"] for row in rows} == {"float32"}
+    assert {row["global_batch_size"] for row in rows} == {"256"}
+    assert {row["attempts"] for row in rows} == {"1"}
+
+
+def test_the_phases_add_up_to_the_step(folder: Path) -> None:
+    phases = ("data", "forward", "backward", "communication", "update", "other")
+    for row in read_results(folder):
+        parts = {phase: float(row[f"{phase}_ms"]) for phase in phases}
+        # The rest is what the other phases leave, and must be small itself: nothing of weight goes unnamed.
+        assert sum(parts.values()) == pytest.approx(float(row["step_ms_mean"]), rel=0.02)
+        assert -0.02 < parts["other"] / float(row["step_ms_mean"]) < 0.1
+        assert (parts["communication"] > 0) == (row["gpus"] == "2" or row["method"] == "fsdp")
+
+
+def test_times_agree_with_a_clock_that_knows_nothing_of_ours(folder: Path) -> None:
+    """The wall clock stamps every row of a run as it is written: the last steps of an epoch against its own figures."""
+    ratios = []
+    for row in read_results(folder):
+        path = folder / "cells" / f"{row['method']}-{row['gpus']}-r{row['repeat']}" / "metrics.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        steps = [r["time"] for r in rows if r["kind"] == "step"]
+        per_epoch = int(row["steps_per_epoch"])
+        # From the first step line of an epoch to its last lie all of its steps but one.
+        epochs = [steps[n : n + per_epoch] for n in range(per_epoch, len(steps), per_epoch)]
+        seen = statistics.fmean((epoch[-1] - epoch[0]) * per_epoch / (per_epoch - 1) for epoch in epochs)
+        ratios.append(float(row["time"]) / seen)
+    # The first step of an epoch is no longer than the others, give or take: so only their mean is this close.
+    assert statistics.fmean(ratios) == pytest.approx(1.0, abs=0.03)
+
+
+def test_plots_and_page_are_there(folder: Path) -> None:
+    names = {"plot_time_per_epoch", "plot_throughput", "plot_efficiency", "plot_step_breakdown"}
+    names |= {"plot_accuracy", "plot_val_loss", "plot_peak_mem_per_gpu"}
+    assert {path.name for path in (folder / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
+    assert (folder / "report.html").stat().st_size < 2_000_000
+    answer = paceline("study", "predict", str(folder), "--world-sizes=4,8", "--json", cwd=folder)
+    assert [row["world_size"] for row in json.loads(answer.out)] == [4, 8, 4, 8]
+
+
+def test_a_study_that_is_another_one_is_refused(folder: Path) -> None:
+    answer = paceline(*STUDY, "--base-lr=0.1", cwd=folder.parent)
+    assert answer.code == 2, answer
+    assert "another study lives in this folder" in answer.err
