@@ -127,11 +127,6 @@ class Line:
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
-    @property
-    def own_address(self) -> str:
-        """This pod's address, as the other end sees it; IPv4 may have come in by way of an IPv6 socket."""
-        return str(self._connection.getsockname()[0]).removeprefix("::ffff:")
-
     def _listen(self) -> None:
         with suppress(OSError, ValueError), self._connection.makefile("rb") as file:
             while text := file.readline(_LONGEST_WORDS):

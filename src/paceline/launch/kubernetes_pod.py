@@ -24,7 +24,6 @@ import time
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
-from typing import Any
 
 from paceline.errors import EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError
 from paceline.launch.kubernetes_gang import Event, Events, Line, Place, Verdict, judge, listen_at, read_place
@@ -56,10 +55,10 @@ class Pod:
             server = listen_at(self.place.port)
             threading.Thread(target=self._accept, args=(server,), daemon=True).start()
         while True:
-            meeting = self._gather() if self.place.leads else self._join()
-            if meeting is None:
+            port = self._gather() if self.place.leads else self._join()
+            if port is None:
                 return EXIT_PREEMPTED  # asked to stop, and there is nothing to save
-            verdict = self._ride(meeting)
+            verdict = self._ride(port)
             code = self._end_child()
             self._leave_lines()
             if self._stop_signal:
@@ -75,8 +74,8 @@ class Pod:
             connection, _ = server.accept()
             Line(connection, self._events)
 
-    def _gather(self) -> dict[str, Any] | None:
-        """As the leader: wait for every other node, then tell them where their agents meet."""
+    def _gather(self) -> int | None:
+        """As the leader: wait for every other node, then tell them the port at which their agents meet."""
         deadline_s = time.monotonic() + self.place.start_timeout_s
         early, self._early = self._early, []
         for hello in early:
@@ -88,11 +87,10 @@ class Pod:
             if event is None:
                 raise self._incomplete()
             self._welcome(event)
-        lines = list(self._lines.values())
-        meeting = {"host": lines[0].own_address, "port": _free_port()}
-        for line in lines:
-            line.say(go=meeting)
-        return meeting
+        port = _free_port()
+        for line in self._lines.values():
+            line.say(go=port)
+        return port
 
     def _welcome(self, event: Event) -> None:
         """Somebody has come, or has gone before all were there."""
@@ -127,7 +125,7 @@ class Pod:
             hint="kubectl get pods: are they pending, or do they fail? --start-timeout waits longer",
         )
 
-    def _join(self) -> dict[str, Any] | None:
+    def _join(self) -> int | None:
         """As a follower: until the leader says go. Its name may not be known yet, or still mean the pod before."""
         deadline_s = time.monotonic() + self.place.start_timeout_s
         trouble = "all were not there"
@@ -141,9 +139,9 @@ class Pod:
             else:
                 line = self._lines[0] = Line(connection, self._events)
                 line.say(hello=self.place.node)
-                meeting = self._wait_for_go(line, deadline_s)
-                if meeting is not None:
-                    return meeting
+                port = self._wait_for_go(line, deadline_s)
+                if port is not None:
+                    return port
                 line.close()
             time.sleep(_RETRY_S)
         raise PacelineError(
@@ -153,12 +151,12 @@ class Pod:
             hint="kubectl get pods: is the pod of index 0 running? --start-timeout waits longer",
         )
 
-    def _wait_for_go(self, line: Line, deadline_s: float) -> dict[str, Any] | None:
+    def _wait_for_go(self, line: Line, deadline_s: float) -> int | None:
         while not self._stop_signal and (event := self._next_event(deadline_s)) is not None:
             if event.line is line and event.kind == "lost":
                 return None
             if event.line is line and "go" in event.content:
-                return dict(event.content["go"])
+                return int(event.content["go"])
         return None
 
     def _next_event(self, deadline_s: float) -> Event | None:
@@ -170,9 +168,9 @@ class Pod:
 
     # --- Riding
 
-    def _ride(self, meeting: dict[str, Any]) -> Verdict:
+    def _ride(self, port: int) -> Verdict:
         """Train until the gang knows how it goes on."""
-        self._start_child(meeting)
+        self._start_child(port)
         codes: dict[int, int] = {}  # how nodes have ended, in that order; only the leader hears of all
         while True:
             event = self._events.get()
@@ -223,10 +221,10 @@ class Pod:
 
     # --- The training itself
 
-    def _start_child(self, meeting: dict[str, Any]) -> None:
+    def _start_child(self, port: int) -> None:
         self._child = child = subprocess.Popen(
             self._command,
-            env={**os.environ, **agent_environment(self.place, meeting["host"], meeting["port"])},
+            env={**os.environ, **agent_environment(self.place, port)},
             start_new_session=True,  # so that all of it can be ended at once
         )
 
@@ -269,7 +267,7 @@ def _exit_code(child: subprocess.Popen[bytes]) -> int:
     return code if code >= 0 else 128 - code
 
 
-def agent_environment(place: Place, host: str, port: int) -> dict[str, str]:
+def agent_environment(place: Place, port: int) -> dict[str, str]:
     """What makes `paceline train` the agent of this node.
 
     It knows the nodes of a job by the variables that srun gives a task, so a pod speaks as one.
@@ -286,7 +284,8 @@ def agent_environment(place: Place, host: str, port: int) -> dict[str, str]:
         "SLURM_STEP_NUM_TASKS": str(place.nodes),
         "SLURM_STEP_NUM_NODES": str(place.nodes),
         "SLURM_STEP_TASKS_PER_NODE": f"1(x{place.nodes})",
-        "SLURM_STEP_NODELIST": host,
+        # The leader's own name may take a while to be known; the others have just reached it by that.
+        "SLURM_STEP_NODELIST": "localhost" if place.leads else place.host,
     }
 
 
