@@ -20,7 +20,7 @@ _COLOURS = ["#0072b2", "#d55e00", "#009e73"]  # told apart by colour-blind peopl
 
 
 class TrainingCard:
-    """On the main node a thread keeps it up to date; the others' shows where they are."""
+    """Where this node is; and on the one that has rank 0's metrics, how training goes, kept up to date by a thread."""
 
     def __init__(self, card: Any, node: Node, origin: str) -> None:
         self._card = card
@@ -38,20 +38,16 @@ class TrainingCard:
         self._thread = threading.Thread(target=self._run, name="card", daemon=True)
 
     def start(self) -> None:
-        parts = [self._head, Markdown("## Nodes"), Markdown(layout_table(self._node))]
-        if self._node.place.is_main:
-            curves = [Markdown("## Curves"), self._loss, self._accuracy, self._rate]
-            parts = [self._head, self._progress, *curves, *parts[1:], Markdown("## Checkpoints"), self._lineage]
-        self._card.extend(parts)
+        self._card.extend([self._head, Markdown("## Nodes"), Markdown(layout_table(self._node))])
         self._card.refresh()
-        if self._node.place.is_main:
+        if self._node.owns_folder:
             self._thread.start()
 
     def finish(self) -> None:
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
-        if self._node.place.is_main:
+        if self._node.owns_folder:
             self._update()
 
     def _run(self) -> None:
@@ -60,12 +56,14 @@ class TrainingCard:
 
     def _update(self) -> None:
         rows = read_rows(self._node.folder.metrics_jsonl)
-        courier = self._node.courier
-        shown = (len(rows), len(courier.history) if courier else 0)
-        if shown == self._shown:
-            return
-        self._shown = shown
+        shown = (len(rows), len(self._node.courier.history))
         status = self._node.folder.read_status()
+        if shown == self._shown or not status:
+            return
+        if self._shown is None:
+            self._card.extend([Markdown("## Curves"), self._progress, self._loss, self._accuracy, self._rate])
+            self._card.extend([Markdown("## Checkpoints"), self._lineage])
+        self._shown = shown
         self._head.update(self._headline(status))
         step = max((row["step"] for row in rows), default=0)
         self._last_step = int(status.get("last_step") or self._last_step)
@@ -86,9 +84,8 @@ class TrainingCard:
         return "\n\n".join(words)
 
     def _lineage_table(self) -> str:
-        courier = self._node.courier
         lines = ["| step | epoch | validation loss | accuracy | | in the datastore as |", "|---|---|---|---|---|---|"]
-        for sent in courier.history if courier else []:
+        for sent in self._node.courier.history:
             marks = ", ".join(word for word, holds in (("best", sent["is_best"]), ("latest", sent["latest"])) if holds)
             loss, accuracy = sent["val_loss"], sent["val_acc"]
             numbers = [f"{loss:.4f}" if loss is not None else "", f"{accuracy:.2%}" if accuracy is not None else ""]

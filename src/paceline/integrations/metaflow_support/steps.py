@@ -1,7 +1,7 @@
 """What the steps of a flow call. Everything that knows Metaflow is here and in `cards.py`.
 
 with training(self.request) as trained:
-    if trained is not None:        # the main node
+    if trained is not None:        # the node of rank 0
         self.results = trained.results
         self.model = current.model.save(trained.model, label=trained.label, metadata=trained.about)
 """
@@ -31,7 +31,7 @@ from metaflow.exception import (
 import paceline
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.store import pointed_at
-from paceline.errors import EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
+from paceline.errors import EXIT_CHECKPOINT, EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.metaflow_support.cards import TrainingCard
 from paceline.integrations.metaflow_support.gang import Place
 from paceline.integrations.metaflow_support.node import Node, join
@@ -58,7 +58,7 @@ class TrainingFailed(MetaflowException):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Trained:
-    """What the main node has in its hands when training is over."""
+    """What the node of rank 0 has in its hands when training is over."""
 
     results: dict[str, Any]  # results.json
     history: list[Row]  # metrics.jsonl
@@ -174,7 +174,9 @@ def _card(node: Node, origin: str) -> Iterator[None]:
 def _fail(node: Node, code: int) -> None:
     words = node.gang.lost or _IN_WORDS.get(code, "its own report is above")
     message = f"node {node.place.own}: paceline ended with exit code {code} ({words})"
-    if code in FINAL_CODES:
+    # Nodes with disks of their own may miss a checkpoint that arrives a moment late; the next attempt has it.
+    is_late = code == EXIT_CHECKPOINT and node.place.nodes > 1
+    if code in FINAL_CODES and not is_late:
         print(f"{message}; it would fail again in the same way", file=sys.stderr, flush=True)
         sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
     raise TrainingFailed(message)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from metaflow import current
 
-from paceline.integrations.metaflow_support.courier import Courier, fetch
+from paceline.integrations.metaflow_support.courier import Courier
 from paceline.integrations.metaflow_support.request import Request
 from paceline.integrations.metaflow_support.steps import Trained, choose_parcels, one_screen, outcome
 from paceline.runs.folder import RunFolder, has_checkpoint
@@ -29,9 +29,9 @@ def training_by_torchrun(request: Request) -> Iterator[Trained | None]:
         keys, _ = choose_parcels(request)
         folder.create()
         if is_main:
-            if not has_checkpoint(folder.path):  # an earlier attempt's disk may be gone
-                fetch(current.checkpoint, keys, folder)
             courier = Courier(folder, current.checkpoint, request.about, request.best_is_latest)
+            if not has_checkpoint(folder.path):  # an earlier attempt's disk may be gone
+                courier.fetch(keys)
     if courier is not None:
         courier.start()
     recipe.write_text(request.recipe)
