@@ -104,16 +104,25 @@ def _key_figures(run: RunFiles) -> list[Block]:
             "parameters", results.get("model_info", {}).get("parameters"), "{:,}", str(run.config.get("model_name", ""))
         ),
     ]
-    if run.failures:
+    if run.restarts:
         lost = sum(row.get("lost_steps") or 0 for row in run.restarts)
         tiles.append(
             Tile("restarts survived", str(len(run.restarts)), f"{_count(lost, 'step')} computed again", "warn")
         )
-    shown = [tile for tile in tiles if tile is not None]
-    if not shown and run.steps:
-        last = run.steps[-1]
-        shown = [Tile("steps", f"{last['step']:,}"), Tile("training loss", f"{last.get('loss', float('nan')):.4f}")]
+    shown = [tile for tile in [*_so_far(run), *tiles] if tile is not None]
     return [Tiles(shown)] if shown else []
+
+
+def _so_far(run: RunFiles) -> list[Tile | None]:
+    """Of a run without results."""
+    if run.results or not run.steps:
+        return []
+    last = run.steps[-1]
+    return [
+        _tile("steps", last["step"], "{:,}", "logged"),
+        _tile("training loss", last.get("loss"), "{:.4f}", "at the last of them"),
+        _tile("images/s", last.get("throughput"), "{:,.0f}", "at the last of them"),
+    ]
 
 
 def _tile(label: str, value: Any, form: str, note: str = "") -> Tile | None:
