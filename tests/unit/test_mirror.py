@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -375,6 +376,27 @@ def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytes
     monkeypatch.setenv(mirror.PATIENCE, "0.4")
     monkeypatch.setattr(MemoryFileSystem, "put_file", crawl)
     assert push(folder, nothing)
+
+
+def test_nobody_waits_for_a_stalled_store_after_giving_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = new_run()
+    save(folder, 1)
+    is_stalled, may_go_on = threading.Event(), threading.Event()
+
+    def stall(name: str) -> None:
+        is_stalled.set()
+        assert may_go_on.wait(30)
+
+    watch(monkeypatch, stall)
+    monkeypatch.setenv(mirror.PATIENCE, "30")
+    started_s = time.monotonic()
+    with mirrored(folder, gives_up=is_stalled.is_set):
+        assert is_stalled.wait(30)
+    assert time.monotonic() - started_s < 5
+    may_go_on.set()
+    assert "IS BEHIND: 1 checkpoint did not arrive" in capsys.readouterr().err
 
 
 def test_a_fetched_run_is_the_run_that_was_sent(tmp_path: Path) -> None:

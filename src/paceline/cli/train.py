@@ -49,6 +49,7 @@ def run(arguments: list[str]) -> int:
             check_joined_world(loaded, environment)
         return _be_a_rank(loaded, environment)
     nodes = read_nodes()
+    _check_nodes(loaded, nodes)
     claim_store = prepare_store(loaded, tell=partial(print, flush=True)) if nodes.own == 0 else None
     _inspect_named_checkpoint(loaded.config.run.resume)
     place = decide_place(loaded)
@@ -56,7 +57,6 @@ def run(arguments: list[str]) -> int:
         refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
     if nodes.own == 0:
         RunFolder(place.folder).refuse_if_owned()
-    _check_nodes(loaded, nodes)
     check_world(loaded, nodes.count * decide_processes(loaded))
     if claim_store is not None:
         claim_store()
