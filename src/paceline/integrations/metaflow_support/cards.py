@@ -39,8 +39,8 @@ class TrainingCard:
 
     def start(self) -> None:
         self._card.extend([self._head, Markdown("## Nodes"), Markdown(layout_table(self._node))])
-        self._card.refresh()
-        if self._node.owns_folder:
+        if self._node.owns_folder:  # the others' is drawn once, at the end
+            self._card.refresh()
             self._thread.start()
 
     def finish(self) -> None:

@@ -18,12 +18,19 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, checksum_of, step_folders, step_of, verify
-from paceline.checkpoints.store import Checkpoint, damaged_error, inspect_checkpoint, pointed_at, temporary_folder
+from paceline.checkpoints.store import (
+    Checkpoint,
+    damaged_error,
+    inspect_checkpoint,
+    pointed_at,
+    take_in,
+    temporary_folder,
+)
 from paceline.runs.folder import RunFolder
 
 _log = logging.getLogger("paceline")
 _LOOK_S = 0.5
-_NAME = "paceline"
+PARCEL_NAME = "paceline"
 # Beside the checkpoint itself: what a run folder needs to go on as if it had always been there.
 _COMPANIONS = ("metrics.jsonl", "faults.jsonl", "failures.jsonl")
 
@@ -135,7 +142,7 @@ class Courier:
             best_key = "" if best is None or is_best else self._stored[identity(best)]
             metadata = {**describe(checkpoint), **self.about, "is_best": is_best, "best_key": best_key}
             latest = is_best or best is None or not self.best_is_latest
-            key = self.datastore.save(scratch, name=_NAME, metadata=metadata, latest=latest)["key"]
+            key = self.datastore.save(scratch, name=PARCEL_NAME, metadata=metadata, latest=latest)["key"]
         self._stored[name] = key
         self.history.append({**metadata, "key": key, "latest": latest})
         if self.on_sent is not None:
@@ -169,11 +176,10 @@ def _take_in(path: Path, checkpoints: Path) -> Path:
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(path, temporary)
     try:
-        verify(temporary)
+        return take_in(temporary)
     except DamagedCheckpoint as found:
         shutil.rmtree(temporary, ignore_errors=True)
         raise damaged_error(path, found) from found
-    return temporary.rename(target)
 
 
 def _link_or_copy(source: str, target: str) -> str:

@@ -33,6 +33,7 @@ from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.store import pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.metaflow_support.cards import TrainingCard
+from paceline.integrations.metaflow_support.courier import PARCEL_NAME
 from paceline.integrations.metaflow_support.gang import Place
 from paceline.integrations.metaflow_support.node import Node, join
 from paceline.integrations.metaflow_support.request import Request, check_request
@@ -150,7 +151,7 @@ def choose_parcels(request: Request) -> tuple[list[str], str]:
 
 def _newest_of_all(*, best_only: bool) -> dict[str, Any] | None:
     """Of any earlier run of this step, in this namespace."""
-    listed = current.checkpoint.list(name="paceline", full_namespace=True)
+    listed = current.checkpoint.list(name=PARCEL_NAME, full_namespace=True)
     fitting = [entry for entry in listed if entry["metadata"].get("is_best") or not best_only]
     return max(fitting, key=lambda entry: str(entry["created_on"]), default=None)
 
