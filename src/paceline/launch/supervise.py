@@ -21,11 +21,11 @@ from types import FrameType
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
 from paceline.config.schema import GuardConfig
-from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
 from paceline.launch.report import FailureReport, report_failure
-from paceline.report.run_page import leave_page
+from paceline.report.run_page import write_run_page
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
 
@@ -198,8 +198,8 @@ class Supervisor:
         """The run's story so far, if it got as far as to have one."""
         folder = self._job.folder
         if self._is_first and folder.metrics_jsonl.exists():
-            with suppress(PacelineError):  # the folder may be what failed
-                leave_page(folder)
+            with suppress(Exception):  # the disk may be what failed, and the screen says so already
+                write_run_page(folder.path)
 
     # --- Signals
 
