@@ -398,7 +398,7 @@ class Gang:
     def __init__(self, folder: Path, script: str) -> None:
         self.folder = folder
         self.pods: list[subprocess.Popen[str]] = []
-        (folder / "train.sh").write_text(f'node=$SLURM_NODEID\necho $node >>"starts"\n{script}\n')
+        (folder / "train.sh").write_text(f'node=${{PACELINE_AGENT%%/*}}\necho $node >>"starts"\n{script}\n')
         with socket.create_server(("", 0)) as server:
             self.port = server.getsockname()[1]
 

@@ -80,7 +80,7 @@ def test_the_phases_add_up_to_the_step(folder: Path) -> None:
         # The rest is what the other phases leave, and must be small itself: nothing of weight goes unnamed.
         assert sum(parts.values()) == pytest.approx(float(row["step_ms_mean"]), rel=0.02)
         assert -0.02 < parts["other"] / float(row["step_ms_mean"]) < 0.1
-        assert (parts["communication"] > 0) == (row["gpus"] == "2" or row["method"] == "fsdp")
+        assert (parts["communication"] > 0) == (row["gpus"] == "2")
 
 
 def test_times_agree_with_a_clock_that_knows_nothing_of_ours(folder: Path) -> None:

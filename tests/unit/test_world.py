@@ -6,7 +6,15 @@ import pytest
 
 from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
-from paceline.world.detect import ALONE, build_world, read_rank_environment, threads_per_rank
+from paceline.world.detect import (
+    ALONE,
+    Nodes,
+    agent_variables,
+    build_world,
+    read_nodes,
+    read_rank_environment,
+    threads_per_rank,
+)
 
 TORCHRUN = {
     "RANK": "3",
@@ -52,3 +60,12 @@ def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_alone() -> None:
     assert build_world(ParallelConfig(device="cpu"), ALONE).world_size == 1
+
+
+def test_an_agent_is_told_its_place_among_the_nodes() -> None:
+    nodes = Nodes(3, 1, "fd00::7", 20_032)
+    assert read_nodes(agent_variables(nodes)) == nodes
+    assert read_nodes({}) == Nodes()
+    for text in ("", "2/2@host:1", "0/2@:1", "0/2@host", "a/2@host:1"):
+        with pytest.raises(UserError, match="PACELINE_AGENT cannot be read"):
+            read_nodes({"PACELINE_START": "agent", "PACELINE_AGENT": text})

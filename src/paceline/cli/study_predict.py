@@ -122,15 +122,9 @@ def _print(
 ) -> None:
     from paceline.study.model import hold_out
 
-    head = [
-        "strategy",
-        "ranks",
-        "batch",
-        "step ms",
-        "images/s",
-        "efficiency",
-        f"{epochs:g} epoch" + ("s" if epochs != 1 else ""),
-    ]
+    knows_steps = any(cell.steps_per_epoch > 1 for cell in cells)  # a recorded table may know epochs only
+    length = f"{epochs:g} epoch" + ("s" if epochs != 1 else "")
+    head = ["strategy", "ranks", "batch", "step ms" if knows_steps else "epoch ms", "images/s", "efficiency", length]
     lines = [head + (["cost"] if has_price else [])]
     for row in rows:
         line = [str(row["strategy"]), str(row["world_size"]), f"{row['global_batch_size']:,}"]

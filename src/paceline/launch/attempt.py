@@ -91,7 +91,7 @@ class Attempts:
                 f"the agents of {attempt.nodes.count} nodes did not meet",
                 where=f"{attempt.nodes.host}:{attempt.nodes.port + attempt.number}",
                 got=f"{type(error).__name__}: {error}",
-                hint="did srun start one task on every node, and do all of them reach that address?",
+                hint="is there an agent on every node, and do all of them reach that address?",
             ) from error
         finally:
             watch.stop()

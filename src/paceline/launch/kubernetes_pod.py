@@ -27,11 +27,12 @@ from types import FrameType
 
 from paceline.errors import EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError
 from paceline.launch.kubernetes_gang import Event, Events, Line, Place, Verdict, judge, listen_at, read_place
+from paceline.world.detect import Nodes, agent_variables
 
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
 _STOP_GRACE_S = 5.0  # for ranks whose peers are gone: all they can do is finish writing a checkpoint
-_FIRST_PORT, _PORTS, _PORTS_OF_JOB = 20_000, 20_000, 64  # as world/slurm.py deals them out
+_FIRST_PORT, _PORTS, _PORTS_OF_JOB = 20_000, 20_000, 64  # below those a system gives to whoever asks for any
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -222,9 +223,11 @@ class Pod:
     # --- The training itself
 
     def _start_child(self, port: int) -> None:
+        # The leader's own name may take a while to be known; the others have just reached it by that.
+        host = "localhost" if self.place.leads else self.place.host
         self._child = child = subprocess.Popen(
             self._command,
-            env={**os.environ, **agent_environment(self.place, port)},
+            env={**os.environ, **agent_variables(Nodes(self.place.nodes, self.place.node, host, port))},
             start_new_session=True,  # so that all of it can be ended at once
         )
 
@@ -265,28 +268,6 @@ def _exit_code(child: subprocess.Popen[bytes]) -> int:
     """As a shell says it: a supervisor that was killed is a failure like another."""
     code = child.returncode
     return code if code >= 0 else 128 - code
-
-
-def agent_environment(place: Place, port: int) -> dict[str, str]:
-    """What makes `paceline train` the agent of this node.
-
-    It knows the nodes of a job by the variables that srun gives a task, so a pod speaks as one.
-    """
-    job, restarts = divmod(port - _FIRST_PORT, _PORTS_OF_JOB)
-    return {
-        "PACELINE_START": "agent",
-        "SLURM_JOB_ID": str(job),
-        "SLURM_RESTART_COUNT": str(restarts),
-        "SLURM_STEP_ID": "0",
-        "SLURM_PROCID": str(place.node),
-        "SLURM_NODEID": str(place.node),
-        "SLURM_LOCALID": "0",
-        "SLURM_STEP_NUM_TASKS": str(place.nodes),
-        "SLURM_STEP_NUM_NODES": str(place.nodes),
-        "SLURM_STEP_TASKS_PER_NODE": f"1(x{place.nodes})",
-        # The leader's own name may take a while to be known; the others have just reached it by that.
-        "SLURM_STEP_NODELIST": "localhost" if place.leads else place.host,
-    }
 
 
 def _free_port() -> int:

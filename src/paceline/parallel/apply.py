@@ -73,8 +73,8 @@ class ParallelModel:
 
 
 def _find_buckets(gradients: list[Tensor]) -> list[Tensor]:
-    storages = {gradient.untyped_storage().data_ptr(): gradient.untyped_storage() for gradient in gradients}
-    return [gradients[0].new_empty(0).set_(storage) for storage in storages.values()]
+    one_of_each = {gradient.untyped_storage().data_ptr(): gradient for gradient in gradients}
+    return [gradient.new_empty(0).set_(gradient.untyped_storage()) for gradient in one_of_each.values()]
 
 
 def resolve_strategy(config: Config, world_size: int) -> str:

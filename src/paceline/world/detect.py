@@ -18,7 +18,8 @@ from paceline.world.slurm import read_slurm_task
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by our supervisor for the ranks it starts
 ATTEMPT = "PACELINE_ATTEMPT"  # likewise: the number of this attempt, from 1
-START = "PACELINE_START"  # "agent": this task of srun starts its node's ranks
+START = "PACELINE_START"  # "agent": this process starts its node's ranks, one of several such
+AGENT = "PACELINE_AGENT"  # which one, where srun does not say it: NODE/NODES@HOST:PORT
 
 
 @dataclass(frozen=True)
@@ -81,10 +82,19 @@ class Nodes:
     run_id: str = "paceline"
 
 
+def agent_variables(nodes: Nodes) -> dict[str, str]:
+    """What makes a `paceline train` the agent of one of several nodes; `read_nodes` reads it."""
+    return {START: "agent", AGENT: f"{nodes.own}/{nodes.count}@{nodes.host}:{nodes.port}"}
+
+
 def read_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
     """Which of the job's agents this process is."""
+    if environment.get(START) != "agent":
+        return Nodes()
+    if AGENT in environment:
+        return _parse_agent(environment[AGENT])
     task = read_slurm_task(environment)
-    if environment.get(START) != "agent" or task is None:
+    if task is None:
         return Nodes()
     if task.local_tasks != 1:
         raise UserError(
@@ -93,6 +103,15 @@ def read_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
             hint="srun --ntasks-per-node=1, or without PACELINE_START=agent one task per rank",
         )
     return Nodes(task.nodes, task.node, task.hosts[0], task.port, f"paceline-{task.job_id}")
+
+
+def _parse_agent(text: str) -> Nodes:
+    place, _, meeting = text.partition("@")
+    own, _, count = place.partition("/")
+    host, _, port = meeting.rpartition(":")
+    if not (own.isdecimal() and count.isdecimal() and port.isdecimal() and host and int(own) < int(count)):
+        raise UserError(f"{AGENT} cannot be read", got=text, allowed="NODE/NODES@HOST:PORT, as 0/2@node-0:20000")
+    return Nodes(int(count), int(own), host, int(port))
 
 
 def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment | None:
