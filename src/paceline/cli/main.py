@@ -13,7 +13,7 @@ from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, User
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
-    "submit": "the same as a Slurm job, checked before it stands in line",
+    "submit": "the same as a Slurm or Kubernetes job, checked before it stands in line",
     "status": "where a run is: its job, its progress, its last failure",
     "watch": "the same, until the run has ended",
     "logs": "what a run's ranks have written",
