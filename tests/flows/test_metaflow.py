@@ -200,7 +200,7 @@ def test_cards_show_curves_nodes_and_checkpoints(undisturbed: FlowRun) -> None:
     tasks = undisturbed.place.path / ".metaflow" / "mf.cards" / undisturbed.pathspec.replace("/", "/runs/")
     cards = [tasks.glob(f"steps/train/tasks/{node}/cards/blank-training-*.html") for node in ("2", "2_node_1")]
     main, worker = (next(iter(found)).read_text() for found in cards)
-    for text in ("vega-lite", "validation", "| main |", "| worker |", "mf.checkpoints/checkpoints/artifacts"):
+    for text in ("vega-lite", "validation", "| main |", "| worker |", ".paceline.0`", "best, latest"):
         assert text in decoded(main), text
     assert "node 1 of 2" in decoded(worker)
     assert "vega-lite" not in decoded(worker)

@@ -16,7 +16,10 @@ from paceline.metrics.recorder import Row, read_rows
 
 _LOOK_S = 2.0
 _MOST_POINTS = 500
-_COLOURS = ["#0072b2", "#d55e00", "#009e73"]  # told apart by colour-blind people, too
+_COLOURS = {  # told apart by colour-blind people, too
+    "domain": ["training", "validation", "test"],
+    "range": ["#0072b2", "#d55e00", "#009e73"],
+}
 
 
 class TrainingCard:
@@ -67,7 +70,8 @@ class TrainingCard:
         self._head.update(self._headline(status))
         step = max((row["step"] for row in rows), default=0)
         self._last_step = int(status.get("last_step") or self._last_step)
-        self._progress.update(round(100 * step / max(step, self._last_step, 1)), f"step {step} of {self._last_step}")
+        last = max(step, self._last_step, 1)
+        self._progress.update(round(100 * step / last), f"step {step} of {last}")
         self._loss.update(line_chart("loss", points_of(rows, "loss")))
         self._accuracy.update(line_chart("accuracy", points_of(rows, "accuracy")))
         self._rate.update(line_chart("learning rate", points_of(rows, "lr")))
@@ -77,31 +81,34 @@ class TrainingCard:
     def _headline(self, status: dict[str, Any]) -> str:
         request = self._node.request
         where = f"node {self._node.place.own} of {self._node.place.nodes}, attempt {self._node.attempt + 1}"
-        words = [f"# {request.name} on {request.about['model_name']}", f"{where}. {self._origin}."]
+        title = f"# {request.name}: {request.about['model_name']} on {request.about['dataset']}"
+        words = [title, f"{where}. {self._origin}."]
         if status:
             reason = f" ({status['reason']})" if status.get("reason") else ""
             words.append(f"**{status.get('status', '')}**{reason}, step {status.get('step', 0)}")
         return "\n\n".join(words)
 
     def _lineage_table(self) -> str:
-        lines = ["| step | epoch | validation loss | accuracy | | in the datastore as |", "|---|---|---|---|---|---|"]
+        lines = ["| step | epoch | validation loss | accuracy | | name |", "|---|---|---|---|---|---|"]
         for sent in self._node.courier.history:
             marks = ", ".join(word for word, holds in (("best", sent["is_best"]), ("latest", sent["latest"])) if holds)
             loss, accuracy = sent["val_loss"], sent["val_acc"]
             numbers = [f"{loss:.4f}" if loss is not None else "", f"{accuracy:.2%}" if accuracy is not None else ""]
-            lines.append(f"| {sent['step']} | {sent['epoch']} | {' | '.join(numbers)} | {marks} | `{sent['key']}` |")
-        return "\n".join([f"{self._origin}.", "", *lines])
+            name = sent["key"].rpartition("/")[2]
+            lines.append(f"| {sent['step']} | {sent['epoch']} | {' | '.join(numbers)} | {marks} | `{name}` |")
+        return "\n".join([f"{self._origin}. Sent to the datastore since:", "", *lines])
 
 
 def layout_table(node: Node) -> str:
     lines = ["| node | role | host | cores | ranks | |", "|---|---|---|---|---|---|"]
-    each = node.request.processes_per_node
+    ranks = node.request.processes_per_node
     for other in node.gang.layout:
         own = other["node"]
         role = "main" if own == 0 else "worker"
-        ranks = f"{own * each}" if each == 1 else f"{own * each} to {(own + 1) * each - 1}"
         mine = "this card" if own == node.place.own else ""
-        lines.append(f"| {own} | {role} | {other['host']} | {other['cores']} | {ranks} | {mine} |")
+        lines.append(
+            f"| {own} | {role} | {other['host']} | {other['cores']} | {ranks} | {mine} |"
+        )
     return "\n".join(lines)
 
 
@@ -129,6 +136,6 @@ def line_chart(title: str, points: list[dict[str, Any]]) -> dict[str, Any]:
         "encoding": {
             "x": {"field": "step", "type": "quantitative", "title": "step"},
             "y": {"field": "value", "type": "quantitative", "title": title, "scale": {"zero": False}},
-            "color": {"field": "of", "type": "nominal", "title": None, "scale": {"range": _COLOURS}},
+            "color": {"field": "of", "type": "nominal", "title": None, "scale": _COLOURS},
         },
     }
