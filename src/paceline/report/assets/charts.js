@@ -122,7 +122,7 @@ function widen(values, { log, fromZero, kind }) {
 
 function openFrame(spec, width, height, { x, y, right = 14, bottom = 40 }) {
   const left = Math.ceil(Math.max(18, ...y.ticks.map((tick) => textWidth(tick.text)))) + 10;
-  const box = { left, top: 26, right: width - right, bottom: height - bottom };
+  const box = { left, top: 30, right: width - right, bottom: height - bottom };
   const svg = make("svg", { viewBox: `0 0 ${width} ${height}`, tabindex: 0, role: "img" });
   const toX = (value) => box.left + x.share(value) * (box.right - box.left);
   const toY = (value) => box.bottom - y.share(value) * (box.bottom - box.top);
