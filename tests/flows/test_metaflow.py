@@ -16,7 +16,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -306,49 +305,6 @@ def test_the_faults_struck_and_each_attempt_says_where_it_goes_on(disturbed: Flo
     assert resumed == steps
     if can_mount():
         assert disturbed.out.count("node 1 has a disk of its own") == 3
-
-
-# --- What a task goes on from
-
-
-def parcel(step: int, run: int, *, is_best: bool, best_key: str = "") -> dict[str, Any]:
-    return {
-        "key": f"key-{step}",
-        "pathspec": f"F/{run}/train/2",
-        "attempt": 0,
-        "created_on": f"2026-01-{run:02}T{step:02}:00:00",
-        "metadata": {"step": step, "is_best": is_best, "best_key": best_key},
-    }
-
-
-@pytest.mark.parametrize(
-    ("policy", "has_own", "best_is_latest", "keys"),
-    [
-        ("fresh", False, False, []),
-        ("fresh", True, False, ["key-9", "key-5"]),
-        ("eager", False, False, ["key-8", "key-4"]),
-        ("eager", False, True, ["key-4"]),
-        ("eager", True, False, ["key-9", "key-5"]),
-        ("none", True, False, []),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Metaflow imports
-def test_load_policies_with_a_fake_datastore(
-    policy: str, has_own: bool, best_is_latest: bool, keys: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from paceline.integrations.metaflow_support import steps
-    from paceline.integrations.metaflow_support.request import check_request
-
-    own = parcel(9, 3, is_best=False, best_key="key-5")
-    others = [parcel(2, 1, is_best=True), parcel(8, 2, is_best=False, best_key="key-4"), parcel(4, 2, is_best=True)]
-    store = SimpleNamespace(
-        is_loaded=has_own,
-        info=SimpleNamespace(to_dict=lambda: own),
-        list=lambda *, name, full_namespace: others if full_namespace else [],
-    )
-    monkeypatch.setattr(steps, "current", SimpleNamespace(checkpoint=store, parallel=SimpleNamespace(node_index=1)))
-    request = check_request(recipe="shapes-cnn", load_policy=policy, best_is_latest=best_is_latest)
-    assert steps.choose_parcels(request)[0] == keys
 
 
 # --- Clusters, as far as they can be compiled here

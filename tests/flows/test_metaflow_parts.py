@@ -1,4 +1,4 @@
-"""Parts of the Metaflow integration that need no Metaflow: parameters, the gang of nodes, checkpoints on their way."""
+"""The parts of the Metaflow integration by themselves: parameters, the gang of nodes, checkpoints on their way."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from paceline.training.inject import flip_a_bit
 from paceline.world.detect import read_nodes
 
 pytestmark = pytest.mark.flows
+NEEDS = ("metaflow", "metaflow_extensions")
 
 # --- Parameters
 
@@ -303,6 +305,48 @@ def test_a_store_that_fails_does_not_end_training_and_is_tried_again(run: RunFol
     courier.look()
     assert courier.problem == ""
     assert courier.datastore.saved != []  # type: ignore[attr-defined]
+
+
+# --- What a task goes on from
+
+
+def parcel(step: int, run: int, *, is_best: bool, best_key: str = "") -> dict[str, Any]:
+    return {
+        "key": f"key-{step}",
+        "pathspec": f"F/{run}/train/2",
+        "attempt": 0,
+        "created_on": f"2026-01-{run:02}T{step:02}:00:00",
+        "metadata": {"step": step, "is_best": is_best, "best_key": best_key},
+    }
+
+
+@pytest.mark.parametrize(
+    ("policy", "has_own", "best_is_latest", "keys"),
+    [
+        ("fresh", False, False, []),
+        ("fresh", True, False, ["key-9", "key-5"]),
+        ("eager", False, False, ["key-8", "key-4"]),
+        ("eager", False, True, ["key-4"]),
+        ("eager", True, False, ["key-9", "key-5"]),
+        ("none", True, False, []),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Metaflow imports
+def test_load_policies_with_a_fake_datastore(
+    policy: str, has_own: bool, best_is_latest: bool, keys: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.integrations.metaflow_support import steps
+
+    own = parcel(9, 3, is_best=False, best_key="key-5")
+    others = [parcel(2, 1, is_best=True), parcel(8, 2, is_best=False, best_key="key-4"), parcel(4, 2, is_best=True)]
+    store = SimpleNamespace(
+        is_loaded=has_own,
+        info=SimpleNamespace(to_dict=lambda: own),
+        list=lambda *, name, full_namespace: others if full_namespace else [],
+    )
+    monkeypatch.setattr(steps, "current", SimpleNamespace(checkpoint=store, parallel=SimpleNamespace(node_index=1)))
+    request = check_request(recipe="shapes-cnn", load_policy=policy, best_is_latest=best_is_latest)
+    assert steps.choose_parcels(request)[0] == keys
 
 
 # --- The leash

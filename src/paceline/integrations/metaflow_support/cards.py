@@ -106,9 +106,7 @@ def layout_table(node: Node) -> str:
         own = other["node"]
         role = "main" if own == 0 else "worker"
         mine = "this card" if own == node.place.own else ""
-        lines.append(
-            f"| {own} | {role} | {other['host']} | {other['cores']} | {ranks} | {mine} |"
-        )
+        lines.append(f"| {own} | {role} | {other['host']} | {other['cores']} | {ranks} | {mine} |")
     return "\n".join(lines)
 
 
