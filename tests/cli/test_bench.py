@@ -53,7 +53,7 @@ def test_collectives_are_right_and_their_bandwidths_belong_together(report: dict
     assert [(row["operation"], row["size_bytes"]) for row in rows] == [(o, s) for o in OPERATIONS for s in (1024, 4096)]
     for row in rows:
         assert row["is_right"] is True
-        assert row["rounds"] >= 5
+        assert row["rounds"] >= 3
         assert 0 < row["median_s"] <= row["p95_s"]
         assert row["algorithm_bytes_per_s"] == row["size_bytes"] / row["median_s"]
         factor = 1.0 if row["operation"] == "all-reduce" else 0.5  # on two ranks

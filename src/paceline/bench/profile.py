@@ -59,7 +59,9 @@ def profile_steps(rig: Rig, world: World, folder: Path, *, steps: int = _STEPS) 
     profiler.export_chrome_trace(str(folder / _file_of(world.rank)))
     wait_for_all(world)
     files = tuple(_file_of(rank) for rank in range(world.world_size))
-    return ProfileResult(str(folder), files, steps, _top_operators(list(profiler.key_averages()), is_cuda=is_cuda))
+    # Seconds of adding up, for a table that only one rank prints.
+    top = _top_operators(list(profiler.key_averages()), is_cuda=is_cuda) if world.is_primary else ()
+    return ProfileResult(str(folder), files, steps, top)
 
 
 def _file_of(rank: int) -> str:

@@ -18,8 +18,9 @@ from paceline.parallel.collectives import gather_lanes
 from paceline.world.detect import World
 
 Work = Callable[[], object]
-_WARM_UP_ROUNDS = 2
-_LEAST_ROUNDS, _MOST_ROUNDS = 5, 1000
+_WARM_UP_ROUNDS = 3
+_MANY = 10
+_LEAST_ROUNDS, _MOST_ROUNDS = 3, 1000
 
 
 @dataclass(frozen=True)
@@ -78,8 +79,10 @@ def _time_on_gpu(work: Work, device: str, rounds: int) -> Rounds:
 
 def choose_rounds(work: Work, world: World, seconds: float) -> int:
     """Warm up, and say how many rounds fill this much time: the same number on every rank."""
-    time_rounds(work, world.device, _WARM_UP_ROUNDS)
-    once = largest_over_ranks(time_rounds(work, world.device, _WARM_UP_ROUNDS).median_s, world)
+    # In the very first round connections are made and kernels chosen or compiled.
+    once = largest_over_ranks(time_rounds(work, world.device, 2).seconds[-1], world)
+    if once < seconds / _MANY:  # quick work is worth a better guess
+        once = largest_over_ranks(time_rounds(work, world.device, _WARM_UP_ROUNDS).median_s, world)
     return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(seconds / max(once, 1e-9))))
 
 
