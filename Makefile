@@ -21,7 +21,7 @@ FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test test-extras test-faults test-flows test-slow test-slurm slurm-install slurm-up slurm-down soak lint type check format clean
+.PHONY: help setup train test test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
 	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
 	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
+	@echo "make test-browser  look at the pages in a real Chromium (make browser-install)"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make test-slurm  run the tests on a real Slurm cluster of three nodes on this machine (root; make slurm-install)"
 	@echo "make slurm-up    start a Slurm cluster of two nodes on this machine, to learn on; make slurm-down ends it"
@@ -68,7 +69,7 @@ train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser" -n 2 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
@@ -81,6 +82,13 @@ test-faults: setup
 # One at a time: flows start processes of their own.
 test-flows: $(FLOWS_READY)
 	PACELINE_REQUIRE_FLOWS=1 $(FLOWS_BIN)/python -m pytest -m "flows and not slow" tests/flows $(ARGS)
+
+# In a real Chromium, which tests/browser/install brings on Debian and Ubuntu.
+test-browser: setup
+	$(BIN)/python -m pytest -m "browser" tests/browser $(ARGS)
+
+browser-install:
+	@tests/browser/install
 
 soak: setup
 	$(BIN)/python benchmarks/reliability.py soak $(ARGS)

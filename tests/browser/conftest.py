@@ -1,4 +1,4 @@
-"""One Chromium for all browser tests. Without one they skip, unless PACELINE_NEED_BROWSER says it must be there."""
+"""One Chromium for all browser tests. Without one they skip, unless PACELINE_REQUIRE_BROWSER says it must be there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from harness.browser import CHROMIUM, Browser
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    if CHROMIUM is None and not os.environ.get("PACELINE_NEED_BROWSER"):
+    if CHROMIUM is None and not os.environ.get("PACELINE_REQUIRE_BROWSER"):
         pytest.skip("no chromium here: tests/browser/install brings one")
     with Browser() as chromium:
         yield chromium

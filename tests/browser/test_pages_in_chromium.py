@@ -9,6 +9,7 @@ import pytest
 
 from harness.browser import Browser, Page
 from harness.pages import HOSTILE, every_block, write_run
+from harness.study_cells import sixty_four_cells, write_made_page
 from paceline.report.page import write_page
 from paceline.report.run_page import write_run_page
 
@@ -42,6 +43,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run_page(write_run(tmp_path_factory.mktemp("runs") / "my-run").path)
 
 
+@pytest.fixture(scope="module")
+def study_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_made_page(tmp_path_factory.mktemp("study") / "report.html", sixty_four_cells())
+
+
 @pytest.fixture
 def page(browser: Browser, page_file: Path) -> Iterator[Page]:
     opened = browser.open_page(page_file)
@@ -54,9 +60,9 @@ def page(browser: Browser, page_file: Path) -> Iterator[Page]:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, PHONE], ids=["desk", "phone"])
 def test_every_chart_is_drawn_inside_its_picture(
-    browser: Browser, page_file: Path, run_file: Path, width: int, dark: bool
+    browser: Browser, page_file: Path, run_file: Path, study_file: Path, width: int, dark: bool
 ) -> None:
-    for file in (page_file, run_file):
+    for file in (page_file, run_file, study_file):
         page = browser.open_page(file, width=width, dark=dark)
         for chart in page.evaluate(DRAWN):
             assert (chart["drawn"] > 0) == (chart["id"] != "chart-empty"), chart

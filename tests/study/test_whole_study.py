@@ -100,7 +100,7 @@ def test_times_agree_with_a_clock_that_knows_nothing_of_ours(folder: Path) -> No
 
 
 def test_plots_and_page_are_there(folder: Path) -> None:
-    names = {"plot_time_per_epoch", "plot_throughput", "plot_efficiency", "plot_step_breakdown"}
+    names = {"plot_time_per_epoch", "plot_throughput", "plot_efficiency", "plot_step_breakdown", "plot_step_shares"}
     names |= {"plot_accuracy", "plot_val_loss", "plot_peak_mem_per_gpu"}
     assert {path.name for path in (folder / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
     assert (folder / "report.html").stat().st_size < 2_000_000

@@ -44,17 +44,44 @@ def _percent(estimate: Estimate) -> str:
 # --- Which is faster --------------------------------------------------------------------------------------------------
 
 
-def _faster(findings: Findings) -> str:
-    if len(findings.strategies) < 2:
-        only = findings.strategies[0]
-        return f"Only {_name(only)} was measured. `--strategies ddp,fsdp` compares two."
-    first, second = findings.strategies[:2]
+def in_one_sentence(findings: Findings) -> str:
+    """For whoever reads nothing else: the widest cells."""
     parts = []
-    for a in findings.of(first, findings.scalings[-1] if findings.scalings == ["weak"] else "strong"):
+    pairs = _pairs(findings)
+    if pairs:
+        parts.append(_compare(*pairs[-1]).rstrip("."))
+    rows = [s for s in findings.scaled if s.kind.world_size > 1]
+    if rows:
+        best = max(rows, key=lambda s: (s.kind.world_size, s.speedup.value))
+        size, name = best.kind.world_size, _name(best.kind.strategy)
+        efficiency = _percent(best.efficiency).partition(" (")[0]
+        parts.append(f"{name} on {_ranks(size)} is {best.speedup.value:.2f} times one rank, {efficiency} of linear")
+    return "; ".join(parts) + "." if parts else ""
+
+
+def _pairs(findings: Findings) -> list[tuple[Kind, Kind]]:
+    """The same cell under the first two strategies, by world size."""
+    if len(findings.strategies) < 2:
+        return []
+    first, second = findings.strategies[:2]
+    scaling = "weak" if findings.scalings == ["weak"] else "strong"
+    pairs = []
+    for a in findings.of(first, scaling):
         b = next((k for k in findings.kinds if (k.strategy, k.world_size, k.scaling) == (second, *_place(a))), None)
         if b is not None:
-            parts.append(_compare(a, b))
-    return " ".join(parts)
+            pairs.append((a, b))
+    return pairs
+
+
+def _faster(findings: Findings) -> str:
+    pairs = _pairs(findings)
+    if not pairs:
+        return f"Only {_name(findings.strategies[0])} was measured. `--strategies ddp,fsdp` compares two."
+    # The ends, and wherever another one takes the lead.
+    leaders = [a.images_per_s.value >= b.images_per_s.value for a, b in pairs]
+    told = [n for n in range(len(pairs)) if n in (0, len(pairs) - 1) or leaders[n] != leaders[n - 1]]
+    words = " ".join(_compare(*pairs[n]) for n in told)
+    return words if len(told) == len(pairs) else f"{words} In between the same one leads."
 
 
 def _place(kind: Kind) -> tuple[int, str]:

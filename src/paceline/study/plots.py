@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def make_charts(findings: Findings) -> list[Chart]:
             **axis,
         ),
         _breakdown(findings),
+        _shares(findings),
         Chart(
             "plot_accuracy",
             "Accuracy",
@@ -157,6 +159,25 @@ def _breakdown(findings: Findings) -> Chart:
     )
 
 
+def _shares(findings: Findings) -> Chart:
+    """The same bars, each stretched to the whole step: on many ranks steps are too short to compare by length."""
+    whole = _breakdown(findings)
+    totals = [sum(values) for values in zip(*([y or 0.0 for y in series.y] for series in whole.series), strict=True)]
+    shares = [
+        replace(series, y=[(y or 0.0) / total for y, total in zip(series.y, totals, strict=True)])
+        for series in whole.series
+    ]
+    return replace(
+        whole,
+        id="plot_step_shares",
+        title="Shares of a step",
+        y_label="of the step",
+        series=shares,
+        y_format="percent",
+        note="",
+    )
+
+
 # --- As files ---------------------------------------------------------------------------------------------------------
 
 
@@ -207,10 +228,7 @@ def _draw_lines(axes: Any, chart: Chart) -> None:
         axes.set_yscale("log")
     if chart.y_from_zero:
         axes.set_ylim(bottom=0)
-    if chart.y_format == "percent":
-        from matplotlib.ticker import PercentFormatter
-
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    _format_percent(axes, chart)
     axes.grid(alpha=0.3)
 
 
@@ -224,4 +242,14 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
         colour = _COLOURS[(number if series.colour is None else series.colour) % len(_COLOURS)]
         axes.bar(labels, values, bottom=bottom, label=series.name, color=colour, width=0.65)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    if len(labels) > 8:
+        axes.tick_params(axis="x", rotation=60)
+    _format_percent(axes, chart)
     axes.grid(axis="y", alpha=0.3)
+
+
+def _format_percent(axes: Any, chart: Chart) -> None:
+    if chart.y_format == "percent":
+        from matplotlib.ticker import PercentFormatter
+
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))

@@ -13,7 +13,7 @@ from paceline.errors import UserError
 from paceline.report.charts import Chart, Series, Table
 from paceline.report.page import Block, Code, Details, Section, Tile, Tiles, write_page
 from paceline.runs.folder import RunFolder
-from paceline.study.answers import Answer, answer_all
+from paceline.study.answers import Answer, answer_all, in_one_sentence
 from paceline.study.collect import CSV_FILE, Measured, collect, write_csv
 from paceline.study.findings import Findings, Kind, find
 from paceline.study.grid import CELLS, StudySpec
@@ -78,7 +78,7 @@ def write_study_page(
         f"Scaling study: {spec.name}",
         [section for section in sections if section.blocks],
         subtitle=f"{names} on {sizes} ranks, {len(cells)} runs",
-        verdict=answers[0].words if answers else "",
+        verdict=in_one_sentence(findings),
         tone="warn" if failed else "",
     )
 
@@ -148,7 +148,7 @@ def _predictions(spec: StudySpec, findings: Findings, cells: Sequence[Measured])
         return []
     widest = max(kind.world_size for kind in findings.kinds)
     batch = cells[0].cell.global_batch_size if cells else spec.global_batch_size
-    sizes = [size for size in (1, 2, 4, 8, 16, 32, 64) if size <= batch and size <= max(8 * widest, 8)]
+    sizes = [2**n for n in range(21) if 2**n <= min(batch, max(8 * widest, 8))]
     series: list[Series] = []
     for number, strategy in enumerate(findings.models):
         model = findings.models[strategy]
