@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 from paceline.bench.request import PARTS, Request, parse_parts, parse_seconds
 from paceline.bench.units import DEFAULT_SIZES, parse_sizes
-from paceline.cli.request import check_joined_world, decide_processes, read_request, wants_help
+from paceline.cli.help import wants_help
 from paceline.cli.train import rank_main
 from paceline.config.load import LoadedConfig
 from paceline.config.processes import parse_processes
 from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
+from paceline.launch.request import check_joined_world, decide_processes, read_request
 from paceline.runs.folder import write_json
 from paceline.world.detect import (
     RankEnvironment,

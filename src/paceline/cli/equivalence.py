@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.compare import SHORT_HASH
-from paceline.cli.request import read_request, wants_help
+from paceline.cli.help import wants_help
 from paceline.config.load import LoadedConfig
 from paceline.config.rules import check_world
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
+from paceline.launch.request import read_request, require_folder
 from paceline.metrics.recorder import read_rows
 from paceline.runs.comparison import HASHES, Row, largest_loss_difference
 from paceline.runs.folder import RunFolder, new_run_folder
@@ -95,6 +96,7 @@ def _plan_study(arguments: list[str]) -> Study:
     common = [*rest, *(word for name, words in _QUICK.items() if loaded.origin(name) != "flag" for word in words)]
     if parallel.exact and not parallel.lanes:
         common += ["--lanes", str(max(sizes))]
+    require_folder(loaded, "equivalence")
     base = Path(loaded.config.run.output_dir or new_run_folder(f"equivalence-{loaded.recipe_name}"))
     folders = {size: base / f"world-{size}" for size in sizes}
     commands = {

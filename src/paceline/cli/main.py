@@ -26,7 +26,7 @@ VERBS = {
     "equivalence": "prove on this machine that 1, 2, 4 processes give one answer",
     "study": "how a recipe scales, why, and what other sizes would do",
     "bench": "collectives, data and step alone, against what this machine can do",
-    "checkpoints": "list and verify the checkpoints of a run",
+    "checkpoints": "list, verify and push the checkpoints of a run",
     "recipes": "list the recipes that come with paceline",
 }
 _USAGE = """\

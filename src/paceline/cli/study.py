@@ -103,7 +103,7 @@ def _value(typed: JobSettings, name: str, default: str = "") -> str:
 
 
 def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfig, StudySpec]:
-    from paceline.cli.request import read_request
+    from paceline.launch.request import read_request
     from paceline.study.plan import Asked, plan_study
 
     asked = Asked(
@@ -119,8 +119,8 @@ def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfi
 
 def _check_cells(train: list[str], spec: StudySpec) -> None:
     """What `train` would say of any cell, said before the first one starts."""
-    from paceline.cli.request import read_request
     from paceline.config.rules import check_world
+    from paceline.launch.request import read_request
 
     for cell in {(c.strategy, c.world_size, c.global_batch_size) for c in spec.cells()}:
         strategy, size, batch = cell

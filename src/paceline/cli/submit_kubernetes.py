@@ -80,14 +80,15 @@ def run(arguments: list[str]) -> int:
 
 def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
     """What `train` would say of its flags in the pods, as far as it can be said here."""
-    from paceline.cli.request import DEFAULT_RECIPE
     from paceline.config.load import load_config
     from paceline.config.rules import check_config
+    from paceline.launch.request import DEFAULT_RECIPE, require_folder
 
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
     loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
     check_config(loaded)
+    require_folder(loaded, "a Kubernetes job")
     _check_model_and_data(loaded, job)
     check_ranks(loaded, nodes=job.nodes, ranks_per_node=job.ranks_per_node, has_gpus=job.has_gpus)
     run = loaded.config.run

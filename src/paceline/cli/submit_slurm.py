@@ -91,9 +91,10 @@ def with_site(typed: JobSettings) -> JobSettings:
 
 def _read_train(arguments: list[str], spec: JobSpec) -> LoadedConfig:
     """What `train` would say of its flags in that job, said now."""
-    from paceline.cli.request import read_request
+    from paceline.launch.request import read_request, require_folder
 
     loaded = read_request(arguments)
+    require_folder(loaded, "a Slurm job")
     run = loaded.config.run
     if spec.array and (run.output_dir or run.resume):
         flag = "output_dir" if run.output_dir else "resume"

@@ -11,13 +11,14 @@ from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
 from paceline.checkpoints.identity import refuse_early
 from paceline.checkpoints.store import damaged_error, inspect_checkpoint
 from paceline.cli import plan
+from paceline.cli.help import wants_help
 from paceline.cli.main import main
-from paceline.cli.request import allowed_worlds, check_joined_world, decide_processes, read_request, wants_help
 from paceline.config.fields import flatten
 from paceline.config.load import LoadedConfig
 from paceline.config.processes import parse_processes
 from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.launch.request import allowed_worlds, check_joined_world, decide_processes, read_request
 from paceline.launch.supervise import Job, Supervisor
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import read_note

@@ -22,12 +22,9 @@ from paceline.config.fields import FieldSpec, find_field
 from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
 from paceline.config.recipe_file import Setting, unknown_name
-from paceline.config.rules import check_config, check_world, fitting_worlds
-from paceline.data.registry import check_data_config
+from paceline.config.rules import check_world, fitting_worlds
 from paceline.errors import UserError
-from paceline.metrics.sinks.open import check_trackers
-from paceline.models.registry import check_model_name, check_weights
-from paceline.runs.place import check_init_from
+from paceline.launch.request import check_loaded
 from paceline.world.detect import count_gpus, usable_cores
 
 DEFAULT_RECIPE = "synthetic-mlp"
@@ -238,14 +235,8 @@ def load_request(request: Request) -> LoadedConfig:
 
 def _check(loaded: LoadedConfig) -> None:
     """What `paceline train` would refuse later."""
-    config = loaded.config
-    check_config(loaded)
-    check_data_config(config.data)
-    check_model_name(config.model.model_name)
-    check_weights(config.model)
-    check_init_from(loaded)
-    check_trackers(config.run.track, chosen=loaded.origin("track") != "default")
-    processes = parse_processes(config.parallel.processes)
+    check_loaded(loaded)
+    processes = parse_processes(loaded.config.parallel.processes)
     if processes.low == processes.high and not processes.is_open:
         check_world(loaded, processes.high)
 

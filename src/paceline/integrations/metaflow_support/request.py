@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.load import LoadedConfig, load_config, parse_flags, to_yaml
-from paceline.config.rules import check_config, check_world
-from paceline.data.registry import check_data_config
+from paceline.config.rules import check_world
 from paceline.errors import UserError
-from paceline.metrics.sinks.open import check_trackers
-from paceline.models.registry import BUILT_IN, check_model_name, check_weights
-from paceline.runs.place import check_init_from
+from paceline.launch.request import check_loaded
+from paceline.models.registry import BUILT_IN
 
 LOAD_POLICIES = ("fresh", "eager", "none")
 _MOST_NODES = 1024
@@ -183,12 +181,7 @@ def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
 def _check_loaded(loaded: LoadedConfig, mapped: dict[str, list[str]]) -> None:
     """Everything `paceline train` checks of a recipe. A person gave parameters, so these are named."""
     try:
-        check_config(loaded)
-        check_data_config(loaded.config.data)
-        check_model_name(loaded.config.model.model_name)
-        check_weights(loaded.config.model)
-        check_init_from(loaded)
-        check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
+        check_loaded(loaded)
     except UserError as error:
         raise _in_parameters(error, mapped) from error
 

@@ -1,8 +1,8 @@
-"""What `train` and `plan` have in common: a recipe, flags, and every check that needs no torch."""
+"""What everybody who trains has in common: a recipe, flags, and every check that needs no torch."""
 
 from __future__ import annotations
 
-from paceline.config.load import LoadedConfig, load_config, print_help
+from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
 from paceline.config.rules import check_config, check_world, fitting_worlds
 from paceline.data.registry import check_data_config
@@ -10,17 +10,11 @@ from paceline.errors import UserError
 from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
 from paceline.runs.place import check_init_from
+from paceline.runs.stores import is_url
 from paceline.world.detect import RankEnvironment, count_gpus, usable_cores
 
 DEFAULT_RECIPE = "shapes-cnn"
 _MOST_CPU_RANKS = 4
-
-
-def wants_help(arguments: list[str], verb: str, text: str) -> bool:
-    if not {"-h", "--help"} & set(arguments):
-        return False
-    print_help(f"paceline {verb} RECIPE", text)
-    return True
 
 
 def read_request(arguments: list[str]) -> LoadedConfig:
@@ -28,13 +22,30 @@ def read_request(arguments: list[str]) -> LoadedConfig:
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
     loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
+    check_loaded(loaded)
+    return loaded
+
+
+def check_loaded(loaded: LoadedConfig) -> None:
+    """Everything that can be said of a request before its number of ranks is known."""
     check_config(loaded)
     check_data_config(loaded.config.data)
     check_model_name(loaded.config.model.model_name)
     check_weights(loaded.config.model)
     check_init_from(loaded)
     check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
-    return loaded
+
+
+def require_folder(loaded: LoadedConfig, who: str) -> None:
+    """A store's URL is for `paceline train` itself."""
+    output_dir = loaded.config.run.output_dir
+    if is_url(output_dir):
+        raise UserError(
+            f"{who} needs a folder",
+            where=loaded.where("output_dir"),
+            got=output_dir,
+            hint="--output-dir PATH; paceline train itself takes URLs",
+        )
 
 
 def allowed_worlds(loaded: LoadedConfig) -> list[int]:
