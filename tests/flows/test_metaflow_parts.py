@@ -19,11 +19,9 @@ from paceline.checkpoints.format import step_folders, verify
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.integrations.metaflow_support.courier import Courier
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet
-from paceline.integrations.metaflow_support.node import agent_variables
 from paceline.integrations.metaflow_support.request import check_request
 from paceline.runs.folder import RunFolder
 from paceline.training.inject import flip_a_bit
-from paceline.world.detect import read_nodes
 
 pytestmark = pytest.mark.flows
 NEEDS = ("metaflow", "metaflow_extensions")
@@ -82,12 +80,6 @@ def test_a_gang_starts_again_by_metaflow_and_a_lone_node_by_itself() -> None:
     assert check_request(recipe="shapes-cnn", cluster_size=2).max_restarts == 0
     assert check_request(recipe="shapes-cnn", cluster_size=1).max_restarts == 3
     assert check_request(recipe="shapes-cnn", cluster_size=2, flags="--max-restarts 1").max_restarts == 1
-
-
-def test_nodes_are_told_apart_by_what_paceline_reads() -> None:
-    place = Place(nodes=3, own=2, main_host="10.0.0.7", name="x")
-    nodes = read_nodes(agent_variables(place, 23_456))
-    assert (nodes.count, nodes.own, nodes.host, nodes.port) == (3, 2, "10.0.0.7", 23_456)
 
 
 # --- The gang

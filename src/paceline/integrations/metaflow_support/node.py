@@ -28,7 +28,7 @@ from paceline.integrations.metaflow_support.courier import Courier, Datastore, P
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, free_port, meet
 from paceline.integrations.metaflow_support.request import Request
 from paceline.runs.folder import RunFolder
-from paceline.world.detect import START, count_gpus, usable_cores
+from paceline.world.detect import Nodes, agent_variables, count_gpus, usable_cores
 
 _LOOK_S = 0.1
 _LOST_GRACE_S = 10.0  # the ranks notice a lost peer by themselves, and have more to say about it
@@ -120,7 +120,8 @@ class Node:
     def _environment(self) -> dict[str, str]:
         environment = dict(os.environ)
         if self.place.nodes > 1:
-            environment.update(agent_variables(self.place, int(self.gang.plan["port"])))
+            place, port = self.place, int(self.gang.plan["port"])
+            environment.update(agent_variables(Nodes(place.nodes, place.own, place.main_host, port)))
         gpus = self.gang.plan["gpus"].get(str(self.place.own))
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
@@ -134,24 +135,6 @@ class Node:
             self.courier.follow(Parcel(**message))
         except Exception as error:  # not in time for this attempt, then: the next one starts with all of it
             print(f"warning: a checkpoint did not arrive: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
-
-
-def agent_variables(place: Place, port: int) -> dict[str, str]:
-    """What tells one node's `paceline train` from another's: it reads the variables srun gives to a task per node."""
-    first_port = 20_000  # of the range in world/slurm.py, to which restarts are added
-    return {
-        START: "agent",
-        "SLURM_JOB_ID": "0",
-        "SLURM_STEP_ID": "0",
-        "SLURM_RESTART_COUNT": str(port - first_port),
-        "SLURM_PROCID": str(place.own),
-        "SLURM_LOCALID": "0",
-        "SLURM_NODEID": str(place.own),
-        "SLURM_STEP_NUM_TASKS": str(place.nodes),
-        "SLURM_STEP_NUM_NODES": str(place.nodes),
-        "SLURM_STEP_TASKS_PER_NODE": f"1(x{place.nodes})",
-        "SLURM_STEP_NODELIST": place.main_host,
-    }
 
 
 def join(request: Request, place: Place, datastore: Datastore, attempt: int, keys: list[str]) -> Node:
