@@ -1,8 +1,8 @@
 """What the guards cost: two gloo ranks take the same steps with and without them, in turn.
 
 Guarded is what ships: pulses and deadlines at every phase, running statistics kept for the case that a step is dropped,
-the gradients' norm, the agreement that rides with the gradients, and the look at the numbers before the update. Bare is
-the same step without any of it. Called by reliability.py.
+the gradients' norm, the agreement that rides with the gradients, the look at the numbers before the update, and the
+clock that knows where a step's time goes. Bare is the same step without any of it. Called by reliability.py.
 """
 
 from __future__ import annotations
@@ -145,6 +145,9 @@ def _strip(ride: Any, world: Any) -> Any:
         def gradients(self, batch: Any, step: int, *, wants_stop: bool) -> StepReport:
             sums, _ = self._run_share(batch, step, wants_stop)
             return StepReport(sums, 0.0, 0.0, False, 0.0)
+
+        def _tell_waiting(self) -> None:
+            pass
 
     rig = ride.rig
     module = rig.model.module

@@ -42,6 +42,10 @@ class ParallelModel:
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
     _buckets: list[Tensor] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        # Walking through the modules takes longer than anything done with the list at a step.
+        self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+
     def __call__(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.forward(inputs)
         return logits
@@ -56,12 +60,12 @@ class ParallelModel:
     def bytes_to_sum(self) -> int:
         """What a rank sends per step for DDP's ring all-reduce of the gradients; sharded models count by themselves."""
         ranks = torch.distributed.get_world_size() if self.passenger is not None else 1
-        size = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
+        size = sum(parameter.numel() * parameter.element_size() for parameter in self._trained)
         return 2 * size * (ranks - 1) // ranks
 
     def local_gradients(self) -> list[Tensor]:
         """All gradients on this rank after a backward pass, in as few tensors as they lie in."""
-        gradients = [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if self.strategy == "fsdp":
             return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
         if self.passenger is None:
