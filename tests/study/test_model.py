@@ -172,6 +172,7 @@ def test_sixty_four_cells_are_rendered_within_three_seconds(tmp_path: Path) -> N
         (["shapes-cnn", "--repeats", "0"], "--repeats '0' is not valid"),
         (["shapes-cnn", "--on", "moon"], "--on 'moon' is not valid"),
         (["shapes-cnn", "--strategy", "ddp"], "the study decides this for each cell"),
+        (["shapes-cnn", "--world-size", "1,2"], "--world-sizes 1,2,4"),
         (["shapes-cnn", "--world-sizes", "1,3"], "256"),
         (["shapes-cnn", "--wrold-sizes", "1"], "perhaps you meant --world-sizes"),
     ],

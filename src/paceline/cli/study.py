@@ -104,7 +104,7 @@ def _value(typed: JobSettings, name: str, default: str = "") -> str:
 
 def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfig, StudySpec]:
     from paceline.launch.request import read_request
-    from paceline.study.plan import Asked, plan_study
+    from paceline.study.plan import Asked, plan_study, refuse_taken
 
     asked = Asked(
         _value(typed, "world_sizes"),
@@ -112,9 +112,11 @@ def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfi
         _value(typed, "repeats", Asked.repeats),
         _value(typed, "scaling", Asked.scaling),
     )
-    loaded = read_request(train)
     has_recipe = bool(train) and not train[0].startswith("-")
-    return loaded, plan_study(loaded, asked, train[1:] if has_recipe else train, place=place)
+    flags = train[1:] if has_recipe else train
+    refuse_taken(flags)
+    loaded = read_request(train)
+    return loaded, plan_study(loaded, asked, flags, place=place)
 
 
 def _check_cells(train: list[str], spec: StudySpec) -> None:

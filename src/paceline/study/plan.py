@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.load import LoadedConfig
+from paceline.config.load import LoadedConfig, parse_flags
 from paceline.errors import UserError
 from paceline.study.grid import SCALINGS, STRATEGIES, TAKEN, StudySpec
 from paceline.world.detect import count_gpus, usable_cores
@@ -25,14 +25,18 @@ class Asked:
     scaling: str = "strong"
 
 
+def refuse_taken(flags: list[str]) -> None:
+    """Said before any value is judged: --world-size 1,2 is a slip for --world-sizes."""
+    hints = {"strategy": "--strategies ddp,fsdp", "processes": "--world-sizes 1,2,4"}
+    for setting in parse_flags(flags):
+        name = setting.field.name
+        if name in TAKEN and name != "global_batch_size":
+            hint = hints.get(name, "leave it out")
+            raise UserError("the study decides this for each cell", where=setting.where, hint=hint)
+
+
 def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: str) -> StudySpec:
     """`flags` are those for every cell; what must be equal in all cells and would not be is added and stated."""
-    for name in TAKEN:
-        if loaded.origin(name) == "flag" and name != "global_batch_size":
-            hint = {"strategy": "--strategies ddp,fsdp", "processes": "--world-sizes 1,2,4"}.get(name)
-            raise UserError(
-                "the study decides this for each cell", where=loaded.where(name), hint=hint or "leave it out"
-            )
     sizes = _numbers("--world-sizes", asked.world_sizes or _default_sizes(loaded), most=_MOST_RANKS)
     repeats = _numbers("--repeats", asked.repeats, most=_MOST_REPEATS)
     if len(repeats) != 1:
@@ -102,8 +106,6 @@ def _choices(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
 
 def _without_batch(flags: list[str]) -> list[str]:
     """The global batch of a cell is the study's business."""
-    from paceline.config.load import parse_flags
-
     kept: list[str] = []
     for setting in parse_flags(flags):
         if setting.field.name != "global_batch_size":
