@@ -29,8 +29,11 @@ class Exposed:
     def count(self, size_bytes: int) -> None:
         self._bytes += size_bytes
 
-    def waited(self, seconds: float) -> None:
-        self._waited_s += seconds
+    def exchanged(self, began: float, size_bytes: int) -> None:
+        """An exchange that began at this moment has returned."""
+        if self.is_known:  # else it was only launched: the host's time says nothing of the device's
+            self._waited_s += time.perf_counter() - began
+        self.count(size_bytes)
 
     def follow_last_gradient(self, parameter: nn.Parameter) -> None:
         """This parameter's gradient is the last one of a backward pass."""
@@ -92,8 +95,7 @@ class _TimedAllGather(DefaultAllGather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        self._exposed.waited(time.perf_counter() - began)
-        self._exposed.count(output_tensor.nbytes - input_tensor.nbytes)
+        self._exposed.exchanged(began, output_tensor.nbytes - input_tensor.nbytes)
         return work
 
 
@@ -104,6 +106,5 @@ class _TimedReduceScatter(DefaultReduceScatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         began = time.perf_counter()
         work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        self._exposed.waited(time.perf_counter() - began)
-        self._exposed.count(input_tensor.nbytes - output_tensor.nbytes)
+        self._exposed.exchanged(began, input_tensor.nbytes - output_tensor.nbytes)
         return work

@@ -1,0 +1,67 @@
+"""Where a step's time goes, with a clock that the test moves by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from paceline.metrics import phases as phases_module
+from paceline.metrics.phases import WARMUP_STEPS, PhaseClock
+from paceline.parallel import exposed as exposed_module
+from paceline.parallel.exposed import Exposed
+
+
+class HandClock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
+    hand = HandClock()
+    monkeypatch.setattr(phases_module, "time", hand)
+    monkeypatch.setattr(exposed_module, "time", hand)
+    return hand
+
+
+def take_step(phases: PhaseClock, clock: HandClock, unit_s: float) -> None:
+    """1 of data, 2 of forward, 4 of backward of which 1 was waited, 1 of update, 0.5 of the rest, in units."""
+    for phase, length in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("update", 1.0), ("other", 0.5)):
+        phases.enter(phase)
+        clock.now += length * unit_s
+        if phase == "backward":
+            phases.waited(unit_s, 100)
+
+
+def test_phases_are_told_apart_and_add_up_and_the_first_steps_are_left_out(clock: HandClock) -> None:
+    phases = PhaseClock()
+    for _ in range(WARMUP_STEPS):
+        take_step(phases, clock, 64.0)
+    for _ in range(4):
+        take_step(phases, clock, 1.0)
+        phases.enter("evaluate")  # between steps: of no step
+        clock.now += 1000.0
+    told = phases.summary()
+    assert told["steps"] == 4
+    assert told["step_ms"] == {"mean": 8500.0, "p50": 8500.0, "p95": 8500.0}
+    assert told["breakdown_ms"] == {
+        **{"data": 1000.0, "forward": 2000.0, "backward": 3000.0, "communication": 1000.0},
+        **{"update": 1000.0, "other": 500.0},
+    }
+    assert told["communicated_bytes_per_step"] == 100
+
+
+def test_a_run_without_steps_has_nothing_to_tell() -> None:
+    assert PhaseClock().summary() == {}
+
+
+def test_what_is_only_launched_is_not_waited_for(clock: HandClock) -> None:
+    exposed = Exposed(torch.device("cpu"))
+    clock.now = 3.0
+    exposed.exchanged(1.0, 10)
+    assert exposed.take() == (2.0, 10)
+    exposed.is_known = False  # as for shards on a GPU
+    exposed.exchanged(1.0, 10)
+    assert exposed.take() == (0.0, 10)
