@@ -16,14 +16,16 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     """All trainable parameters in one group; the loop sets the learning rate before each step."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = config.weight_decay
+    # One pass over everything, on any device. Sharded parameters have no such kernel.
+    fused = not any(isinstance(parameter, DTensor) for parameter in parameters)
     if config.optimizer in ("sgd", "nesterov"):
         use_nesterov = config.optimizer == "nesterov" and config.momentum > 0
         return torch.optim.SGD(
-            parameters, config.base_lr, momentum=config.momentum, weight_decay=decay, nesterov=use_nesterov
+            parameters, config.base_lr, momentum=config.momentum, weight_decay=decay, nesterov=use_nesterov, fused=fused
         )
     if config.optimizer == "adam":
-        return torch.optim.Adam(parameters, config.base_lr, weight_decay=decay)
-    return torch.optim.AdamW(parameters, config.base_lr, weight_decay=decay)
+        return torch.optim.Adam(parameters, config.base_lr, weight_decay=decay, fused=fused)
+    return torch.optim.AdamW(parameters, config.base_lr, weight_decay=decay, fused=fused)
 
 
 class MovingAverage:
