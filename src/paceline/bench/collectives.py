@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.bench.timing import choose_rounds, gather_numbers, mean_over_ranks, time_rounds
+from paceline.metrics.timing import choose_rounds, gather_numbers, mean_over_ranks, time_rounds
 from paceline.world.detect import World
 
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter")

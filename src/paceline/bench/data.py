@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.bench.timing import choose_rounds, gather_numbers, largest_over_ranks, time_rounds
 from paceline.data.loader import Batch
 from paceline.data.order import epoch_order
+from paceline.metrics.timing import choose_rounds, gather_numbers, largest_over_ranks, time_rounds
 from paceline.parallel.collectives import wait_for_all
 from paceline.training.rig import Rig
 from paceline.world.detect import World

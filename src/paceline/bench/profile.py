@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.bench.data import endless_batches
 from paceline.bench.step import take_step
-from paceline.bench.timing import synchronise
+from paceline.metrics.timing import synchronise
 from paceline.parallel.collectives import wait_for_all
 from paceline.training.rig import Rig
 from paceline.world.detect import World

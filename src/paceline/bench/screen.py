@@ -9,7 +9,7 @@ from paceline.bench.data import DataResult
 from paceline.bench.profile import ProfileResult
 from paceline.bench.session import Report
 from paceline.bench.step import StepResult
-from paceline.bench.units import format_flops, format_rate, format_size, format_time, gigabytes
+from paceline.metrics.units import format_flops, format_rate, format_size, format_time, gigabytes
 
 _HEAD = f"{'median':>8} {'p95':>8} {'alg':>6} {'bus':>6}"
 _NAME = 36  # width of an operator's name

@@ -21,8 +21,8 @@ from paceline.bench.limits import MachineLimits, find_link, measure_copy_bandwid
 from paceline.bench.profile import ProfileResult, profile_steps
 from paceline.bench.request import Request
 from paceline.bench.step import StepResult, measure_step
-from paceline.bench.timing import gather_numbers
 from paceline.bench.verdict import Verdict, judge_data, judge_links, judge_step, judge_sums
+from paceline.metrics.timing import gather_numbers
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text, wait_for_all
 from paceline.training.rig import Rig, build_rig

@@ -14,18 +14,24 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch.nn import functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.bench.data import endless_batches
-from paceline.bench.limits import measure_matmul_flops
-from paceline.bench.timing import Rounds, Work, choose_rounds, gather_numbers, mean_over_ranks, synchronise, time_rounds
 from paceline.data.loader import Batch
+from paceline.metrics.ceiling import measure_matmul_flops, name_precision
+from paceline.metrics.flops import count_flops
+from paceline.metrics.timing import (
+    Rounds,
+    Work,
+    choose_rounds,
+    gather_numbers,
+    mean_over_ranks,
+    synchronise,
+    time_rounds,
+)
 from paceline.models.registry import build_model
 from paceline.parallel.apply import parallelise
 from paceline.parallel.collectives import wait_for_all
 from paceline.training.optim import MovingAverage, build_optimizer
-from paceline.training.plan import RunPlan
 from paceline.training.rig import Rig
 from paceline.training.step import TrainStep
 from paceline.world.detect import World
@@ -94,15 +100,15 @@ def measure_step(rig: Rig, world: World, *, seconds: float = 6.0) -> StepResult:
     together, loop, *others = _take_turns(works, world, seconds)
     alone = others[0] if others else None
     forward_s, backward_s, update_s = _time_phases(rig.step, batch, world)
-    flops = _count_flops(rig.plan)
+    count = count_flops(rig.plan.config.model, rig.plan.input_shape, rig.plan.info.num_classes)
+    flops = count.per_sample * rig.plan.rank_batch_size if count.per_sample else None
     parameters = [p for p in rig.model.module.parameters() if p.requires_grad]
-    if flops is None:
-        note = "; ".join(filter(None, [note, "this model's arithmetic cannot be counted"]))
+    note = "; ".join(filter(None, [note, count.note]))
     times = together.all
     return StepResult(
         steps=times.count,
         rank_batch_size=rig.plan.rank_batch_size,
-        precision=_name_precision(dtype, world),
+        precision=name_precision(dtype, world.device),
         num_parameters=rig.num_parameters,
         gradient_bytes=sum(p.numel() * p.element_size() for p in parameters),
         step_s=times.median_s,
@@ -205,26 +211,6 @@ def _time_phases(step: TrainStep, batch: Batch, world: World) -> tuple[float, fl
     rows = gather_numbers([forward, backward, update], world)
     forward, backward, update = (sum(column) / world.world_size / _PHASE_STEPS for column in zip(*rows, strict=True))
     return forward, backward, update
-
-
-def _count_flops(plan: RunPlan) -> int | None:
-    """Of a rank's forward and backward pass, counted on the meta device: shapes, no data, no time."""
-    config = plan.config
-    try:
-        with torch.device("meta"):
-            model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
-            inputs = torch.empty(plan.microbatch_size, *plan.input_shape)
-            answers = torch.zeros(plan.microbatch_size, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter:
-            F.cross_entropy(model(inputs), answers).backward()
-    except Exception:  # a model of the user's own may look at its data or choose its device; then there is no count
-        return None
-    return int(counter.get_total_flops()) * config.train.accumulate or None
-
-
-def _name_precision(dtype: torch.dtype, world: World) -> str:
-    name = str(dtype).removeprefix("torch.")
-    return f"{name} (tf32)" if dtype is torch.float32 and world.device.startswith("cuda") else name
 
 
 def _mean(value: float, world: World) -> float:

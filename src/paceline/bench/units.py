@@ -1,16 +1,13 @@
-"""Message sizes, times and rates: read from a flag, and written for people. Imports no torch.
-
-Sizes count in 1024s, as buffers do; rates in 1000s, as links are sold.
-"""
+"""Message sizes, read from a flag. Imports no torch."""
 
 from __future__ import annotations
 
 import re
 
 from paceline.errors import UserError
+from paceline.metrics.units import UNITS, format_size
 
 DEFAULT_SIZES = "4KB:64MB"
-_UNITS = {"": 1, "B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30}
 _LEAST, _MOST = 4, 8 * 2**30  # one number; what a buffer may reasonably take
 _STEP = 4
 
@@ -33,7 +30,7 @@ def parse_sizes(text: str) -> tuple[int, ...]:
 
 def _parse_size(word: str, text: str) -> int:
     match = re.fullmatch(r"(\d{1,12})\s*([KMG]?)(?:I?B)?", word.strip(), re.IGNORECASE)
-    size = int(match[1]) * _UNITS[f"{match[2].upper()}B"] if match else 0
+    size = int(match[1]) * UNITS[f"{match[2].upper()}B"] if match else 0
     if not _LEAST <= size <= _MOST:
         raise UserError(
             f"sizes: {text!r} is not valid",
@@ -42,38 +39,3 @@ def _parse_size(word: str, text: str) -> int:
             hint=f"--sizes {DEFAULT_SIZES}",
         )
     return size
-
-
-def format_size(size_bytes: float) -> str:
-    for unit in ("GB", "MB", "KB"):
-        if size_bytes >= _UNITS[unit]:
-            return f"{size_bytes / _UNITS[unit]:.3g} {unit}"
-    return f"{size_bytes:.0f} B"
-
-
-def format_time(seconds: float) -> str:
-    for factor, unit in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= factor:
-            return f"{_three_digits(seconds / factor)} {unit}"
-    return f"{_three_digits(seconds * 1e6)} us"
-
-
-def format_rate(bytes_per_s: float) -> str:
-    return f"{_three_digits(bytes_per_s / 1e9)} GB/s"
-
-
-def format_flops(flops_per_s: float) -> str:
-    if flops_per_s >= 1e12:
-        return f"{_three_digits(flops_per_s / 1e12)} TFLOP/s"
-    return f"{_three_digits(flops_per_s / 1e9)} GFLOP/s"
-
-
-def gigabytes(bytes_per_s: float) -> str:
-    """A rate without its unit, for a column that names it."""
-    return _three_digits(bytes_per_s / 1e9)
-
-
-def _three_digits(value: float) -> str:
-    if value >= 99.95:
-        return f"{value:,.0f}"
-    return f"{value:.1f}" if value >= 9.995 else f"{value:.2f}"

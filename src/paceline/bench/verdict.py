@@ -9,8 +9,8 @@ from paceline.bench.collectives import Fit, Row
 from paceline.bench.data import DataResult
 from paceline.bench.links import Limit
 from paceline.bench.step import StepResult
-from paceline.bench.units import format_rate, format_size, format_time
 from paceline.config.schema import Config
+from paceline.metrics.units import format_rate, format_size, format_time
 from paceline.world.detect import World
 
 _MUCH = 0.2  # of a step: worth an effort

@@ -21,6 +21,7 @@ Work = Callable[[], object]
 _WARM_UP_ROUNDS = 3
 _MANY = 10
 _LEAST_ROUNDS, _MOST_ROUNDS = 3, 1000
+_MOST_REPEATS = 200
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,17 @@ def _time_on_gpu(work: Work, device: str, rounds: int) -> Rounds:
             end.record()
         torch.cuda.synchronize(device)
     return Rounds(tuple(start.elapsed_time(end) / 1e3 for start, end in pairs))
+
+
+def repeat(work: Work, device: str, seconds: float) -> Rounds:
+    """Two rounds to warm up, then as many as fit: three at least."""
+    time_rounds(work, device, 2)
+    synchronise(device)
+    started = time.perf_counter()
+    first = time_rounds(work, device, 1)
+    once = max(time.perf_counter() - started, 1e-9)
+    rest = time_rounds(work, device, max(2, min(_MOST_REPEATS, round(seconds / once))))
+    return Rounds(first.seconds + rest.seconds)
 
 
 def choose_rounds(work: Work, world: World, seconds: float) -> int:

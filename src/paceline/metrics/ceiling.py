@@ -1,0 +1,156 @@
+"""The most a device can do: a large matrix product in the run's precision, timed here and remembered.
+
+Peak figures of data sheets are for other clocks and other cooling; this one is the device's own, with as many ranks at
+it as the run has. It is kept in a small file per kind of device, so that a machine is asked once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from paceline.metrics.timing import gather_numbers, repeat
+from paceline.parallel.collectives import wait_for_all
+from paceline.runs.folder import write_json
+from paceline.world.detect import World, usable_cores
+
+_FIRST_SIDE, _LAST_SIDE = 256, 16384
+_LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.004}  # for a matrix product to be at its best
+_SECONDS = {"cpu": 0.6, "cuda": 0.2}
+
+
+def measure_matmul_flops(device: str, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large product of square matrices, at its best."""
+    kind = torch.device(device).type
+    side, best_s, is_last = _FIRST_SIDE, 0.0, False
+    with _tf32_on_gpus(kind):
+        while not is_last:
+            # Twice the side is eight times the work.
+            is_last = 8 * best_s >= _LONG_ENOUGH_S[kind] or 2 * side > _LAST_SIDE
+            # Random: a GPU multiplies ones faster than numbers, because it takes less power.
+            left, right, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
+            product = partial(torch.matmul, left, right, out=out)
+            best_s = min(repeat(product, device, _SECONDS[kind] if is_last else 0.0).seconds)
+            rate = 2 * side**3 / best_s
+            side *= 2
+    return rate
+
+
+@contextmanager
+def _tf32_on_gpus(kind: str) -> Iterator[None]:
+    """Convolutions in float32 may use TF32 there: the ceiling must not be lower than the work."""
+    if kind != "cuda":
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def name_precision(dtype: torch.dtype, device: str) -> str:
+    name = str(dtype).removeprefix("torch.")
+    return f"{name} (tf32)" if dtype is torch.float32 and device.startswith("cuda") else name
+
+
+# --- Remembered from run to run
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """Everything a ceiling depends on."""
+
+    device: str
+    precision: str
+    cores: int
+    threads: int  # per rank
+    ranks_per_node: int
+    torch: str
+
+
+def conditions_of(world: World, dtype: torch.dtype) -> Conditions:
+    is_cuda = world.device.startswith("cuda")
+    return Conditions(
+        device=torch.cuda.get_device_name(world.device) if is_cuda else _name_processor(),
+        precision=name_precision(dtype, world.device),
+        cores=0 if is_cuda else usable_cores(),
+        threads=0 if is_cuda else world.threads,
+        ranks_per_node=world.local_world_size,
+        torch=torch.__version__,
+    )
+
+
+def _name_processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def cache_file(conditions: Conditions) -> Path:
+    """$PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
+    base = os.environ.get("PACELINE_CACHE")
+    folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    digest = hashlib.sha256(json.dumps(asdict(conditions), sort_keys=True).encode()).hexdigest()[:12]
+    return folder / "ceilings" / f"{digest}.json"
+
+
+def recall(conditions: Conditions) -> float | None:
+    """What an earlier run measured under these conditions; None if there is no such file, or not a whole one."""
+    try:
+        content = json.loads(cache_file(conditions).read_text(encoding="utf-8"))
+        rate = float(content["flops_per_s"])
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # RuntimeError: a user without a home
+        return None
+    is_ours = all(content.get(name) == value for name, value in asdict(conditions).items())
+    return rate if is_ours and math.isfinite(rate) and rate > 0 else None
+
+
+def remember(conditions: Conditions, flops_per_s: float) -> None:
+    """Where nothing can be written, the next run measures again."""
+    with suppress(OSError, RuntimeError):
+        path = cache_file(conditions)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, {**asdict(conditions), "flops_per_s": flops_per_s})
+
+
+# --- For a run
+
+
+def find_ceilings(world: World, dtype: torch.dtype, *, may_measure: bool, surpassed: float = 0.0) -> list[float] | None:
+    """Every rank's ceiling; None where it is not known and may not be measured. Collective.
+
+    `surpassed` is what a rank has done itself: a remembered ceiling below that was measured on a busy machine.
+    """
+    conditions = conditions_of(world, dtype)
+    known = recall(conditions) or 0.0
+    rates = [row[0] for row in gather_numbers([known if known > surpassed else 0.0], world)]
+    if min(rates) == 0.0:
+        if not may_measure:
+            return None
+        rates = [row[0] for row in gather_numbers([_measure(world, dtype)], world)]
+        if world.local_rank == 0 and rates[world.rank] > 0.0:
+            remember(conditions, rates[world.rank])
+    return rates if min(rates) > 0.0 else None
+
+
+def _measure(world: World, dtype: torch.dtype) -> float:
+    """All ranks at once, as in training: they may share cores, memory and power."""
+    wait_for_all(world)
+    try:
+        return measure_matmul_flops(world.device, dtype)
+    except torch.OutOfMemoryError:  # the run's own tensors fill the device
+        return 0.0
