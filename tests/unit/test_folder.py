@@ -10,8 +10,9 @@ import torch
 from PIL import Image
 
 from paceline.config.schema import DataConfig
+from paceline.data.pictures import EXTENSIONS, find_pictures
 from paceline.data.registry import describe_dataset, load_dataset
-from paceline.data.sources.folder import EXTENSIONS, _scan, read_picture
+from paceline.data.sources.folder import read_picture
 from paceline.errors import DataError
 
 
@@ -72,7 +73,7 @@ def test_one_folder_is_split_and_adding_moves_nothing(tmp_path: Path) -> None:
     one_half(tmp_path)
 
     def held_names() -> set[str]:
-        _, _, held = _scan(config(tmp_path))
+        held = find_pictures(tmp_path).test
         return {path.relative_to(tmp_path).as_posix() for path in held.paths}
 
     before = held_names()
