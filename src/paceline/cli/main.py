@@ -103,7 +103,8 @@ def _dispatch(given: list[str]) -> int:
 def _tell(screen: str, error: BaseException, code: int) -> int:
     """Print the screen, unless this is a rank of our own supervisor, which tells the first failure itself."""
     from paceline.launch.words import leave_last_words
+    from paceline.metrics.screen import fit_to
 
     if not leave_last_words(screen, code, error):
-        print(screen, file=sys.stderr)
+        print(fit_to(sys.stderr, screen), file=sys.stderr)
     return code

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from functools import partial
 
 from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
@@ -20,6 +20,7 @@ from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.request import allowed_worlds, check_joined_world, decide_processes, read_request
 from paceline.launch.supervise import Job, Supervisor
+from paceline.metrics.screen import OUTPUT, output_mode, say
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import read_note
 from paceline.runs.place import decide_place
@@ -34,7 +35,9 @@ from paceline.world.detect import (
 )
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
-Also: --dry-run (print the plan, start nothing), --debug (show tracebacks)."""
+Also: --dry-run (print the plan, start nothing), --quiet (only warnings and the result), --json (a row per epoch and
+one for the result on standard output, the rest on standard error), --debug (show tracebacks)."""
+_OUTPUTS = {"--quiet": "quiet", "--json": "json"}
 
 
 def run(arguments: list[str]) -> int:
@@ -42,6 +45,7 @@ def run(arguments: list[str]) -> int:
         return 0
     if "--dry-run" in arguments:
         return plan.run([argument for argument in arguments if argument != "--dry-run"])
+    arguments = _take_output(arguments)
     environment = read_rank_environment()
     loaded = read_request(arguments)
     check_whole_job(environment)
@@ -51,7 +55,7 @@ def run(arguments: list[str]) -> int:
         return _be_a_rank(loaded, environment)
     nodes = read_nodes()
     _check_nodes(loaded, nodes)
-    claim_store = prepare_store(loaded, tell=partial(print, flush=True)) if nodes.own == 0 else None
+    claim_store = prepare_store(loaded, tell=say) if nodes.own == 0 else None
     _inspect_named_checkpoint(loaded.config.run.resume)
     place = decide_place(loaded)
     if place.resume_from is not None:
@@ -62,6 +66,16 @@ def run(arguments: list[str]) -> int:
     if claim_store is not None:
         claim_store()
     return _supervise(loaded, RunFolder(place.folder), nodes, arguments)
+
+
+def _take_output(arguments: list[str]) -> list[str]:
+    """How to speak is no part of the run: the ranks learn it from the environment, and no recipe holds it."""
+    asked = [flag for flag in _OUTPUTS if flag in arguments]
+    if len(asked) > 1:
+        raise UserError("--quiet and --json ask for different things", hint="--json with 2>/dev/null")
+    if asked:
+        os.environ[OUTPUT] = _OUTPUTS[asked[0]]
+    return [argument for argument in arguments if argument not in asked]
 
 
 def _check_nodes(loaded: LoadedConfig, nodes: Nodes) -> None:
@@ -106,7 +120,11 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments:
         accumulate=config.train.accumulate,
         largest_accumulate=config.train.global_batch_size // max(config.parallel.lanes, nodes.count * most),
     )
-    return Supervisor(job).run()
+    code = Supervisor(job).run()
+    if output_mode() == "json" and code != EXIT_FINISHED and nodes.own == 0:
+        # A finished run's primary has told its result itself.
+        print(json.dumps({"kind": "result", "folder": str(folder.path), **folder.read_status(), "exit_code": code}))
+    return code
 
 
 def _name_of(folder: RunFolder) -> str:

@@ -25,6 +25,7 @@ from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
 from paceline.launch.report import FailureReport, report_failure
+from paceline.metrics.screen import erase_live_line, fit_to
 from paceline.report.run_page import write_run_page
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
@@ -160,14 +161,15 @@ class Supervisor:
         if self._job.nodes.count > 1 and report.cause == "peer-lost":
             print(f"node {report.host}: attempt {number} ended, because another node's did", file=sys.stderr)
             return  # that node has more to tell
+        erase_live_line()
         if folder.path.is_dir():
             report.write(folder)
         if not decision.restart:
             self._leave_page()
         if report.exit_code in FINAL_CODES and number == 1:
-            print(report.screen, file=sys.stderr)  # it explains itself, and nothing was tried
+            print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
         else:
-            print(report.text(), file=sys.stderr)
+            print(fit_to(sys.stderr, report.text()), file=sys.stderr)
         sys.stderr.flush()
 
     def _is_stopped(self, end: AttemptEnd) -> bool:
@@ -189,6 +191,7 @@ class Supervisor:
         kept = {name: status[name] for name in ("step", "save_s") if name in status}
         folder.write_status("preempted" if saved else "failed", **kept, reason=reason)
         self._leave_page()
+        erase_live_line()
         print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
         if self._stop is signal.SIGINT:
             return EXIT_INTERRUPTED
@@ -230,6 +233,7 @@ class Supervisor:
         if is_second:
             self._attempts.signal_ranks(signal.SIGKILL)
             return
+        erase_live_line()
         os.write(2, b"\nstopping and saving; Ctrl-C again stops at once\n")  # print is not for signal handlers
         self._attempts.signal_ranks(signal.SIGTERM)
         timer = threading.Timer(_INTERRUPT_GRACE_S, self._attempts.signal_ranks, (signal.SIGKILL,))

@@ -1,44 +1,66 @@
 """What a person sees while a run is under way. Only the primary has a speaking one.
 
-On a terminal: a live bar with the numbers of the moment, and one row per epoch. Elsewhere: the same
-numbers as plain lines with a fixed order of fields, for grep.
+On a terminal: a table with one row per epoch, and below it a live line with the numbers of the moment. Elsewhere: the
+same numbers as plain lines with a fixed order of fields, for grep. Under --json the rows go to standard output as
+JSON and the rest to standard error; under --quiet nobody speaks but warnings and the result.
 """
 
 from __future__ import annotations
 
-import sys
+import json
 import time
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from rich.console import Console as RichConsole
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from paceline.metrics.screen import LiveLine, can_show, fit_to, is_live, output_mode, paint, speech, width_of
+
+_HEADING = ["  epoch", "train loss", "    acc", "val loss", "    acc", "    img/s", "   time"]
+_WIDEST_BAR, _NARROWEST_BAR = 30, 8
+
+
+@dataclass(frozen=True)
+class Field:
+    """A piece of the live line."""
+
+    long: str
+    short: str
+    weight: int  # where there is no room, the lightest goes first
 
 
 class Console:
     """Prints the story of a run."""
 
-    def __init__(self, *, is_speaking: bool, metric_lines: bool = False) -> None:
-        self._out = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not is_speaking)
-        self._is_live = is_speaking and self._out.is_terminal
+    def __init__(
+        self, *, is_speaking: bool, metric_lines: bool = False, steps_per_epoch: int = 0, epochs: int = 0
+    ) -> None:
+        self._mode = output_mode()
+        self._has_rows = is_speaking and self._mode == "json"
+        self._is_speaking = is_speaking and self._mode != "quiet"
+        self._is_live = self._is_speaking and is_live(speech())
         self._metric_lines = metric_lines
-        self._progress: Progress | None = None
-        self._task: Any = None
-        self._first_step = 0
-        self._started = time.perf_counter()
+        self._steps_per_epoch = steps_per_epoch
+        self._epochs = epochs
+        self._line: LiveLine | None = None
+        self._first_step = self._step = 0
+        self._total_steps = 0
+        self._values: Mapping[str, float] = {}
+        self._started = self._told = time.perf_counter()
 
     def note(self, text: str, *, style: str | None = None) -> None:
-        self._out.print(text, style=style, markup=False)
+        if self._is_speaking:
+            out = speech()
+            print(paint(fit_to(out, text), style, out), file=out, flush=True)
 
     def start(self, *, first_step: int, total_steps: int) -> None:
         """The first step is about to be taken."""
-        self._first_step = first_step
-        self._started = time.perf_counter()
+        self._first_step = self._step = first_step
+        self._total_steps = total_steps
+        self._started = self._told = time.perf_counter()
         if self._is_live:
-            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"))
-            self._progress = Progress(*columns, TimeRemainingColumn(), console=self._out, transient=True)
-            self._task = self._progress.add_task("starting", total=total_steps, completed=first_step)
-            self._progress.start()
+            self.note("")
+            self.note(_row(_HEADING, "", width_of(speech()) - 1), style="dim")
+            self._line = LiveLine(speech())
+            self._line.start(self._compose)
 
     def remaining_s(self, step: int, total_steps: int) -> float:
         """Seconds to go at the pace so far."""
@@ -46,25 +68,39 @@ class Console:
         return (time.perf_counter() - self._started) / done * (total_steps - step)
 
     def step(self, step: int, total_steps: int, values: Mapping[str, float]) -> None:
-        memory = f"mem {values['memory_mb']:,.0f}/{values['memory_peak_mb']:,.0f} MB"
-        line = (
-            f"step {step}/{total_steps}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"
+        self._step, self._values, self._told = step, values, time.perf_counter()
+        if self._line is not None:
+            self._line.draw()
+            return
+        epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self._steps_per_epoch else ""
+        self.note(
+            f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"
             f"  lr {values['lr']:.4g}  {values['throughput']:,.0f} img/s  wait {values['data_wait']:.0%}"
-            f"  {memory}  grad {values['grad_norm']:.3g}"
+            f"  mem {values['memory_mb']:,.0f}/{values['memory_peak_mb']:,.0f} MB  grad {values['grad_norm']:.3g}"
+            f"  eta {format_seconds(self.remaining_s(step, total_steps))}"
         )
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=line)
-        else:
-            self.note(f"{line}  eta {format_seconds(self.remaining_s(step, total_steps))}")
 
     def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Mapping[str, float], best: bool) -> None:
-        number = f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
-        self.note(
-            f"{number}  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
-            f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}"
-            f"  |  {train['throughput']:,.0f} img/s  {train['seconds']:.1f} s" + ("  *best" if best else ""),
-            style="green" if best else None,
-        )
+        """A row of the table."""
+        if self._has_rows:
+            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": epoch * self._steps_per_epoch}
+            print(json.dumps({**row, "train": dict(train), "val": dict(val), "is_best": best}), flush=True)
+        if self._is_live:
+            cells = [
+                f"{epoch}/{epochs}",
+                *(f"{train['loss']:.4f}", f"{train['accuracy']:.2%}"),
+                *(f"{val['loss']:.4f}", f"{val['accuracy']:.2%}"),
+                *(f"{train['throughput']:,.0f}", format_seconds(train["seconds"])),
+            ]
+            mark = ("★" if can_show("★", speech()) else "*") + " best" if best else ""
+            self.note(_row(cells, mark, width_of(speech()) - 1), style="green" if best else None)
+        else:
+            self.note(
+                f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
+                f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
+                f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}"
+                f"  |  {train['throughput']:,.0f} img/s  {train['seconds']:.1f} s" + ("  *best" if best else "")
+            )
         if self._metric_lines:
             self.note(
                 f"[METRIC] epoch={epoch} time={train['seconds']:.4f} val_loss={val['loss']:.6f}"
@@ -72,9 +108,71 @@ class Console:
             )
 
     def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
+        if self._line is not None:
+            self._line.stop()
+            self._line = None
+
+    # --- The live line
+
+    def _epoch_of(self, step: int) -> int:
+        """The one that this step belongs to: the last step of an epoch is not the first of the next."""
+        return max(step - 1, 0) // max(self._steps_per_epoch, 1) + 1
+
+    def _compose(self, width: int) -> str:
+        step, total, values = self._step, self._total_steps, self._values
+        fields = [Field(f"step {step}/{total}", f"step {step}/{total}", 9)]
+        if self._steps_per_epoch:
+            epoch = f"epoch {self._epoch_of(step)}/{self._epochs}"
+            fields.insert(0, Field(epoch, epoch, 5))
+        if not values:
+            waited = format_seconds(time.perf_counter() - self._started)
+            return fit([*fields, Field(f"first steps, {waited}", waited, 8)], width)
+        left_s = max(self.remaining_s(step, total) - (time.perf_counter() - self._told), 0)
+        eta = f"eta {format_seconds(left_s)}"
+        wait = f"data wait {values['data_wait']:.0%}"
+        fields += [
+            Field(f"loss {values['loss']:.4f}", f"loss {values['loss']:.3f}", 8),
+            Field(f"acc {values['accuracy']:.1%}", f"acc {values['accuracy']:.1%}", 6),
+            Field(f"{values['throughput']:,.0f} img/s", f"{values['throughput']:,.0f} img/s", 4),
+            Field(eta, eta, 7),
+            Field(f"mem {format_mb(values['memory_mb'])}", format_mb(values["memory_mb"]), 3),
+            Field(f"lr {values['lr']:.4g}", "", 2),
+            Field(wait if values["data_wait"] >= 0.05 else "", "", 1),
+        ]
+        return self._with_bar(fit(fields, width), width, step / max(total, 1))
+
+    def _with_bar(self, text: str, width: int, share: float) -> str:
+        """What room is left shows how far the run is."""
+        room = min(width - len(text) - 2, _WIDEST_BAR)
+        if room < _NARROWEST_BAR:
+            return text
+        done = round(room * share)
+        full, empty = ("━", "─") if can_show("━─", speech()) else ("=", "-")
+        return f"{text}  {paint(full * done, 'green', speech())}{paint(empty * (room - done), 'dim', speech())}"
+
+
+def fit(fields: list[Field], width: int) -> str:
+    """Fields side by side: in full, or short, or without the lightest."""
+    for names in ([field.long for field in fields], [field.short for field in fields]):
+        text = "  ".join(name for name in names if name)
+        if len(text) <= width:
+            return text
+    if len(fields) == 1:
+        return text[: max(width, 0)]
+    lightest = min(fields, key=lambda field: field.weight)
+    return fit([field for field in fields if field is not lightest], width)
+
+
+def _row(cells: list[str], mark: str, width: int) -> str:
+    """Of the table. In a narrow window the last columns are left out, the mark never."""
+    padded = [cell.rjust(len(heading)) for cell, heading in zip(cells, _HEADING, strict=True)]
+    while len(padded) > 1 and len("  ".join([*padded, mark])) > width:
+        padded.pop()
+    return "  ".join([*padded, mark]).rstrip()
+
+
+def format_mb(megabytes: float) -> str:
+    return f"{megabytes:,.0f} MB" if megabytes < 10_000 else f"{megabytes / 1024:,.1f} GB"
 
 
 def format_seconds(seconds: float) -> str:

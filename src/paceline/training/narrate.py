@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from typing import Any
+
+import torch
 
 import paceline
 from paceline.metrics.console import format_seconds
+from paceline.metrics.screen import output_mode
+from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.training.plan import RunPlan
 from paceline.training.rig import Rig
 from paceline.world.detect import World
 
+_TOLD = (  # of results.json, which has all of it
+    *("status", "test_accuracy", "test_loss", "best_epoch", "best_validation_accuracy", "steps", "training_seconds"),
+    *("samples_per_second", "world_size", "strategy", "weights_sha256"),
+)
+
 
 def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
+    """The header: one line per question. A restart was told of already; what may have changed is who rides."""
     plan = rig.plan
+    title = f"paceline  {paceline.__version__}: {recipe_of(place.folder)}"
+    ranks = f"ranks     {world}{_device_name(world.device)}"
+    if place.is_restart:
+        return [f"{title}, going on", ranks]
     precision = str(rig.model.autocast_dtype or "float32").removeprefix("torch.")
     return [
-        f"paceline  {paceline.__version__}: {world}; strategy {rig.model.strategy}, {precision}",
+        title,
+        f"model     {plan.config.model.model_name}, {rig.num_parameters:,} parameters,"
+        f" strategy {rig.model.strategy}, {precision}",
         f"data      {describe_data(plan)}",
-        f"model     {plan.config.model.model_name}, {rig.num_parameters:,} parameters",
+        ranks,
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
         f"folder    {place.folder}",
     ]
+
+
+def _device_name(device: str) -> str:
+    return f", {torch.cuda.get_device_name(device)}" if device.startswith("cuda") else ""
 
 
 def describe_data(plan: RunPlan) -> str:
@@ -47,17 +69,35 @@ def describe_steps(plan: RunPlan) -> str:
 
 
 def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
-    best = f"best epoch {results['best_epoch']}" if results["best_epoch"] else "weights of the last step"
+    path = shlex.quote(str(folder.path))
+    page = "report.html, " if folder.report.exists() else ""
+    commands = {
+        f"paceline predict {path} PICTURE": "label your own pictures",
+        f"paceline export {path}": "the best weights for other programs",
+        "paceline runs": "this run among the others",
+    }
+    widest = max(map(len, commands))
     return [
         "",
-        f"test accuracy {results['test_accuracy']:.2%}, loss {results['test_loss']:.4f} ({best})",
+        _accuracy_line(results),
         f"{results['steps']} steps in {format_seconds(results['training_seconds'])}"
         f" on {results['world_size']} rank{'s' if results['world_size'] > 1 else ''},"
         f" {results['samples_per_second']:,.0f} samples/s with validation and saving",
-        f"everything is in {folder.path}: results.json, metrics.csv, config.yaml, checkpoints/best",
+        f"everything is in {folder.path}: {page}results.json, metrics.csv, checkpoints/best",
         "",
-        f"  paceline evaluate {folder.path}           test the best weights again",
-        f"  paceline predict {folder.path} PICTURE    label your own pictures",
-        f"  tensorboard --logdir {folder.path}        look at the curves",
-        *([f"  {folder.report}    all of it on one page, for a browser"] if folder.report.exists() else []),
+        *(f"  {command:<{widest}}  {text}" for command, text in commands.items()),
     ]
+
+
+def _accuracy_line(results: dict[str, Any]) -> str:
+    best = f"best epoch {results['best_epoch']}" if results["best_epoch"] else "weights of the last step"
+    return f"test accuracy {results['test_accuracy']:.2%}, loss {results['test_loss']:.4f} ({best})"
+
+
+def tell_result(results: dict[str, Any], folder: RunFolder) -> None:
+    """The one line of --quiet, or the last row of --json."""
+    if output_mode() == "quiet":
+        print(f"{folder.path}: {_accuracy_line(results)}", flush=True)
+    elif output_mode() == "json":
+        told = {name: results[name] for name in _TOLD}
+        print(json.dumps({"kind": "result", "folder": str(folder.path), **told}), flush=True)

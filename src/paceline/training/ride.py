@@ -46,7 +46,12 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     """Build everything, and start fresh or where an earlier attempt stopped."""
     rig = build_rig(config, world)
     rig.step.guards = guards
-    console = Console(is_speaking=world.is_primary, metric_lines=config.run.metric_lines)
+    console = Console(
+        is_speaking=world.is_primary,
+        metric_lines=config.run.metric_lines,
+        steps_per_epoch=rig.plan.steps_per_epoch,
+        epochs=config.train.epochs,
+    )
     for line in describe_run(rig, world, place):
         console.note(line)
     folder = RunFolder(place.folder)

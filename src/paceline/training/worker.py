@@ -18,13 +18,16 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
 from paceline.errors import PacelineError, Preempted
+from paceline.metrics.screen import ScreenLog, say
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text
+from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
 from paceline.runs.place import RunPlace, decide_place
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
+from paceline.training.narrate import tell_result
 from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
@@ -54,7 +57,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
                 held.enter_context(folder.owned())
                 held.enter_context(mirrored(folder))
             if world.is_primary:
-                _write_identity(folder, config, environment.attempt)
+                _write_identity(folder, loaded, environment.attempt)
             results = _train_with_status(config, world, place, guards)
         guards.close()  # a store that is behind holds up nobody but the primary, and is no hang
     return results
@@ -78,6 +81,7 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         raise
     if world.is_primary:
         folder.write_status("finished", step=results["steps"], test_accuracy=results["test_accuracy"])
+        tell_result(results, folder)
     return results
 
 
@@ -96,7 +100,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
     if world.is_primary:
         try:
             is_first = not is_restart and not environment.is_supervised
-            claim_store = prepare_store(loaded, tell=print) if is_first else None
+            claim_store = prepare_store(loaded, tell=say) if is_first else None
             place = decide_place(loaded, is_restart=is_restart)
             if claim_store is not None:
                 claim_store()
@@ -121,10 +125,7 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
     _log.propagate = False
     _log.info("%s %d", ATTEMPT_MARK, attempt)
     if world.is_primary:
-        console = logging.StreamHandler(sys.stdout)
-        console.setFormatter(logging.Formatter("%(message)s"))
-        console.addFilter(lambda record: record.levelno < logging.ERROR)
-        _log.addHandler(console)
+        _log.addHandler(ScreenLog())
     else:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -133,9 +134,13 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
             os.dup2(file.fileno(), 2)
 
 
-def _write_identity(folder: RunFolder, config: Config, attempt: int) -> None:
+def _write_identity(folder: RunFolder, loaded: LoadedConfig, attempt: int) -> None:
+    config = loaded.config
     # A rehearsed fault is not part of the run: its config must not strike again when somebody reuses it.
     plain = dataclasses.replace(config, guard=dataclasses.replace(config.guard, inject=""))
     write_atomically(folder.config, to_yaml(plain))
-    write_json(folder.environment, describe_environment())
+    # A run's own config.yaml, used again, stands for the recipe it was made from.
+    is_copy = loaded.recipe_path.name == folder.config.name
+    recipe = recipe_of(loaded.recipe_path.parent) if is_copy else loaded.recipe_name
+    write_json(folder.environment, {"recipe": recipe, **describe_environment()})
     folder.write_status("running", step=0, attempt=attempt)

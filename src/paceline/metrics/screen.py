@@ -1,0 +1,192 @@
+"""How words reach a person: around a live line on a terminal, as plain lines everywhere else.
+
+A live line is written and the cursor goes back to its beginning. So whoever speaks next - this process, a supervisor
+after this process was killed, a terminal that has folded the line in two - only has to erase from the cursor on.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import Any, TextIO, cast
+
+OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
+ERASE = "\r\x1b[J"
+_COLOURS = {"green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+_TICK_S = 1.0  # a clock goes on, and a resized window is noticed, without a new step
+_LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
+
+
+def output_mode() -> str:
+    """quiet, json, or empty: as usual."""
+    return os.environ.get(OUTPUT, "")
+
+
+def speech() -> TextIO:
+    """Where the story of a run is told; standard output is for rows where somebody asked for rows."""
+    return sys.stderr if output_mode() == "json" else sys.stdout
+
+
+def say(text: str) -> None:
+    """One line of the story, from whoever is not the console."""
+    if output_mode() != "quiet":
+        print(text, file=speech(), flush=True)
+
+
+def is_live(stream: TextIO) -> bool:
+    """Whether lines may be rewritten: on a terminal that can, and that no machine reads along."""
+    is_plain = os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false")
+    return not is_plain and stream.isatty()
+
+
+def paint(text: str, colour: str | None, stream: TextIO) -> str:
+    """In colour where that can be seen and is wanted (https://no-color.org)."""
+    if colour is None or os.environ.get("NO_COLOR") or not is_live(stream):
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def width_of(stream: TextIO) -> int:
+    """Columns of the terminal behind a stream, asked anew each time: windows are resized."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or 80
+    except (OSError, ValueError):
+        return 80
+
+
+def can_show(text: str, stream: TextIO) -> bool:
+    try:
+        text.encode(getattr(stream, "encoding", None) or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
+
+
+def fold(text: str, width: int) -> str:
+    """A line that is too wide, broken between words, the rest indented under its own text. Paths stay whole."""
+    if len(text) < width or width < 20:
+        return text
+    label = _LABEL.match(text)
+    indent = " " * (len(label[1]) if label else len(text) - len(text.lstrip()) + 2)
+    head = label[1] if label else text[: len(text) - len(text.lstrip())]
+    lines = textwrap.wrap(
+        text[len(head) :],
+        width - 1,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return "\n".join(lines)
+
+
+def fit_to(stream: TextIO, text: str) -> str:
+    """Lines as they look best there: folded on a terminal, left alone for grep."""
+    if not is_live(stream):
+        return text
+    return "\n".join(fold(line, width_of(stream)) for line in text.split("\n"))
+
+
+def erase_live_line() -> None:
+    """Before a supervisor speaks: its ranks may just have drawn one, and been killed. Safe in a signal handler."""
+    stream = speech()
+    if output_mode() != "quiet" and is_live(stream):
+        os.write(stream.fileno(), ERASE.encode())
+
+
+class LiveLine:
+    """One line at the bottom of a terminal, renewed in place. Whatever is printed meanwhile appears above it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._compose: Callable[[int], str] = lambda width: ""
+        self._lock = threading.RLock()
+        self._over = threading.Event()
+        self._ticker = threading.Thread(target=self._tick, name="live-line", daemon=True)
+        self._replaced = (sys.stdout, sys.stderr)
+
+    def start(self, compose: Callable[[int], str]) -> None:
+        """`compose` makes the line for a width."""
+        self._compose = compose
+        self._replaced = (sys.stdout, sys.stderr)
+        sys.stdout, sys.stderr = (cast(TextIO, _Above(self, stream)) for stream in self._replaced)
+        self.draw()
+        self._ticker.start()
+
+    def draw(self) -> None:
+        with self._lock:
+            self._stream.write(ERASE + self._compose(width_of(self._stream) - 1) + "\r")
+            self._stream.flush()
+
+    def above(self, text: str, stream: TextIO) -> None:
+        """Print whole lines above the live one; `stream` may be another file, or another door to this terminal."""
+        with self._lock:
+            if stream.isatty():
+                self._stream.write(ERASE)
+                self._stream.flush()
+            stream.write(text + "\n")
+            stream.flush()
+            if not self._over.is_set():
+                self.draw()
+
+    def stop(self) -> None:
+        self._over.set()
+        self._ticker.join()
+        with self._lock:
+            for name, original in zip(("stdout", "stderr"), self._replaced, strict=True):
+                stream = getattr(sys, name)
+                if isinstance(stream, _Above):
+                    stream.let_go()
+                    setattr(sys, name, original)
+            self._stream.write(ERASE)
+            self._stream.flush()
+
+    def _tick(self) -> None:
+        while not self._over.wait(_TICK_S):
+            self.draw()
+
+
+class _Above:
+    """Stands in for standard output and error while a live line is shown. Lines pass when they are whole."""
+
+    def __init__(self, line: LiveLine, stream: TextIO) -> None:
+        self._line = line
+        self._stream = stream
+        self._begun = ""
+
+    def write(self, text: str) -> int:
+        whole, has_end, rest = (self._begun + text).rpartition("\n")
+        self._begun = rest
+        if has_end:
+            self._line.above(whole, self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        """What has no end yet waits for it."""
+
+    def let_go(self) -> None:
+        if self._begun:
+            self._line.above(self._begun, self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+class ScreenLog(logging.Handler):
+    """The primary's notes and warnings on the screen. Errors are left to the screen that explains the end."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        is_warning = record.levelno >= logging.WARNING
+        if record.levelno >= logging.ERROR or (output_mode() == "quiet" and not is_warning):
+            return
+        # Asked to be quiet, standard output has one line, which scripts take.
+        stream = sys.stderr if output_mode() == "quiet" else speech()
+        try:
+            print(paint(self.format(record), "yellow" if is_warning else None, stream), file=stream, flush=True)
+        except Exception:  # a closed pipe, a full disk: logging's own way to tell, which never raises
+            self.handleError(record)

@@ -1,0 +1,246 @@
+"""All runs below a folder, from the plain files they keep. There is no index: the files are the catalog.
+
+Small files only: a thousand runs must list in a moment, also over a network. Nobody is asked but this machine's own
+table of processes, about owners that say they live here; schedulers are asked by `paceline status`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.runs.folder import MIRROR_NOTE, RunFolder
+from paceline.runs.lock import Owner
+from paceline.runs.notes import NOTES, Notes, read_notes
+
+JOB = "job.json"
+STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
+LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
+_DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
+_SILENT_S = 1800.0  # no word for so long, from an owner that cannot be asked from here
+_STAMP = re.compile(r"(-rehearsal)?-\d{8}-\d{6}(-\d+)?$")
+_RESTARTED = '"done": "started again'
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """One run as a table shows it. None: not known (yet)."""
+
+    name: str  # the path below the catalog's root
+    path: Path
+    recipe: str
+    state: str  # one of STATES
+    step: int | None
+    last_step: int | None
+    best_accuracy: float | None  # of validation
+    test_accuracy: float | None
+    images_per_s: float | None
+    eta_s: float | None
+    restarts: int
+    updated: float  # seconds since 1970
+    owner: str
+    mirror: str
+    notes: Notes = field(default_factory=Notes)
+
+    @property
+    def progress(self) -> float | None:
+        if self.state == "finished":
+            return 1.0
+        if self.step is None or not self.last_step:
+            return None
+        return self.step / self.last_step
+
+    @property
+    def accuracy(self) -> float | None:
+        """What it is worth: on the test set once it is known, before that on validation."""
+        return self.test_accuracy if self.test_accuracy is not None else self.best_accuracy
+
+    def to_json(self) -> dict[str, Any]:
+        content = {**asdict(self), "path": str(self.path), **asdict(self.notes), "progress": self.progress}
+        del content["notes"]
+        content["updated"] = datetime.fromtimestamp(self.updated).astimezone().isoformat(timespec="seconds")
+        return content
+
+
+def list_runs(root: Path) -> list[RunEntry]:
+    """Every run below a folder, newest first."""
+    now = datetime.now().timestamp()
+    entries = [_read_entry(path, str(path.relative_to(root)), files, now) for path, files in _find(root, _DEEPEST)]
+    return sorted(entries, key=lambda entry: entry.updated, reverse=True)
+
+
+def read_entry(path: Path) -> RunEntry:
+    """One run, named as it was given."""
+    return _read_entry(path, str(path), {entry.name for entry in os.scandir(path)}, datetime.now().timestamp())
+
+
+def _find(folder: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
+    """Run folders and the names of what they hold. A run holds no runs, but a job array has its tasks inside."""
+    try:
+        with os.scandir(folder) as found:
+            entries = list(found)
+    except OSError:  # gone meanwhile, or not ours to read
+        return
+    names = {entry.name for entry in entries}
+    if is_run(names):
+        yield folder, names
+        return
+    if depth > 0:
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
+                yield from _find(folder / entry.name, depth - 1)
+
+
+def is_run(names: set[str]) -> bool:
+    """By what the folder holds: settings with a life of their own, or a job that has not begun yet."""
+    return ("config.yaml" in names and not names.isdisjoint(("status.json", "metrics.jsonl"))) or (
+        JOB in names and not any(name.startswith("task-") for name in names)
+    )
+
+
+def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
+    folder = RunFolder(path)
+    status = _read_json(folder.status) if "status.json" in files else {}
+    updated = _time_of(status.get("updated")) or _time_of_folder(path)
+    owner = read_owner(folder) if status.get("status") == "running" or not status else None
+    epochs = _read_epochs(folder.metrics_csv) if "metrics.csv" in files else _Epochs()
+    restarts = _count(folder.failures, _RESTARTED) if "failures.jsonl" in files else 0
+    restarts += _count(folder.requeues, "\n") if "requeues.jsonl" in files else 0
+    return RunEntry(
+        name=name,
+        path=path,
+        recipe=recipe_of(path),
+        state=_state(status, owner, is_job=JOB in files, silent_s=now - updated),
+        step=_whole(status.get("step")),
+        last_step=_whole(status.get("last_step")),
+        best_accuracy=epochs.best_accuracy,
+        test_accuracy=_number(status.get("test_accuracy")),
+        images_per_s=epochs.images_per_s,
+        eta_s=_number(status.get("eta_s")),
+        restarts=restarts,
+        updated=updated,
+        owner=str(owner or ""),
+        mirror=str(_read_json(path / MIRROR_NOTE).get("url", "")) if MIRROR_NOTE in files else "",
+        notes=read_notes(path) if NOTES in files else Notes(),
+    )
+
+
+def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, silent_s: float) -> str:
+    written = str(status.get("status", ""))
+    if written and written != "running":
+        return written if written in STATES else "unknown"
+    if owner is not None and owner.is_provably_dead:
+        return "lost"
+    if not written:
+        return "starting" if owner is not None else "submitted" if is_job else "unknown"
+    is_seen = owner is not None and owner.is_provably_alive
+    return "running" if is_seen or silent_s < _SILENT_S else "silent"
+
+
+def read_owner(folder: RunFolder) -> Owner | None:
+    """Who holds the folder, or held it when it died: a clean release empties the file."""
+    for path in (folder.lock, folder.lock.with_suffix(".owner")):
+        try:
+            return Owner(**_read_json(path))
+        except TypeError:
+            continue
+    return None
+
+
+def recipe_of(path: Path) -> str:
+    """As the run wrote it down; of older ones the folder's name, less its time."""
+    recipe = _read_json(path / "environment.json").get("recipe")
+    return recipe if isinstance(recipe, str) and recipe else _STAMP.sub("", path.absolute().name)
+
+
+def find_by_job(root: Path, job: str) -> Path | None:
+    """The folder of the run that was submitted as this job: its id, an earlier one, or the job's name."""
+    for path, files in _find(root, _DEEPEST):
+        if JOB not in files:
+            continue
+        record = _read_json(path / JOB)
+        if job in (record.get("job_id"), *(record.get("earlier") or ())) or job == _job_name(record):
+            return path
+    return None
+
+
+def _job_name(record: dict[str, Any]) -> str | None:
+    try:
+        script = Path(str(record.get("script"))).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return None
+    named = re.search(r"^#SBATCH --job-name=['\"]?([^\s'\"]+)", script, re.MULTILINE)
+    return named[1] if named else None
+
+
+# --- Small files ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Epochs:
+    best_accuracy: float | None = None
+    images_per_s: float | None = None
+
+
+def _read_epochs(path: Path) -> _Epochs:
+    """From metrics.csv, which has two lines an epoch: metrics.jsonl may be a hundred times as long."""
+    best = speed = None
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()[1:]
+    except (OSError, UnicodeDecodeError):
+        return _Epochs()
+    for line in lines:
+        cells = line.split(",")
+        if len(cells) != 5:
+            continue
+        try:
+            if cells[1] == "val":
+                best = max(best or 0.0, float(cells[3]))
+            elif cells[1] == "train":
+                speed = float(cells[4])
+        except ValueError:
+            continue
+    return _Epochs(best, speed)
+
+
+def _count(path: Path, what: str) -> int:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").count(what)
+    except OSError:
+        return 0
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _whole(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+
+
+def _time_of(text: object) -> float | None:
+    try:
+        return datetime.fromisoformat(str(text)).timestamp()
+    except ValueError:
+        return None
+
+
+def _time_of_folder(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
