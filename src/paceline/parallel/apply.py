@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.config.schema import Config
 from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.exposed import Exposed, find_last_gradient, follow_shards
+from paceline.parallel.shared_gradients import SharedGradients, share_gradients
 from paceline.world.detect import World
 
 
@@ -39,6 +40,7 @@ class ParallelModel:
     strategy: str
     autocast_dtype: torch.dtype | None
     passenger: nn.Parameter | None = None  # rides in DDP's buckets: see _WithPassenger
+    shared: SharedGradients | None = None  # instead of DDP, between ranks on the CPUs of one node
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
     _buckets: list[Tensor] = field(default_factory=list)
 
@@ -50,6 +52,13 @@ class ParallelModel:
         logits: Tensor = self.forward(inputs)
         return logits
 
+    @property
+    def exchange(self) -> str:
+        """How gradients get from rank to rank."""
+        if self.strategy == "single" or not torch.distributed.is_initialized():
+            return "none"
+        return "shared memory" if self.shared is not None else torch.distributed.get_backend()
+
     def reduce_gradients(self, enabled: bool) -> None:
         """Whether the next backward pass also sums gradients over ranks: only the last microbatch's does."""
         if isinstance(self.forward, DistributedDataParallel):
@@ -58,8 +67,9 @@ class ParallelModel:
             self.forward.set_requires_gradient_sync(enabled)
 
     def bytes_to_sum(self) -> int:
-        """What a rank sends per step for DDP's ring all-reduce of the gradients; sharded models count by themselves."""
-        ranks = torch.distributed.get_world_size() if self.passenger is not None else 1
+        """What a rank sends per step for an all-reduce of the gradients; sharded models count by themselves."""
+        is_summed = self.passenger is not None or self.shared is not None
+        ranks = torch.distributed.get_world_size() if is_summed else 1
         size = sum(parameter.numel() * parameter.element_size() for parameter in self._trained)
         return 2 * size * (ranks - 1) // ranks
 
@@ -74,6 +84,13 @@ class ParallelModel:
         if not self._buckets or self._buckets[0].data_ptr() != gradients[-1].untyped_storage().data_ptr():
             self._buckets = _find_buckets(gradients[::-1])
         return self._buckets
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply all gradients. Collective where ranks share them."""
+        if self.shared is not None:
+            self.shared.scale(factor)
+        else:
+            torch._foreach_mul_(self.local_gradients(), factor)
 
 
 def _find_buckets(gradients: list[Tensor]) -> list[Tensor]:
@@ -113,9 +130,13 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
         model.compile()
     forward: Any = model
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
+        # A scaler (fp16) would unscale gradients in place on every rank, which shared ones do not allow.
+        shared = share_gradients(model, world) if dtype is not torch.float16 else None
+        if shared is not None:
+            return ParallelModel(model, model, strategy, dtype, shared=shared)
         carriage = _WithPassenger(model, device)
         forward = _wrap_ddp(carriage, device)
-        return ParallelModel(model, forward, strategy, dtype, carriage.passenger, Exposed(device))
+        return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
     exposed = Exposed(device)
     if strategy == "fsdp":
         forward = _shard(model, world, dtype, offload=config.parallel.cpu_offload)

@@ -4,7 +4,8 @@ A run has a fixed number of lanes, a power of two; a rank has lanes / world_size
 itself. Float addition is not associative, but it is commutative and deterministic: if every sum pairs the same
 numbers in the same tree, it gives the same bits, wherever it is computed. A rank's lanes are a subtree, which it
 sums alone; ranks finish the tree together. Each gathers one part of the vector from all (all-to-all), sums it,
-and gives it back to all (all-gather): the bytes of an ordinary all-reduce.
+and gives it back to all (all-gather): the bytes of an ordinary all-reduce. Ranks on the CPUs of one node do the same in
+the memory they share, to the same bits.
 
 BatchNorm's running statistics travel in the same vector. Each lane starts from those of the step's beginning, and
 the new ones are the mean over lanes.
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.collectives import tree_sum
+from paceline.parallel.node_sum import open_node_sum
 from paceline.world.detect import World
 
 PASSENGERS = 2  # numbers that ride along with the gradients: whether to stop, and the loss
@@ -33,6 +35,7 @@ class LaneReducer:
         self._counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
         size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers)) + PASSENGERS
         self._padding = -size % world.world_size
+        self._node_sum = open_node_sum(size + self._padding, world)
         self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), left to right
         self._start: list[Tensor] = []
 
@@ -94,6 +97,10 @@ class LaneReducer:
 
     def _finish_tree(self, vector: Tensor) -> Tensor:
         ranks = self._world.world_size
+        if self._node_sum is not None:
+            self._node_sum.mine.copy_(vector)
+            self._node_sum.add_up()
+            return self._node_sum.total
         everyones = torch.empty_like(vector)
         dist.all_to_all_single(everyones, vector)
         mine = tree_sum(everyones.view(ranks, -1))

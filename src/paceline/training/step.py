@@ -76,6 +76,10 @@ class TrainStep:
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
+        if self._model.shared is not None:
+            self._tell_waiting()
+            stop, loss = agreed.tolist()
+            return StepReport(sums, loss, self._model.shared.norm, stop > 0, self._busy_s)
         self.scaler.unscale_(self._optimizer)
         norm = _total_norm(self._model.local_gradients())
         if self._model.strategy == "fsdp" and self._world.world_size > 1:
@@ -96,7 +100,7 @@ class TrainStep:
             group["lr"] = lr
         limit = self._config.optim.clip_norm
         if limit and report.grad_norm > limit:
-            torch._foreach_mul_(self._model.local_gradients(), limit / (report.grad_norm + 1e-6))
+            self._model.scale_gradients(limit / (report.grad_norm + 1e-6))
         self.scaler.step(self._optimizer)
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
@@ -115,6 +119,11 @@ class TrainStep:
         seed_step(self._config.train.seed, step, self._world.rank)
         sums, mine = self._accumulate_gradients(batch.inputs, batch.labels, step, wants_stop, weight=1.0)
         passenger = self._model.passenger
+        if self._model.shared is not None:
+            self.guards.enter("reduce", step + 1)
+            agreed = self._model.shared.average(mine)
+            self._model.exposed.count(self._bytes_to_sum)
+            return sums[None], agreed
         if passenger is None:
             return sums[None], mine
         assert passenger.grad is not None

@@ -1,0 +1,79 @@
+"""Gradients of the ranks of one node, averaged through their shared memory instead of DDP's sockets.
+
+After the backward pass each rank copies its gradients into its row, once; the mean is used where it lies, so that
+parameters' gradients on all ranks are views of the same memory. Nobody may write there but through `scale`.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paceline.parallel.node_sum import NodeSum, open_node_sum
+from paceline.world.detect import World
+
+_PASSENGERS = 2  # numbers that ride along: whether to stop, and the loss
+
+
+def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
+    """None where the ranks share no memory, or a gradient is not float32. Collective."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters or any(parameter.dtype != torch.float32 for parameter in parameters):
+        return None
+    node_sum = open_node_sum(sum(parameter.numel() for parameter in parameters) + _PASSENGERS, world)
+    if node_sum is None:
+        return None
+    _begin_alike(model)
+    return SharedGradients(parameters, node_sum, world.world_size)
+
+
+@torch.no_grad()
+def _begin_alike(model: nn.Module) -> None:
+    """Rank 0's weights and statistics on every rank, as DDP does: a model of the user's own may begin anyhow."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        value = tensor.detach().contiguous()
+        dist.broadcast(value, 0)
+        tensor.copy_(value)
+
+
+class SharedGradients:
+    """Of this rank's model."""
+
+    def __init__(self, parameters: list[nn.Parameter], node_sum: NodeSum, ranks: int) -> None:
+        self._parameters = parameters
+        self._sum = node_sum
+        self._share = 1 / ranks
+        self.norm = 0.0  # of all gradients, after the last `average`
+        *starts, self._size = accumulate((parameter.numel() for parameter in parameters), initial=0)
+        places = list(zip(parameters, starts, strict=True))
+        self._mine = [_view(node_sum.mine, start, parameter) for parameter, start in places]
+        self._mean = [_view(node_sum.total, start, parameter) for parameter, start in places]
+        self._passengers = node_sum.mine[self._size :], node_sum.total[self._size :]
+
+    @torch.no_grad()
+    def average(self, passengers: Tensor) -> Tensor:
+        """Replace every gradient by its mean over ranks; returns the mean of the passengers. Collective."""
+        gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
+        torch._foreach_copy_(self._mine, gradients)
+        mine, mean = self._passengers
+        mine.copy_(passengers)
+        self.norm = self._sum.add_up(scale=self._share, measured=self._size)
+        for parameter, gradient in zip(self._parameters, self._mean, strict=True):
+            parameter.grad = gradient
+        return mean.clone()
+
+    def scale(self, factor: float) -> None:
+        """Multiply every gradient, once for all ranks. Collective."""
+        self._sum.scale(factor)
+
+
+def _view(flat: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
+    """A parameter's place in the vector, in the parameter's own memory layout where that has no gaps."""
+    part = flat[start : start + parameter.numel()]
+    is_channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    if is_channels_last or parameter.is_contiguous():
+        return part.as_strided(parameter.shape, parameter.stride())
+    return part.view(parameter.shape)
