@@ -17,7 +17,7 @@ IDENTITY = (
 )
 # These say where and how a run is watched, never what it computes.
 SILENT = (
-    *("output_dir", "resume", "load_policy", "track", "max_steps", "processes"),
+    *("output_dir", "resume", "load_policy", "track", "max_steps", "processes", "profile"),
     *("max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
 )
 _MOST_LINES = 3

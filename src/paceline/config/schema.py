@@ -237,6 +237,10 @@ class RunConfig:
     rehearse: bool = False
     """Two steps of everything - train, save, resume, evaluate - and a verdict, in seconds."""
 
+    profile: bool = False
+    """Record about ten steps on every rank into RUN/profile: traces for ui.perfetto.dev, and the costliest
+    operators."""
+
 
 @dataclass(frozen=True)
 class GuardConfig:

@@ -18,7 +18,7 @@ from paceline.runs.folder import RunFolder, require_run_folder
 
 Row = dict[str, Any]
 # Where and how a run is watched, never what it computes.
-_SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save")
+_SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save", "profile")
 _EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
 HASHES = ("weights_sha256", "optimizer_sha256")
 

@@ -1,0 +1,272 @@
+"""One line: what bounded a run, and the next thing to try. Pure functions of what the ranks' clocks said.
+
+Ranks of a step end it together, so a slow one shows in the others' waiting, not in their step. What a rank does by
+itself, and what it waits for others, is therefore told apart first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.config.schema import Config
+from paceline.metrics.units import format_flops
+from paceline.world.detect import World
+
+LEAST_STEPS = 10  # fewer, after the first ones, are too few to judge
+MUCH = 0.2  # of a step: worth an effort
+_SLOW = 0.1  # likewise, of every rank's step, for the sake of one: every other rank pays for it
+DENSE = 0.3  # of the matrix ceiling: what convolutions with normalisation reach when the device has enough to do
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Milliseconds of a rank's step."""
+
+    rank: int
+    host: str
+    step_ms: float
+    data_ms: float
+    communication_ms: float | None  # stood waiting for others; None where that is not told apart
+
+    @property
+    def own_ms(self) -> float:
+        return self.step_ms - (self.communication_ms or 0.0)
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """The slowest, held against the median of the others."""
+
+    rank: int
+    host: str
+    times_slower: float  # 1.5: half as long again
+    lost_share: float  # of a step, on the others
+    is_data: bool  # most of it is its data
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of a step's time, the mean over ranks."""
+
+    data: float
+    communication: float | None  # exposed: exchanging, and waiting for slower ranks
+    exchange: float | None  # of that, what the rank that waits least pays too: nobody's slowness
+    slowest: SlowRank | None
+    slowest_to_fastest: float | None
+
+    @property
+    def computing(self) -> float:
+        return max(0.0, 1.0 - self.data - (self.communication or 0.0))
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Arithmetic of all ranks together, over the time of their steps."""
+
+    flops_per_s: float | None = None
+    ceiling_flops_per_s: float | None = None
+    note: str = ""  # why one of them is not known
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP utilisation: the share of the ceiling that the steps reach."""
+        if self.flops_per_s is None or not self.ceiling_flops_per_s:
+            return None
+        return self.flops_per_s / self.ceiling_flops_per_s
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What advice must be true for."""
+
+    config: Config
+    world: World
+    strategy: str
+    precision: str
+    cores: int  # of a node
+    host_overhead_share: float | None = None  # of a GPU's time: it waited for the host
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.world.device.startswith("cuda")
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    kind: str  # input-bound, communication-bound, straggler, compute-bound or overhead
+    text: str
+    tip: str
+
+    @property
+    def line(self) -> str:
+        return f"{self.text}; next: {self.tip}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {"kind": self.kind, "text": self.text, "try": self.tip}
+
+
+def split_time(ranks: Sequence[RankTime]) -> Shares:
+    data = statistics.fmean(rank.data_ms / rank.step_ms for rank in ranks)
+    waits = [rank.communication_ms / rank.step_ms for rank in ranks if rank.communication_ms is not None]
+    if len(ranks) == 1:
+        return Shares(data, 0.0, 0.0, None, None)
+    if len(waits) < len(ranks):
+        return Shares(data, None, None, None, None)
+    by_own = sorted(ranks, key=lambda rank: rank.own_ms)
+    slowest, others = by_own[-1], by_own[:-1]
+    usual_ms = statistics.median(rank.own_ms for rank in others)
+    usual_data_ms = statistics.median(rank.data_ms for rank in others)
+    lost_ms = slowest.own_ms - usual_ms
+    slow = SlowRank(
+        rank=slowest.rank,
+        host=slowest.host,
+        times_slower=slowest.own_ms / max(usual_ms, 1e-9),
+        lost_share=lost_ms / slowest.step_ms,
+        is_data=slowest.data_ms - usual_data_ms > lost_ms / 2,
+    )
+    return Shares(data, statistics.fmean(waits), min(waits), slow, slowest.own_ms / max(by_own[0].own_ms, 1e-9))
+
+
+def judge_run(shares: Shares, speed: Speed, setting: Setting) -> RunVerdict:
+    """The largest loss that is worth an effort; without one, computing itself, which is dense or full of overhead."""
+    losses = {"input-bound": shares.data / MUCH, "communication-bound": (shares.exchange or 0.0) / MUCH}
+    if shares.slowest is not None:
+        losses["straggler"] = shares.slowest.lost_share / _SLOW
+    kind = max(losses, key=lambda name: losses[name])
+    if losses[kind] < 1.0:
+        is_dense = speed.mfu is None or speed.mfu / max(shares.computing, 1e-9) >= DENSE
+        kind = "compute-bound" if is_dense else "overhead"
+    words, tips = {
+        "input-bound": _judge_input,
+        "communication-bound": _judge_communication,
+        "straggler": _judge_straggler,
+        "compute-bound": _judge_compute,
+        "overhead": _judge_overhead,
+    }[kind](shares, speed, setting)
+    return RunVerdict(kind, f"{kind}: {words}", ", or ".join(tips[:2]))
+
+
+Judgement = tuple[str, list[str]]  # what is so, and what to try, the best first
+
+
+def _judge_input(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+    words = f"{shares.data:.0%} of a step waits for its batch{_at_ceiling(speed, ', ')}"
+    return words, faster_data(setting)
+
+
+def _judge_communication(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+    words = f"{shares.exchange or 0.0:.0%} of a step is exchange that computing does not hide"
+    return f"{words}, data wait {shares.data:.0%}", less_exchange(setting)
+
+
+def _judge_straggler(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+    slow = shares.slowest
+    assert slow is not None
+    words = (
+        f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times as long as the others for its own work"
+    )
+    if slow.is_data:
+        words += ", most of it for its data"
+        tip = f"look at how {slow.host} reads its data (disk, network, other programs)"
+    else:
+        tip = f"look at {slow.host}: other programs, heat, a slower device (paceline doctor)"
+    return f"{words}, and they wait {slow.lost_share:.0%} of each step", [tip]
+
+
+def _judge_compute(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+    reached = _at_ceiling(speed) or f"{shares.computing:.0%} of a step is computing"
+    unknown = f" ({speed.note})" if speed.mfu is None and speed.note else ""
+    return f"{reached}{unknown}, {_rest(shares)}", faster_arithmetic(setting)
+
+
+def _judge_overhead(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
+    words = f"{_at_ceiling(speed)} though {_rest(shares)}: much of a step is not matrix arithmetic"
+    idle = setting.host_overhead_share
+    if idle is not None and idle >= MUCH:
+        words += f", and the GPU waits {idle:.0%} of it for its host"
+    return words, less_overhead(setting)
+
+
+def _at_ceiling(speed: Speed, before: str = "") -> str:
+    if speed.mfu is None:
+        return ""
+    reached, ceiling = format_flops(speed.flops_per_s or 0.0), format_flops(speed.ceiling_flops_per_s or 0.0)
+    number, _, unit = ceiling.partition(" ")
+    of = number if reached.endswith(unit) else ceiling
+    return f"{before}{speed.mfu:.0%} of the matrix ceiling ({reached} of {of})"
+
+
+def _rest(shares: Shares) -> str:
+    parts = [f"data wait {shares.data:.0%}"]
+    if shares.communication is None:
+        parts.append("exchange not told apart")
+    elif shares.slowest is not None:
+        parts.append(f"exchange {shares.communication:.0%}")
+    return ", ".join(parts)
+
+
+# --- What to try, the best first; never what is so already
+
+
+def faster_data(setting: Setting) -> list[str]:
+    data = setting.config.data
+    if data.dataset == "folder":
+        tips = ["pack the pictures once (paceline data pack)"]
+        cores = setting.cores // setting.world.local_world_size
+        return [f"more --num-workers than {data.num_workers}", *tips] if data.num_workers < cores else tips
+    lighter = {"imagenet": ["--augment light", f"a smaller --image-size than {data.image_size}"]}
+    lighter["light"] = ["--augment none"]
+    tips = lighter.get(data.augment, [])
+    if data.cutout:
+        tips.append("no --cutout")
+    if not setting.is_cuda:
+        tips.append("a GPU, which would hold this data set in its own memory")
+    return tips or ["--profile, to see what the pipeline does"]
+
+
+def less_exchange(setting: Setting) -> list[str]:
+    tips = ["a larger --global-batch-size (gradients are exchanged once per step)"]
+    if setting.strategy == "fsdp":
+        tips.append("--strategy ddp if the model fits (sharded weights are exchanged too)")
+    if setting.config.parallel.sync_bn:
+        tips.append("no --sync-bn")
+    if not setting.is_cuda and setting.world.local_world_size > 1:
+        tips.append("fewer --processes with more threads each")
+    return tips
+
+
+def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
+    world = setting.world
+    if not setting.is_cuda:
+        used = world.local_world_size * world.threads
+        if used < setting.cores:
+            return [f"the other cores too: {used} of {setting.cores} are used (--processes, --omp-num-threads)"]
+        return ["more cores or a GPU; faster links or disks would not help"]
+    tips = []
+    if setting.precision.startswith("float32"):
+        tips.append("mixed precision (leave out --no-amp)")
+    if not is_dense:
+        tips.append("a larger --global-batch-size")
+    if not setting.config.train.compile:
+        tips.append("--compile")
+    return tips or ["more or faster GPUs: little is left to gain on this one"]
+
+
+def less_overhead(setting: Setting) -> list[str]:
+    train, parallel, world = setting.config.train, setting.config.parallel, setting.world
+    tips = []
+    if parallel.exact and (parallel.lanes or world.world_size) > world.world_size:
+        tips.append("fewer --lanes (each runs by itself)")
+    if train.accumulate > 1:
+        tips.append(f"a smaller --accumulate than {train.accumulate} (larger microbatches)")
+    if train.deterministic and setting.is_cuda:
+        tips.append("no --deterministic")
+    if setting.is_cuda and not train.compile:
+        tips.append("--compile")
+    tips.append("a larger --global-batch-size")
+    if not setting.config.run.profile:
+        tips.append("--profile, to see which operators")
+    return tips
