@@ -32,9 +32,12 @@ class PhaseClock:
         self._counted = 0  # steps in the totals
         self._phase, self._since, self._step_began = "", 0.0, 0.0
         self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._is_paused = False
 
     def enter(self, phase: str) -> None:
         """A phase begins, and the one before it ends. Entering `data`, or anything but a step, ends the step."""
+        if self._is_paused:
+            return
         now = time.perf_counter()
         is_inside = phase in _INSIDE or phase == "other"
         if self._phase and (phase == "data" or not is_inside):
@@ -53,8 +56,18 @@ class PhaseClock:
         if self._is_cuda and self._is_marked():
             self._mark(self._phase)
 
+    def pause(self) -> None:
+        """The steps to come do not count: they are watched too closely to be as fast as others."""
+        self.enter("pause")
+        self._is_paused = True
+
+    def resume(self) -> None:
+        self._is_paused = False
+
     def waited(self, seconds: float, size_bytes: int) -> None:
         """So much of the current phase the rank stood waiting for others."""
+        if self._is_paused:
+            return
         self._bytes += size_bytes
         if self._marks or not self._is_cuda:
             self._totals["communication"] += seconds

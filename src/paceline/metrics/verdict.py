@@ -166,7 +166,7 @@ def _judge_straggler(shares: Shares, speed: Speed, setting: Setting) -> Judgemen
     slow = shares.slowest
     assert slow is not None
     words = (
-        f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times as long as the others for its own work"
+        f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times as long as the others for its own part"
     )
     if slow.is_data:
         words += ", most of it for its data"

@@ -1,4 +1,4 @@
-"""What looks after a rank while it trains: watchdog, stop request, clock, and the faults it rehearses."""
+"""What looks after a rank while it trains: watchdog, stop request, clock, profiler, and the faults it rehearses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from paceline.config.faults import parse_faults
 from paceline.config.schema import Config
 from paceline.metrics.phases import PhaseClock
+from paceline.metrics.profile import StepProfiler
 from paceline.runs.folder import RunFolder
 from paceline.training.inject import Faults
 from paceline.world.detect import RankEnvironment, World
@@ -27,10 +29,13 @@ class Guards:
     stop: StopRequest = field(default_factory=StopRequest)
     phases: PhaseClock = field(default_factory=PhaseClock)
     faults: Faults | None = None
+    profiler: StepProfiler | None = None
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def enter(self, phase: str, step: int) -> None:
         """The rank begins a phase of this step (the first step is 1)."""
+        if self.profiler is not None:
+            self.profiler.enter(phase, step, self.phases)
         self.watchdog.enter(phase, step)
         self.phases.enter(phase)
 
@@ -38,6 +43,8 @@ class Guards:
         """The run folder is known: stacks and the ledger of faults go there."""
         self.watchdog.open_stacks(folder.stacks_of(attempt, world.rank))
         self.phases = PhaseClock(world.device)
+        if config.run.profile:
+            self.profiler = StepProfiler(world, folder, partial(self.watchdog.enter, "save"))
         faults = parse_faults(config.guard.inject)
         if faults:
             self.faults = Faults(faults, world.rank, attempt, folder.faults, folder.checkpoints)
