@@ -9,18 +9,18 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from paceline.data.ahead import ReadingWatch, read_ahead
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
 from paceline.data.order import epoch_order, even_shares
 from paceline.world.detect import World
 
-_READ_AHEAD = 2
+_COPIED_AT_ONCE = 1024  # samples on their way to a GPU that will hold all of them
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ class Loader:
         self._pipeline = pipeline
         self._world = world
         self._dataset = _make_resident(dataset, world.device)
+        self._watch = ReadingWatch(self._dataset)
         self._labels = dataset.labels.to(world.device)
 
     def __len__(self) -> int:
@@ -98,34 +99,33 @@ class Loader:
 
     def _read_ahead(self, shares: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         if isinstance(self._dataset, ResidentDataset):
-            for ids in shares:
-                yield ids, self._dataset.read(ids)
-            return
-        with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as reader:
-            pending: list[Future[Tensor]] = []
-            try:
-                for number, ids in enumerate(shares):
-                    while len(pending) < _READ_AHEAD and number + len(pending) < len(shares):
-                        pending.append(reader.submit(self._dataset.read, shares[number + len(pending)]))
-                    samples = pending.pop(0).result()
-                    yield ids, samples.to(self._world.device, non_blocking=True)
-            finally:
-                for future in pending:
-                    future.cancel()
+            return ((ids, self._dataset.read(ids)) for ids in shares)
+        return read_ahead(self._dataset, shares, self._world.device, self._watch)
 
 
 def _make_resident(dataset: Dataset, device: str) -> Dataset:
-    """Copy a data set that is in memory onto the GPU if it takes at most a quarter of what is free."""
-    if not isinstance(dataset, ResidentDataset) or not device.startswith("cuda"):
+    """Copy a data set onto the GPU if it takes at most a quarter of what is free; nothing need be read then."""
+    size_bytes = dataset.samples.nbytes if isinstance(dataset, ResidentDataset) else getattr(dataset, "nbytes", None)
+    if size_bytes is None or not device.startswith("cuda"):
         return dataset
     free_bytes, _ = torch.cuda.mem_get_info(device)
-    if dataset.samples.nbytes > free_bytes // 4:
-        return _OnHost(dataset)
-    return ResidentDataset(dataset.samples.to(device), dataset.labels)
+    if size_bytes <= free_bytes // 4:
+        return _on_gpu(dataset, device)
+    return _OnHost(dataset) if isinstance(dataset, ResidentDataset) else dataset
+
+
+def _on_gpu(dataset: Dataset, device: str) -> ResidentDataset:
+    if isinstance(dataset, ResidentDataset):
+        return ResidentDataset(dataset.samples.to(device), dataset.labels)
+    parts = torch.arange(len(dataset)).split(_COPIED_AT_ONCE)
+    samples = torch.cat([dataset.read(ids).to(device) for ids in parts])
+    return ResidentDataset(samples, dataset.labels)
 
 
 class _OnHost:
     """A resident data set too large for the GPU: gathered in host memory, ahead of the loop."""
+
+    if_slow = "a GPU that holds the data set, or fewer ranks on this machine"
 
     def __init__(self, dataset: ResidentDataset) -> None:
         self._dataset = dataset
@@ -138,4 +138,4 @@ class _OnHost:
         return len(self._dataset)
 
     def read(self, indices: Tensor) -> Tensor:
-        return self._dataset.read(indices).pin_memory()
+        return self._dataset.read(indices)

@@ -49,11 +49,6 @@ class Pictures:
         yield "test", self.test
 
 
-def picture_side(image_size: int) -> int:
-    """The side pictures are kept at: a little more than the model sees, to leave room for crops."""
-    return round(image_size * 256 / 224)
-
-
 def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """A picture as [3, side, side]: its central square, scaled. The array is a view of [side, side, 3]."""
     try:

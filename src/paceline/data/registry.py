@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from paceline.config.schema import DataConfig
 from paceline.data.input_size import check_total_size, parse_input_size
+from paceline.data.pack_format import is_packed, open_packed, require_side
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import UserError
 
@@ -67,13 +68,21 @@ def check_data_config(config: DataConfig) -> None:
     check_dataset_name(config.dataset)
     if config.dataset == "synthetic":
         check_total_size(parse_input_size(config.input_size), config.num_samples)
-    if config.dataset == "folder" and not Path(config.data_dir).is_dir():
+    if config.dataset == "folder":
+        _check_folder(config)
+
+
+def _check_folder(config: DataConfig) -> None:
+    folder = Path(config.data_dir)
+    if not folder.is_dir():
         raise UserError(
             "there is no such folder",
             where="data-dir",
-            got=str(Path(config.data_dir).absolute()),
+            got=str(folder.absolute()),
             allowed="a folder that holds train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE",
         )
+    if is_packed(folder):
+        require_side(open_packed(folder), folder, config.image_size, can_shrink=config.augment == "imagenet")
 
 
 def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
@@ -89,4 +98,6 @@ def load_dataset(config: DataConfig, seed: int) -> LoadedData:
 def _source(config: DataConfig) -> _Source:
     check_data_config(config)
     module = _MODULES.get(config.dataset, "custom")
+    if config.dataset == "folder" and is_packed(Path(config.data_dir)):
+        module = "packed"
     return cast(_Source, importlib.import_module(f"paceline.data.sources.{module}"))

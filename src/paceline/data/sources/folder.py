@@ -18,8 +18,9 @@ from torch import Tensor
 
 from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData
+from paceline.data.pack_format import picture_side
 from paceline.data.picture_set import labels_of, picture_info
-from paceline.data.pictures import GREY, Half, Pictures, find_pictures, picture_side, read_pixels
+from paceline.data.pictures import GREY, Half, Pictures, find_pictures, read_pixels
 from paceline.errors import DataError
 
 _log = logging.getLogger("paceline")

@@ -1,0 +1,126 @@
+"""Samples read ahead of the loop, by a thread of their own, and for a GPU copied there beside its work.
+
+The thread reads a share into page-locked memory and starts its copy on a stream of its own, so the GPU computes on one
+batch while the next ones arrive. The loop's stream waits for the copy, the loop itself does not. How long the loop
+stands waiting for the thread is watched: when that is much, one warning says so, and what helps.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from paceline.data.dataset import Dataset
+
+_log = logging.getLogger("paceline")
+
+_AHEAD = 2  # shares that are read while the loop works on one
+_MOST_WAITING = 0.2  # of the loop's time
+_WINDOW_S = 10.0
+_LEAST_SHARES = 10  # in a window, so that a hiccup is no bottleneck
+
+
+@runtime_checkable
+class ReadsInto(Protocol):
+    """A data set of uint8 pictures that can fill memory it is given."""
+
+    sample_shape: tuple[int, ...]
+
+    def read_into(self, indices: Tensor, samples: Tensor) -> None: ...
+
+
+class ReadingWatch:
+    """Adds up how long the loop waits for reading; where that is much of its time, one warning says so."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._remedy = getattr(dataset, "if_slow", "a faster read() of the data set")
+        self._is_told = False
+        self._waited_s, self._loop_s, self._shares = 0.0, 0.0, 0
+
+    def look(self, waited_s: float, loop_s: float) -> None:
+        """`waited_s` of the `loop_s` since the last share the loop stood still."""
+        self._waited_s += waited_s
+        self._loop_s += loop_s
+        self._shares += 1
+        if self._is_told or self._loop_s < _WINDOW_S or self._shares < _LEAST_SHARES:
+            return
+        waiting = self._waited_s / self._loop_s
+        if waiting > _MOST_WAITING:
+            self._is_told = True
+            _log.warning("warning: %.0f %% of the time is spent waiting for data; try %s", 100 * waiting, self._remedy)
+        self._waited_s, self._loop_s, self._shares = 0.0, 0.0, 0
+
+
+def read_ahead(
+    dataset: Dataset, shares: Sequence[Tensor], device: str, watch: ReadingWatch
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Sample ids and their samples on the device, share by share."""
+    reader = _Reader(dataset, device)
+    coming: deque[Future[_Arrival]] = deque()
+    todo = iter(shares)
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as thread:
+        try:
+            last = None  # nothing could be read ahead of the first share
+            for ids in shares:
+                coming.extend(thread.submit(reader.read, later) for later in islice(todo, 1 + _AHEAD - len(coming)))
+                asked = time.perf_counter()
+                arrival = coming.popleft().result()
+                now = time.perf_counter()
+                if last is not None:
+                    watch.look(now - asked, now - last)
+                last = now
+                yield ids, arrival.take()
+        finally:
+            for future in coming:
+                future.cancel()
+
+
+@dataclass(frozen=True)
+class _Arrival:
+    """Samples that are there, or on their way on a stream of their own."""
+
+    samples: Tensor
+    is_there: torch.cuda.Event | None
+
+    def take(self) -> Tensor:
+        """For the current stream: it waits for the copy, and the memory is not reused before it is done with it."""
+        if self.is_there is not None:
+            stream = torch.cuda.current_stream(self.samples.device)
+            stream.wait_event(self.is_there)
+            self.samples.record_stream(stream)
+        return self.samples
+
+
+class _Reader:
+    """What the thread does."""
+
+    def __init__(self, dataset: Dataset, device: str) -> None:
+        self._dataset = dataset
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.startswith("cuda") else None
+
+    def read(self, ids: Tensor) -> _Arrival:
+        if self._stream is None:
+            return _Arrival(self._dataset.read(ids), None)
+        with torch.cuda.stream(self._stream):
+            # Page-locked memory is torch's: it is handed out again only when the copy out of it is done.
+            samples = self._read_locked(ids).to(self._device, non_blocking=True)
+            is_there = torch.cuda.Event()
+            is_there.record(self._stream)
+        return _Arrival(samples, is_there)
+
+    def _read_locked(self, ids: Tensor) -> Tensor:
+        if not isinstance(self._dataset, ReadsInto):
+            return self._dataset.read(ids).pin_memory()
+        samples = torch.empty((len(ids), *self._dataset.sample_shape), dtype=torch.uint8, pin_memory=True)
+        self._dataset.read_into(ids, samples)
+        return samples

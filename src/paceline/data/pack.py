@@ -1,0 +1,363 @@
+"""`paceline data pack`: every picture decoded and resized once, into shards that training maps into memory.
+
+Processes decode; each writes its pictures straight to their place in the shard, so no pixel travels between
+processes and memory stays flat. A shard is written under a temporary name, flushed, renamed and then listed in
+`packing.json`: whatever is listed is whole. Packing again makes what is missing, and what was made of pictures that
+have changed since; killed and continued, the result is the same to the bit. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from paceline.data.pack_format import (
+    FINISHED,
+    HALVES,
+    UNFINISHED,
+    Packed,
+    Shard,
+    checksum,
+    is_packed,
+    picture_side,
+    read_description,
+    shard_layout,
+    size_damage,
+)
+from paceline.data.pictures import GREY, Pictures, find_pictures, read_pixels
+from paceline.errors import DataError, UserError
+
+_LEAST_SHARD_BYTES = 64 * 2**20
+_MOST_SHARDS = 256  # of a half: each keeps a file open in every rank
+_CHUNK_BYTES = 8 * 2**20  # what a process holds at once
+_CHUNK_PICTURES = 64
+_WAITING_CHUNKS = 16  # per process: enough to decode on while a shard is flushed
+_SPARE_BYTES = 16 * 2**20
+_MOST_NAMES = 6
+
+
+class Progress(Protocol):
+    """Hears how far a long job is."""
+
+    def start(self, total: int, done: int) -> None: ...
+
+    def advance(self, by: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class PackRequest:
+    source: Path
+    target: Path
+    image_size: int = 224
+    workers: int = 1
+    unreadable: int = 0
+    shard_bytes: int | None = None  # None: chosen by the size of the set
+
+
+@dataclass(frozen=True)
+class PackResult:
+    packed: Packed
+    made: int  # shards that were written now
+    kept: int  # shards that were there already
+
+
+@dataclass(frozen=True)
+class _ShardPlan:
+    """A shard as it must become."""
+
+    file: str
+    paths: list[Path]
+    source: str
+
+    def is_made_by(self, shard: Shard | None) -> bool:
+        return shard is not None and (shard.pictures, shard.source) == (len(self.paths), self.source)
+
+
+def pack(request: PackRequest, progress: Progress) -> PackResult:
+    """Bring the target up to date with the source."""
+    _check_places(request)
+    pictures = find_pictures(request.source)
+    request.target.mkdir(parents=True, exist_ok=True)
+    with _alone_in(request.target):
+        before = _found(request)
+        packed, plans = _plan(request, pictures, before)
+        found = {shard.file: shard for shard in before.shards} if before else {}
+        shards = {plan.file: found[plan.file] for plan in plans if plan.is_made_by(found.get(plan.file))}
+        missing = [plan for plan in plans if plan.file not in shards]
+        result = PackResult(replace(packed, shards=_in_order(shards)), len(missing), len(shards))
+        if result.packed == before and (request.target / FINISHED).exists():
+            return result
+        _require_space(request, sum(len(plan.paths) for plan in missing) * packed.picture_bytes, kept=set(shards))
+        _describe(request.target, result.packed)
+        (request.target / FINISHED).unlink(missing_ok=True)
+        _remove_leftovers(request.target, kept=set(shards))
+        progress.start(sum(len(plan.paths) for plan in plans), sum(shard.pictures for shard in shards.values()))
+        for shard in _make_shards(request, packed.side, missing, progress):
+            shards[shard.file] = shard
+            _describe(request.target, replace(packed, shards=_in_order(shards)))
+        result = replace(result, packed=replace(packed, shards=_in_order(shards)))
+        _require_readable(result.packed, request)
+        (request.target / UNFINISHED).replace(request.target / FINISHED)
+        _flush_folder(request.target)
+    return result
+
+
+def _in_order(shards: dict[str, Shard]) -> tuple[Shard, ...]:
+    """Whatever order they were made in."""
+    return tuple(shard for half in HALVES for file, shard in sorted(shards.items()) if file.startswith(half))
+
+
+def _check_places(request: PackRequest) -> None:
+    source, target = request.source.resolve(), request.target.resolve()
+    if not source.is_dir():
+        raise UserError("there is no such folder of pictures", got=str(request.source.absolute()))
+    if is_packed(source):
+        raise UserError("this folder is packed already", got=str(request.source))
+    if source == target or source in target.parents or target in source.parents:
+        raise UserError(
+            "pictures and packed pictures need folders of their own",
+            got=f"{request.source} and {request.target}, one inside the other",
+            hint=f"paceline data pack {request.source} {source}-packed",
+        )
+    if target.exists() and not target.is_dir():
+        raise UserError("this is a file, and a folder is needed", got=str(request.target))
+    if target.is_dir() and not is_packed(target) and any(not e.name.startswith(".") for e in target.iterdir()):
+        raise UserError(
+            "this folder holds something else", where=str(request.target), allowed="a new folder, or a packed one"
+        )
+
+
+def _found(request: PackRequest) -> Packed | None:
+    """What an earlier packing left, as far as its files are there. A finished one of another size stays as it is."""
+    path = next((p for p in (request.target / FINISHED, request.target / UNFINISHED) if p.exists()), None)
+    if path is None:
+        return None
+    packed = read_description(path)
+    if packed.side != picture_side(request.image_size):
+        raise UserError(
+            "this folder holds pictures packed at another size",
+            where=str(request.target),
+            got=f"{packed.side} x {packed.side} pixels; --image-size {request.image_size} "
+            f"makes {picture_side(request.image_size)} x {picture_side(request.image_size)}",
+            hint=f"--image-size {round(packed.side * 224 / 256)} to go on with it, or another folder",
+        )
+    whole = tuple(shard for shard in packed.shards if size_damage(request.target, packed, shard) is None)
+    return replace(packed, shards=whole)
+
+
+def _plan(request: PackRequest, pictures: Pictures, before: Packed | None) -> tuple[Packed, list[_ShardPlan]]:
+    """The packed set without its shards, and these."""
+    side = picture_side(request.image_size)
+    picture_bytes = 3 * side * side
+    most = max(len(half.paths) for _, half in pictures.halves())
+    shard_bytes = request.shard_bytes or max(_LEAST_SHARD_BYTES, -(-most * picture_bytes // _MOST_SHARDS))
+    per_shard = max(1, shard_bytes // picture_bytes)
+    if before is not None and request.shard_bytes is None:
+        per_shard = before.pictures_per_shard  # so that a few more pictures do not move all the others
+    per_class = {name: tuple(half.per_class) for name, half in pictures.halves()}
+    plans = []
+    for name, half in pictures.halves():
+        start = 0
+        for file, size in shard_layout(name, len(half.paths), per_shard):
+            paths = half.paths[start : start + size]
+            plans.append(_ShardPlan(file, paths, _identity(paths, pictures.root)))
+            start += size
+    return Packed(pictures.classes, per_class, side, per_shard, ()), plans
+
+
+def _identity(paths: list[Path], root: Path) -> str:
+    """Changes when a picture does: by name, size or time."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise DataError("this picture cannot be read", where=str(path), got=error.strerror) from error
+        digest.update(f"{path.relative_to(root).as_posix()}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _alone_in(target: Path) -> Iterator[None]:
+    with (target / ".pack.lock").open("ab") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UserError("another process is packing into this folder", where=str(target)) from error
+        yield
+
+
+def _leftovers(target: Path, kept: set[str]) -> list[Path]:
+    """Half-written shards of a killed packing, and shards that do not belong to the set or no longer fit it."""
+    parts = [path for path in target.glob(".*.part") if path.is_file()]
+    return parts + [path for path in target.glob("*.u8") if path.name not in kept]
+
+
+def _remove_leftovers(target: Path, kept: set[str]) -> None:
+    # A run that is reading one of them now keeps what it has mapped.
+    for path in _leftovers(target, kept):
+        path.unlink()
+
+
+def _require_space(request: PackRequest, wanted_bytes: int, kept: set[str]) -> None:
+    free_bytes = shutil.disk_usage(request.target).free
+    free_bytes += sum(path.stat().st_size for path in _leftovers(request.target, kept))
+    if wanted_bytes + _SPARE_BYTES > free_bytes:
+        raise UserError(
+            "there is not enough room for the packed pictures",
+            where=str(request.target),
+            got=f"{free_bytes / 1e9:,.2f} GB free, {wanted_bytes / 1e9:,.2f} GB needed",
+            hint="another disk, or a smaller --image-size",
+        )
+
+
+def _describe(target: Path, packed: Packed) -> None:
+    """Replace `packing.json`; it is on disk when this returns."""
+    part = target / f".{UNFINISHED}.part"
+    with part.open("w", encoding="utf-8") as file:
+        file.write(packed.to_text())
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(target / UNFINISHED)
+
+
+def _flush_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _require_readable(packed: Packed, request: PackRequest) -> None:
+    bad = packed.unreadable
+    if len(bad) > request.unreadable:
+        names = bad[:_MOST_NAMES] + ([f"and {len(bad) - _MOST_NAMES} more"] if len(bad) > _MOST_NAMES else [])
+        raise DataError(
+            f"{len(bad)} picture{'s' if len(bad) > 1 else ''} cannot be read",
+            where=str(request.source),
+            got="\n".join(names),
+            allowed=f"--unreadable {request.unreadable}",
+            hint=f"replace or remove them, or let grey stand in: --unreadable {len(bad)}\n"
+            "the same command then makes only what is left",
+        )
+
+
+# ---- the work ----
+
+
+def _make_shards(request: PackRequest, side: int, plans: list[_ShardPlan], progress: Progress) -> Iterator[Shard]:
+    """Decode with all processes, across the ends of shards; hand each shard on when it is in place."""
+    size = max(1, min(_CHUNK_PICTURES, _CHUNK_BYTES // (3 * side * side)))
+    pool = ProcessPoolExecutor(request.workers, multiprocessing.get_context("spawn"), initializer=_start_process)
+    pending: deque[tuple[_ShardPlan, int, Future[list[int]]]] = deque()
+    todo = ((plan, first) for plan in plans for first in range(0, len(plan.paths), size))
+    unreadable: list[str] = []
+    try:
+        while True:
+            while len(pending) < _WAITING_CHUNKS * request.workers and (chunk := next(todo, None)):
+                plan, first = chunk
+                part = _part(request.target, plan)
+                if first == 0:
+                    _make_room(part, 3 * side * side * len(plan.paths))
+                names = [str(path) for path in plan.paths[first : first + size]]
+                pending.append((plan, first, pool.submit(_decode, str(part), first, names, side)))
+            if not pending:
+                return
+            plan, first, future = pending.popleft()
+            chunk_paths = plan.paths[first : first + size]
+            unreadable += [chunk_paths[n].relative_to(request.source).as_posix() for n in future.result()]
+            progress.advance(len(chunk_paths))
+            if first + size >= len(plan.paths):
+                yield _commit(request.target, plan, tuple(unreadable))
+                unreadable = []
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that decodes pictures was killed",
+            where=str(request.source),
+            hint="if memory is short, fewer --workers; the same command goes on where it stopped",
+        ) from error
+    except OSError as error:
+        raise DataError(
+            "the packed pictures cannot be written",
+            where=str(request.target),
+            got=error.strerror,
+            hint="the same command goes on where it stopped",
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _part(target: Path, plan: _ShardPlan) -> Path:
+    # Its own name for each packing: processes of a killed one may live for a moment longer.
+    return target / f".{plan.file}.{os.getpid()}.part"
+
+
+def _make_room(part: Path, size_bytes: int) -> None:
+    with part.open("wb") as file:
+        file.truncate(size_bytes)
+
+
+def _commit(target: Path, plan: _ShardPlan, unreadable: tuple[str, ...]) -> Shard:
+    """Flush a whole shard and give it its name."""
+    part = _part(target, plan)
+    crc32 = checksum(part)
+    handle = os.open(part, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+    part.replace(target / plan.file)
+    _flush_folder(target)
+    return Shard(plan.file, len(plan.paths), crc32, plan.source, unreadable)
+
+
+def _start_process() -> None:
+    """A decoding process ends with the one that started it, however that ends, and says nothing."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    warnings.simplefilter("ignore")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _decode(part: str, first: int, names: list[str], side: int) -> list[int]:
+    """Put pictures into their places in a shard; returns which of them could not be read."""
+    pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
+    unreadable = []
+    for number, name in enumerate(names):
+        try:
+            pixels[number] = read_pixels(Path(name), side)
+        except DataError:
+            pixels[number] = GREY
+            unreadable.append(number)
+    handle = os.open(part, os.O_WRONLY)
+    try:
+        rest, offset = pixels.reshape(-1).data, first * 3 * side * side
+        while rest:
+            written = os.pwrite(handle, rest, offset)
+            rest, offset = rest[written:], offset + written
+    finally:
+        os.close(handle)
+    return unreadable

@@ -1,0 +1,240 @@
+"""A packed data set on disk, and the proof that it is whole. Imports no torch: checking must be cheap to start.
+
+    PACKED/
+      packed.json      classes, side, and per shard its pictures, size and CRC-32; ends in its own checksum
+      train-00000.u8   pictures one after the other, nothing between them: uint8 [pictures, 3, side, side]
+      train-00001.u8   ...
+      test-00000.u8    ...
+
+All shards of a half but its last hold equally many pictures, so a sample's number says where it lies. Pictures
+stand class by class, so the classes' sizes are all the labels there are. `packing.json` is the same file while
+the packing goes on: it lists the shards that are done.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError, UserError
+
+try:
+    from isal import isal_zlib as _checksums  # the same sums as zlib's, several times as fast
+except ImportError:  # pragma: no cover
+    import zlib as _checksums  # type: ignore[no-redef]
+
+VERSION = 1
+FINISHED, UNFINISHED = "packed.json", "packing.json"
+HALVES = ("train", "test")
+_SHARD_NAME = re.compile(r"(train|test)-[0-9]{5}\.u8")
+_LARGEST_JSON_BYTES = 64 * 2**20
+_CHUNK_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of pixels."""
+
+    file: str
+    pictures: int
+    crc32: str
+    source: str  # of which pictures it was made: their names, sizes and times
+    unreadable: tuple[str, ...] = ()  # grey in here
+
+
+@dataclass(frozen=True)
+class Packed:
+    """What a packed data set says of itself."""
+
+    classes: tuple[str, ...]
+    per_class: dict[str, tuple[int, ...]]  # of each half, how many pictures each class has
+    side: int
+    pictures_per_shard: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def picture_bytes(self) -> int:
+        return 3 * self.side * self.side
+
+    def num_pictures(self, half: str) -> int:
+        return sum(self.per_class[half])
+
+    def shards_of(self, half: str) -> list[Shard]:
+        return [shard for shard in self.shards if shard.file.startswith(f"{half}-")]
+
+    @property
+    def unreadable(self) -> list[str]:
+        return [name for shard in self.shards for name in shard.unreadable]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(self.num_pictures(half) for half in HALVES) * self.picture_bytes
+
+    def to_text(self) -> str:
+        """JSON that holds its own checksum. The same pictures give the same text."""
+        body = {"paceline_packed": VERSION, "pixels": "uint8 [pictures, 3, side, side], central square, bilinear"}
+        body |= asdict(self)
+        return json.dumps({**body, "crc32": _seal(body)}, indent=1, ensure_ascii=False) + "\n"
+
+
+def picture_side(image_size: int) -> int:
+    """The side pictures are kept at: a little more than the model sees, to leave room for crops."""
+    return round(image_size * 256 / 224)
+
+
+def is_packed(folder: Path) -> bool:
+    """Also if the packing was never finished: its files are not class folders."""
+    return (folder / FINISHED).exists() or (folder / UNFINISHED).exists()
+
+
+def open_packed(folder: Path) -> Packed:
+    """The description of a finished one whose shards are all there and have the right sizes."""
+    if not (folder / FINISHED).exists():
+        raise DataError(
+            "this packing was never finished",
+            where=str(folder),
+            hint=f"paceline data pack PICTURES {folder}    goes on where it stopped",
+        )
+    packed = read_description(folder / FINISHED)
+    check_layout(packed, folder)
+    damage = next((text for shard in packed.shards if (text := size_damage(folder, packed, shard))), None)
+    if damage:
+        raise damaged_shard(folder, [damage])
+    return packed
+
+
+def read_description(path: Path) -> Packed:
+    """`packed.json` or `packing.json`; every bit of it counts."""
+    try:
+        if path.stat().st_size > _LARGEST_JSON_BYTES:
+            raise ValueError("far too large")
+        body = json.loads(path.read_text(encoding="utf-8"))
+        version = body["paceline_packed"]
+        if version == VERSION:
+            return _parse(body)
+    except OSError as error:
+        raise DataError("this file cannot be read", where=str(path), got=error.strerror) from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            "the description of this packed data set is damaged",
+            where=str(path),
+            got=str(error)[:80] or type(error).__name__,
+            hint=f"delete {path.parent} and pack the pictures again",
+        ) from error
+    raise DataError(
+        "this data set was packed by another version of Paceline",
+        where=str(path),
+        got=f"format {version!r}"[:40],
+        allowed=f"format {VERSION}",
+        hint="pack the pictures again, or use the Paceline that packed them",
+    )
+
+
+def _parse(body: dict[str, Any]) -> Packed:
+    if body.pop("crc32") != _seal(body):
+        raise ValueError("its checksum does not fit")
+    shards = tuple(Shard(**{**entry, "unreadable": tuple(entry["unreadable"])}) for entry in body["shards"])
+    packed = Packed(
+        classes=tuple(body["classes"]),
+        per_class={half: tuple(body["per_class"][half]) for half in HALVES},
+        side=body["side"],
+        pictures_per_shard=body["pictures_per_shard"],
+        shards=shards,
+    )
+    # What a forger could write into names and numbers must stay inside this folder and inside its files.
+    if not all(_SHARD_NAME.fullmatch(shard.file) for shard in shards):
+        raise ValueError("a shard has an impossible name")
+    if packed.side < 1 or packed.pictures_per_shard < 1 or any(min(sizes) < 0 for sizes in packed.per_class.values()):
+        raise ValueError("impossible sizes")
+    return packed
+
+
+def check_layout(packed: Packed, folder: Path) -> None:
+    """Of a finished one: the shards are the ones its sizes ask for."""
+    for half in HALVES:
+        wanted = shard_layout(half, packed.num_pictures(half), packed.pictures_per_shard)
+        if [(shard.file, shard.pictures) for shard in packed.shards_of(half)] != wanted:
+            raise DataError(
+                "the description of this packed data set is damaged",
+                where=str(folder / FINISHED),
+                got=f"it does not list all shards of {half}",
+                hint=f"delete {folder} and pack the pictures again",
+            )
+
+
+def shard_layout(half: str, num_pictures: int, per_shard: int) -> list[tuple[str, int]]:
+    """File name and number of pictures of each shard."""
+    starts = range(0, num_pictures, per_shard)
+    return [(f"{half}-{n:05}.u8", min(per_shard, num_pictures - start)) for n, start in enumerate(starts)]
+
+
+def _seal(body: dict[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
+    return f"{_checksums.crc32(canonical):08x}"
+
+
+def checksum(path: Path, tell: Callable[[int], None] = lambda size_bytes: None) -> str:
+    """CRC-32 of a file, read piece by piece."""
+    value = 0
+    buffer = bytearray(_CHUNK_BYTES)
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(buffer):
+            value = _checksums.crc32(memoryview(buffer)[:size], value)
+            tell(size)
+    return f"{value:08x}"
+
+
+def size_damage(folder: Path, packed: Packed, shard: Shard) -> str | None:
+    """What is wrong with a shard, as far as its size tells."""
+    wanted = shard.pictures * packed.picture_bytes
+    try:
+        found = (folder / shard.file).stat().st_size
+    except OSError as error:
+        return f"{shard.file}: {os.strerror(error.errno or 0).lower()}"
+    return None if found == wanted else f"{shard.file}: {found:,} bytes instead of {wanted:,}"
+
+
+def find_damage(folder: Path, packed: Packed, tell: Callable[[int], None]) -> Iterator[str]:
+    """Every shard whose bytes are not the ones that were packed."""
+    for shard in packed.shards:
+        damage = size_damage(folder, packed, shard)
+        if damage is None:
+            try:
+                found = checksum(folder / shard.file, tell)
+            except OSError as error:
+                damage = f"{shard.file}: {os.strerror(error.errno or 0).lower()}"
+            else:
+                damage = None if found == shard.crc32 else f"{shard.file}: CRC-32 {found} instead of {shard.crc32}"
+        if damage is not None:
+            yield damage
+
+
+def damaged_shard(folder: Path, damages: list[str]) -> DataError:
+    shown = damages[:4] + ([f"and {len(damages) - 4} more"] if len(damages) > 4 else [])
+    file = damages[0].partition(":")[0]
+    return DataError(
+        "this packed data set is damaged",
+        where=str(folder),
+        got="\n".join(shown),
+        hint=f"delete {file} and so on, then: paceline data pack PICTURES {folder}\nmakes just these again"
+        if len(damages) > 1
+        else f"delete {file}, then: paceline data pack PICTURES {folder}\nmakes just that one again",
+    )
+
+
+def require_side(packed: Packed, folder: Path, image_size: int, *, can_shrink: bool) -> None:
+    """Pictures are packed at one size; larger ones than a run needs will do where the pipeline resizes anyway."""
+    wanted = picture_side(image_size)
+    if packed.side == wanted or (can_shrink and packed.side > wanted):
+        return
+    raise UserError(
+        "these pictures were packed for another input size",
+        where=str(folder),
+        got=f"{packed.side} x {packed.side} pixels; --image-size {image_size} needs {wanted} x {wanted}",
+        hint=f"--image-size {round(packed.side * 224 / 256)}, or pack again with --image-size {image_size}",
+    )

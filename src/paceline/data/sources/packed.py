@@ -1,0 +1,107 @@
+"""Pictures that `paceline data pack` has packed: mapped into memory, gathered by number. Nothing is decoded.
+
+The kernel keeps one copy of a shard's pages for all ranks of a node and drops them when memory is short, so a set may
+be larger than memory. Before a batch is gathered the kernel is told all of its pictures at once, which it then
+reads side by side and each in one go; and now and then a rank lets go of the pages it has mapped, so that it
+does not seem to grow with the data set.
+"""
+
+from __future__ import annotations
+
+import mmap
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from paceline.config.schema import DataConfig
+from paceline.data.dataset import DatasetInfo, LoadedData
+from paceline.data.pack_format import Packed, Shard, open_packed
+from paceline.data.picture_set import labels_of, picture_info
+from paceline.errors import DataError
+
+_MOST_MAPPED_BYTES = 256 * 2**20  # of pages a rank may have mapped before it lets go of them
+_AROUND_BYTES = 64 * 2**10  # the kernel maps neighbours along with a page it is asked for
+
+
+class PackedDataset:
+    """One half of a packed data set."""
+
+    if_slow = "a faster disk for the packed pictures, or more memory to keep them in"
+
+    def __init__(self, folder: Path, packed: Packed, half: str) -> None:
+        self.sample_shape = (3, packed.side, packed.side)
+        self._labels = labels_of(packed.per_class[half])
+        self._picture_bytes = packed.picture_bytes
+        self._per_shard = packed.pictures_per_shard
+        self._maps = [_map(folder / shard.file, shard, packed) for shard in packed.shards_of(half)]
+        self._rows = [_as_rows(mapped, packed.picture_bytes) for mapped in self._maps]
+        self._mapped_bytes = 0  # at most
+
+    @property
+    def labels(self) -> Tensor:
+        return self._labels
+
+    @property
+    def nbytes(self) -> int:
+        return len(self) * self._picture_bytes
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def read(self, indices: Tensor) -> Tensor:
+        samples = torch.empty((len(indices), *self.sample_shape), dtype=torch.uint8)
+        self.read_into(indices, samples)
+        return samples
+
+    def read_into(self, indices: Tensor, samples: Tensor) -> None:
+        """The same into memory that is there already: one copy, from the kernel's pages to their place."""
+        places = [divmod(index, self._per_shard) for index in indices.tolist()]
+        for shard, row in places:
+            self._announce(shard, row)
+        torch.cat([self._rows[shard][row] for shard, row in places], out=samples.view(-1))
+        self._let_go(len(places))
+
+    def _announce(self, shard: int, row: int) -> None:
+        start = row * self._picture_bytes
+        page = start - start % mmap.PAGESIZE
+        self._maps[shard].madvise(mmap.MADV_WILLNEED, page, start + self._picture_bytes - page)
+
+    def _let_go(self, pictures: int) -> None:
+        """The pages stay in the kernel's cache; only this process's view of them is dropped."""
+        self._mapped_bytes += pictures * (self._picture_bytes + _AROUND_BYTES)
+        if self._mapped_bytes > _MOST_MAPPED_BYTES:
+            self._mapped_bytes = 0
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _map(path: Path, shard: Shard, packed: Packed) -> mmap.mmap:
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), shard.pictures * packed.picture_bytes, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise DataError("this shard cannot be mapped into memory", where=str(path), got=error) from error
+
+
+def _as_rows(mapped: mmap.mmap, picture_bytes: int) -> Tensor:
+    with warnings.catch_warnings():
+        # torch knows no read-only tensors and says so; nobody writes into these.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(mapped, dtype=torch.uint8).view(-1, picture_bytes)
+
+
+def describe(config: DataConfig, seed: int) -> DatasetInfo:
+    return _info(open_packed(Path(config.data_dir)))
+
+
+def load(config: DataConfig, seed: int) -> LoadedData:
+    folder = Path(config.data_dir)
+    packed = open_packed(folder)
+    train, test = (PackedDataset(folder, packed, half) for half in ("train", "test"))
+    return LoadedData(_info(packed), train, test)
+
+
+def _info(packed: Packed) -> DatasetInfo:
+    return picture_info(packed.classes, packed.num_pictures("train"), packed.num_pictures("test"), packed.side)
