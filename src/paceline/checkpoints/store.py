@@ -355,9 +355,13 @@ def _copy(path: Path, folder: Path) -> Path | None:
         return None
 
 
+def list_leftovers(folder: Path) -> list[Path]:
+    return sorted(folder.glob(f"{_TEMPORARY}*"))
+
+
 def remove_leftovers(folder: Path, *, except_for: Path | None = None) -> None:
     """Clear away what a killed save left behind."""
-    for path in folder.glob(f"{_TEMPORARY}*"):
+    for path in list_leftovers(folder):
         if path == except_for:
             continue
         if path.is_dir() and not path.is_symlink():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -14,6 +15,7 @@ from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, User
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
     "submit": "the same as a Slurm or Kubernetes job, checked before it stands in line",
+    "runs": "all runs in a table; tags and notes",
     "status": "where a run is: its job, its progress, its last failure",
     "watch": "the same, until the run has ended",
     "logs": "what a run's ranks have written",
@@ -26,8 +28,10 @@ VERBS = {
     "equivalence": "prove on this machine that 1, 2, 4 processes give one answer",
     "study": "how a recipe scales, why, and what other sizes would do",
     "bench": "collectives, data and step alone, against what this machine can do",
+    "clean": "free the disk of checkpoints nobody needs, or of whole runs",
     "checkpoints": "list, verify and push the checkpoints of a run",
     "recipes": "list the recipes that come with paceline",
+    "completion": "make bash, zsh or fish complete commands, flags, recipes and runs",
 }
 _USAGE = """\
 paceline {version}: distributed training of vision models, one command and one answer.
@@ -37,6 +41,12 @@ paceline {version}: distributed training of vision models, one command and one a
 first ride:   paceline train shapes-cnn
 every flag:   paceline train --help
 """
+_FIRST = {
+    "train": ("train shapes-cnn", "a first ride: a small CNN, no download, about a minute"),
+    "recipes": ("recipes", "what else can be trained out of the box"),
+    "doctor": ("doctor", "is this machine fit to train"),
+    "runs": ("runs", "what you have trained so far"),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -44,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debugging = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
+    _speak_any_language()
     try:
         return _dispatch(given)
     except PacelineError as error:
@@ -68,6 +79,13 @@ def main(arguments: list[str] | None = None) -> int:
         return _tell(screen, error, EXIT_INTERNAL)
 
 
+def _speak_any_language() -> None:
+    """A name this terminal's encoding does not know must not end a run: it is spelled out."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
 def leave() -> NoReturn:
     """The command itself. Ranks and supervisors leave without unloading torch.
 
@@ -82,7 +100,14 @@ def leave() -> NoReturn:
 
 
 def _dispatch(given: list[str]) -> int:
-    if not given or given[0] in ("-h", "--help", "help"):
+    if not given:
+        print(f"paceline {paceline.__version__}: distributed training of vision models, one command and one answer.\n")
+        for verb, (words, text) in _FIRST.items():
+            if verb in VERBS:
+                print(f"  paceline {words:<18} {text}")
+        print(f"  paceline {'--help':<18} every command; the guides are in docs/")
+        return 0
+    if given[0] in ("-h", "--help", "help"):
         verbs = "\n".join(f"  paceline {verb:<12} {text}" for verb, text in VERBS.items())
         print(_USAGE.format(version=paceline.__version__, verbs=verbs), end="")
         return 0

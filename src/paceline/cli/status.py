@@ -8,18 +8,21 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.cli.arguments import find_run, read_words
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
-from paceline.launch.job import RECORD, JobRecord, read_record
+from paceline.launch.job import JobRecord, read_record
 from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_line
 from paceline.launch.slurm import JobState, read_state
-from paceline.runs.folder import CHECKPOINT_MARK, RUNS, RunFolder, require_run_folder
+from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
+from paceline.runs.folder import CHECKPOINT_MARK, RunFolder
 from paceline.runs.lock import Owner
 from paceline.runs.mirror_note import read_note
 
 _USAGE = """\
 usage: paceline status RUN [--json]
 
-Where a run is: progress, time left, its job in a cluster if it has one, the last failure. RUN is a run folder.
+Where a run is: progress, time left, its job in a cluster if it has one, the last failure. RUN is a run folder, its
+name in runs/ or the beginning of it, or the id or name of its Slurm job.
 """
 _OVER = ("finished", "failed", "preempted", "cancelled", "lost", "ended")
 _FAILED_JOBS = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
@@ -37,6 +40,8 @@ class RunView:
     owner: Owner | None
     failure: dict[str, Any]  # failure.json
     saved_step: int
+    entry: RunEntry
+    now: dict[str, Any]  # the newest row of its steps
     last_line: str = ""  # of a run whose folder only the cluster sees: what it said last
 
     @property
@@ -67,7 +72,7 @@ class RunView:
             return "cancelled" if self.job.state == "CANCELLED" else "failed"
         if self.job is not None:
             return "lost"
-        if self.owner is not None and self.owner.is_provably_dead:
+        if self.entry.state == "lost":
             return "lost"
         return written or ("starting" if self.owner is not None else "unknown")
 
@@ -100,34 +105,10 @@ def parse_run_arguments(
     arguments: list[str], verb: str, *, switches: tuple[str, ...] = (), valued: tuple[str, ...] = ()
 ) -> tuple[RunFolder, dict[str, str]]:
     """The run folder, and flags with their values."""
-    words: list[str] = []
-    flags: dict[str, str] = {}
-    tokens = list(arguments)
-    while tokens:
-        token = tokens.pop(0)
-        name, has_value, value = token.partition("=")
-        if not token.startswith("-"):
-            words.append(token)
-        elif token in switches:
-            flags[token] = ""
-        elif name in valued:
-            if not has_value and not tokens:
-                raise UserError(f"{name} needs a value", where="the command line")
-            flags[name] = value if has_value else tokens.pop(0)
-        else:
-            raise UserError(f"unknown flag {token!r}", allowed=", ".join((*switches, *valued)) or "none")
+    words, flags = read_words(arguments, switches=switches, valued=valued)
     if len(words) != 1:
         raise UserError("give one run folder", got=" ".join(words) or "none", hint=f"paceline {verb} RUN")
     return find_run(words[0]), flags
-
-
-def find_run(name: str) -> RunFolder:
-    """A path, or the name of a folder in runs/. A run that has not begun yet is known by its job."""
-    path = next((path for path in (Path(name), RUNS / name) if path.is_dir()), Path(name))
-    is_submitted = (path / RECORD).is_file()
-    if not is_submitted and not (path / "status.json").is_file():
-        require_run_folder(path)
-    return RunFolder(path)
 
 
 def look(folder: RunFolder) -> RunView:
@@ -150,6 +131,8 @@ def look(folder: RunFolder) -> RunView:
         owner=read_owner(folder),
         failure=_read_json(folder.failure),
         saved_step=max(steps, default=0),
+        entry=read_entry(folder.path),
+        now=read_last_step(folder.metrics_jsonl),
         last_line=read_last_line(record) if record is not None and is_far and job is not None and job.state else "",
     )
 
@@ -161,26 +144,20 @@ def read_job(record: JobRecord) -> JobState:
     return read_state(record.job_id, record.cluster)
 
 
-def read_owner(folder: RunFolder) -> Owner | None:
-    """Who holds the folder, or held it when it died: a clean release empties the file."""
-    for path in (folder.lock, folder.lock.with_suffix(".owner")):
-        try:
-            return Owner(**_read_json(path))
-        except TypeError:
-            continue
-    return None
-
-
 def describe(view: RunView) -> str:
     lines = [f"{view.folder.path}: {view.state}{_progress(view)}"]
     rows = [
         ("job", _job_line(view)),
+        ("now", _now_line(view)),
+        ("best", _best_line(view)),
         ("saved", f"step {view.saved_step}" if view.saved_step else ""),
         ("mirror", _mirror_line(view)),
         ("updated", _updated(view)),
         ("reason", _reason(view)),
         ("failure", _failure_line(view)),
         ("said", view.last_line),
+        ("tags", " ".join(view.entry.notes.tags)),
+        ("note", view.entry.notes.note),
     ]
     return "\n".join([*lines, *(f"  {label + ':':<9} {text}" for label, text in rows if text)])
 
@@ -194,7 +171,11 @@ def to_json(view: RunView) -> dict[str, Any]:
         "job": None if view.record is None else {**asdict(view.record), **(asdict(view.job) if view.job else {})},
         "job_trouble": view.trouble or None,
         "saved_step": view.saved_step,
+        "now": view.now or None,
+        "best_accuracy": view.entry.best_accuracy,
+        "restarts": view.entry.restarts,
         "failure": view.failure or None,
+        **asdict(view.entry.notes),
     }
 
 
@@ -242,6 +223,26 @@ def _job_line(view: RunView) -> str:
     return f"{text}; requeued {job.restarts} time" + ("s" if job.restarts > 1 else "")
 
 
+def _now_line(view: RunView) -> str:
+    """Of a run under way, from its files: also on a machine that never saw its processes."""
+    if view.is_over or not view.now:
+        return ""
+    try:
+        return (
+            f"loss {view.now['loss']:.4f}, acc {view.now['accuracy']:.1%}, {view.now['throughput']:,.0f} img/s,"
+            f" {view.now['memory_mb']:,.0f} MB"
+        )
+    except (KeyError, TypeError, ValueError):
+        return ""
+
+
+def _best_line(view: RunView) -> str:
+    best, restarts = view.entry.best_accuracy, view.entry.restarts
+    parts = [f"validation accuracy {best:.2%}"] if best is not None else []
+    parts += [f"{restarts} restart" + ("s" if restarts > 1 else "")] if restarts else []
+    return ", ".join(parts)
+
+
 def _mirror_line(view: RunView) -> str:
     note = read_note(view.folder.path)
     return f"{note.url} {note.says}".rstrip() if note else ""
@@ -260,6 +261,8 @@ def _updated(view: RunView) -> str:
 def _reason(view: RunView) -> str:
     if view.state == "lost" and view.owner is not None and view.job is None:
         return f"its process is gone ({view.owner})"
+    if view.state == "running" and view.entry.state == "silent" and view.job is None:
+        return f"no word for long, and its process cannot be seen from here ({view.owner or 'nobody has its lock'})"
     return str(view.status.get("reason") or "").partition("\n")[0]
 
 

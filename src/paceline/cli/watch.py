@@ -7,14 +7,17 @@ import time
 
 from paceline.cli.status import RunView, describe, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError
+from paceline.metrics.screen import is_live, width_of
 
 _USAGE = """\
 usage: paceline watch RUN [--every S]
 
-What `paceline status` says, renewed every S seconds (5) until the run has ended. Ends with 0 if it finished, 75 if it
+What `paceline status` says, renewed every S seconds (5; 1 for a run that has no job) until the run has ended. RUN is a
+folder, which may be written by another machine, or the id or name of a Slurm job. Ends with 0 if it finished, 75 if it
 was stopped and saved, else with the exit code of its last failure. Ctrl-C leaves the run alone.
 """
-_DEFAULT_EVERY_S = 5.0  # every look asks the scheduler, which serves others too
+_EVERY_S = 1.0
+_EVERY_OF_JOB_S = 5.0  # every look asks the scheduler, which serves others too
 
 
 def run(arguments: list[str]) -> int:
@@ -30,15 +33,17 @@ def run(arguments: list[str]) -> int:
             shown = _show(describe(view), shown)
             if view.is_over:
                 return _exit_code(view)
-            time.sleep(every_s)
+            time.sleep(every_s if every_s is not None else _EVERY_S if view.record is None else _EVERY_OF_JOB_S)
     except KeyboardInterrupt:
         print(f"\nno longer watched; {folder.path} goes on (paceline cancel {folder.path} stops it)")
         return EXIT_INTERRUPTED
 
 
-def _seconds(text: str | None) -> float:
+def _seconds(text: str | None) -> float | None:
+    if text is None:
+        return None
     try:
-        seconds = float(text) if text is not None else _DEFAULT_EVERY_S
+        seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < 86400:
@@ -47,17 +52,21 @@ def _seconds(text: str | None) -> float:
 
 
 def _show(text: str, before: str) -> str:
-    """In place on a terminal; in a file one block per change, the age of the last sign of life not counted."""
-    if sys.stdout.isatty():
+    """In place on a terminal; elsewhere one block per change, the age of the last sign of life not counted."""
+    if is_live(sys.stdout):
+        # Cut, not folded: a line that takes two rows could not be taken back. Asked anew, since windows are resized.
+        width = width_of(sys.stdout) - 1
+        shown = "\n".join(line[:width] for line in text.splitlines())
         back = f"\x1b[{before.count(chr(10)) + 1}F\x1b[J" if before else ""
-        print(back + text, flush=True)
-    elif _without_age(text) != _without_age(before):
+        print(back + shown, flush=True)
+        return shown
+    if _without_passing(text) != _without_passing(before):
         print(text, flush=True)
     return text
 
 
-def _without_age(text: str) -> list[str]:
-    return [line for line in text.splitlines() if not line.startswith("  updated:")]
+def _without_passing(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith(("  updated:", "  now:"))]
 
 
 def _exit_code(view: RunView) -> int:

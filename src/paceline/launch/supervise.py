@@ -192,7 +192,8 @@ class Supervisor:
         folder.write_status("preempted" if saved else "failed", **kept, reason=reason)
         self._leave_page()
         erase_live_line()
-        print(f"\n{what}" + (f"; go on with: --resume {folder.path}" if step else ""), file=sys.stderr)
+        go_on = f"; go on with: --resume {folder.path}" if step else ""
+        print(fit_to(sys.stderr, f"\n{what}{go_on}"), file=sys.stderr)
         if self._stop is signal.SIGINT:
             return EXIT_INTERRUPTED
         return EXIT_PREEMPTED if saved else _SIGNAL_EXIT + int(self._stop or signal.SIGTERM)

@@ -17,7 +17,7 @@ from typing import Any, TextIO, cast
 
 OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
 ERASE = "\r\x1b[J"
-_COLOURS = {"green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+_COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 _TICK_S = 1.0  # a clock goes on, and a resized window is noticed, without a new step
 _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
 

@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +26,7 @@ LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: no
 _DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
 _SILENT_S = 1800.0  # no word for so long, from an owner that cannot be asked from here
 _STAMP = re.compile(r"(-rehearsal)?-\d{8}-\d{6}(-\d+)?$")
+_TAIL_BYTES = 1 << 16
 _RESTARTED = '"done": "started again'
 
 
@@ -108,7 +110,8 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
     folder = RunFolder(path)
     status = _read_json(folder.status) if "status.json" in files else {}
     updated = _time_of(status.get("updated")) or _time_of_folder(path)
-    owner = read_owner(folder) if status.get("status") == "running" or not status else None
+    is_open = status.get("status") == "running" or not status
+    owner = read_owner(folder) if is_open else None
     epochs = _read_epochs(folder.metrics_csv) if "metrics.csv" in files else _Epochs()
     restarts = _count(folder.failures, _RESTARTED) if "failures.jsonl" in files else 0
     restarts += _count(folder.requeues, "\n") if "requeues.jsonl" in files else 0
@@ -116,7 +119,7 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
         name=name,
         path=path,
         recipe=recipe_of(path),
-        state=_state(status, owner, is_job=JOB in files, silent_s=now - updated),
+        state=_state(status, owner, is_job=JOB in files, is_left=is_open and is_left(folder), silent_s=now - updated),
         step=_whole(status.get("step")),
         last_step=_whole(status.get("last_step")),
         best_accuracy=epochs.best_accuracy,
@@ -131,11 +134,13 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
     )
 
 
-def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, silent_s: float) -> str:
+def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, is_left: bool, silent_s: float) -> str:
     written = str(status.get("status", ""))
     if written and written != "running":
         return written if written in STATES else "unknown"
     if owner is not None and owner.is_provably_dead:
+        return "lost"
+    if written and is_left:
         return "lost"
     if not written:
         return "starting" if owner is not None else "submitted" if is_job else "unknown"
@@ -151,6 +156,14 @@ def read_owner(folder: RunFolder) -> Owner | None:
         except TypeError:
             continue
     return None
+
+
+def is_left(folder: RunFolder) -> bool:
+    """Whether somebody had the folder and let go of it: a clean release empties the lock file."""
+    try:
+        return folder.lock.stat().st_size == 0 and not folder.lock.with_suffix(".owner").exists()
+    except OSError:
+        return False
 
 
 def recipe_of(path: Path) -> str:
@@ -207,6 +220,22 @@ def _read_epochs(path: Path) -> _Epochs:
         except ValueError:
             continue
     return _Epochs(best, speed)
+
+
+def read_last_step(path: Path) -> dict[str, Any]:
+    """The newest whole row of a step in metrics.jsonl, read from its end."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read().splitlines()
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        if line.startswith(b'{"kind": "step"'):
+            with suppress(ValueError):  # torn by a crash: the one before
+                row: dict[str, Any] = json.loads(line)
+                return row
+    return {}
 
 
 def _count(path: Path, what: str) -> int:

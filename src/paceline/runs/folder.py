@@ -10,6 +10,7 @@ Small files are replaced whole, by rename, so that a reader never sees half of o
 
 from __future__ import annotations
 
+import difflib
 import errno
 import json
 import logging
@@ -216,7 +217,18 @@ def has_checkpoint(path: Path) -> bool:
 
 def require_run_folder(path: Path) -> None:
     if not (path / "config.yaml").is_file():
-        raise UserError("this is not a run folder", where=str(path), hint="a folder that paceline train wrote")
+        raise UserError("this is not a run folder", where=str(path), hint=_nearest_run(path))
+
+
+def _nearest_run(path: Path) -> str:
+    names = [entry.name for entry in RUNS.iterdir() if entry.is_dir()] if RUNS.is_dir() else []
+    # Times of day are half of most names, and all alike: without a good match, none.
+    close = [] if path.exists() else difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return (
+        f"perhaps you meant {RUNS / close[0]}"
+        if close
+        else "a folder that paceline train wrote; paceline runs lists them"
+    )
 
 
 def new_run_folder(recipe_name: str) -> Path:

@@ -72,9 +72,9 @@ def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
     path = shlex.quote(str(folder.path))
     page = "report.html, " if folder.report.exists() else ""
     commands = {
-        f"paceline predict {path} PICTURE": "label your own pictures",
-        f"paceline export {path}": "the best weights for other programs",
-        "paceline runs": "this run among the others",
+        f"paceline predict {path} PICTURE": "label pictures",
+        f"paceline export {path}": "for other programs",
+        "paceline runs": "all your runs",
     }
     widest = max(map(len, commands))
     return [

@@ -1,0 +1,116 @@
+"""What a run's folder can give back to the disk, and giving it back. Never anything outside of run folders.
+
+By default a run loses the checkpoints nobody needs: of a finished one all but the best, of one that may be resumed all
+but the best and the newest. Its results, metrics and logs stay. A whole run goes only where that was asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from paceline.checkpoints.format import step_folders
+from paceline.checkpoints.store import list_leftovers, list_set_aside, point, pointed_at
+from paceline.errors import UserError
+from paceline.runs.catalog import LIVING, RunEntry, read_entry
+from paceline.runs.folder import RunFolder
+
+_GOING = ".removing-"  # a run that is being removed has lost its name, so that half of one is never taken for a run
+
+
+@dataclass(frozen=True)
+class Reclaim:
+    """One run, and what of it would go."""
+
+    entry: RunEntry
+    folders: tuple[Path, ...]  # the run's folder itself, or things in its checkpoints folder
+    size_bytes: int
+    kept: str  # in words
+    is_whole: bool
+
+    @property
+    def is_nothing(self) -> bool:
+        return not self.folders
+
+
+def plan_reclaim(entry: RunEntry, *, whole: bool) -> Reclaim:
+    """Raises UserError for a run that must not be touched."""
+    refuse_living(entry)
+    if entry.path.is_symlink() and whole:
+        target = f"it is a link to {entry.path.resolve()}"
+        raise UserError("this is not the run's own folder", where=str(entry.path), got=target, hint="name that folder")
+    if whole:
+        return Reclaim(entry, (entry.path,), _size_of(entry.path), "nothing", is_whole=True)
+    checkpoints = RunFolder(entry.path).checkpoints
+    if checkpoints.is_symlink():  # on another disk, perhaps of somebody else's making
+        return Reclaim(entry, (), 0, "checkpoints, a link to elsewhere", is_whole=False)
+    steps = step_folders(checkpoints)
+    best = pointed_at(checkpoints, "best")
+    wanted = {best or (steps[0] if steps else None)}
+    if entry.state != "finished" and steps:
+        wanted.add(steps[0])
+    gone = [path for path in steps if path not in wanted]
+    gone += [*list_set_aside(checkpoints), *list_leftovers(checkpoints)]
+    kept = " and ".join(sorted(path.name for path in wanted if path is not None)) or "no checkpoint"
+    return Reclaim(entry, tuple(gone), sum(map(_size_of, gone)), kept, is_whole=False)
+
+
+def refuse_living(entry: RunEntry) -> None:
+    if entry.state in LIVING:
+        raise UserError(
+            f"this run may be under way ({entry.state})",
+            where=str(entry.path),
+            got=entry.owner or None,
+            hint=f"paceline status {entry.path}; paceline cancel {entry.path}",
+        )
+
+
+def reclaim(plan: Reclaim) -> int:
+    """Remove it, holding the run's lock: whoever starts the run meanwhile is refused. Returns the bytes."""
+    folder = RunFolder(plan.entry.path)
+    try:
+        with folder.owned():
+            # While a person was thinking the run may have gone on, and ended. It is not under way: we hold its lock.
+            now = read_entry(folder.path)
+            fresh = plan_reclaim(replace(now, state="lost") if now.state in LIVING else now, whole=plan.is_whole)
+            for path in fresh.folders:
+                _remove(path)
+            if not fresh.is_whole:
+                _point_again(folder.checkpoints)
+    except OSError as error:
+        raise UserError("it could not be removed", where=str(folder.path), got=error.strerror) from error
+    return fresh.size_bytes
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    going = path.with_name(f"{_GOING}{path.name}")
+    if going.exists():
+        shutil.rmtree(going)
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def _point_again(checkpoints: Path) -> None:
+    """`latest` of a run that keeps only its best would point at nothing."""
+    steps = step_folders(checkpoints)
+    if steps and pointed_at(checkpoints, "latest") is None:
+        point(checkpoints, "latest", steps[0])
+
+
+def _size_of(path: Path) -> int:
+    """Of all files in it; links are counted as links."""
+    total = path.lstat().st_size if path.exists() or path.is_symlink() else 0
+    if path.is_symlink() or not path.is_dir():
+        return total
+    for folder, folders, files in os.walk(path):
+        for name in (*folders, *files):
+            try:
+                total += os.lstat(Path(folder) / name).st_size
+            except OSError:
+                continue
+    return total
