@@ -10,23 +10,17 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import multiprocessing
 import os
 import shutil
-import signal
-import threading
-import warnings
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from paceline.data.decoders import in_processes
 from paceline.data.pack_format import (
     FINISHED,
     HALVES,
@@ -47,7 +41,6 @@ _LEAST_SHARD_BYTES = 64 * 2**20
 _MOST_SHARDS = 256  # of a half: each keeps a file open in every rank
 _CHUNK_BYTES = 8 * 2**20  # what a process holds at once
 _CHUNK_PICTURES = 64
-_WAITING_CHUNKS = 16  # per process: enough to decode on while a shard is flushed
 _SPARE_BYTES = 16 * 2**20
 _MOST_NAMES = 6
 
@@ -259,40 +252,18 @@ def _require_readable(packed: Packed, request: PackRequest) -> None:
         )
 
 
-# ---- the work ----
-
-
 def _make_shards(request: PackRequest, side: int, plans: list[_ShardPlan], progress: Progress) -> Iterator[Shard]:
     """Decode with all processes, across the ends of shards; hand each shard on when it is in place."""
     size = max(1, min(_CHUNK_PICTURES, _CHUNK_BYTES // (3 * side * side)))
-    pool = ProcessPoolExecutor(request.workers, multiprocessing.get_context("spawn"), initializer=_start_process)
-    pending: deque[tuple[_ShardPlan, int, Future[list[int]]]] = deque()
-    todo = ((plan, first) for plan in plans for first in range(0, len(plan.paths), size))
     unreadable: list[str] = []
     try:
-        while True:
-            while len(pending) < _WAITING_CHUNKS * request.workers and (chunk := next(todo, None)):
-                plan, first = chunk
-                part = _part(request.target, plan)
-                if first == 0:
-                    _make_room(part, 3 * side * side * len(plan.paths))
-                names = [str(path) for path in plan.paths[first : first + size]]
-                pending.append((plan, first, pool.submit(_decode, str(part), first, names, side)))
-            if not pending:
-                return
-            plan, first, future = pending.popleft()
-            chunk_paths = plan.paths[first : first + size]
-            unreadable += [chunk_paths[n].relative_to(request.source).as_posix() for n in future.result()]
-            progress.advance(len(chunk_paths))
+        for (plan, first), bad in in_processes(_decode, _chunks(request, side, plans, size), request.workers):
+            paths = plan.paths[first : first + size]
+            unreadable += [paths[number].relative_to(request.source).as_posix() for number in bad]
+            progress.advance(len(paths))
             if first + size >= len(plan.paths):
                 yield _commit(request.target, plan, tuple(unreadable))
                 unreadable = []
-    except BrokenProcessPool as error:
-        raise DataError(
-            "a process that decodes pictures was killed",
-            where=str(request.source),
-            hint="if memory is short, fewer --workers; the same command goes on where it stopped",
-        ) from error
     except OSError as error:
         raise DataError(
             "the packed pictures cannot be written",
@@ -300,18 +271,24 @@ def _make_shards(request: PackRequest, side: int, plans: list[_ShardPlan], progr
             got=error.strerror,
             hint="the same command goes on where it stopped",
         ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+
+
+def _chunks(
+    request: PackRequest, side: int, plans: list[_ShardPlan], size: int
+) -> Iterator[tuple[tuple[_ShardPlan, int], tuple[Any, ...]]]:
+    """What a process takes on at once: some pictures and their place in a shard, whose file is made first."""
+    for plan in plans:
+        part = _part(request.target, plan)
+        with part.open("wb") as file:
+            file.truncate(3 * side * side * len(plan.paths))
+        for first in range(0, len(plan.paths), size):
+            names = [str(path) for path in plan.paths[first : first + size]]
+            yield (plan, first), (str(part), first, names, side)
 
 
 def _part(target: Path, plan: _ShardPlan) -> Path:
     # Its own name for each packing: processes of a killed one may live for a moment longer.
     return target / f".{plan.file}.{os.getpid()}.part"
-
-
-def _make_room(part: Path, size_bytes: int) -> None:
-    with part.open("wb") as file:
-        file.truncate(size_bytes)
 
 
 def _commit(target: Path, plan: _ShardPlan, unreadable: tuple[str, ...]) -> Shard:
@@ -326,20 +303,6 @@ def _commit(target: Path, plan: _ShardPlan, unreadable: tuple[str, ...]) -> Shar
     part.replace(target / plan.file)
     _flush_folder(target)
     return Shard(plan.file, len(plan.paths), crc32, plan.source, unreadable)
-
-
-def _start_process() -> None:
-    """A decoding process ends with the one that started it, however that ends, and says nothing."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    warnings.simplefilter("ignore")
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _decode(part: str, first: int, names: list[str], side: int) -> list[int]:

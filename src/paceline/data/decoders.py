@@ -1,0 +1,75 @@
+"""Processes that decode pictures, a chunk at a time, in order and with little in flight. Imports no torch.
+
+They are spawned, so that they inherit nothing, and end with the process that started them, however that ends.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.data.pictures import read_pixels
+from paceline.errors import DataError
+
+_WAITING_CHUNKS = 16  # per process: enough to go on with while the caller is busy
+_SMALL_SIDE = 8
+
+Key = TypeVar("Key")
+Result = TypeVar("Result")
+
+
+def in_processes(
+    function: Callable[..., Result], tasks: Iterable[tuple[Key, tuple[Any, ...]]], workers: int
+) -> Iterator[tuple[Key, Result]]:
+    """`function(*arguments)` for each (key, arguments), with the keys and in their order."""
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start)
+    waiting: deque[tuple[Key, Future[Result]]] = deque()
+    todo = iter(tasks)
+    try:
+        while True:
+            for key, arguments in islice(todo, _WAITING_CHUNKS * workers - len(waiting)):
+                waiting.append((key, pool.submit(function, *arguments)))
+            if not waiting:
+                return
+            key, future = waiting.popleft()
+            yield key, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            "a process that decodes pictures was killed", hint="if memory is short, fewer --workers; then try again"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def find_unreadable(names: list[str]) -> list[tuple[int, str]]:
+    """Which of these pictures cannot be decoded, and why."""
+    found = []
+    for number, name in enumerate(names):
+        try:
+            read_pixels(Path(name), _SMALL_SIDE)
+        except DataError as error:
+            found.append((number, str(error.got)))
+    return found
+
+
+def _start() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; one of them speaks
+    warnings.simplefilter("ignore")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
