@@ -46,6 +46,8 @@ def run(arguments: list[str]) -> int:
     if "--dry-run" in arguments:
         return plan.run([argument for argument in arguments if argument != "--dry-run"])
     arguments = _take_output(arguments)
+    # Read when torch is loaded: its profiler would announce itself between our lines.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     environment = read_rank_environment()
     loaded = read_request(arguments)
     check_whole_job(environment)

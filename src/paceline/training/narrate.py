@@ -83,10 +83,27 @@ def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
         f"{results['steps']} steps in {format_seconds(results['training_seconds'])}"
         f" on {results['world_size']} rank{'s' if results['world_size'] > 1 else ''},"
         f" {results['samples_per_second']:,.0f} samples/s with validation and saving",
+        *_limit_lines(results, folder),
         f"everything is in {folder.path}: {page}results.json, metrics.csv, checkpoints/best",
         "",
         *(f"  {command:<{widest}}  {text}" for command, text in commands.items()),
     ]
+
+
+def _limit_lines(results: dict[str, Any], folder: RunFolder) -> list[str]:
+    """What bounded the run, and where its traces are."""
+    lines = []
+    verdict = results["limits"]["verdict"]
+    if verdict is not None:
+        lines.append(f"limit     {verdict['text']}; next: {verdict['try']}")
+    profile = results.get("profile")
+    if profile is not None:
+        last = profile["first_step"] + profile["steps"] - 1
+        lines.append(
+            f"profile   {folder.path / profile['folder']}: top.txt, and steps {profile['first_step']} to {last} of"
+            " every rank to drop on https://ui.perfetto.dev"
+        )
+    return lines
 
 
 def _accuracy_line(results: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
 from paceline.training.evaluate import Evaluation
+from paceline.training.limits import find_limits
 from paceline.training.rig import Rig
 from paceline.training.state import TrainState
 from paceline.world.detect import World
@@ -75,7 +76,8 @@ def make_results(
     ranks: list[dict[str, Any]],
     hashes: dict[str, str],
 ) -> dict[str, Any]:
-    plan = rig.plan
+    """Collective: the devices' own limits may be measured on the way."""
+    plan, profiler = rig.plan, rig.step.guards.profiler
     seconds = max(entry["seconds"] for entry in ranks)
     samples = sum(entry["samples"] for entry in ranks)
     return {
@@ -107,6 +109,8 @@ def make_results(
             "time_per_epoch": final_train.get("seconds"),
         },
         "process_metrics": ranks,
+        "limits": find_limits(rig, world, ranks),
+        **({"profile": profiler.result.to_json()} if profiler and profiler.result else {}),
         "model_info": {
             "name": plan.config.model.model_name,
             "parameters": rig.num_parameters,

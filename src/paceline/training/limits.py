@@ -1,0 +1,108 @@
+"""How close a run came to what its devices can do, and what kept it: the `limits` of results.json."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from paceline.metrics.ceiling import find_ceilings, name_precision
+from paceline.metrics.flops import FlopCount, count_flops
+from paceline.metrics.verdict import LEAST_STEPS, RankTime, Setting, Speed, judge_run, split_time
+from paceline.parallel.collectives import broadcast_text
+from paceline.training.rig import Rig
+from paceline.world.detect import World, usable_cores
+
+# Counting a model's arithmetic takes most of a second, measuring the ceiling about one more: not in a run of seconds.
+WORTH_COUNTING_S, WORTH_MEASURING_S = 10.0, 20.0
+_TOO_SHORT = "the run was too short to measure the matrix ceiling"
+_NO_MEMORY = "no memory was left to measure the matrix ceiling"
+
+
+def find_limits(rig: Rig, world: World, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """From every rank's entry of `process_metrics`. Collective; after training, so nothing here is in its time."""
+    times = [_time_of(entry) for entry in ranks if "step_ms" in entry]
+    steps = min((int(entry["steps"]) for entry in ranks if "steps" in entry), default=0)
+    if len(times) < len(ranks) or steps < LEAST_STEPS:
+        return {"steps": steps, "verdict": None}
+    dtype = rig.model.autocast_dtype or torch.float32
+    seconds = max(float(entry["seconds"]) for entry in ranks)
+    done = _measure_arithmetic(rig, world, dtype, times, seconds)
+    speed = Speed(sum(done.rates) or None, sum(done.ceilings) or None, done.note)
+    shares = split_time(times)
+    setting = Setting(
+        config=rig.plan.config,
+        world=world,
+        strategy=rig.model.strategy,
+        precision=name_precision(dtype, world.device),
+        cores=usable_cores(),
+        host_overhead_share=_host_overhead(rig),
+    )
+    return {
+        "steps": steps,
+        "precision": setting.precision,
+        "flops_per_sample": done.flops_per_sample,
+        "flops_per_s": speed.flops_per_s,
+        "ceiling_flops_per_s": speed.ceiling_flops_per_s,
+        "mfu": speed.mfu,
+        "note": speed.note,
+        "data_share": shares.data,
+        "communication_share": shares.communication,
+        "exchange_share": shares.exchange,
+        "host_overhead_share": setting.host_overhead_share,
+        "slowest_to_fastest": shares.slowest_to_fastest,
+        "slowest_rank": asdict(shares.slowest) if shares.slowest else None,
+        "flops_per_s_by_rank": done.rates,
+        "ceiling_flops_per_s_by_rank": done.ceilings,
+        "verdict": judge_run(shares, speed, setting).to_json(),
+    }
+
+
+def _time_of(entry: dict[str, Any]) -> RankTime:
+    phases = entry["breakdown_ms"]
+    mean_ms = max(float(entry["step_ms"]["mean"]), 1e-6)
+    return RankTime(entry["rank"], entry["host"], mean_ms, phases.get("data") or 0.0, phases.get("communication"))
+
+
+@dataclass(frozen=True)
+class _Arithmetic:
+    """Operations: of a sample, and per second by rank, as done and at most. What is not known is empty, with a note."""
+
+    flops_per_sample: int | None = None
+    rates: list[float] = field(default_factory=list)
+    ceilings: list[float] = field(default_factory=list)
+    note: str = ""
+
+
+def _measure_arithmetic(
+    rig: Rig, world: World, dtype: torch.dtype, times: list[RankTime], seconds: float
+) -> _Arithmetic:
+    if seconds < WORTH_COUNTING_S:
+        return _Arithmetic(note=_TOO_SHORT)
+    count = _count_once(rig, world)
+    if count.per_sample is None:
+        return _Arithmetic(note=count.note)
+    flops = count.per_sample * rig.plan.rank_batch_size
+    rates = [1000 * flops / time.step_ms for time in times]
+    may_measure = seconds >= WORTH_MEASURING_S
+    ceilings = find_ceilings(world, dtype, may_measure=may_measure, surpassed=rates[world.rank])
+    if ceilings is None:
+        return _Arithmetic(count.per_sample, rates, note=_NO_MEMORY if may_measure else _TOO_SHORT)
+    return _Arithmetic(count.per_sample, rates, ceilings)
+
+
+def _count_once(rig: Rig, world: World) -> FlopCount:
+    """The primary counts; building a model again is nothing every rank should do."""
+    mine = FlopCount(None)
+    if world.is_primary:
+        mine = count_flops(rig.plan.config.model, rig.plan.input_shape, rig.plan.info.num_classes)
+    return FlopCount(**json.loads(broadcast_text(json.dumps(asdict(mine)), world)))
+
+
+def _host_overhead(rig: Rig) -> float | None:
+    """Known only where a GPU was profiled."""
+    profiler = rig.step.guards.profiler
+    busy = profiler.result.device_busy_share if profiler and profiler.result else None
+    return None if busy is None else max(0.0, 1.0 - busy)
