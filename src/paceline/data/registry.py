@@ -26,6 +26,7 @@ __all__ = [
     "check_data_config",
     "check_dataset_name",
     "describe_dataset",
+    "is_resident",
     "load_dataset",
     "parse_input_size",
 ]
@@ -38,6 +39,7 @@ _MODULES = {
     "folder": "folder",
 }
 DATASET_NAMES = tuple(_MODULES)
+_RESIDENT = ("shapes", "synthetic", "cifar10", "fashion-mnist")
 
 
 class _Source(Protocol):
@@ -93,6 +95,11 @@ def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
 def load_dataset(config: DataConfig, seed: int) -> LoadedData:
     """Both halves, ready to be read; downloads what is absent and can be downloaded."""
     return _source(config).load(config, seed)
+
+
+def is_resident(config: DataConfig) -> bool:
+    """Whether it is one of ours that lives in memory whole, as its description says."""
+    return config.dataset in _RESIDENT
 
 
 def _source(config: DataConfig) -> _Source:

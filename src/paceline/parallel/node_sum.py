@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 
 import torch
 
@@ -26,14 +27,14 @@ def open_node_sum(size: int, world: World) -> NodeSum | None:
     """For float32 vectors of this size; None where not all ranks share a node's memory. Collective."""
     if world.device != "cpu" or world.local_world_size != world.world_size or not has_node_memory(world):
         return None
+    if not can_meet():
+        return None
     bytes_needed = _bytes_before(world.world_size) + (world.world_size + 1) * _padded(size) * _NUMBER_BYTES
-    shared = share_memory(bytes_needed if can_meet() else None, world, lambda text: gather_texts(text, world))
+    prepare = partial(Meeting.prepare, ranks=world.world_size)
+    shared = share_memory(bytes_needed, world, partial(gather_texts, world=world), prepare)
     if shared is not None:
         shared.hold_place(world.local_rank)
-        if world.local_rank == 0:
-            Meeting.prepare(shared, world.world_size)
-    # Everybody, or nobody: and after this, the meeting place is prepared.
-    if not all(gather_texts("here" if shared is not None else "", world)):
+    if not all(gather_texts("here" if shared is not None else "", world)):  # everybody, or nobody
         _log.info("note: the ranks share no memory; their gradients travel by %s", world.backend)
         return None
     assert shared is not None

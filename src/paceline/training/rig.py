@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,10 @@ from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.loader import Loader
 from paceline.data.order import split_train_validation
-from paceline.data.registry import load_dataset
+from paceline.data.shared import load_once_per_node
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
-from paceline.parallel.collectives import gather_buffers, set_buffers, spread_buffers, tree_sum
+from paceline.parallel.collectives import gather_buffers, gather_texts, set_buffers, spread_buffers, tree_sum
 from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
@@ -126,7 +127,7 @@ def _compare_configs(checkpoint: Checkpoint, plan: RunPlan) -> None:
 def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig:
     if config.train.deterministic or config.parallel.exact:
         require_determinism()
-    data = load_dataset(config.data, config.train.seed)
+    data = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
     require_same_data(data.fingerprint(), world)
     plan = make_plan(config, data.info, world.world_size)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)

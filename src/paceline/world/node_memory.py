@@ -51,38 +51,45 @@ def has_node_memory(world: World) -> bool:
     return is_wanted and world.local_world_size > 1 and hasattr(os, "memfd_create")
 
 
-def share_memory(size_bytes: int | None, world: World, exchange: Exchange) -> NodeMemory | None:
-    """The node's memory of this many bytes behind its header, filled with zeros; None on a rank that cannot have it.
+def share_memory(
+    size_bytes: int, world: World, exchange: Exchange, fill: Callable[[NodeMemory], None]
+) -> NodeMemory | None:
+    """The node's memory of this many bytes behind its header; None on a rank that cannot have it. Collective.
 
-    Collective. Only the first rank of a node (local rank 0) needs to know the size. None as its size: it has nothing
-    to share, and nobody gets anything.
+    The first rank of a node (local rank 0) makes and fills it before the others see it.
     """
-    mine: NodeMemory | None = None
-    ticket = ""
-    if world.local_rank == 0 and size_bytes is not None:
-        mine, ticket = _make(HEADER_BYTES + size_bytes)
+    mine, ticket, failure = None, "", None
+    if world.local_rank == 0:
+        try:
+            mine, ticket = _make(HEADER_BYTES + size_bytes, fill)
+        except Exception as error:  # raised once the others, who wait for the ticket, know that there is none
+            failure = error
     offers = exchange(json.dumps([world.host, ticket]))
     if world.local_rank != 0:
         tickets = [ticket for host, ticket in map(json.loads, offers) if host == world.host and ticket]
         mine = next(filter(None, map(_find, tickets)), None)
     exchange("")  # the maker must live, and keep it open, until everybody has looked
+    if failure is not None:
+        raise failure
     return mine
 
 
-def _make(size_bytes: int) -> tuple[NodeMemory | None, str]:
+def _make(size_bytes: int, fill: Callable[[NodeMemory], None]) -> tuple[NodeMemory | None, str]:
     try:
         file = os.memfd_create("paceline")
-        try:
-            os.posix_fallocate(file, 0, size_bytes)  # now, not as a bus error later
-            memory = mmap.mmap(file, size_bytes)
-        except OSError:
-            os.close(file)
-            raise
     except OSError:
+        return None, ""
+    try:
+        os.posix_fallocate(file, 0, size_bytes)  # now, not as a bus error later
+        memory = mmap.mmap(file, size_bytes)
+    except OSError:
+        os.close(file)
         return None, ""
     token = secrets.token_bytes(_TOKEN_BYTES)
     memory[:_TOKEN_BYTES] = token
-    return NodeMemory(memory, file), json.dumps([os.getpid(), file, token.hex()])
+    shared = NodeMemory(memory, file)
+    fill(shared)
+    return shared, json.dumps([os.getpid(), file, token.hex()])
 
 
 def _find(ticket: str) -> NodeMemory | None:
