@@ -6,10 +6,11 @@ import json
 import math
 import string
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.arguments import find_run
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.metrics.recorder import read_rows
 from paceline.report.compare_page import Finding, write_compare_page
@@ -21,6 +22,7 @@ from paceline.runs.comparison import (
     read_record,
 )
 from paceline.runs.folder import RunFolder, require_run_folder
+from paceline.runs.notes import read_notes
 
 if TYPE_CHECKING:
     from paceline.checkpoints.difference import CheckpointComparison
@@ -104,7 +106,7 @@ def _read_paths(arguments: list[str]) -> list[Path]:
     for argument in arguments:
         if argument.startswith("-"):
             raise UserError(f"unknown flag {argument!r}", allowed="--json, --html", hint="paceline compare --help")
-    paths = [Path(argument) for argument in arguments]
+    paths = [find_run(argument).path for argument in arguments]
     most = len(string.ascii_uppercase)
     if not 2 <= len(paths) <= most:
         raise UserError("a comparison needs runs to compare", got=len(paths), allowed=f"2 to {most} run folders")
@@ -127,7 +129,7 @@ def _judge(first: RunRecord, other: RunRecord, label: str) -> Verdict:
 def _print_tables(records: list[RunRecord]) -> None:
     labels = list(string.ascii_uppercase[: len(records)])
     for label, record in zip(labels, records, strict=True):
-        print(f"{label}  {record.path}")
+        print(f"{label}  {record.path}  {read_notes(record.path)}".rstrip())
     differences = config_differences(records)
     if differences:
         _print_table("config", labels, {name: [_shown(v) for v in values] for name, values in differences.items()})
@@ -220,6 +222,7 @@ def _as_json(records: list[RunRecord], verdicts: list[Verdict]) -> dict[str, Any
                 "label": label,
                 "path": str(record.path),
                 "status": record.status,
+                **asdict(read_notes(record.path)),
                 "results": {name: record.results[name] for name in names if name in record.results},
             }
             for label, record in zip(labels, records, strict=False)

@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cli.arguments import find_run, perhaps, read_words
-from paceline.cli.status import in_words_s
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.metrics.screen import is_live, paint, width_of
+from paceline.metrics.screen import in_words_s, is_live, paint, width_of
 from paceline.runs.catalog import STATES, RunEntry, list_runs
 from paceline.runs.folder import RUNS
 from paceline.runs.notes import check_tag, read_notes, write_notes
@@ -32,7 +31,7 @@ Every run in runs/ (or below DIR), the newest first. TEXT: only runs with it in 
 best is the accuracy on the test set, or on validation while that is not known (marked with ~).
 A note of "" takes the note away. A run with the tag keep is left alone by paceline clean, unless it is named.
 """
-_SORTS: dict[str, Callable[[RunEntry], tuple[bool, float | int | str]]] = {  # what is not known comes last
+SORTS: dict[str, Callable[[RunEntry], tuple[bool, float | int | str]]] = {  # what is not known comes last
     "age": lambda entry: (False, -entry.updated),
     "name": lambda entry: (False, entry.name),
     "recipe": lambda entry: (False, entry.recipe),
@@ -62,7 +61,7 @@ def run(arguments: list[str]) -> int:
     root = read_root(flags)
     everything = list_runs(root)
     entries = choose(everything, words, flags)
-    entries.sort(key=_SORTS[_one_of(flags.get("--sort", "age"), tuple(_SORTS), "--sort")])
+    entries.sort(key=SORTS[_one_of(flags.get("--sort", "age"), tuple(SORTS), "--sort")])
     if "--reverse" in flags:
         entries.reverse()
     entries = entries[: _limit(flags)]
@@ -147,7 +146,7 @@ def print_table(entries: list[RunEntry]) -> None:
 def _cells(entry: RunEntry, now: float) -> dict[str, str]:
     progress = "" if entry.step is None else f"{entry.step}"
     if entry.last_step and entry.state != "finished":
-        progress += f"/{entry.last_step} {entry.progress:4.0%}"
+        progress += f"/{entry.last_step} {int(100 * (entry.progress or 0)):>3}%"
     best = "" if entry.accuracy is None else ("~" if entry.test_accuracy is None else "") + f"{entry.accuracy:.2%}"
     return {
         "name": entry.name,

@@ -13,6 +13,7 @@ from paceline.errors import EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.job import JobRecord, read_record
 from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_line
 from paceline.launch.slurm import JobState, read_state
+from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.folder import CHECKPOINT_MARK, RunFolder
 from paceline.runs.lock import Owner
@@ -128,7 +129,7 @@ def look(folder: RunFolder) -> RunView:
         record=record,
         job=job,
         trouble=trouble,
-        owner=read_owner(folder),
+        owner=read_owner(folder.path),
         failure=_read_json(folder.failure),
         saved_step=max(steps, default=0),
         entry=read_entry(folder.path),
@@ -273,14 +274,6 @@ def _failure_line(view: RunView) -> str:
     what = str(failure.get("what", "")).partition("\n")[0]
     done = f"; {failure['done']}" if failure.get("done") else ""
     return f"attempt {failure.get('attempt')} of {failure.get('attempts')}: {what}{done}"
-
-
-def in_words_s(seconds: float) -> str:
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    if seconds < 100 * 60:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.0f} h" if seconds < 72 * 3600 else f"{seconds / 86400:.0f} days"
 
 
 def _checkpoints(folder: RunFolder) -> list[Path]:

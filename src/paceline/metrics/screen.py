@@ -92,6 +92,14 @@ def fit_to(stream: TextIO, text: str) -> str:
     return "\n".join(fold(line, width_of(stream)) for line in text.split("\n"))
 
 
+def in_words_s(seconds: float) -> str:
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    if seconds < 100 * 60:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 72 * 3600 else f"{seconds / 86400:.0f} days"
+
+
 def erase_live_line() -> None:
     """Before a supervisor speaks: its ranks may just have drawn one, and been killed. Safe in a signal handler."""
     stream = speech()

@@ -16,11 +16,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.runs.folder import MIRROR_NOTE, RunFolder
+from paceline.runs.folder import MIRROR_NOTE
 from paceline.runs.lock import Owner
 from paceline.runs.notes import NOTES, Notes, read_notes
 
 JOB = "job.json"
+_LOCKS = ("run.lock", "run.owner")
 STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
 LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
 _DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
@@ -107,19 +108,19 @@ def is_run(names: set[str]) -> bool:
 
 
 def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
-    folder = RunFolder(path)
-    status = _read_json(folder.status) if "status.json" in files else {}
+    status = _read_json(path / "status.json") if "status.json" in files else {}
     updated = _time_of(status.get("updated")) or _time_of_folder(path)
     is_open = status.get("status") == "running" or not status
-    owner = read_owner(folder) if is_open else None
-    epochs = _read_epochs(folder.metrics_csv) if "metrics.csv" in files else _Epochs()
-    restarts = _count(folder.failures, _RESTARTED) if "failures.jsonl" in files else 0
-    restarts += _count(folder.requeues, "\n") if "requeues.jsonl" in files else 0
+    owner = read_owner(path) if is_open else None
+    is_left = is_open and "run.lock" in files and _is_left(path)
+    epochs = _read_epochs(path / "metrics.csv") if "metrics.csv" in files else _Epochs()
+    restarts = _count(path / "failures.jsonl", _RESTARTED) if "failures.jsonl" in files else 0
+    restarts += _count(path / "requeues.jsonl", "\n") if "requeues.jsonl" in files else 0
     return RunEntry(
         name=name,
         path=path,
         recipe=recipe_of(path),
-        state=_state(status, owner, is_job=JOB in files, is_left=is_open and is_left(folder), silent_s=now - updated),
+        state=_state(status, owner, is_job=JOB in files, is_left=is_left, silent_s=now - updated),
         step=_whole(status.get("step")),
         last_step=_whole(status.get("last_step")),
         best_accuracy=epochs.best_accuracy,
@@ -148,20 +149,21 @@ def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, is_left
     return "running" if is_seen or silent_s < _SILENT_S else "silent"
 
 
-def read_owner(folder: RunFolder) -> Owner | None:
+def read_owner(folder: Path) -> Owner | None:
     """Who holds the folder, or held it when it died: a clean release empties the file."""
-    for path in (folder.lock, folder.lock.with_suffix(".owner")):
+    for name in _LOCKS:
         try:
-            return Owner(**_read_json(path))
+            return Owner(**_read_json(folder / name))
         except TypeError:
             continue
     return None
 
 
-def is_left(folder: RunFolder) -> bool:
-    """Whether somebody had the folder and let go of it: a clean release empties the lock file."""
+def _is_left(folder: Path) -> bool:
+    """Whether somebody had the folder and let go of it, without a word of how it ended."""
+    lock, owner = (folder / name for name in _LOCKS)
     try:
-        return folder.lock.stat().st_size == 0 and not folder.lock.with_suffix(".owner").exists()
+        return lock.stat().st_size == 0 and not owner.exists()
     except OSError:
         return False
 
