@@ -7,26 +7,17 @@ Models know nothing of this, and the loop only sees `ParallelModel`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import Config
 from paceline.parallel.batchnorm import synchronise_batchnorm
-from paceline.parallel.exposed import Exposed, find_last_gradient, follow_shards
+from paceline.parallel.exposed import Exposed, find_last_gradient
+from paceline.parallel.parts import local_part
 from paceline.parallel.shared_gradients import SharedGradients, share_gradients
 from paceline.world.detect import World
 
@@ -52,18 +43,11 @@ class ParallelModel:
         logits: Tensor = self.forward(inputs)
         return logits
 
-    @property
-    def exchange(self) -> str:
-        """How gradients get from rank to rank."""
-        if self.strategy == "single" or not torch.distributed.is_initialized():
-            return "none"
-        return "shared memory" if self.shared is not None else torch.distributed.get_backend()
-
     def reduce_gradients(self, enabled: bool) -> None:
         """Whether the next backward pass also sums gradients over ranks: only the last microbatch's does."""
         if isinstance(self.forward, DistributedDataParallel):
             self.forward.require_backward_grad_sync = enabled
-        elif isinstance(self.forward, FSDPModule):
+        elif self.strategy == "fsdp":
             self.forward.set_requires_gradient_sync(enabled)
 
     def bytes_to_sum(self) -> int:
@@ -77,7 +61,7 @@ class ParallelModel:
         """All gradients on this rank after a backward pass, in as few tensors as they lie in."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if self.strategy == "fsdp":
-            return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+            return [local_part(gradient) for gradient in gradients]
         if self.passenger is None:
             return gradients
         # Under DDP they are views of its buckets, which stay where they are once they are settled.
@@ -139,7 +123,9 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
         return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
     exposed = Exposed(device)
     if strategy == "fsdp":
-        forward = _shard(model, world, dtype, offload=config.parallel.cpu_offload)
+        from paceline.parallel.sharding import follow_shards, shard  # it takes a second, and few runs need it
+
+        forward = shard(model, world, dtype, offload=config.parallel.cpu_offload)
         follow_shards(model, exposed, device)
     return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
 
@@ -191,30 +177,3 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     with torch.no_grad():
         for buffer, value in zip(model.module.buffers(), before, strict=True):
             buffer.copy_(value)
-
-
-def _shard(model: nn.Module, world: World, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:
-    """FSDP2: one group of shards per block, and one for what lies between blocks."""
-    options: dict[str, Any] = {
-        # Named, because FSDP would take the GPUs of a machine that has some even for a run on its CPUs.
-        "mesh": init_device_mesh(torch.device(world.device).type, (world.world_size,)),
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
-    }
-    for block in find_blocks(model):
-        fully_shard(block, **options)
-    fully_shard(model, **options)
-    return model
-
-
-def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated parts of a model: children of its sequences, not cut any further."""
-    for child in model.children():
-        if isinstance(child, nn.Sequential | nn.ModuleList):
-            for part in child.children():
-                if isinstance(part, nn.Sequential | nn.ModuleList):
-                    yield from find_blocks(nn.ModuleList([part]))
-                elif any(True for _ in part.parameters()):
-                    yield part
-        else:
-            yield from find_blocks(child)

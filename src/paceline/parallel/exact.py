@@ -43,6 +43,11 @@ class LaneReducer:
     def lanes_per_rank(self) -> int:
         return self._lanes // self._world.world_size
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the ranks finish the tree in shared memory."""
+        return self._node_sum is not None
+
     @torch.no_grad()
     def begin_step(self) -> None:
         self._start = [buffer.clone() for buffer in (*self._buffers, *self._counters)]

@@ -35,13 +35,17 @@ def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
     return [
         title,
         f"model     {plan.config.model.model_name}, {rig.num_parameters:,} parameters,"
-        f" strategy {rig.model.strategy}, {precision}",
+        f" strategy {rig.model.strategy}{_way(rig)}, {precision}",
         f"data      {describe_data(plan)}",
         ranks,
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
         f"folder    {place.folder}",
     ]
+
+
+def _way(rig: Rig) -> str:
+    return f" through {rig.step.exchange}" if rig.step.exchange == "shared memory" else ""
 
 
 def _device_name(device: str) -> str:

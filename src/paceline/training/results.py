@@ -96,6 +96,7 @@ def make_results(
         "distributed_training": {
             "world_size": world.world_size,
             "backend": world.backend,
+            "gradients": rig.step.exchange,
             "global_batch_size": plan.config.train.global_batch_size,
             "rank_batch_size": plan.rank_batch_size,
             "epochs": plan.config.train.epochs,

@@ -70,6 +70,14 @@ class TrainStep:
         """How many parts a rank runs its share of the batch in."""
         return self._reducer.lanes_per_rank if self._reducer else 1
 
+    @property
+    def exchange(self) -> str:
+        """How gradients get from rank to rank."""
+        if self._world.world_size == 1:
+            return "none"
+        is_shared = self._reducer.is_shared if self._reducer else self._model.shared is not None
+        return "shared memory" if is_shared else self._world.backend
+
     def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
         """Forward, backward, and the sum over ranks. Collective, and the ranks' one moment to agree on anything."""
         self._busy_s = 0.0
