@@ -155,7 +155,7 @@ def judge(report: Report, request: Request) -> Verdict | None:
     if wrong is not None:
         return wrong
     if report.step is not None:
-        return judge_step(report.step, request.config, report.world)
+        return judge_step(report.step, request.config, report.world, cores=usable_cores())
     if report.rows:
         return judge_links(report.rows, report.fits, report.limits.link)
     return judge_data(report.data) if report.data is not None else None

@@ -11,10 +11,9 @@ from paceline.bench.links import Limit
 from paceline.bench.step import StepResult
 from paceline.config.schema import Config
 from paceline.metrics.units import format_rate, format_size, format_time
+from paceline.metrics.verdict import DENSE, MUCH, Setting, faster_arithmetic, faster_data, less_exchange
+from paceline.parallel.apply import resolve_strategy
 from paceline.world.detect import World
-
-_MUCH = 0.2  # of a step: worth an effort
-_LOW_MFU = 0.3
 
 
 @dataclass(frozen=True)
@@ -32,54 +31,27 @@ def judge_sums(rows: Sequence[Row]) -> Verdict | None:
     return Verdict("wrong-sums", f"wrong sums: {first} gave a wrong answer ({len(wrong)} of {len(rows)} did)")
 
 
-def judge_step(step: StepResult, config: Config, world: World) -> Verdict:
+def judge_step(step: StepResult, config: Config, world: World, *, cores: int) -> Verdict:
+    strategy = resolve_strategy(config, world.world_size)
+    setting = Setting(config, world, strategy, step.precision, cores, step_ms=1000 * step.step_s)
     whole_s = step.step_s + step.data_s
     data_share = step.data_s / whole_s
     peers_share = (step.exposed_s or 0.0) / whole_s
-    if peers_share >= _MUCH and peers_share >= data_share:
+    if peers_share >= MUCH and peers_share >= data_share:
         text = f"{peers_share:.0%} of a step ({format_time(step.exposed_s or 0.0)}) goes into exchanging"
         text += f" {format_size(step.gradient_bytes)} of gradients"
-        return Verdict("communication-bound", f"communication-bound: {text}; try {_less_talk(config, world)}")
-    if data_share >= _MUCH:
+        return _verdict("communication-bound", text, less_exchange(setting))
+    if data_share >= MUCH:
         text = f"{data_share:.0%} of a step ({format_time(step.data_s)}) waits for its batch"
-        return Verdict("data-bound", f"data-bound: {text}; try {_faster_data(config)}")
-    computing = 1 - data_share - peers_share
+        return _verdict("data-bound", text, faster_data(setting))
     at = f", at {step.mfu:.0%} of the matrix ceiling" if step.mfu is not None else ""
-    return Verdict(
-        "compute-bound",
-        f"compute-bound: {computing:.0%} of a step is arithmetic{at}; {_faster_arithmetic(step, config, world)}",
-    )
+    text = f"{1 - data_share - peers_share:.0%} of a step is arithmetic{at}"
+    is_dense = step.mfu is None or step.mfu >= DENSE
+    return _verdict("compute-bound", text, faster_arithmetic(setting, is_dense=is_dense))
 
 
-def _less_talk(config: Config, world: World) -> str:
-    tips = ["a larger --global-batch-size (gradients are exchanged once per step)"]
-    if config.parallel.strategy == "fsdp":
-        tips.append("--strategy ddp if the model fits (sharded weights are exchanged too)")
-    elif config.parallel.sync_bn:
-        tips.append("no --sync-bn")
-    if world.device == "cpu":
-        tips.append("fewer --processes with more threads each")
-    return ", or ".join(tips)
-
-
-def _faster_data(config: Config) -> str:
-    if config.data.dataset == "folder":
-        return f"more --num-workers than {config.data.num_workers}, or smaller pictures on disk"
-    lighter = {"imagenet": "--augment light or a smaller --image-size", "light": "--augment none"}
-    return lighter.get(config.data.augment, "a larger --global-batch-size")
-
-
-def _faster_arithmetic(step: StepResult, config: Config, world: World) -> str:
-    if not world.device.startswith("cuda"):
-        return "more cores or a GPU would help, faster links or disks would not"
-    tips = []
-    if step.precision.startswith("float32"):
-        tips.append("mixed precision (leave out --no-amp)")
-    if step.mfu is not None and step.mfu < _LOW_MFU:
-        tips.append("a larger --global-batch-size")
-    if not config.train.compile:
-        tips.append("--compile")
-    return "try " + ", or ".join(tips) if tips else "little is left to gain here"
+def _verdict(kind: str, text: str, tips: list[str]) -> Verdict:
+    return Verdict(kind, f"{kind}: {text}; try {', or '.join(tips)}")
 
 
 def judge_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -> Verdict:

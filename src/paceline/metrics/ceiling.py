@@ -141,10 +141,17 @@ def find_ceilings(world: World, dtype: torch.dtype, *, may_measure: bool, surpas
     if min(rates) == 0.0:
         if not may_measure:
             return None
-        rates = [row[0] for row in gather_numbers([_measure(world, dtype)], world)]
+        rates = _mean_per_node([row[0] for row in gather_numbers([_measure(world, dtype)], world)], world)
         if world.local_rank == 0 and rates[world.rank] > 0.0:
             remember(conditions, rates[world.rank])
     return rates if min(rates) > 0.0 else None
+
+
+def _mean_per_node(rates: list[float], world: World) -> list[float]:
+    """Ranks of a node are neighbours and alike; what one of them lacked another one had."""
+    size = world.local_world_size
+    nodes = [rates[first : first + size] for first in range(0, len(rates), size)]
+    return [sum(node) / len(node) if min(node) > 0.0 else 0.0 for node in nodes for _ in node]
 
 
 def _measure(world: World, dtype: torch.dtype) -> float:

@@ -28,8 +28,7 @@ _log = logging.getLogger("paceline")
 PROFILE_FOLDER = "profile"
 _WARM_UP_STEPS, _STEPS, _TOP = 10, 10, 10
 _ENOUGH_STEPS = 3  # of an epoch that ends before ten are recorded
-_STEP_PHASES = ("data", "forward", "backward", "reduce", "update")
-_OWN_MARKS = ("step", *_STEP_PHASES)  # what we add to the trace, to find one's way in it
+_MARKS = ("data", "forward", "backward", "reduce", "update")  # a step's phases, to find one's way in the trace
 _NAME_WIDTH = 48
 
 
@@ -104,7 +103,7 @@ def rank_operators(events: Sequence[FunctionEventAvg], *, is_cuda: bool) -> tupl
     found = [
         (str(event.key), event.count, (event.self_device_time_total if is_cuda else event.self_cpu_time_total) / 1e6)
         for event in events
-        if event.device_type == DeviceType.CPU and event.key not in _OWN_MARKS
+        if event.device_type == DeviceType.CPU and event.key not in _MARKS
     ]
     total = sum(seconds for _, _, seconds in found) or 1.0
     found.sort(key=lambda entry: -entry[2])
@@ -117,7 +116,7 @@ def _kernel_spans(events: Sequence[FunctionEvent]) -> list[tuple[float, float]]:
         (event.time_range.start, event.time_range.end)
         for event in events
         if event.device_type == DeviceType.CUDA
-        and event.name not in _OWN_MARKS
+        and event.name not in _MARKS
         and not getattr(event, "is_user_annotation", False)
     ]
 
@@ -182,7 +181,7 @@ class StepProfiler:
         is_new_step = phase == "data"
         self._seen += is_new_step
         if self._recording is not None:
-            if phase in _STEP_PHASES and not (is_new_step and self._steps == _STEPS):
+            if phase in _MARKS and not (is_new_step and self._steps == _STEPS):
                 self._steps += is_new_step
                 self._recording.mark(phase)
                 return

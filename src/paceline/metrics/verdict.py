@@ -18,6 +18,8 @@ from paceline.world.detect import World
 LEAST_STEPS = 10  # fewer, after the first ones, are too few to judge
 MUCH = 0.2  # of a step: worth an effort
 _SLOW = 0.1  # likewise, of every rank's step, for the sake of one: every other rank pays for it
+_SHORT_STEP_MS = 50.0  # a step calls hundreds of operators, each costs its caller some 10 us: below this, that shows
+_CROWDED = 1.5  # processes that want to run, per core: more than this run's own
 DENSE = 0.3  # of the matrix ceiling: what convolutions with normalisation reach when the device has enough to do
 
 
@@ -87,6 +89,8 @@ class Setting:
     strategy: str
     precision: str
     cores: int  # of a node
+    load: float = 0.0  # processes that wanted to run there in the last minute, this run's own included
+    step_ms: float = 0.0
     host_overhead_share: float | None = None  # of a GPU's time: it waited for the host
 
     @property
@@ -241,6 +245,8 @@ def less_exchange(setting: Setting) -> list[str]:
 def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
     world = setting.world
     if not setting.is_cuda:
+        if _is_crowded(setting):
+            return [_quiet_machine(setting)]
         used = world.local_world_size * world.threads
         if used < setting.cores:
             return [f"the other cores too: {used} of {setting.cores} are used (--processes, --omp-num-threads)"]
@@ -258,6 +264,8 @@ def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
 def less_overhead(setting: Setting) -> list[str]:
     train, parallel, world = setting.config.train, setting.config.parallel, setting.world
     tips = []
+    if not setting.is_cuda and _is_crowded(setting):
+        tips.append(_quiet_machine(setting))
     if parallel.exact and (parallel.lanes or world.world_size) > world.world_size:
         tips.append("fewer --lanes (each runs by itself)")
     if train.accumulate > 1:
@@ -266,7 +274,16 @@ def less_overhead(setting: Setting) -> list[str]:
         tips.append("no --deterministic")
     if setting.is_cuda and not train.compile:
         tips.append("--compile")
-    tips.append("a larger --global-batch-size")
-    if not setting.config.run.profile:
-        tips.append("--profile, to see which operators")
+    if setting.step_ms < _SHORT_STEP_MS:
+        tips.append("a larger --global-batch-size (small operators cost their call)")
+    is_profiled = setting.config.run.profile
+    tips.append("profile/top.txt, which names the operators" if is_profiled else "--profile, to see which operators")
     return tips
+
+
+def _is_crowded(setting: Setting) -> bool:
+    return setting.load > _CROWDED * setting.cores
+
+
+def _quiet_machine(setting: Setting) -> str:
+    return f"fewer other programs beside it (load {setting.load:.1f} on {setting.cores} cores)"

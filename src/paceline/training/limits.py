@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ def find_limits(rig: Rig, world: World, ranks: list[dict[str, Any]]) -> dict[str
         strategy=rig.model.strategy,
         precision=name_precision(dtype, world.device),
         cores=usable_cores(),
+        load=os.getloadavg()[0],
+        step_ms=max(time.step_ms for time in times),
         host_overhead_share=_host_overhead(rig),
     )
     return {
