@@ -1,0 +1,87 @@
+"""All papers together: one list of findings, whom to leave out, and what went missing. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from paceline.doctor.examine import NodeReport
+from paceline.doctor.findings import Finding, failed, merge_nodes
+from paceline.doctor.hand_in import DONE, HandIn
+
+GROUPS = ("SOFTWARE", "MACHINE", "DISK", "NETWORK", "NODES", "RANKS")
+
+
+@dataclass
+class Examination:
+    """Everything that is known in the end."""
+
+    findings: list[Finding]
+    hosts: list[str]
+    world_size: int
+    launcher: str
+    facts: dict[str, Any] = field(default_factory=dict)  # by host
+    struck: dict[str, int] = field(default_factory=dict)  # planted faults, by kind
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Who should have handed in something."""
+
+    world_size: int
+    launcher: str
+    hosts: tuple[str, ...] = ()  # of the nodes, where they are known beforehand
+    trouble: str = ""  # what the launcher said when it failed
+
+
+def assemble(
+    papers: Sequence[HandIn], expected: Expected, node: NodeReport | None = None, host: str = ""
+) -> Examination:
+    """`node` is part one where the launcher did it itself."""
+    by_host = {paper.host: paper.node for paper in papers if paper.node is not None}
+    facts = {paper.host: paper.facts for paper in papers if paper.facts}
+    if node is not None:
+        by_host, facts = {host: node.findings}, {host: node.facts}
+    findings = merge_nodes(by_host)
+    furthest = max(papers, key=lambda paper: (len(paper.shared), -paper.rank), default=None)
+    if furthest is not None:
+        findings += furthest.shared
+    seen = list(dict.fromkeys([*expected.hosts, *by_host, *(paper.host for paper in papers)]))
+    findings += _who_is_missing(papers, expected)
+    findings.sort(key=lambda finding: GROUPS.index(finding.group))
+    struck: dict[str, int] = {}
+    for paper in papers:
+        for kind, count in paper.struck.items():
+            struck[kind] = struck.get(kind, 0) + count
+    return Examination(findings, seen, expected.world_size, expected.launcher, facts, struck)
+
+
+def _who_is_missing(papers: Sequence[HandIn], expected: Expected) -> list[Finding]:
+    found = []
+    stuck = [paper for paper in papers if paper.phase != DONE]
+    if stuck:
+        places = ", ".join(f"rank {paper.rank} on {paper.host} in {paper.phase}" for paper in stuck[:8])
+        remedy = "the rank that stands elsewhere than the others is the one to look at; leave its node out (--exclude)"
+        found.append(failed("ranks", f"the time was up: {places}", remedy, nodes=_apart(stuck)))
+    here = {paper.rank for paper in papers}
+    silent = [rank for rank in range(expected.world_size) if rank not in here]
+    if silent:
+        hosts_seen = {paper.host for paper in papers}
+        hosts = [host for host in expected.hosts if host not in hosts_seen]
+        where = f" (node {', '.join(hosts)})" if hosts else ""
+        said = f": {expected.trouble}" if expected.trouble else ""
+        what = f"nothing came from rank {', '.join(map(str, silent[:16]))}{where}{said}"
+        found.append(failed("ranks", what, "look at that node: is Python there, is it up, was it killed?", nodes=hosts))
+    elif expected.trouble and not stuck:
+        found.append(failed("ranks", expected.trouble, "paceline doctor --processes 1 looks at this machine alone"))
+    return [replace(finding, group="RANKS") for finding in found]
+
+
+def _apart(stuck: Sequence[HandIn]) -> list[str]:
+    """The hosts of ranks that stand where nobody else does, if most stand together."""
+    phases = [paper.phase for paper in stuck]
+    usual = max(set(phases), key=phases.count)
+    alone = [paper.host for paper in stuck if paper.phase != usual]
+    return sorted(set(alone)) if 2 * phases.count(usual) > len(phases) else []

@@ -1,0 +1,62 @@
+"""Folders that are written to, and the clock of the disk they lie on."""
+
+from __future__ import annotations
+
+from paceline.doctor.findings import Finding, failed, passed, warned
+from paceline.doctor.gather.disk import Place
+
+_MEGABYTE, _GIGABYTE = 10**6, 10**9
+_ROOM_NEEDED, _ROOM_WANTED = 200 * _MEGABYTE, 2 * _GIGABYTE
+_FILES_NEEDED = 1000
+_SLOW_WRITE, _SLOW_FSYNC_S = 20 * _MEGABYTE, 1.0
+_CLOCK_WARN_S, _CLOCK_FAIL_S = 2.0, 60.0
+_EARLIEST = 1_735_689_600  # 1 January 2025: this program did not exist before
+
+
+def check_place(name: str, facts: Place, *, flag: str) -> Finding:
+    """A folder training writes to."""
+    where = facts.path if facts.exists else f"{facts.path} (to be made in {facts.stands_in})"
+    elsewhere = f"{flag} elsewhere"
+    if facts.free_bytes < _ROOM_NEEDED and (not facts.error or "space" in facts.error):
+        what = f"{where}: the disk is full, {facts.free_bytes / _MEGABYTE:.0f} MB are free"
+        return failed(name, what, f"make room (du -xsh {facts.stands_in}/* shows what takes it), or {elsewhere}")
+    if facts.error:
+        remedy = f"ls -ld {facts.stands_in} shows whose it is; chown or chmod it, or {elsewhere}"
+        return failed(name, f"{where} cannot be written: {facts.error}", remedy)
+    if facts.free_files is not None and facts.free_files < _FILES_NEEDED:
+        what = f"{where}: the disk has room for {facts.free_files} more files only"
+        return failed(name, what, f"remove files (df -i shows how many there are), or {elsewhere}")
+    speed = ""
+    if facts.write_bytes_per_s is not None and facts.fsync_s is not None:
+        speed = f", writes {facts.write_bytes_per_s / _MEGABYTE:,.0f} MB/s, fsync {1000 * facts.fsync_s:.1f} ms"
+    what = f"{where}: {facts.free_bytes / _GIGABYTE:.1f} GB free{speed} ({facts.filesystem or 'unknown'})"
+    if facts.free_bytes < _ROOM_WANTED:
+        return warned(name, what, f"room for a few checkpoints only; make more, or {elsewhere}")
+    is_slow = facts.write_bytes_per_s is not None and facts.write_bytes_per_s < _SLOW_WRITE
+    if is_slow or (facts.fsync_s or 0.0) > _SLOW_FSYNC_S:
+        return warned(name, f"{what}: slow", f"checkpoints will take long; a local or parallel disk: {elsewhere}")
+    return passed(name, what)
+
+
+def check_data(facts: Place) -> Finding:
+    """The data folder may be read-only, if there is something in it."""
+    finding = check_place("data folder", facts, flag="--data-dir")
+    if finding.status == "fail" and facts.exists and facts.error:
+        return passed("data folder", f"{facts.path}, which may only be read ({facts.error})")
+    return finding
+
+
+def check_clock(facts: Place, now: float, drift_s: float) -> Finding:
+    """Alone, a node can only ask its own disk, its own steady clock and common sense."""
+    remedy = "set the clock: timedatectl set-ntp true, or chronyc makestep; ask whoever runs the machine"
+    if now < _EARLIEST:
+        return failed("clock", "the clock is years behind", remedy)
+    ahead = facts.clock_ahead_s or 0.0
+    if abs(ahead) > _CLOCK_WARN_S:
+        which = "ahead of" if ahead < 0 else "behind"
+        what = f"this machine's clock is {abs(ahead):.1f} s {which} the clock of the disk under {facts.stands_in}"
+        report = failed if abs(ahead) > _CLOCK_FAIL_S else warned
+        return report("clock", what, remedy, ahead_s=-ahead)
+    if abs(drift_s) > _CLOCK_WARN_S:
+        return failed("clock", f"the clock jumped by {drift_s:.1f} s while we looked at it", remedy)
+    return passed("clock", f"agrees with the disk's to {abs(ahead):.2f} s, and runs evenly")

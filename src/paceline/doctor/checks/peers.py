@@ -1,0 +1,102 @@
+"""What nodes know of each other before torch joins them: versions, clocks, MTUs, open doors. Imports no torch."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from paceline.doctor.findings import Finding, failed, passed, warned
+from paceline.doctor.reach import Visit
+
+Identity = dict[str, Any]  # what a rank says of itself: rank, host, versions, mtu
+_CLOCK_WARN_S, _CLOCK_FAIL_S = 1.0, 30.0
+_MANY = 4  # ranks listed by name before the rest is counted
+
+
+def name_ranks(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """`rank 1 on n2, rank 3 on n4`."""
+    listed = ", ".join(f"rank {rank} on {hosts[rank]}" for rank in ranks[:_MANY])
+    return listed + (f" and {len(ranks) - _MANY} more" if len(ranks) > _MANY else "")
+
+
+def blame(ranks: Sequence[int], hosts: Sequence[str]) -> list[str]:
+    return sorted({hosts[rank] for rank in ranks})
+
+
+def check_versions(everyone: Sequence[Identity]) -> Finding:
+    hosts = [identity["host"] for identity in everyone]
+    for what in everyone[0]["versions"]:
+        values = [str(identity["versions"].get(what)) for identity in everyone]
+        usual, _ = Counter(values).most_common(1)[0]
+        odd = [rank for rank, value in enumerate(values) if value != usual]
+        if odd:
+            text = f"{what} {values[odd[0]]} at {name_ranks(odd, hosts)}, {usual} at the others"
+            remedy = "the same environment on every node: one on a shared disk, one container image, or install anew"
+            return failed("versions", text, remedy, nodes=blame(odd, hosts))
+    told = everyone[0]["versions"]
+    return passed("versions", f"alike on {_ranks(len(everyone))}: torch {told['torch']}, paceline {told['paceline']}")
+
+
+def check_mtu(everyone: Sequence[Identity]) -> Finding:
+    """Of the interface each node is known by."""
+    by_host = {identity["host"]: identity["mtu"] for identity in everyone if identity["mtu"]}
+    if len(set(by_host.values())) > 1:
+        usual, _ = Counter(by_host.values()).most_common(1)[0]
+        odd = [host for host, mtu in by_host.items() if mtu != usual]
+        what = f"{', '.join(f'{host} has {by_host[host]}' for host in odd[:_MANY])}, the others have {usual}"
+        remedy = f"ip link set <interface> mtu {min(by_host.values())} on all, or the larger one on all and the switch"
+        return warned("mtu", what, remedy, nodes=odd)
+    nodes = len({identity["host"] for identity in everyone})
+    told = next(iter(by_host.values()), "unknown")
+    return passed("mtu", f"{told} on {nodes} node{'s' if nodes > 1 else ''}")
+
+
+def check_reach(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Finding:
+    """`visits[a][b]`: rank a's knock at rank b's door."""
+    shut = [(a, b) for a, row in enumerate(visits) for b, visit in enumerate(row) if visit.error]
+    ranks = len(hosts)
+    if not shut:
+        longest = max(visit.round_trip_s for row in visits for visit in row)
+        return passed("reach", f"each of {_ranks(ranks)} reaches each, in {1000 * longest:.1f} ms at most")
+    first = shut[0]
+    guilty = _most_often([rank for pair in shut for rank in pair], among=shut)
+    what = f"{len(shut)} of {ranks * (ranks - 1)} ways are shut: {name_ranks([first[0]], hosts)} does not reach "
+    what += f"{name_ranks([first[1]], hosts)} ({visits[first[0]][first[1]].error})"
+    remedy = "a firewall between the nodes? open all TCP ports among them (iptables -L, security groups); an address "
+    remedy += "of the wrong network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose"
+    if "large ones" in visits[first[0]][first[1]].error:
+        remedy = "an MTU that the way between does not carry: ping -M do -s 1472; a smaller one: ip link set ... mtu"
+    return failed("reach", what, remedy, nodes=blame(guilty, hosts), shut=[list(pair) for pair in shut[:100]])
+
+
+def _most_often(ranks: list[int], among: list[tuple[int, int]]) -> list[int]:
+    """The ranks that have a part in every shut way, if there are such; else those in most of them."""
+    counts = Counter(ranks)
+    largest = counts.most_common(1)[0][1]
+    guilty = [rank for rank, count in counts.items() if count == largest]
+    in_all = [rank for rank in guilty if all(rank in pair for pair in among)]
+    return in_all or guilty
+
+
+def check_clocks(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Finding:
+    """Clocks as rank 0 sees them, against the one in the middle."""
+    ahead = [0.0 if rank == 0 else visit.clock_ahead_s for rank, visit in enumerate(visits[0])]
+    # Of an even number the lower middle: of two clocks, rank 0's counts.
+    middle = statistics.median_low(ahead) if len(ahead) > 2 else 0.0
+    off = [value - middle for value in ahead]
+    worst = max(range(len(off)), key=lambda rank: abs(off[rank]))
+    remedy = "set the clocks: timedatectl set-ntp true, or chronyc makestep, on that node (chronyc tracking shows it)"
+    odd = [rank for rank, value in enumerate(off) if abs(value) > _CLOCK_WARN_S]
+    if odd:
+        which = "ahead of" if off[worst] > 0 else "behind"
+        others = "the others" if len(hosts) > 2 else "rank 0"
+        what = f"the clock of {name_ranks([worst], hosts)} is {abs(off[worst]):.1f} s {which} {others}"
+        report = failed if abs(off[worst]) > _CLOCK_FAIL_S else warned
+        return report("clocks", what, remedy, nodes=blame(odd, hosts), ahead_s=off)
+    return passed("clocks", f"within {1000 * abs(off[worst]):.1f} ms of each other", ahead_s=off)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} rank" + ("s" if count > 1 else "")

@@ -1,0 +1,108 @@
+"""What a check has to say, and what follows from all of them together. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+STATUSES = ("pass", "skip", "warn", "fail")  # from the best to the worst
+EXIT_FAILED = 1  # of the command, when a check failed
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check's answer. `nodes` are the hosts it blames: what an exclude list is made of."""
+
+    name: str
+    status: str
+    what: str
+    remedy: str = ""
+    group: str = ""
+    nodes: tuple[str, ...] = ()
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def badness(self) -> int:
+        return STATUSES.index(self.status)
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "nodes": list(self.nodes)}
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Finding:
+        return cls(**{**content, "nodes": tuple(content["nodes"])})
+
+
+def passed(name: str, what: str, **details: Any) -> Finding:
+    return Finding(name, "pass", what, details=details)
+
+
+def skipped(name: str, what: str, **details: Any) -> Finding:
+    return Finding(name, "skip", what, details=details)
+
+
+def warned(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **details: Any) -> Finding:
+    return Finding(name, "warn", what, remedy, nodes=tuple(nodes), details=details)
+
+
+def failed(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **details: Any) -> Finding:
+    return Finding(name, "fail", what, remedy, nodes=tuple(nodes), details=details)
+
+
+def merge_nodes(by_host: dict[str, list[Finding]]) -> list[Finding]:
+    """Every node's findings as one list: what all nodes say alike is said once, what only some say names them."""
+    merged: list[Finding] = []
+    names = list(dict.fromkeys(finding.name for findings in by_host.values() for finding in findings))
+    for name in names:
+        alike: dict[tuple[str, str], list[str]] = {}
+        samples: dict[tuple[str, str], Finding] = {}
+        for host, findings in by_host.items():
+            for finding in findings:
+                if finding.name == name:
+                    key = _kind(finding)
+                    alike.setdefault(key, []).append(host)
+                    samples.setdefault(key, finding)
+        for key, hosts in alike.items():
+            merged.append(_on(samples[key], hosts, len(by_host)))
+    return merged
+
+
+def _kind(finding: Finding) -> tuple[str, str]:
+    """Good news of several nodes may differ in their figures; bad news is told as it is."""
+    return finding.status, "" if finding.status == "pass" else finding.what
+
+
+def _on(finding: Finding, hosts: list[str], count: int) -> Finding:
+    if count == 1:
+        return Finding(**{**vars(finding), "nodes": tuple(hosts) if finding.badness > 1 else ()})
+    where = f"{len(hosts)} nodes" if len(hosts) > 3 or len(hosts) == count else ", ".join(hosts)
+    example = f"{hosts[0]}: " if finding.status == "pass" and len(hosts) > 1 else ""
+    text = f"{example}{finding.what} ({where})"
+    return Finding(**{**vars(finding), "what": text, "nodes": tuple(hosts) if finding.badness > 1 else ()})
+
+
+def count_by_status(findings: Sequence[Finding]) -> dict[str, int]:
+    return {status: sum(finding.status == status for finding in findings) for status in STATUSES}
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return not any(finding.status == "fail" for finding in findings)
+
+
+def nodes_to_exclude(findings: Sequence[Finding], hosts: Sequence[str]) -> list[str]:
+    """The nodes that failed. Where all did, none: the fault lies elsewhere, and a job needs some node."""
+    blamed = {host for finding in findings if finding.status == "fail" for host in finding.nodes}
+    return [host for host in hosts if host in blamed] if not blamed.issuperset(hosts) else []
+
+
+def verdict(findings: Sequence[Finding], seconds: float) -> str:
+    """The last line."""
+    counts = count_by_status(findings)
+    took = f"in {seconds:.1f} s"
+    warnings = f", {counts['warn']} warning{'s' if counts['warn'] > 1 else ''}" if counts["warn"] else ""
+    if counts["fail"] == 0:
+        skips = f", {counts['skip']} not tried" if counts["skip"] else ""
+        return f"healthy: {counts['pass']} checks passed{warnings}{skips}, {took}"
+    names = ", ".join(dict.fromkeys(finding.name for finding in findings if finding.status == "fail"))
+    return f"not fit to train: {counts['fail']} of {len(findings)} checks failed ({names}){warnings}, {took}"

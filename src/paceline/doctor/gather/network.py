@@ -1,0 +1,168 @@
+"""Names, ports and interfaces of this node. Every question is local, or one name lookup."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import socket
+import struct
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+_NET = Path("/sys/class/net")
+_GET_ADDRESS = 0x8915  # SIOCGIFADDR
+_LISTENING = "0A"
+_CONNECT_S = 3.0
+_DEFAULT_PORT = 29500  # torchrun's
+INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
+@dataclass(frozen=True)
+class Names:
+    host: str
+    addresses: tuple[str, ...]  # what the host's own name stands for
+    error: str
+    lookup_s: float
+    meets_at: str = ""  # the name of the node the ranks meet on
+    meeting_addresses: tuple[str, ...] = ()
+    meeting_error: str = ""
+
+
+@dataclass(frozen=True)
+class Ports:
+    is_open_here: bool  # a port can be opened, and reached through this host's own address
+    error: str
+    port: int | None  # the one the ranks are told to meet on, where it must be free here
+    taken_by: str | None  # None: nobody has it
+    default_taken_by: str | None
+    first: int  # of the range the system gives out
+    last: int
+
+
+@dataclass(frozen=True)
+class Interface:
+    name: str
+    address: str
+    mtu: int
+    is_up: bool
+
+
+@dataclass(frozen=True)
+class Network:
+    interfaces: tuple[Interface, ...]
+    chosen: dict[str, str]  # interface variables that are set
+
+
+def gather_names(meets_at: str = "") -> Names:
+    host, started = socket.gethostname(), time.perf_counter()
+    addresses, error = resolve(host)
+    lookup_s = time.perf_counter() - started
+    meeting, meeting_error = resolve(meets_at) if meets_at else ((), "")
+    return Names(host, addresses, error, lookup_s, meets_at, meeting, meeting_error)
+
+
+def resolve(name: str) -> tuple[tuple[str, ...], str]:
+    """Addresses, or why there are none."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        return (), error.strerror or str(error)
+    return tuple(dict.fromkeys(str(entry[4][0]) for entry in found)), ""
+
+
+def is_loopback(address: str) -> bool:
+    return address.startswith("127.") or address == "::1"
+
+
+def gather_ports(address: str, port: int | None) -> Ports:
+    """`port` must be free on this node; None where that is another's business."""
+    error = _try_own_port(address)
+    low, high = 32768, 60999
+    with suppress(OSError, ValueError):
+        low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    return Ports(
+        is_open_here=not error,
+        error=error,
+        port=port,
+        taken_by=who_has(port) if port else None,
+        default_taken_by=who_has(_DEFAULT_PORT),
+        first=low,
+        last=high,
+    )
+
+
+def _try_own_port(address: str) -> str:
+    """Open whichever port is free and knock at it."""
+    try:
+        with socket.create_server(("", 0)) as server:
+            place = (address, server.getsockname()[1])
+            socket.create_connection(place, timeout=_CONNECT_S).close()
+    except OSError as error:
+        return f"{address}: {error.strerror or error}"
+    return ""
+
+
+def who_has(port: int) -> str | None:
+    """None when the port is free; else the process that listens there, as far as we may see it."""
+    try:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # remains of closed connections do not count
+            probe.bind(("", port))
+            return None
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return error.strerror or str(error)
+    return _find_listener(port) or "a process we may not see"
+
+
+def _find_listener(port: int) -> str:
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if any(str(handle.readlink()) in sockets for handle in (folder / "fd").iterdir()):
+                return f"process {folder.name} ({(folder / 'comm').read_text().strip()})"
+    return ""
+
+
+def gather_network(net: Path = _NET) -> Network:
+    interfaces = []
+    for folder in sorted(net.glob("*")):
+        with suppress(OSError, ValueError):
+            flags = int((folder / "flags").read_text(), 16)
+            mtu = int((folder / "mtu").read_text())
+            interfaces.append(Interface(folder.name, address_of(folder.name), mtu, bool(flags & 1)))
+    chosen = {name: os.environ[name] for name in INTERFACE_VARIABLES if os.environ.get(name)}
+    return Network(tuple(interfaces), chosen)
+
+
+def address_of(interface: str) -> str:
+    """Its IPv4 address, or nothing."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(answer[20:24])
+    return ""
+
+
+def own_address(towards: str = "") -> str:
+    """The address others know this node by: of the chosen interface, of its name, or of the way to another node."""
+    for name in INTERFACE_VARIABLES:
+        address = address_of(os.environ.get(name, "").lstrip("=").split(",")[0])
+        if address:
+            return address
+    for address in resolve(socket.gethostname())[0]:
+        if not is_loopback(address):
+            return address
+    if towards:
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((towards, 9))  # nothing is sent: the system only chooses a way
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"

@@ -1,0 +1,89 @@
+"""Thirty steps of training whose outcome is known to the bit, on every machine.
+
+Ordinary kernels cut their sums as it suits the processor, so their last bits differ from one to the next. Here every
+sum is a fixed tree of plain additions, every product an operation by itself, and nothing else is used but comparing
+and halving: IEEE arithmetic leaves no choice. One hash therefore holds for any torch, any CPU, any GPU and any number
+of ranks, and whoever arrives at another has computed or received a wrong number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+from paceline.data.draws import draw_below
+from paceline.doctor.plant import Planted
+from paceline.parallel.collectives import sum_over_ranks, tree_sum
+from paceline.world.detect import World
+
+STEPS = 30
+KNOWN_HASH = "c1856cafbbe694a199663e77a5a0db80054dd009144c8813d66c1a23e64f3b6e"
+_SAMPLES, _INPUTS, _HIDDEN, _CLASSES = 64, 16, 16, 4
+_SIZES = (_HIDDEN * _INPUTS, _HIDDEN, _CLASSES * _HIDDEN, _CLASSES)
+_MOMENTUM, _LR = 0.875, 0.0625
+_DAMAGED_STEP = 10
+
+
+def train_alone(device: str, planted: Planted) -> str:
+    """This rank does all of it by itself. Returns the hash of the weights."""
+    return _train(device, planted, World(0, 1, 0, 1, "doctor", "", device, "", 1))
+
+
+def train_together(world: World, planted: Planted) -> str:
+    """Each rank takes its share of every batch; gradients are exchanged. Collective."""
+    return _train(world.device, planted, world)
+
+
+def _train(device: str, planted: Planted, world: World) -> str:
+    inputs, targets = _make_data(device)
+    weights = _make_weights(device)
+    speed = torch.zeros_like(weights)
+    mine = slice(world.rank, _SAMPLES, world.world_size)  # ranks beyond the samples have none, and still take part
+    for step in range(STEPS):
+        rows = torch.zeros(_SAMPLES, len(weights), device=device)
+        # Adding zero turns -0.0 into 0.0, as the other ranks' zeros would.
+        rows[mine] = _gradients(weights, inputs[mine], targets[mine]) + 0.0
+        if step == _DAMAGED_STEP and planted.flips_a_bit():
+            _flip_a_bit(rows)
+        sum_over_ranks(rows, world)  # in each place one rank's number and zeros: exact in any order
+        speed = speed * _MOMENTUM + tree_sum(rows) / _SAMPLES
+        weights = weights - speed * _LR
+    return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()
+
+
+def _make_data(device: str) -> tuple[Tensor, Tensor]:
+    """Eighths between -1 and 1, and for each sample the class whose inputs weigh most."""
+    keys = torch.arange(_SAMPLES * _INPUTS)
+    numbers = draw_below(17, keys, 1).view(_SAMPLES, _INPUTS) - 8
+    votes = numbers.view(_SAMPLES, _CLASSES, -1).sum(2)  # whole numbers
+    targets = torch.zeros(_SAMPLES, _CLASSES)
+    targets[torch.arange(_SAMPLES), votes.argmax(1)] = 1.0
+    return (numbers.float() / 8).to(device), targets.to(device)
+
+
+def _make_weights(device: str) -> Tensor:
+    keys = torch.arange(sum(_SIZES))
+    return ((draw_below(257, keys, 2).float() - 128) / 512).to(device)
+
+
+def _gradients(weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
+    """One row per sample: half the squared error's gradient, by hand."""
+    parts = weights.split(_SIZES)
+    first, second = parts[0].view(_HIDDEN, _INPUTS), parts[2].view(_CLASSES, _HIDDEN)
+    before = _product(inputs, first) + parts[1]
+    hidden = before.clamp(min=0.0)
+    error = _product(hidden, second) + parts[3] - targets
+    back = _product(error, second.t()) * (before > 0)
+    outer = [back[:, :, None] * inputs[:, None, :], back, error[:, :, None] * hidden[:, None, :], error]
+    return torch.cat([part.reshape(len(inputs), -1) for part in outer], dim=1)
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """rows @ matrix.T, summed in a tree instead of as a library likes."""
+    return tree_sum((rows[:, None, :] * matrix[None]).permute(2, 0, 1))
+
+
+def _flip_a_bit(rows: Tensor) -> None:
+    rows.view(torch.int32)[0, 0] ^= 1 << 20

@@ -1,0 +1,141 @@
+"""Where ranks meet before they trust each other: a store that keeps texts, and nothing else yet.
+
+No process group is opened here. Whoever does not come, or finds a stranger at the address, is known by name.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
+
+from paceline.world.detect import RankEnvironment
+
+_ARRIVE_S = 25.0  # for ranks that import torch on a slow disk
+_ANSWER_S = 8.0
+_POLL_S = 0.1
+
+
+class MeetingError(Exception):
+    """The ranks could not meet. `missing` are those that did not come, where that is known."""
+
+    def __init__(self, what: str, remedy: str, missing: tuple[int, ...] = ()) -> None:
+        super().__init__(what)
+        self.remedy = remedy
+        self.missing = missing
+
+
+class Meeting:
+    """All ranks, each with a text for the others."""
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self._rank, self._size = environment.rank, environment.world_size
+        self.store: Store = PrefixStore(f"paceline/doctor-{environment.attempt}", _open(environment))
+
+    def exchange(self, topic: str, mine: Any, timeout_s: float = _ARRIVE_S) -> list[Any]:
+        """Everybody's contribution to a topic, by rank; nobody goes on before all have one."""
+        keys = [f"{topic}/{rank}" for rank in range(self._size)]
+        self.store.set(keys[self._rank], json.dumps(mine))
+        try:
+            self.store.wait(keys, timedelta(seconds=timeout_s))
+        except dist.DistError:
+            missing = tuple(rank for rank, key in enumerate(keys) if not self._has(key))
+            who = ", ".join(map(str, missing)) or "0, which keeps the store"
+            raise MeetingError(
+                f"rank {who} did not answer within {timeout_s:.0f} s ({topic})",
+                "look at what those ranks printed; is one of them still starting, or gone?",
+                missing,
+            ) from None
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def _has(self, key: str) -> bool:
+        with suppress(dist.DistError):
+            return bool(self.store.check([key]))
+        return False
+
+    def part(self) -> None:
+        """Rank 0, which may keep the store, leaves last."""
+        with suppress(dist.DistError):
+            self.store.set(f"bye/{self._rank}", "")
+            if self._rank == 0:
+                self.store.wait([f"bye/{rank}" for rank in range(self._size)], timedelta(seconds=_ANSWER_S))
+
+
+def _open(environment: RankEnvironment) -> TCPStore:
+    is_server = environment.rank == 0 and not environment.has_store_server
+    address = f"{environment.store_host}:{environment.store_port}"
+    if not is_server:
+        _wait_for_listener(environment, address)
+    try:
+        return _within(_ANSWER_S, lambda: _connect(environment, is_server=is_server))
+    except (dist.DistError, TimeoutError) as error:
+        if is_server:
+            raise MeetingError(
+                f"rank 0 cannot open {address}: {str(error).splitlines()[0][:160]}", "another MASTER_PORT"
+            ) from error
+        raise MeetingError(
+            f"what listens at {address} is not rank 0 of this job",
+            "another MASTER_PORT, or end the process that has it",
+            missing=(0,),
+        ) from error
+
+
+def _connect(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
+    return TCPStore(
+        environment.store_host,
+        environment.store_port,
+        is_master=is_server,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=_ANSWER_S),
+    )
+
+
+def _within(seconds: float, work: Callable[[], TCPStore]) -> TCPStore:
+    """In a thread: a stranger that takes the connection and says nothing would hold us for ever."""
+    answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
+
+    def do_it() -> None:
+        try:
+            answers.put(work())
+        except Exception as error:
+            answers.put(error)
+
+    threading.Thread(target=do_it, name="meeting", daemon=True).start()
+    try:
+        answer = answers.get(timeout=1.2 * seconds)
+    except Empty:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _wait_for_listener(environment: RankEnvironment, address: str) -> None:
+    deadline = time.monotonic() + _ARRIVE_S
+    while True:
+        try:
+            socket.create_connection((environment.store_host, environment.store_port), timeout=_ANSWER_S).close()
+            return
+        except socket.gaierror as error:
+            raise MeetingError(
+                f"MASTER_ADDR {environment.store_host} does not resolve here: {error.strerror}",
+                "an entry in DNS or in /etc/hosts of every node; MASTER_ADDR must name rank 0's node",
+            ) from error
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise MeetingError(
+                    f"nobody answers at {address}: {error.strerror or error}",
+                    "is rank 0 there? a firewall between the nodes? MASTER_ADDR and MASTER_PORT name rank 0's node",
+                    missing=(0,),
+                ) from error
+        time.sleep(_POLL_S)

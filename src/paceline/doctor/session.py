@@ -1,0 +1,244 @@
+"""Part two, one rank's story: meet, compare, knock at every door, and only then exchange and train together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+
+import paceline
+from paceline.bench import collectives
+from paceline.bench.limits import find_link, measure_copy_bandwidth
+from paceline.config.schema import ParallelConfig
+from paceline.doctor.checks import peers, ranks
+from paceline.doctor.examine import examine_node
+from paceline.doctor.exchange import Sums, measure_pace, try_pairs, try_sums
+from paceline.doctor.findings import Finding, failed, skipped
+from paceline.doctor.gather.network import gather_network, own_address
+from paceline.doctor.hand_in import DONE, HandIn
+from paceline.doctor.known_training import KNOWN_HASH, train_alone, train_together
+from paceline.doctor.meeting import Meeting, MeetingError
+from paceline.doctor.plant import Planted
+from paceline.doctor.reach import Listener, Visit, visit_all
+from paceline.doctor.request import Request, Surroundings
+from paceline.errors import EXIT_HANG, UserError
+from paceline.parallel.collectives import wait_for_all
+from paceline.training.same_ranks import hash_code
+from paceline.world.detect import RankEnvironment, World, build_world
+
+_DEADLINE_S = 48.0  # for everything a rank does
+_COLLECTIVE_S = 15.0
+_SIZES = (4 * 2**10, 2**20, 8 * 2**20)
+_SECONDS_PER_SIZE = 0.2
+_PACE_TRIES = 3
+_TOGETHER = ("all-reduce", "pairs", "pace", "links", "training")
+
+
+class Session:
+    """What this rank knows so far is in `paper`; should it get stuck, that is what is handed in."""
+
+    def __init__(self, request: Request, environment: RankEnvironment) -> None:
+        self._request = request
+        self._environment = environment
+        self._planted = Planted(request.plants, environment.rank)
+        self._world: World | None = None
+        self.paper = HandIn(environment.rank, environment.world_size, socket.gethostname())
+        self.papers: list[HandIn] = []  # of all ranks, where they met to the end
+        self.is_clean = True  # nothing of torch's is left hanging
+
+    def run(self, on_late: Callable[[HandIn], None], begin: Callable[[], None] = lambda: None) -> None:
+        """`begin` is called once; `on_late` from a thread, before the process ends, when the time is up."""
+        begin()
+        timer = threading.Timer(_DEADLINE_S, self._give_up, (on_late,))
+        timer.daemon = True
+        timer.start()
+        self._examine_node()
+        self._choose_device()
+        if self._environment.world_size == 1:
+            self._alone()
+            self._finish()
+            self.papers = [self.paper]
+        else:
+            self._together()
+        timer.cancel()
+
+    def _give_up(self, on_late: Callable[[HandIn], None]) -> None:
+        self.paper.struck = self._planted.struck
+        on_late(self.paper)
+        os._exit(EXIT_HANG)
+
+    def _finish(self) -> None:
+        self.paper.phase = DONE
+        self.paper.struck = self._planted.struck
+
+    def _find(self, group: str, *findings: Finding) -> None:
+        self.paper.shared += [replace(finding, group=group) for finding in findings]
+
+    # --- Before anybody is met ----------------------------------------------------------------------------------------
+
+    def _examine_node(self) -> None:
+        """One rank does it for its node; under our own launcher, the launcher has done it."""
+        environment = self._environment
+        if environment.is_supervised or environment.local_rank != 0:
+            return
+        self.paper.phase = "this node alone"
+        around = Surroundings(
+            local_ranks=environment.local_world_size,
+            num_nodes=environment.world_size // environment.local_world_size,
+            meets_at=(environment.store_host, environment.store_port) if environment.store_host else None,
+            serves=environment.rank == 0 and environment.world_size > 1 and not environment.has_store_server,
+        )
+        request = replace(self._request, processes=environment.local_world_size)
+        report = examine_node(request, around, self._planted)
+        self.paper.node, self.paper.facts = report.findings, report.facts
+
+    def _choose_device(self) -> None:
+        try:
+            config = ParallelConfig(device=self._request.device)  # type: ignore[arg-type]  # one of its words
+            self._world = build_world(config, self._environment)
+        except UserError:  # part one has said it, in more words
+            return
+        torch.set_num_threads(self._world.threads)
+        if self._world.device.startswith("cuda"):
+            torch.cuda.set_device(self._world.device)
+
+    def _alone(self) -> None:
+        world = self._world
+        if world is None:
+            self._find("RANKS", skipped("training", "not tried: there is no device to train on"))
+            return
+        self.paper.phase = "training"
+        self._find(
+            "RANKS",
+            ranks.check_pace([measure_pace(world, self._planted)], [world.host]),
+            ranks.check_training([train_alone(world.device, self._planted)], [], KNOWN_HASH, [world.host]),
+        )
+
+    # --- With the others ----------------------------------------------------------------------------------------------
+
+    def _together(self) -> None:
+        self.paper.phase = "meeting"
+        try:
+            meeting = Meeting(self._environment)
+            obstacle = self._compare(meeting)
+            if obstacle:
+                self._find("RANKS", *(skipped(name, f"not tried: {obstacle}") for name in _TOGETHER))
+            else:
+                self._exchange(meeting)
+            self._finish()
+            papers = meeting.exchange("paper", self.paper.to_json())
+            self.papers = [HandIn.from_json(paper) for paper in papers]
+            meeting.part()
+        except MeetingError as error:
+            nodes = [self.paper.hosts[rank] for rank in error.missing if rank < len(self.paper.hosts)]
+            self._find("NODES", failed("meeting", str(error), error.remedy, nodes=nodes, missing=list(error.missing)))
+            self._finish()
+
+    def _compare(self, meeting: Meeting) -> str:
+        """What nodes say of themselves, and plain connections between them. Returns why not to go on."""
+        with Listener(self._planted.wall_clock) as listener:
+            everyone = meeting.exchange("identity", self._identity(listener.port))
+            hosts = self.paper.hosts = [identity["host"] for identity in everyone]
+            self.paper.phase = "reach"
+            places = [(identity["address"], identity["port"]) for identity in everyone]
+            mine = visit_all(places, self._planted.wall_clock)
+            rows = meeting.exchange("visits", [visit.to_json() for visit in mine])
+        visits = [[Visit(**visit) for visit in row] for row in rows]
+        versions, reach = peers.check_versions(everyone), peers.check_reach(visits, hosts)
+        found = [versions, reach]
+        if reach.status == "pass":
+            found.append(peers.check_clocks(visits, hosts))
+        self._find("NODES", *found, peers.check_mtu(everyone))
+        if any(identity["device"] is None for identity in everyone):
+            return "a rank has no device to compute on"
+        if versions.status == "fail":
+            return "ranks of different versions may hang each other"
+        return "not every rank reaches every other" if reach.status == "fail" else ""
+
+    def _identity(self, port: int) -> dict[str, Any]:
+        address = own_address(self._environment.store_host)
+        interfaces = gather_network().interfaces
+        return {
+            "rank": self._environment.rank,
+            "host": self.paper.host,
+            "device": self._world.device if self._world else None,
+            "address": address,
+            "port": port,
+            "mtu": next((one.mtu for one in interfaces if one.address == address), 0),
+            "versions": {
+                "torch": self._planted.version(torch.__version__),
+                "paceline": paceline.__version__,
+                "code": hash_code(),
+                "python": platform.python_version(),
+                "cuda": torch.version.cuda,
+            },
+        }
+
+    def _exchange(self, meeting: Meeting) -> None:
+        world = self._world
+        assert world is not None
+        self.paper.phase = "joining"
+        try:
+            backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
+            dist.init_process_group(
+                backend,
+                store=PrefixStore("group", meeting.store),
+                rank=world.rank,
+                world_size=world.world_size,
+                timeout=timedelta(seconds=_COLLECTIVE_S),
+                device_id=torch.device(world.device) if world.backend == "nccl" else None,
+            )
+            self._work_together(meeting, world)
+        except RuntimeError as error:  # of torch's collectives: a timeout, a peer that is gone
+            what = f"rank {world.rank} stopped in {self.paper.phase}: {str(error).splitlines()[0][:200]}"
+            remedy = "plain connections work, torch's do not: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
+            self._find("RANKS", failed(self.paper.phase, what, remedy, nodes=[world.host]))
+            self.is_clean = False
+
+    def _work_together(self, meeting: Meeting, world: World) -> None:
+        """Answers travel through the store: what is on trial does not carry its own verdict."""
+        hosts = self.paper.hosts
+        self.paper.phase = "all-reduce"
+        sums = [Sums(**one) for one in meeting.exchange("sums", asdict(try_sums(world, self._planted)))]
+        self.paper.phase = "pairs"
+        rows = meeting.exchange("pairs", list(try_pairs(world, self._planted).items()))
+        pairs = [{partner: (right, seconds) for partner, (right, seconds) in row} for row in rows]
+        self._find("RANKS", ranks.check_sums(sums, pairs, hosts), ranks.check_pairs(pairs, hosts))
+        self.paper.phase = "pace"
+        self._find("RANKS", self._check_pace(meeting, world))
+        self.paper.phase = "links"
+        self._find("RANKS", self._check_links(meeting, world))
+        self.paper.phase = "training"
+        alone = meeting.exchange("alone", train_alone(world.device, self._planted))
+        together = meeting.exchange("together", train_together(world, self._planted))
+        self._find("RANKS", ranks.check_training(alone, together, KNOWN_HASH, hosts))
+        wait_for_all(world)
+        dist.destroy_process_group()
+
+    def _check_pace(self, meeting: Meeting, world: World) -> Finding:
+        """A rank that seems slow gets another chance: on a busy machine anybody may be."""
+        best = [float("inf")] * world.world_size
+        for attempt in range(_PACE_TRIES):
+            found = meeting.exchange(f"pace-{attempt}", measure_pace(world, self._planted))
+            best = [min(pair) for pair in zip(best, found, strict=True)]
+            if max(ranks.slowness(best)) < ranks.SLOW_WARN:
+                break
+        return ranks.check_pace(best, self.paper.hosts)
+
+    def _check_links(self, meeting: Meeting, world: World) -> Finding:
+        wait_for_all(world)  # memory is shared: the copies run at the same time
+        rates = meeting.exchange("copy", measure_copy_bandwidth(world.device))
+        rows = collectives.measure(
+            world, _SIZES, seconds_per_size=_SECONDS_PER_SIZE, operations=collectives.OPERATIONS[:1]
+        )
+        fits = collectives.fit_rows(rows, world.world_size)
+        return ranks.check_links(rows, fits, find_link(world, sum(rates) / len(rates)))

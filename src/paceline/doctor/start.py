@@ -1,0 +1,138 @@
+"""Start the ranks of part two, here or on the nodes of a Slurm job, and gather what they hand in. Imports no torch.
+
+A node's papers come back through srun's own output: nothing needs to be shared but the installation.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.doctor.assemble import Examination, Expected, assemble
+from paceline.doctor.examine import NodeReport
+from paceline.doctor.hand_in import TO, read_folder, read_lines
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
+from paceline.launch.attempt import RankMain
+from paceline.world.detect import Nodes, threads_per_rank, usable_cores
+from paceline.world.slurm import expand_hosts
+
+_MOST_CPU_RANKS = 4
+_SRUN_S = 58.0  # beyond the time any rank allows itself
+_QUEUE_S = 30.0  # for an allocation of our own to begin
+_SIGNALLED = 128  # a shell's exit code for "ended by signal N" is this plus N
+
+
+class Stopped(Exception):
+    """A signal asked for the end; the message has been printed."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+def default_processes(gpus: int, device: str) -> int:
+    """As `paceline train` would choose."""
+    return gpus if gpus and device != "cpu" else min(usable_cores(), _MOST_CPU_RANKS)
+
+
+@dataclass(frozen=True)
+class LocalStart:
+    processes: int
+    arguments: list[str]
+    rank_main: RankMain
+
+
+def run_local(start: LocalStart, node: NodeReport, host: str) -> Examination:
+    """Ranks on this machine, by the launcher that training has."""
+    from paceline.bench.ranks import LocalRanks, run_ranks
+    from paceline.config.schema import ParallelConfig
+
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as scratch:
+        os.environ[TO] = scratch
+        threads = threads_per_rank(ParallelConfig(), start.processes)
+        with redirect_stderr(said):
+            code = run_ranks(LocalRanks(start.processes, threads, Nodes(), start.rank_main, start.arguments))
+        papers = read_folder(Path(scratch))
+    if code == EXIT_INTERRUPTED or code > _SIGNALLED:
+        print(said.getvalue(), end="", file=sys.stderr)
+        raise Stopped(code)
+    trouble = "" if code == EXIT_FINISHED else _first_line(said.getvalue())
+    return assemble(papers, Expected(start.processes, "paceline", (host,), trouble), node, host)
+
+
+@dataclass(frozen=True)
+class SlurmStart:
+    nodes: int  # 0: those of the allocation we are in
+    processes: int  # of each node
+    arguments: list[str]
+    options: Sequence[str]  # for srun, as typed
+
+
+def run_slurm(start: SlurmStart) -> Examination:
+    """One srun over the allocation, or over one of its own."""
+    command = srun_command(start)
+    nodes = start.nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
+    known = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) if not start.nodes else ()
+    surroundings = {**os.environ, TO: "output"}
+    limit_s = _SRUN_S + (0.0 if _is_in_allocation() else _QUEUE_S)
+    with subprocess.Popen(
+        command, env=surroundings, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as srun:
+        try:
+            out, err = srun.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            srun.terminate()  # srun ends its tasks and brings back what they said
+            out, err = srun.communicate()
+            err += f"\nsrun was ended after {limit_s:.0f} s"
+        except BaseException:
+            srun.terminate()
+            raise
+    papers, rest = read_lines(out.splitlines())
+    trouble = "" if srun.returncode == 0 else _first_line(err) or (rest[-1] if rest else f"exit {srun.returncode}")
+    if not papers:
+        raise UserError(
+            "srun brought nothing back",
+            where=shlex.join(command[: command.index(sys.executable)]),
+            got=trouble or "no output",
+            hint="options of your site go behind --: paceline doctor --launch slurm --nodes 2 -- --partition=NAME",
+        )
+    hosts = known or tuple(dict.fromkeys(host for paper in papers for host in paper.hosts or [paper.host]))
+    return assemble(papers, Expected(nodes * start.processes, "srun", hosts, trouble))
+
+
+def srun_command(start: SlurmStart) -> list[str]:
+    if shutil.which("srun") is None:
+        raise UserError(
+            "there is no srun on this machine", where="PATH", hint="log in to the cluster; or --launch local"
+        )
+    if not start.nodes and not _is_in_allocation():
+        raise UserError(
+            "this shell is in no allocation of Slurm",
+            where="flag --launch slurm",
+            hint="--nodes N asks for one; or salloc --nodes N first",
+        )
+    nodes = [f"--nodes={start.nodes}"] if start.nodes else []
+    return [
+        *("srun", *nodes, f"--ntasks-per-node={start.processes}", "--kill-on-bad-exit=0", "--job-name=paceline-doctor"),
+        *start.options,
+        *(sys.executable, "-m", "paceline", "doctor", *start.arguments),
+    ]
+
+
+def _is_in_allocation() -> bool:
+    return "SLURM_JOB_ID" in os.environ
+
+
+def _first_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0].removeprefix("error: ")[:300] if lines else ""

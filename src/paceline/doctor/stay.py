@@ -1,0 +1,37 @@
+"""A rank's tie to the launcher that started it: it shows its pulse, and never outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+from paceline.world.detect import RankEnvironment
+from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
+from paceline.world.signals import SUPERVISOR_PID, StopRequest
+
+_ALLOWED_S = 120.0  # the session's own deadline is shorter
+
+
+class Stay:
+    """For the length of a session; does nothing under launchers other than ours."""
+
+    def __init__(self, environment: RankEnvironment) -> None:
+        self._environment = environment
+        self._pulse = Pulse(None)
+
+    def __enter__(self) -> None:
+        if not self._environment.is_supervised:
+            return
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher ends the ranks
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        at_once = threading.Event()
+        at_once.set()  # there is nothing to save
+        StopRequest().watch_supervisor(int(os.environ[SUPERVISOR_PID]), at_once)
+        self._pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), self._environment.rank))
+        self._pulse.beat("start", 0, _ALLOWED_S)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._pulse.beat("left", 0, _ALLOWED_S)
