@@ -12,6 +12,7 @@ from paceline.report import run_charts
 from paceline.report.charts import Table
 from paceline.report.page import Block, Code, Details, Gallery, Picture, Section, Tile, Tiles, Tone, write_page
 from paceline.report.run_files import Row, RunFiles, read_run, show_value
+from paceline.report.run_limits import limit_blocks, limit_tile
 from paceline.runs.folder import RunFolder
 
 _log = logging.getLogger("paceline")
@@ -34,7 +35,7 @@ def write_run_page(path: Path, state: str = "") -> Path:
     sections = [
         Section("Key figures", _key_figures(run), "key-figures"),
         Section("Training", run_charts.epoch_charts(run) + run_charts.step_charts(run)),
-        Section("Speed and memory", [*run_charts.speed_charts(run), *_ranks(run)], "speed"),
+        Section("Speed and memory", [*run_charts.speed_charts(run), *limit_blocks(run), *_ranks(run)], "speed"),
         Section("Answers", _answers(run)),
         Section("Failures", _failures(run)),
         Section("Settings", _settings(run)),
@@ -98,6 +99,7 @@ def _key_figures(run: RunFiles) -> list[Block]:
         _tile("test accuracy", results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
         _best_tile(run),
         _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
+        limit_tile(run),
         _tile("training time", _duration(results.get("training_seconds")), "{}", _steps_note(run)),
         _tile("ranks", results.get("world_size"), "{}", _ranks_note(results)),
         _tile(
