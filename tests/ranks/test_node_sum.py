@@ -1,0 +1,215 @@
+"""Ranks of one node that add up through shared memory: the same bits everywhere, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.ranks import make_world, run_ranks
+from harness.runs import step_losses, train_in
+from paceline.config.schema import DataConfig
+from paceline.data.registry import load_dataset
+from paceline.data.shared import load_once_per_node
+from paceline.errors import PacelineError
+from paceline.launch.causes import is_peer_loss
+from paceline.parallel.collectives import gather_texts, tree_sum
+from paceline.parallel.meeting import Meeting, bytes_to_meet
+from paceline.parallel.node_sum import NodeSum, open_node_sum
+from paceline.world.detect import World
+from paceline.world.node_memory import SWITCH, share_memory
+
+SIZES = (1, 2, 15, 17, 64, 1001, 40_003)
+
+
+def row_of(rank: int, size: int, turn: int) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(1000 * turn + rank))
+
+
+def opened(size: int, world: World) -> NodeSum:
+    node_sum = open_node_sum(size, world)
+    assert node_sum is not None
+    return node_sum
+
+
+def add_up(world: World, size: int) -> list[tuple[bytes, float]]:
+    node_sum = opened(size, world)
+    answers = []
+    for turn in range(3):
+        node_sum.mine.copy_(row_of(world.rank, size, turn))
+        norm = node_sum.add_up(scale=1 / world.world_size, measured=max(size - 2, 1))
+        answers.append((node_sum.total.numpy().tobytes(), norm))
+    return answers
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_sees_the_bits_of_the_tree(ranks: int) -> None:
+    for size in SIZES if ranks == 3 else SIZES[-2:]:
+        answers = run_ranks(ranks, add_up, size)
+        assert all(answer == answers[0] for answer in answers)
+        for turn, (total, norm) in enumerate(answers[0]):
+            expected = tree_sum(torch.stack([row_of(rank, size, turn) for rank in range(ranks)])) * (1 / ranks)
+            assert total == expected.numpy().tobytes()
+            # Summed by parts here, in one go there.
+            assert norm == pytest.approx(float(expected[: max(size - 2, 1)].double().norm()), rel=1e-5)
+
+
+def scale(world: World) -> list[float]:
+    node_sum = opened(40, world)
+    for _ in range(20):
+        node_sum.mine.fill_(1.0)
+        node_sum.add_up()
+        node_sum.scale(0.5)
+    return node_sum.total.tolist()
+
+
+def test_a_total_is_scaled_once_for_all() -> None:
+    assert run_ranks(3, scale) == [[1.5] * 40] * 3
+
+
+def see_a_bad_number(world: World) -> float:
+    node_sum = opened(100, world)
+    node_sum.mine.fill_(float("nan") if world.rank == 1 else 1.0)
+    return node_sum.add_up(measured=100)
+
+
+def test_a_bad_number_of_one_rank_is_in_the_norm_of_all() -> None:
+    assert all(norm != norm for norm in run_ranks(2, see_a_bad_number))
+
+
+def outlive_the_other(world: World) -> tuple[str, float, bool]:
+    """This process is the first rank of a node, its child the second; the child comes once and is killed."""
+    places = [make_world(rank, 2) for rank in range(2)]
+    shared = share_memory(
+        bytes_to_meet(2), places[0], lambda text: [text], lambda memory: Meeting.prepare(memory, ranks=2)
+    )
+    assert shared is not None
+    child = os.fork()
+    if child == 0:
+        shared.hold_place(1)
+        Meeting(shared, places[1]).attend()
+        os.kill(os.getpid(), signal.SIGKILL)
+    shared.hold_place(0)
+    meeting = Meeting(shared, places[0])
+    meeting.attend()
+    began = time.monotonic()
+    try:
+        meeting.attend()
+    except PacelineError as error:
+        # Not yet waited for, the child is still in the table of processes: that must not count as life.
+        return error.what, time.monotonic() - began, os.waitpid(child, 0)[1] == signal.SIGKILL
+    return "nothing happened", 0.0, False
+
+
+def test_a_killed_rank_ends_the_others() -> None:
+    ((what, seconds, is_killed),) = run_ranks(1, outlive_the_other)
+    assert what == "local rank 1 went away: remote process exited"
+    assert is_peer_loss(what)
+    assert is_killed
+    assert seconds < 10  # a fifth of a second on an idle machine
+
+
+def shared_memory_of(world: World) -> tuple[list[str], list[str]]:
+    """Names in /dev/shm, and what this process maps of ours."""
+    before = set(Path("/dev/shm").iterdir())
+    node_sum = opened(1000, world)
+    gather_texts("", world)
+    names = sorted(path.name for path in set(Path("/dev/shm").iterdir()) - before)
+    mapped = [line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:paceline" in line]
+    gather_texts("", world)
+    del node_sum
+    return [name for name in names if "paceline" in name], mapped
+
+
+def test_the_memory_has_no_name_that_could_stay_behind() -> None:
+    for names, mapped in run_ranks(2, shared_memory_of):
+        assert names == []
+        assert mapped
+
+
+def train_without(world: World, folder: str, flags: tuple[str, ...]) -> dict[str, object]:
+    os.environ[SWITCH] = "off"
+    return train_in(world, folder, flags)
+
+
+@pytest.mark.parametrize("flags", [("--clip-norm", "0.5", "--ema-decay", "0.9"), ("--exact", "--lanes", "4")])
+def test_two_ranks_train_to_the_bits_of_stock_ddp(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    # Two numbers have one sum, whoever adds them; so here, and only here, another way of adding changes no bit.
+    # But for the norm: summed by parts here, by buckets there, so that what is clipped differs in its last bits.
+    shared = run_ranks(2, train_in, str(tmp_path / "shared"), flags)
+    stock = run_ranks(2, train_without, str(tmp_path / "stock"), flags)
+    ways = {name: results[0]["distributed_training"]["gradients"] for name, results in (("a", shared), ("b", stock))}
+    assert ways == {"a": "shared memory", "b": "gloo"}
+    if "--exact" in flags:
+        assert shared[0]["weights_sha256"] == stock[0]["weights_sha256"]
+        assert step_losses(tmp_path / "shared") == step_losses(tmp_path / "stock")
+    else:
+        assert step_losses(tmp_path / "shared") == pytest.approx(step_losses(tmp_path / "stock"), abs=1e-6)
+
+
+def begin_anyhow(num_classes: int, input_shape: tuple[int, ...]) -> torch.nn.Module:
+    """A model that begins otherwise in every process."""
+    torch.seed()
+    return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, num_classes))
+
+
+def test_ranks_begin_alike_even_if_their_models_do_not(tmp_path: Path) -> None:
+    flags = ("--model-name", "ranks.test_node_sum:begin_anyhow", "--max-steps", "3")
+    first, second = run_ranks(2, train_in, str(tmp_path), flags)
+    assert first["weights_sha256"] == second["weights_sha256"]
+
+
+def load(world: World, dataset: str, size: str) -> tuple[bool, bool, str]:
+    config = DataConfig(dataset=dataset, input_size=size, num_samples=1000)
+    data = load_once_per_node(config, 7, world, lambda text: gather_texts(text, world))
+    alone = load_dataset(config, 7)
+    is_equal = data.fingerprint() == alone.fingerprint() and data.info == alone.info
+    for part, other in ((data.train, alone.train), (data.test, alone.test)):
+        everything = torch.arange(len(other))
+        is_equal &= torch.equal(part.read(everything), other.read(everything)) and torch.equal(
+            part.labels, other.labels
+        )
+    gather_texts("", world)
+    if world.rank == 0:
+        data.train.labels[0] = 1234
+    gather_texts("", world)
+    return is_equal, int(data.train.labels[0]) == 1234, ""
+
+
+@pytest.mark.parametrize(("dataset", "size"), [("synthetic", "20"), ("synthetic", "3x9x7"), ("shapes", "784")])
+def test_a_node_has_one_copy_of_its_data(dataset: str, size: str) -> None:
+    assert [answer[:2] for answer in run_ranks(2, load, dataset, size)] == [(True, True)] * 2
+
+
+def load_without(world: World) -> tuple[bool, bool, str]:
+    os.environ[SWITCH] = "off"
+    return load(world, "synthetic", "20")
+
+
+def test_without_it_every_rank_has_a_copy() -> None:
+    # Else the test above would show nothing.
+    assert run_ranks(2, load_without) == [(True, True, ""), (True, False, "")]
+
+
+def load_nothing(world: World) -> str:
+    try:
+        load_once_per_node(
+            DataConfig(dataset="cifar10", data_dir="/nowhere"), 7, world, lambda t: gather_texts(t, world)
+        )
+    except Exception as error:
+        return type(error).__name__
+    return "loaded"
+
+
+def test_a_first_rank_without_data_keeps_nobody_waiting() -> None:
+    first, second = run_ranks(2, load_nothing)
+    assert first == second == "DataError"
+
+
+def test_one_rank_or_several_nodes_share_nothing() -> None:
+    assert open_node_sum(10, make_world(0, 1)) is None
+    assert open_node_sum(10, World(0, 4, 0, 2, "the test", "testhost", "cpu", "gloo", 1)) is None
