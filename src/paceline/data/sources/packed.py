@@ -21,8 +21,8 @@ from paceline.data.pack_format import Packed, Shard, open_packed
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.errors import DataError
 
-_MOST_MAPPED_BYTES = 256 * 2**20  # of pages a rank may have mapped before it lets go of them
-_AROUND_BYTES = 64 * 2**10  # the kernel maps neighbours along with a page it is asked for
+_MOST_MAPPED_BYTES = 256 * 2**20  # of pages a rank may hold before it lets go of them
+_STATM = Path("/proc/self/statm")
 
 
 class PackedDataset:
@@ -37,7 +37,7 @@ class PackedDataset:
         self._per_shard = packed.pictures_per_shard
         self._maps = [_map(folder / shard.file, shard, packed) for shard in packed.shards_of(half)]
         self._rows = [_as_rows(mapped, packed.picture_bytes) for mapped in self._maps]
-        self._mapped_bytes = 0  # at most
+        self._other_bytes = _mapped_bytes()  # of libraries, for example
 
     @property
     def labels(self) -> Tensor:
@@ -61,20 +61,25 @@ class PackedDataset:
         for shard, row in places:
             self._announce(shard, row)
         torch.cat([self._rows[shard][row] for shard, row in places], out=samples.view(-1))
-        self._let_go(len(places))
+        self._let_go()
 
     def _announce(self, shard: int, row: int) -> None:
         start = row * self._picture_bytes
         page = start - start % mmap.PAGESIZE
         self._maps[shard].madvise(mmap.MADV_WILLNEED, page, start + self._picture_bytes - page)
 
-    def _let_go(self, pictures: int) -> None:
+    def _let_go(self) -> None:
         """The pages stay in the kernel's cache; only this process's view of them is dropped."""
-        self._mapped_bytes += pictures * (self._picture_bytes + _AROUND_BYTES)
-        if self._mapped_bytes > _MOST_MAPPED_BYTES:
-            self._mapped_bytes = 0
+        # Asked of the kernel, not counted: it maps up to two megabytes around a page, as it sees fit.
+        if _mapped_bytes() - self._other_bytes > _MOST_MAPPED_BYTES:
             for mapped in self._maps:
                 mapped.madvise(mmap.MADV_DONTNEED)
+            self._other_bytes = _mapped_bytes()
+
+
+def _mapped_bytes() -> int:
+    """Pages of files this process holds; 0 where the kernel does not tell."""
+    return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE if _STATM.exists() else 0
 
 
 def _map(path: Path, shard: Shard, packed: Packed) -> mmap.mmap:
