@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from paceline.checkpoints.payload import PayloadReader, Piece, local_box, local_values
+from paceline.checkpoints.payload import PayloadReader, Piece, local_box
+from paceline.parallel.parts import is_sharded, local_part
 
 Tensors = dict[str, Tensor]
 
@@ -46,9 +46,9 @@ class Stage:
         """Values that training will not change; of replicated tensors one rank's copy is enough."""
         pieces = {}
         for name, tensor in tensors.items():
-            if sharded_only and not isinstance(tensor, DTensor):
+            if sharded_only and not is_sharded(tensor):
                 continue
-            values = local_values(tensor.detach())
+            values = local_part(tensor.detach())
             if self._is_async or values.device.type != "cpu":
                 values = self._staged(f"{kind}/{name}", values)
             pieces[name] = Piece(values, local_box(tensor), tuple(tensor.shape))
@@ -72,7 +72,7 @@ def restore_tensors(own: Tensors, saved: PayloadReader) -> None:
     for name, target in own.items():
         if tuple(target.shape) != saved.shapes[name]:
             raise KeyError(f"{name} is {saved.shapes[name]}, the model has {tuple(target.shape)}")
-        local_values(target.detach()).copy_(saved.read(name, local_box(target)))
+        local_part(target.detach()).copy_(saved.read(name, local_box(target)))
 
 
 @torch.no_grad()
@@ -89,7 +89,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
             full_key = f"{name}/{key}"
             if saved.shapes[full_key] == tuple(parameter.shape):
                 state[key] = torch.zeros_like(parameter, requires_grad=False)
-                local_values(state[key]).copy_(saved.read(full_key, local_box(parameter)))
+                local_part(state[key]).copy_(saved.read(full_key, local_box(parameter)))
             else:
                 # Scalars such as Adam's step count live on the CPU unless the optimizer is fused.
                 state[key] = saved.read(full_key).to(parameter.device if is_fused else "cpu")
@@ -102,7 +102,7 @@ def gather_whole(tensors: Tensors, device: str) -> Tensors:
     whole = {}
     for name, tensor in tensors.items():
         value = tensor.detach()
-        if isinstance(value, DTensor):
+        if is_sharded(value):
             value = value.to(device).full_tensor()  # type: ignore[attr-defined]
         whole[name] = value.to("cpu", copy=True).contiguous()
     return whole

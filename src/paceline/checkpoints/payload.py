@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
 from paceline.errors import CheckpointError
+from paceline.parallel.parts import is_sharded
 
 _TYPES = {
     torch.float64: "F64",
@@ -74,14 +73,12 @@ class Piece:
 
 def local_box(tensor: Tensor) -> Box:
     """The part of a tensor this rank holds."""
-    if isinstance(tensor, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if is_sharded(tensor):
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
         return Box(tuple(offset), tuple(shape))
     return Box((0,) * tensor.dim(), tuple(tensor.shape))
-
-
-def local_values(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:

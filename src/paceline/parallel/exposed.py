@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 
 class Exposed:
@@ -76,35 +74,3 @@ def find_last_gradient(model: nn.Module, run_backward: Any) -> nn.Parameter | No
     for hook in hooks:
         hook.remove()
     return order[-1] if order else None
-
-
-def follow_shards(model: nn.Module, exposed: Exposed, device: torch.device) -> None:
-    """Count and, on CPUs, time every exchange of a sharded model."""
-    exposed.is_known = device.type != "cuda"
-    gather, scatter = _TimedAllGather(exposed), _TimedReduceScatter(exposed)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-
-
-class _TimedAllGather(DefaultAllGather):
-    def __init__(self, exposed: Exposed) -> None:
-        self._exposed = exposed
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        self._exposed.exchanged(began, output_tensor.nbytes - input_tensor.nbytes)
-        return work
-
-
-class _TimedReduceScatter(DefaultReduceScatter):
-    def __init__(self, exposed: Exposed) -> None:
-        self._exposed = exposed
-
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        began = time.perf_counter()
-        work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
-        self._exposed.exchanged(began, input_tensor.nbytes - output_tensor.nbytes)
-        return work

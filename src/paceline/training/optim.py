@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from paceline.config.schema import OptimConfig
+from paceline.parallel.parts import is_sharded, local_part
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -17,7 +17,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = config.weight_decay
     # One pass over everything, on any device. Sharded parameters have no such kernel.
-    fused = not any(isinstance(parameter, DTensor) for parameter in parameters)
+    fused = not any(is_sharded(parameter) for parameter in parameters)
     if config.optimizer in ("sgd", "nesterov"):
         use_nesterov = config.optimizer == "nesterov" and config.momentum > 0
         return torch.optim.SGD(
@@ -67,4 +67,4 @@ class MovingAverage:
 
 
 def _local(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+    return [local_part(tensor.detach()) for tensor in tensors]
