@@ -33,12 +33,13 @@ def measure_matmul_flops(device: str, dtype: torch.dtype) -> float:
     """Floating-point operations per second of a large product of square matrices, at its best."""
     kind = torch.device(device).type
     side, best_s, is_last = _FIRST_SIDE, 0.0, False
+    dice = torch.Generator(device).manual_seed(0)  # of its own: the run's random numbers stay what they are
     with _tf32_on_gpus(kind):
         while not is_last:
             # Twice the side is eight times the work.
             is_last = 8 * best_s >= _LONG_ENOUGH_S[kind] or 2 * side > _LAST_SIDE
             # Random: a GPU multiplies ones faster than numbers, because it takes less power.
-            left, right, out = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(3))
+            left, right, out = (torch.randn(side, side, device=device, dtype=dtype, generator=dice) for _ in range(3))
             product = partial(torch.matmul, left, right, out=out)
             best_s = min(repeat(product, device, _SECONDS[kind] if is_last else 0.0).seconds)
             rate = 2 * side**3 / best_s

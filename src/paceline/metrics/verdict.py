@@ -169,9 +169,7 @@ def _judge_communication(shares: Shares, speed: Speed, setting: Setting) -> Judg
 def _judge_straggler(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
     slow = shares.slowest
     assert slow is not None
-    words = (
-        f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times as long as the others for its own part"
-    )
+    words = f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times the others' time for its own work"
     if slow.is_data:
         words += ", most of it for its data"
         tip = f"look at how {slow.host} reads its data (disk, network, other programs)"

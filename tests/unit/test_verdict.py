@@ -1,0 +1,400 @@
+"""What bounded a run: every kind, its words and its advice; arithmetic that is counted; a ceiling that is kept."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness.pages import write_run
+from harness.ranks import make_world, run_ranks
+from harness.runs import quick_config
+from paceline.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from paceline.metrics import ceiling as ceiling_module
+from paceline.metrics.ceiling import cache_file, conditions_of, find_ceilings, recall, remember
+from paceline.metrics.flops import count_flops
+from paceline.metrics.verdict import RankTime, RunVerdict, Setting, Speed, judge_run, split_time
+from paceline.parallel.collectives import wait_for_all
+from paceline.report.run_page import write_run_page
+from paceline.training.limits import WORTH_MEASURING_S, find_limits
+from paceline.training.rig import build_rig
+from paceline.world.detect import World
+
+CPU = Setting(Config(), make_world(0, 2), "ddp", "float32", cores=2, step_ms=100.0)
+GPU = replace(CPU, world=replace(CPU.world, device="cuda:0", backend="nccl"), precision="bfloat16")
+DENSE = Speed(50e12, 100e12)
+
+
+def ranks(*times: tuple[float, float, float | None]) -> list[RankTime]:
+    """Of (step, data, communication) in milliseconds."""
+    return [RankTime(number, f"node{number}", *values) for number, values in enumerate(times)]
+
+
+def judged(times: list[RankTime], setting: Setting = GPU, speed: Speed = DENSE) -> RunVerdict:
+    return judge_run(split_time(times), speed, setting)
+
+
+# --- Where the time went
+
+
+def test_a_slow_rank_is_told_from_slow_links() -> None:
+    """Steps of 100 ms. Rank 2 is at work for 90 of them, the others for 60: they wait for it, not for the link."""
+    shares = split_time(ranks((100, 5, 40), (100, 5, 40), (100, 5, 10)))
+    assert shares.communication == pytest.approx(0.3)  # sums of decimal fractions
+    assert shares.exchange == pytest.approx(0.1)
+    assert shares.slowest is not None
+    assert (shares.slowest.rank, shares.slowest.times_slower, shares.slowest.is_data) == (2, 1.5, False)
+    assert shares.slowest.lost_share == pytest.approx(0.3)
+    assert shares.slowest_to_fastest == 1.5
+
+
+def test_one_rank_waits_for_nobody_and_unknown_waiting_stays_unknown() -> None:
+    alone = split_time(ranks((100, 25, 0.0)))
+    assert (alone.data, alone.communication, alone.slowest, alone.computing) == (0.25, 0.0, None, 0.75)
+    sharded = split_time(ranks((100, 10, None), (100, 10, None)))
+    assert (sharded.communication, sharded.exchange, sharded.slowest_to_fastest) == (None, None, None)
+
+
+# --- Every kind
+
+
+def test_compute_bound() -> None:
+    found = judged(ranks((100, 1, 2), (100, 1, 2)), speed=Speed(493e12, 694e12))
+    assert found.kind == "compute-bound"
+    assert found.line == (
+        "compute-bound: 71% of the matrix ceiling (493 TFLOP/s of 694), data wait 1%, exchange 2%; next: --compile"
+    )
+    assert found.to_json() == {"kind": "compute-bound", "text": found.text, "try": "--compile"}
+
+
+def test_input_bound() -> None:
+    found = judged(ranks((100, 38, 5), (100, 38, 5)))
+    assert found.kind == "input-bound"
+    assert (
+        found.text == "input-bound: 38% of a step waits for its batch, 50% of the matrix ceiling (50.0 TFLOP/s of 100)"
+    )
+
+
+def test_communication_bound() -> None:
+    found = judged(ranks((100, 3, 31), (100, 3, 35)))
+    assert found.kind == "communication-bound"
+    assert found.text == "communication-bound: 31% of a step is exchange that computing does not hide, data wait 3%"
+
+
+def test_straggler_is_named_with_its_host() -> None:
+    found = judged(ranks((100, 5, 40), (100, 5, 40), (100, 5, 10)))
+    assert found.kind == "straggler"
+    assert found.text.startswith("straggler: rank 2 on node2 takes 1.5 times the others' time for its own work")
+    assert "node2" in found.tip
+    reading = judged(ranks((100, 5, 40), (100, 5, 40), (100, 30, 10)))
+    assert (reading.kind, "reads its data" in reading.tip) == ("straggler", True)
+
+
+def test_overhead_is_little_arithmetic_though_nobody_waits() -> None:
+    found = judged(ranks((8, 0.1, 0.2), (8, 0.1, 0.2)), replace(GPU, step_ms=8.0), Speed(9e12, 100e12))
+    assert found.kind == "overhead"
+    assert found.text == (
+        "overhead: 9% of the matrix ceiling (9.00 TFLOP/s of 100) though data wait 1%, exchange 2%:"
+        " much of a step is not matrix arithmetic"
+    )
+    assert found.tip == "--compile, or a larger --global-batch-size (small operators cost their call)"
+    idle = judged(ranks((8, 0, 0)), replace(GPU, step_ms=8.0, host_overhead_share=0.4), Speed(9e12, 100e12))
+    assert idle.text.endswith("and the GPU waits 40% of it for its host")
+
+
+def test_waiting_does_not_make_arithmetic_thin() -> None:
+    """24 % of the ceiling in the 70 % of the time that is computing is dense enough."""
+    times = ranks((100, 15, 15), (100, 15, 15))
+    assert judged(times, speed=Speed(24e12, 100e12)).kind == "compute-bound"
+    assert judged(times, speed=Speed(20e12, 100e12)).kind == "overhead"
+
+
+def test_the_largest_loss_decides() -> None:
+    assert judged(ranks((100, 25, 30), (100, 25, 30))).kind == "communication-bound"
+    assert judged(ranks((100, 30, 25), (100, 30, 25))).kind == "input-bound"
+    assert judged(ranks((100, 19, 19), (100, 19, 19))).kind == "compute-bound"
+
+
+def test_without_a_ceiling_it_says_why_and_claims_no_overhead() -> None:
+    found = judged(ranks((100, 1, 0)), speed=Speed(1e12, None, "the run was too short to measure the matrix ceiling"))
+    assert found.text == (
+        "compute-bound: 99% of a step is computing (the run was too short to measure the matrix ceiling), data wait 1%"
+    )
+    sharded = judged(ranks((100, 1, None), (100, 1, None)))
+    assert sharded.text.endswith("data wait 1%, exchange not told apart")
+
+
+# --- Advice is true for the run it is given to
+
+
+def with_train(setting: Setting, **values: Any) -> Setting:
+    return replace(setting, config=replace(setting.config, train=TrainConfig(**values)))
+
+
+WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40)), ranks((100, 1, 1), (100, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("times", "setting", "speed", "tip"),
+    [
+        # compute-bound
+        (QUICK, with_train(GPU, compile=True), DENSE, "more or faster GPUs: little is left to gain on this one"),
+        (QUICK, replace(GPU, precision="float32 (tf32)"), DENSE, "mixed precision (leave out --no-amp), or --compile"),
+        (QUICK, CPU, DENSE, "more cores or a GPU; faster links or disks would not help"),
+        (
+            *(QUICK, replace(CPU, cores=8), DENSE),
+            "the other cores too: 2 of 8 are used (--processes, --omp-num-threads)",
+        ),
+        (QUICK, replace(CPU, load=6.6), DENSE, "fewer other programs beside it (load 6.6 on 2 cores)"),
+        # overhead
+        (QUICK, with_train(GPU, compile=True), Speed(1.0, 100.0), "--profile, to see which operators"),
+        (
+            *(QUICK, with_train(GPU, compile=True, accumulate=8, deterministic=True), Speed(1.0, 100.0)),
+            "a smaller --accumulate than 8 (larger microbatches), or no --deterministic",
+        ),
+        (
+            *(QUICK, replace(CPU, config=Config(run=RunConfig(profile=True))), Speed(1.0, 100.0)),
+            "profile/top.txt, which names the operators",
+        ),
+        (
+            *(QUICK, replace(CPU, config=Config(parallel=ParallelConfig(exact=True, lanes=8))), Speed(1.0, 100.0)),
+            "fewer --lanes (each runs by itself), or --profile, to see which operators",
+        ),
+        # input-bound
+        (
+            *(WAITING, replace(CPU, cores=8, config=Config(data=DataConfig(dataset="folder", num_workers=3))), DENSE),
+            "more --num-workers than 3, or pack the pictures once (paceline data pack)",
+        ),
+        (
+            *(WAITING, replace(CPU, config=Config(data=DataConfig(dataset="folder", num_workers=3))), DENSE),
+            "pack the pictures once (paceline data pack)",
+        ),
+        (WAITING, CPU, DENSE, "--augment none, or a GPU, which would hold this data set in its own memory"),
+        (
+            *(WAITING, replace(GPU, config=Config(data=DataConfig(augment="none"))), DENSE),
+            "--profile, to see what the pipeline does",
+        ),
+        # communication-bound
+        (TALKING, GPU, DENSE, "a larger --global-batch-size (gradients are exchanged once per step)"),
+        (
+            *(TALKING, replace(GPU, strategy="fsdp"), DENSE),
+            "a larger --global-batch-size (gradients are exchanged once per step),"
+            " or --strategy ddp if the model fits (sharded weights are exchanged too)",
+        ),
+        (
+            *(TALKING, CPU, DENSE),
+            "a larger --global-batch-size (gradients are exchanged once per step),"
+            " or fewer --processes with more threads each",
+        ),
+    ],
+)
+def test_advice(times: list[RankTime], setting: Setting, speed: Speed, tip: str) -> None:
+    assert judged(times, setting, speed).tip == tip
+
+
+# --- Arithmetic
+
+
+def test_the_arithmetic_of_built_in_models_is_counted() -> None:
+    """By hand: each product forward and twice backward; nobody asks for the gradient of the first layer's input."""
+    first, second, third = 784 * 256, 256 * 128, 128 * 10
+    mlp = count_flops(ModelConfig(model_name="mlp", hidden_size=256), (784,), 10)
+    assert mlp.per_sample == 2 * (2 * first + 3 * (second + third))
+    for name in ("vgg11", "resnet18"):
+        counted = count_flops(ModelConfig(model_name=name), (3, 32, 32), 10)
+        assert counted.per_sample is not None
+        assert counted.per_sample > 1e8
+        assert counted.note == ""
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+
+class Own(nn.Module):
+    def __init__(self, classes, looks):
+        super().__init__()
+        self.layer = nn.Linear(12, classes)
+        self.looks = looks
+
+    def forward(self, x):
+        x = x.flatten(1)
+        if self.looks == "at its numbers" and float(x.sum()) > 1e9:
+            x = x * 0
+        if self.looks == "for trouble":
+            raise ValueError("not\\nwith me")
+        return self.layer(x)
+
+def plain(num_classes, input_shape):
+    return Own(num_classes, "")
+
+def looks_at_its_numbers(num_classes, input_shape):
+    torch.rand(3)
+    return Own(num_classes, "at its numbers")
+
+def fails(num_classes, input_shape):
+    return Own(num_classes, "for trouble")
+
+def empty(num_classes, input_shape):
+    model = Own(num_classes, "")
+    model.layer = nn.Sequential(nn.Flatten(), nn.Softmax(1))
+    model.scale = nn.Parameter(torch.ones(1))
+    model.register_forward_hook(lambda module, given, answer: answer[:, :num_classes] * module.scale)
+    return model
+"""
+
+
+def test_models_of_ones_own_are_counted_where_they_can_be(tmp_path: Path) -> None:
+    path = tmp_path / "own.py"
+    path.write_text(OWN_MODEL)
+    before = torch.get_rng_state()
+    counts = {
+        name: count_flops(ModelConfig(model_name=f"{path}:{name}"), (3, 2, 2), 5)
+        for name in ("plain", "looks_at_its_numbers", "fails", "empty")
+    }
+    assert torch.equal(torch.get_rng_state(), before)
+    assert counts["plain"].per_sample == counts["looks_at_its_numbers"].per_sample == 2 * 2 * 12 * 5
+    assert counts["fails"].per_sample is None
+    assert counts["fails"].note == "this model's arithmetic cannot be counted (ValueError: not)"
+    assert counts["empty"].note == "this model has no matrix product or convolution to count"
+
+
+# --- The ceiling and its file
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_a_ceiling_is_remembered_under_its_conditions_only(cache: Path) -> None:
+    world = make_world(0, 2)
+    mine = conditions_of(world, torch.float32)
+    remember(mine, 5e10)
+    assert recall(mine) == 5e10
+    assert [path.parent for path in cache.rglob("*.json")] == [cache / "ceilings"]
+    others = [
+        conditions_of(replace(world, threads=2), torch.float32),
+        conditions_of(replace(world, local_world_size=4), torch.float32),
+        conditions_of(world, torch.bfloat16),
+    ]
+    assert [recall(other) for other in others] == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[1]", "{", '{"flops_per_s": 1e10}', "nan", '{"flops_per_s": -1}', '{"flops_per_s": "x"}']
+)
+def test_a_damaged_file_is_no_ceiling(cache: Path, content: str) -> None:
+    mine = conditions_of(make_world(0, 1), torch.float32)
+    remember(mine, 5e10)
+    cache_file(mine).write_text(content)
+    assert recall(mine) is None
+    whole = {**json.loads(json.dumps(mine.__dict__)), "flops_per_s": float("nan")}
+    cache_file(mine).write_text(json.dumps(whole))
+    assert recall(mine) is None
+
+
+def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
+    mine = conditions_of(make_world(0, 1), torch.float32)
+    remember(mine, 5e10)
+    assert recall(mine) is None
+
+
+def test_the_cache_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mine = conditions_of(make_world(0, 1), torch.float32)
+    monkeypatch.delenv("PACELINE_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_file(mine).parent == tmp_path / "paceline" / "ceilings"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_file(mine).parent == tmp_path / ".cache" / "paceline" / "ceilings"
+
+
+def ask_for_ceilings(world: World, folder: str, rates: list[float]) -> list[Any]:
+    """With measurements made up, so that the test knows them: unknown, measured, remembered, surpassed."""
+    import os
+
+    os.environ["PACELINE_CACHE"] = folder
+    left = iter(rates)
+    ceiling_module.measure_matmul_flops = lambda device, dtype: next(left)  # type: ignore[assignment]
+    answers = []
+    for may_measure, surpassed in ((False, 0.0), (True, 0.0), (True, 0.0), (False, 9.0), (True, 9.0)):
+        mine = surpassed if world.rank else 0.0
+        answers.append(find_ceilings(world, torch.float32, may_measure=may_measure, surpassed=mine))
+        wait_for_all(world)  # as between two runs: it is written
+    return answers
+
+
+def test_two_ranks_agree_on_made_up_ceilings(tmp_path: Path) -> None:
+    for answers in run_ranks(2, ask_for_ceilings, str(tmp_path), [8.0, 20.0]):
+        assert answers == [None, [8.0, 8.0], [8.0, 8.0], None, [20.0, 20.0]]
+    (file,) = (tmp_path / "ceilings").iterdir()
+    assert json.loads(file.read_text())["flops_per_s"] == 20.0
+
+
+# --- All of it together
+
+
+def limits_of_two_ranks(world: World, folder: str, seconds: float) -> dict[str, Any]:
+    import os
+
+    os.environ["PACELINE_CACHE"] = folder
+    rig = build_rig(quick_config(), world)
+    weights = [parameter.clone() for parameter in rig.model.module.parameters()]
+    random = torch.get_rng_state()
+    phases = {"data": 5.0, "forward": 30.0, "backward": 50.0, "communication": 10.0 * world.rank, "update": 5.0}
+    entry = {"host": "h", "seconds": seconds, "steps": 50, "step_ms": {"mean": 100.0}, "breakdown_ms": phases}
+    entries = [{**entry, "rank": rank} for rank in range(2)]
+    for rank in range(2):
+        entries[rank]["breakdown_ms"] = {**phases, "communication": 10.0 * rank}
+    limits = find_limits(rig, world, entries)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(*pair) for pair in zip(weights, rig.model.module.parameters(), strict=True))
+    return limits
+
+
+def test_two_ranks_find_the_same_limits(tmp_path: Path) -> None:
+    first, second = run_ranks(2, limits_of_two_ranks, str(tmp_path), WORTH_MEASURING_S)
+    assert first == second
+    per_sample = first["flops_per_sample"]
+    assert first["flops_per_s_by_rank"] == [per_sample * 32 / 0.1] * 2
+    assert first["flops_per_s"] == 2 * per_sample * 32 / 0.1
+    assert first["mfu"] == first["flops_per_s"] / first["ceiling_flops_per_s"]
+    assert (first["data_share"], first["communication_share"], first["exchange_share"]) == (0.05, 0.05, 0.0)
+    assert first["verdict"]["kind"] == "straggler"
+    assert len(list(tmp_path.rglob("*.json"))) == 1
+
+
+def test_a_short_run_pays_for_nothing(tmp_path: Path) -> None:
+    for found in run_ranks(2, limits_of_two_ranks, str(tmp_path), 1.0):
+        assert (found["flops_per_s"], found["mfu"]) == (None, None)
+        assert found["note"] == "the run was too short to measure the matrix ceiling"
+        assert found["verdict"]["kind"] == "straggler"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_handful_of_steps_is_not_judged() -> None:
+    rig, world = build_rig(quick_config(), make_world(0, 1)), make_world(0, 1)
+    few = {"rank": 0, "host": "h", "seconds": 60.0, "steps": 9, "step_ms": {"mean": 1.0}, "breakdown_ms": {"data": 0.1}}
+    assert find_limits(rig, world, [few]) == {"steps": 9, "verdict": None}
+    assert find_limits(rig, world, [{"rank": 0, "host": "h", "seconds": 60.0}]) == {"steps": 0, "verdict": None}
+
+
+def test_the_page_shows_them(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    results = json.loads(folder.results.read_text())
+    limits = {"steps": 90, "mfu": 0.71, "flops_per_s": 493e12, "ceiling_flops_per_s": 694e12, "data_share": 0.01}
+    verdict = judged(QUICK).to_json()
+    top = [{"name": "aten::mm", "calls": 40, "seconds": 0.5, "share": 0.6}]
+    results |= {"limits": {**limits, "verdict": verdict}, "profile": {"folder": "profile", "steps": 10, "top": top}}
+    folder.results.write_text(json.dumps(results))
+    page = write_run_page(folder.path).read_text()
+    for words in ("71%", "493 TFLOP/s of 694 TFLOP/s", "<strong>compute-bound</strong>: 50% of", "aten::mm", "500 ms"):
+        assert words in page, words
