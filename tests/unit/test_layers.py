@@ -9,7 +9,7 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # From the ground up; docs/architecture.md tells why.
 LAYERS = [
     *("errors", "config", "runs", "world", "data", "models", "parallel", "checkpoints", "metrics"),
-    *("report", "training", "launch", "bench", "study", "doctor", "integrations", "cli"),
+    *("report", "training", "launch", "bench", "study", "doctor", "course", "integrations", "cli"),
 ]
 WITHOUT_TORCH = {"errors", "config", "runs", "report", "launch", "study", "cli"}
 # Layers that hold heavy and light files: these must answer before torch is imported.

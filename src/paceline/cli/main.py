@@ -32,6 +32,7 @@ VERBS = {
     "clean": "free the disk of checkpoints nobody needs, or of whole runs",
     "data": "pack pictures for speed, verify data sets, fetch them",
     "checkpoints": "list, verify and push the checkpoints of a run",
+    "course": "ten lessons in distributed training, with exercises checked on real ranks",
     "recipes": "list the recipes that come with paceline",
     "completion": "make bash, zsh or fish complete commands, flags, recipes and runs",
 }

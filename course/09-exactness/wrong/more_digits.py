@@ -1,0 +1,29 @@
+# hint: higher-precision
+# Hopes that more digits are enough.
+"""Lesson 9: exactness. Fill the gaps, then: paceline course check 9
+
+A global batch is cut into eight lanes; each lane has a gradient. Whoever holds which lanes, the sum has the same bits.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def tree_sum(values: list[Tensor]) -> Tensor:
+    """The sum of 1, 2, 4, 8, ... tensors: neighbours first, then neighbouring sums, until one is left."""
+    return torch.stack(values).double().sum(0).float()
+
+
+def my_lanes(lanes: int, rank: int, world_size: int) -> range:
+    """The numbers of this rank's lanes: neighbouring ones, in order."""
+    share = lanes // world_size
+    return range(rank * share, (rank + 1) * share)
+
+
+def exact_sum(lane_values: list[Tensor]) -> Tensor:
+    """The sum over all lanes of all ranks, the same tree for any number of ranks. `lane_values` are this rank's."""
+    mine = tree_sum(lane_values)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return tree_sum(gathered)

@@ -1,0 +1,52 @@
+"""What the job of lesson 10 runs, once per task: note who I am, wait for the others' notes, meet, add up.
+
+Nothing to fill in here. The check starts it as "$PROGRAM" and reads the notes.
+"""
+
+import json
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+TASKS = 4
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURMD_NODENAME")
+
+
+def main(folder: Path, is_rehearsal: bool) -> int:
+    note = {name: os.environ.get(name, "") for name in NAMES}
+    name = f"{note['SLURMD_NODENAME']}-{note['SLURM_PROCID']}-{os.getpid()}"
+    (folder / f"{name}.tmp").write_text(json.dumps(note))
+    (folder / f"{name}.tmp").replace(folder / f"note-{name}.json")
+
+    # Tasks that cannot meet would only wait for each other until a timeout: see that first.
+    deadline = time.monotonic() + (5 if is_rehearsal else 20)
+    notes: list[dict[str, str]] = []
+    while len(notes) < TASKS and time.monotonic() < deadline:
+        time.sleep(0.05)
+        notes = [json.loads(path.read_text()) for path in folder.glob("note-*.json")]
+    ranks = sorted((other["RANK"], other["WORLD_SIZE"]) for other in notes)
+    addresses = {other["MASTER_ADDR"] for other in notes}
+    are_places_known = all(other["LOCAL_RANK"] in ("0", "1") for other in notes)
+    if ranks != [(str(rank), str(TASKS)) for rank in range(TASKS)] or len(addresses) != 1 or not are_places_known:
+        return 3
+    if addresses <= {"", "localhost", "127.0.0.1"}:
+        return 3
+
+    import torch
+    import torch.distributed as dist
+
+    if is_rehearsal:  # the nodes are only names then
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    total = torch.tensor(float(note["RANK"]))
+    dist.all_reduce(total)
+    (folder / f"sum-{note['RANK']}").write_text(str(total.item()))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), is_rehearsal=sys.argv[2:] == ["rehearsal"]))

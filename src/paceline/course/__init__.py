@@ -1,0 +1,1 @@
+"""The course: ten lessons for one laptop, and checks that run a person's own file on real ranks."""

@@ -1,0 +1,287 @@
+"""Run a person's functions on real gloo ranks, and notice how each of them ends.
+
+A rank ends with a value, an error, a death - or not at all. A hang is not a matter of waiting long: ranks that all
+stand still without using their processor will stand there for ever, and each can say in which line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from paceline.course.verdict import Failed
+
+Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch.distributed.fsdp",
+        "torch.utils.data",
+        "torch._dynamo",
+        "paceline.course.ranks",
+    ]
+)
+_QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
+_QUIET_CPU_S = 0.06
+_TICK_S = 0.25
+_DEADLINE_S = 45.0  # no exercise computes for longer
+_AFTER_AN_ERROR_S = 0.5
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # never reached: a hang is seen long before
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended: value, error, died, or where it stood when it was ended: stuck, endless."""
+
+    kind: str
+    value: Any = None  # of an error, stuck or endless: in words
+
+
+@dataclass(frozen=True)
+class _Start:
+    path: Path
+    rank: int
+    world_size: int
+    local_world_size: int
+    store: str  # a file; "" where the person opens the group
+    port: int  # for those who do
+    probe: Probe
+    arguments: tuple[Any, ...]
+
+
+def warm_up() -> None:
+    """Let the server that forks the ranks load torch while this process does the same."""
+    forkserver.ensure_running()
+
+
+def on_ranks(
+    path: Path, world_size: int, probe: Probe, *arguments: Any, has_group: bool = True, per_node: int = 0
+) -> list[Any]:
+    """`probe` on every rank; values by rank. Anything but a value on every rank is the person's to know."""
+    return require_values(try_ranks(path, world_size, probe, *arguments, has_group=has_group, per_node=per_node))
+
+
+def try_ranks(
+    path: Path,
+    world_size: int,
+    probe: Probe,
+    *arguments: Any,
+    has_group: bool = True,
+    per_node: int = 0,
+    kill_after_s: float | None = None,
+) -> list[Ending]:
+    """The same, whatever comes of it. `per_node`: how many ranks believe to share a node; 0: all of them."""
+    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
+        store = str(Path(folder) / "store") if has_group else ""
+        port = 0 if has_group else _free_port()
+        processes, lines = [], []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            start = _Start(path.resolve(), rank, world_size, per_node or world_size, store, port, probe, arguments)
+            process = _CONTEXT.Process(target=_be_a_rank, args=(start, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            lines.append(ours)
+        try:
+            return _follow(lines, processes, kill_after_s)
+        finally:
+            for process, line in zip(processes, lines, strict=True):
+                process.kill()
+                process.join()
+                line.close()
+
+
+def require_values(endings: list[Ending]) -> list[Any]:
+    """The first bad ending as a failure with its story."""
+    for rank, ending in enumerate(endings):
+        if ending.kind == "error" and not _is_left_alone(ending):
+            raise Failed(
+                "exception",
+                f"rank {rank}: {ending.value}",
+                "Python stopped there. Read the line with the values of this rank in mind.",
+            )
+    for rank, ending in enumerate(endings):
+        if ending.kind == "died":
+            raise Failed("died", f"rank {rank} ended without a word", "Does your code leave the process (os._exit)?")
+    if any(ending.kind == "endless" for ending in endings):
+        raise Failed(
+            "endless",
+            _positions(endings),
+            f"A loop that does not end? An exercise needs less than a second; this one was given {_DEADLINE_S:.0f}.",
+        )
+    if any(ending.kind == "stuck" or _is_left_alone(ending) for ending in endings):
+        raise Failed(
+            "hang",
+            _positions(endings),
+            "A collective returns only when every rank has called the same one. Look for a rank that skips it "
+            "(an `if rank == 0`, a `return` before it, fewer turns of a loop) or calls another one instead.",
+        )
+    return [ending.value for ending in endings]
+
+
+def _is_left_alone(ending: Ending) -> bool:
+    """It waited for a peer that closed the group meanwhile: a hang, cut short."""
+    return ending.kind == "error" and ("Connection closed by peer" in ending.value or "reset by peer" in ending.value)
+
+
+def _positions(endings: list[Ending]) -> str:
+    """Where each rank stood, one line each."""
+    told = []
+    for rank, ending in enumerate(endings):
+        if ending.kind == "value":
+            told.append(f"rank {rank} has left: it was through with its part")
+        elif _is_left_alone(ending):
+            told.append(f"rank {rank} waited in {ending.value.splitlines()[0]}")
+        else:
+            told.append(f"rank {rank} {ending.value}")
+    return "\n".join(told)
+
+
+# --- The watching side ------------------------------------------------------------------------------------------------
+
+
+def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) -> list[Ending]:
+    endings: dict[int, Ending] = {}
+    quiet: dict[int, str] = {}
+    begin = time.monotonic()
+    deadline = begin + _DEADLINE_S
+    while len(endings) < len(lines) and time.monotonic() < deadline:
+        if kill_after_s is not None and time.monotonic() - begin >= kill_after_s:
+            processes[0].kill()
+            kill_after_s = None
+        open_lines = [line for rank, line in enumerate(lines) if rank not in endings]
+        for line in multiprocessing.connection.wait(open_lines, timeout=0.05 if kill_after_s is not None else _TICK_S):
+            rank = lines.index(line)
+            try:
+                kind, value = lines[rank].recv()
+            except (EOFError, ConnectionResetError):
+                kind, value = "died", None
+            if kind in ("quiet", "busy"):
+                quiet.pop(rank, None)
+                quiet |= {rank: value} if kind == "quiet" else {}
+                continue
+            endings[rank] = Ending(kind, value)
+            if kind in ("error", "died"):  # the others may now wait for ever; they get a moment for errors of their own
+                deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR_S)
+        missing = [rank for rank in range(len(lines)) if rank not in endings]
+        if missing and all(rank in quiet for rank in missing):
+            return [endings.get(rank) or Ending("stuck", quiet[rank]) for rank in range(len(lines))]
+    late = Ending("endless", "is still busy")
+    return [
+        endings.get(rank) or (Ending("stuck", quiet[rank]) if rank in quiet else late) for rank in range(len(lines))
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# --- The side of a rank -----------------------------------------------------------------------------------------------
+
+
+def _be_a_rank(start: _Start, line: Any) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(start.rank),
+        WORLD_SIZE=str(start.world_size),
+        LOCAL_RANK=str(start.rank % start.local_world_size),
+        LOCAL_WORLD_SIZE=str(start.local_world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(start.port),
+    )
+    if start.store:
+        store = dist.FileStore(start.store, start.world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=start.rank, world_size=start.world_size, timeout=_COLLECTIVE_TIMEOUT
+        )
+    lock = threading.Lock()  # two threads speak on one line
+
+    def say(kind: str, value: Any) -> None:
+        with lock, suppress(BrokenPipeError):
+            line.send((kind, value))
+
+    watcher = threading.Thread(target=_watch, args=(start.path, say), daemon=True)
+    watcher.start()
+    try:
+        say("value", start.probe(load_person(start.path), start.rank, start.world_size, *start.arguments))
+    except BaseException as error:
+        say("error", describe_error(error, start.path))
+    sys.stdout.flush()
+    # Stay until all have ended: a process that leaves would turn its peers' hang into a broken connection.
+    with suppress(EOFError, ConnectionResetError):
+        line.recv()
+    os._exit(0)
+
+
+def load_person(path: Path) -> ModuleType:
+    """The person's file as a module; its name may be anything."""
+    spec = importlib.util.spec_from_file_location("exercise", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"not a Python file: {path.name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["exercise"] = module
+    sys.dont_write_bytecode = True
+    spec.loader.exec_module(module)
+    return module
+
+
+def _watch(path: Path, say: Callable[[str, Any], None]) -> None:
+    """Tells when this rank has come to a standstill, and when it moves again."""
+    main = threading.main_thread().ident or 0
+    parent = multiprocessing.parent_process()
+    ticks = round(_QUIET_S / _TICK_S)
+    used = [time.process_time()]
+    is_quiet = False
+    while True:
+        time.sleep(_TICK_S)
+        if parent is not None and not parent.is_alive():
+            os._exit(1)
+        used = [*used[-ticks:], time.process_time()]
+        was_quiet, is_quiet = is_quiet, len(used) > ticks and used[-1] - used[0] < _QUIET_CPU_S
+        if is_quiet != was_quiet:
+            say("quiet" if is_quiet else "busy", _describe_position(sys._current_frames().get(main), path))
+
+
+def _describe_position(frame: FrameType | None, path: Path) -> str:
+    while frame is not None:
+        if Path(frame.f_code.co_filename) == path:
+            text = linecache.getline(str(path), frame.f_lineno).strip()
+            return f"waits in line {frame.f_lineno} of your file: {text}"
+        frame = frame.f_back
+    return "waits outside your file"
+
+
+def describe_error(error: BaseException, path: Path) -> str:
+    """The innermost line of the person's file, and the error in one sentence."""
+    message = (str(error).strip().splitlines() or [""])[0][:300]
+    sentence = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    for entry in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(entry.filename) == path:
+            return f"line {entry.lineno}: {entry.line}\n{sentence}"
+    return sentence
