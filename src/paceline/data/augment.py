@@ -1,12 +1,14 @@
 """From raw samples to model inputs, a batch at a time on the batch's device.
 
 Every random choice is drawn from (seed, epoch, sample id, draw number), so a sample gets the same
-pixels in an epoch whichever rank, worker or batch it falls into.
+pixels in an epoch whichever rank, worker or batch it falls into. Nothing here asks the device for a value, so
+the work can be recorded (world/recorded.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -14,19 +16,19 @@ from torch.nn import functional as F
 
 from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo
-from paceline.data.draws import draw_below
+from paceline.data.draws import below, draw_bits_from, start_of
 from paceline.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-_ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN = range(10, 15)  # draw numbers
+_ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN = _DRAWS = range(10, 15)  # draw numbers
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """How one data set's samples are turned into inputs, for training and for evaluation."""
 
-    kind: str  # "none", "light" or "imagenet"
+    kind: str  # "none", "light", "gentle" or "imagenet"
     seed: int
     raw_shape: tuple[int, ...]
     image_size: int
@@ -51,17 +53,31 @@ class Pipeline:
         """Augmented, normalised float inputs; ids are the samples' numbers in the data set."""
         if samples.dim() != 4:
             return samples
-        ids = ids.to(samples.device)
-        if self.kind == "light":
-            border = self.raw_shape[1] // 8
-            samples = self._random_crop(F.pad(samples, [border] * 4), self.raw_shape[1:], ids, epoch)
+        return self.augment(samples, ids.to(samples.device), self.keys_of(epoch).to(samples.device))
+
+    def keys_of(self, epoch: int) -> Tensor:
+        """What an epoch's choices are drawn with: a number per draw, and 1 in epochs that mirror the others' rest."""
+        alternates = self.kind == "gentle"  # then the draw itself is the same in every epoch
+        starts = [start_of(draw, self.seed, 0 if draw == _FLIP and alternates else epoch) for draw in _DRAWS]
+        return torch.tensor([*starts, epoch % 2 if alternates else 0])
+
+    def augment(self, samples: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
+        """The same with the epoch's keys; everything lies on one device."""
+        if samples.dim() != 4:
+            return samples
+        count = len(_DRAWS) if self.cutout else 3
+        bits = dict(zip(_DRAWS, draw_bits_from(ids, keys[:count, None]), strict=False))
+        if self.kind in ("light", "gentle"):
+            border = self.raw_shape[1] // (8 if self.kind == "light" else 16)
+            bordered = F.pad(samples, [border] * 4) if self.kind == "light" else _mirror_borders(samples, border)
+            samples = _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
         elif self.kind == "imagenet":
-            samples = self._random_crop(self._resize(samples), (self.image_size,) * 2, ids, epoch)
+            samples = _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
         if self.flip and self.kind != "none":
-            mirrored = self._draw(2, ids, epoch, _FLIP).bool()
+            mirrored = (below(2, bits[_FLIP]) ^ keys[-1]).bool()
             samples = torch.where(mirrored[:, None, None, None], samples.flip(-1), samples)
         inputs = self._normalise(samples)
-        return self._cut_out(inputs, ids, epoch) if self.cutout else inputs
+        return self._cut_out(inputs, bits) if self.cutout else inputs
 
     def for_evaluation(self, samples: Tensor) -> Tensor:
         """Normalised inputs without any randomness; the imagenet pipeline takes the centre."""
@@ -73,17 +89,6 @@ class Pipeline:
             samples = samples[:, :, top : top + self.image_size, left : left + self.image_size]
         return self._normalise(samples)
 
-    def _draw(self, limit: int, ids: Tensor, epoch: int, number: int) -> Tensor:
-        return draw_below(limit, ids, number, self.seed, epoch)
-
-    def _random_crop(self, samples: Tensor, size: tuple[int, ...], ids: Tensor, epoch: int) -> Tensor:
-        height, width = size
-        rows = self._draw(samples.shape[2] - height + 1, ids, epoch, _ROW)
-        columns = self._draw(samples.shape[3] - width + 1, ids, epoch, _COLUMN)
-        # Every window of every sample as a view; indexing then copies just the chosen ones.
-        windows = samples.unfold(2, height, 1).unfold(3, width, 1)
-        return windows[torch.arange(len(samples), device=samples.device), :, rows, columns]
-
     def _resize(self, samples: Tensor) -> Tensor:
         """Bring the shorter side to `resized_side`."""
         height, width = samples.shape[2:]
@@ -94,20 +99,44 @@ class Pipeline:
         return F.interpolate(samples.float(), size, mode="bilinear", align_corners=False, antialias=scale < 1.0)
 
     def _normalise(self, samples: Tensor) -> Tensor:
-        mean = torch.tensor(self.mean, device=samples.device).view(1, -1, 1, 1) * 255
-        std = torch.tensor(self.std, device=samples.device).view(1, -1, 1, 1) * 255
-        inputs = (samples.float() - mean) / std
-        return inputs.contiguous(memory_format=torch.channels_last)
+        mean, std = (_per_channel(values, samples.device) for values in (self.mean, self.std))
+        # Laid out while the values are still bytes; the arithmetic then happens in place.
+        inputs = samples.contiguous(memory_format=torch.channels_last).float()
+        return (inputs.sub_(mean) if inputs is not samples else inputs - mean).div_(std)
 
-    def _cut_out(self, inputs: Tensor, ids: Tensor, epoch: int) -> Tensor:
+    def _cut_out(self, inputs: Tensor, bits: dict[int, Tensor]) -> Tensor:
         """Blank a square to the mean colour, which after normalisation is zero."""
         inside = []
         for size, number in zip(inputs.shape[2:], (_CUT_ROW, _CUT_COLUMN), strict=True):
-            start = self._draw(size, ids, epoch, number)[:, None] - self.cutout // 2
+            start = below(size, bits[number])[:, None] - self.cutout // 2
             axis = torch.arange(size, device=inputs.device)[None]
             inside.append((axis >= start) & (axis < start + self.cutout))
         square = inside[0][:, None, :, None] & inside[1][:, None, None, :]
-        return inputs.masked_fill(square, 0.0)
+        return inputs.masked_fill_(square, 0.0)
+
+
+def _crop(samples: Tensor, size: tuple[int, ...], row_bits: Tensor, column_bits: Tensor) -> Tensor:
+    height, width = size
+    rows = below(samples.shape[2] - height + 1, row_bits)
+    columns = below(samples.shape[3] - width + 1, column_bits)
+    # Every window of every sample as a view; indexing then copies just the chosen ones.
+    windows = samples.unfold(2, height, 1).unfold(3, width, 1)
+    return windows[torch.arange(len(samples), device=samples.device), :, rows, columns]
+
+
+def _mirror_borders(samples: Tensor, border: int) -> Tensor:
+    """A border that continues the picture as its mirror image. torch's own padding knows no bytes."""
+    for axis in (2, 3):
+        size = samples.shape[axis]
+        places = torch.arange(-border, size + border, device=samples.device).abs()
+        samples = samples.index_select(axis, torch.minimum(places, 2 * (size - 1) - places))
+    return samples
+
+
+@lru_cache(maxsize=16)
+def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """Kept: a copy to a GPU for every batch would wait for it."""
+    return torch.tensor(values, device=device).view(1, -1, 1, 1) * 255
 
 
 def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline:
@@ -115,8 +144,8 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     kind = config.augment
     if kind == "imagenet" and not info.is_image:
         raise UserError("the imagenet pipeline needs images", got=f"{info.name} has vectors", hint="--augment none")
-    if kind == "light" and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
-        raise UserError("the light pipeline needs square images", got=info.sample_shape, hint="--augment none")
+    if kind in ("light", "gentle") and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
+        raise UserError(f"the {kind} pipeline needs square images", got=info.sample_shape, hint="--augment none")
     is_imagenet = kind == "imagenet" and info.sample_shape[0] == 3
     return Pipeline(
         kind=kind,

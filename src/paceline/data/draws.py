@@ -17,15 +17,30 @@ _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 def draw_bits(keys: Tensor, *context: int) -> Tensor:
     """64 random bits for each key (int64), in a context of plain numbers such as (seed, epoch)."""
+    return draw_bits_from(keys, start_of(*context))
+
+
+def start_of(*context: int) -> int:
+    """A context as one number (int64)."""
     start = 0
     for number in context:
         start = _mix_int(start ^ _mix_int(number + _GOLDEN))
-    return _mix(_mix(keys + _signed(_GOLDEN)) ^ _signed(start))
+    return _signed(start)
+
+
+def draw_bits_from(keys: Tensor, starts: int | Tensor) -> Tensor:
+    """64 random bits for each key and start; shapes broadcast."""
+    return _mix(_mix(keys + _signed(_GOLDEN)) ^ starts)
+
+
+def below(limit: int, bits: Tensor) -> Tensor:
+    """A whole number in [0, limit) for each 64 random bits."""
+    return _shift(bits, 33) % limit
 
 
 def draw_below(limit: int, keys: Tensor, *context: int) -> Tensor:
     """A whole number in [0, limit) for each key."""
-    return _shift(draw_bits(keys, *context), 33) % limit
+    return below(limit, draw_bits(keys, *context))
 
 
 def draw_permutation(size: int, *context: int) -> Tensor:

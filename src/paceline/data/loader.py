@@ -19,6 +19,7 @@ from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
 from paceline.data.order import epoch_order, even_shares
 from paceline.world.detect import World
+from paceline.world.recorded import Recorded
 
 _COPIED_AT_ONCE = 1024  # samples on their way to a GPU that will hold all of them
 
@@ -51,6 +52,8 @@ class Loader:
         self._dataset = _make_resident(dataset, world.device)
         self._watch = ReadingWatch(self._dataset)
         self._labels = dataset.labels.to(world.device)
+        is_cuda = world.device.startswith("cuda")
+        self._gather = Recorded(self._gather_plainly) if is_cuda else self._gather_plainly
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -70,12 +73,27 @@ class Loader:
             for step in range(first_step, len(order) // global_batch_size)
         ]
         shares = [order[start : start + share] for start in starts]
+        make_batches = self._gather_batches if isinstance(self._dataset, ResidentDataset) else self._read_batches
         asked = time.perf_counter()
-        for ids, samples in self._read_ahead(shares):
-            inputs = self._pipeline.for_training(samples, ids, epoch)
-            labels = self._labels[ids.to(self._labels.device)]
+        for ids, inputs, labels in make_batches(shares, epoch):
             yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked)
             asked = time.perf_counter()
+
+    def _gather_batches(self, shares: list[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """From a data set that lies on the device: on a GPU the whole making of a batch is recorded."""
+        device = self._labels.device
+        keys = self._pipeline.keys_of(epoch).to(device)
+        there = torch.cat(shares).to(device).split(len(shares[0])) if shares else ()  # one copy for the whole epoch
+        for ids, ids_there in zip(shares, there, strict=True):
+            inputs, labels = self._gather(ids_there, keys)
+            yield ids, inputs, labels
+
+    def _gather_plainly(self, ids: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        return self._pipeline.augment(self._dataset.read(ids), ids, keys), self._labels[ids]
+
+    def _read_batches(self, shares: list[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for ids, samples in self._read_ahead(shares):
+            yield ids, self._pipeline.for_training(samples, ids, epoch), self._labels[ids.to(self._labels.device)]
 
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:
         """Every sample once over all ranks, and the same number of batches on each rank.

@@ -1,0 +1,54 @@
+"""Work on a GPU, recorded once and then replayed with a single call.
+
+A step of a small model is hundreds of kernels, and telling the GPU about each takes longer than running it. A recording
+(a CUDA graph) is the same kernels on the same memory, so it gives the same bits; only the telling is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN_CALLS = 2  # libraries choose kernels and take workspace in the first ones, and optimizers make their state
+
+
+class Recorded:
+    """A function of tensors that never looks at their values on the host.
+
+    What it returns, and what it leaves behind in other tensors, lies in the same memory after every call: use it
+    before the next one.
+    """
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work = work
+        self._calls = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._inputs: tuple[Tensor, ...] = ()
+        self._outputs: Any = None
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        self._calls += 1
+        if self._calls <= _PLAIN_CALLS:
+            return self._work(*inputs)
+        if self._graph is None:
+            self._record(inputs)
+        for own, given in zip(self._inputs, inputs, strict=True):
+            own.copy_(given, non_blocking=True)
+        assert self._graph is not None
+        self._graph.replay()
+        return self._outputs
+
+    def forget(self) -> None:
+        """Tensors the work uses have moved: begin again."""
+        self._calls, self._graph, self._inputs, self._outputs = 0, None, (), None
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        self._inputs = tuple(given.clone() for given in inputs)
+        torch.cuda.synchronize()
+        self._graph = torch.cuda.CUDAGraph()
+        # A thread that writes a checkpoint may use the GPU meanwhile; only this thread's work is recorded.
+        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+            self._outputs = self._work(*self._inputs)
