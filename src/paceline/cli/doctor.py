@@ -60,6 +60,9 @@ _VALUES = {
     "--plant": "'slow rank=1'",  # for tests, and in the guide
 }
 _MOST_NODES = 10_000
+_WHOLE_S, _LEAST_S = 57.0, 30.0  # for everything; for the ranks, however slow this machine was by itself
+# Without these there is no point in starting ranks.
+_STOPPERS = ("packages", "torch", "devices", "temporary folder", "shared memory", "host name")
 
 
 @dataclass(frozen=True)
@@ -196,22 +199,21 @@ def _examine_here(asked: Asked, started: float) -> int:
     node = examine_node(asked.request, around, Planted(asked.request.plants))
     processes = asked.request.processes or default_processes(node.gpus, asked.request.device)
     alone = assemble([], Expected(0, "paceline", (host,)), node, host)
+    obstacles = [one.name for one in node.findings if one.status == "fail" and one.name in _STOPPERS]
     if screen is not None:
         screen.show(alone.findings)
-        screen.say(f"\nnow {processes} rank{'s' if processes > 1 else ''} together")
-    obstacles = [one.name for one in node.findings if one.status == "fail" and one.name in _STOPPERS]
+        if not obstacles:
+            screen.say(f"\nnow {processes} rank{'s' if processes > 1 else ''} together")
     if obstacles:
         alone.findings.append(Finding(**{**vars(_not_tried(obstacles)), "group": "RANKS"}))
         whole = alone
     else:
         arguments = ["doctor", *asked.for_ranks, f"--processes={processes}"]
-        whole = run_local(LocalStart(processes, arguments, rank_main), node, host)
+        left_s = max(_LEAST_S, _WHOLE_S - (time.monotonic() - started))
+        whole = run_local(LocalStart(processes, arguments, rank_main), node, host, left_s)
     whole.world_size = processes
     told = len(node.findings)
     return _deliver(whole, asked, started, already_told=told)
-
-
-_STOPPERS = ("packages", "torch", "devices", "temporary folder", "shared memory")
 
 
 def _not_tried(obstacles: list[str]) -> Finding:

@@ -9,19 +9,20 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.doctor.checks import disk as disk_checks
-from paceline.doctor.checks import machine as machine_checks
-from paceline.doctor.checks import network as network_checks
-from paceline.doctor.checks import software as software_checks
+from paceline.doctor.checks.disk import check_clock, check_data, check_place
+from paceline.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from paceline.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
+from paceline.doctor.checks.software import check_devices, check_packages, check_python, check_torch
 from paceline.doctor.findings import Finding, failed
-from paceline.doctor.gather.disk import gather_place
-from paceline.doctor.gather.machine import gather_cores, gather_memory
-from paceline.doctor.gather.network import gather_names, gather_network, gather_ports, own_address
-from paceline.doctor.gather.software import gather_software, gather_torch
+from paceline.doctor.gather.disk import Place, gather_place
+from paceline.doctor.gather.machine import Memory, gather_cores, gather_memory
+from paceline.doctor.gather.network import Names, Ports, gather_names, gather_network, gather_ports, own_address
+from paceline.doctor.gather.software import Software, Torch, gather_software, gather_torch
 from paceline.doctor.plant import Planted
 from paceline.doctor.request import Request, Surroundings
 
@@ -59,103 +60,82 @@ def examine_node(request: Request, around: Surroundings, planted: Planted) -> No
         if isinstance(answer, Exception):
             findings.append(_no_answer(exam, answer))
             continue
-        facts[exam.name] = _plain(answer)
+        facts[exam.name] = asdict(answer)
         findings += [replace(finding, group=exam.group) for finding in exam.judge(answer) if finding is not None]
     return NodeReport(findings, facts)
 
 
 def _exams(request: Request, around: Surroundings, planted: Planted) -> list[Exam]:
-    ranks = around.local_ranks
-    meeting = around.meets_at or ("", 0)
-    port = meeting[1] if around.serves else None
-    clocks = (time.time(), time.monotonic())
-
-    def judge_run_folder(place: Any) -> list[Finding | None]:
-        drift = (time.time() - clocks[0]) - (time.monotonic() - clocks[1])
-        run = disk_checks.check_place("run folder", place, flag="--output-dir")
-        return [run, disk_checks.check_clock(place, planted.wall_clock(), drift)]
-
-    dead_disk = "a mount that does not answer? df and mount show which; --output-dir or --data-dir elsewhere"
-    temporary = Path(tempfile.gettempdir())
     return [
-        Exam("software", "SOFTWARE", gather_software, _judge_software, 10, "a Python environment on a dead mount?"),
-        Exam(
-            "torch",
-            "SOFTWARE",
-            gather_torch,
-            lambda facts: [
-                software_checks.check_torch(facts),
-                software_checks.check_devices(facts, request.device, request.processes),
-            ],
-            46,
-            "python -c 'import torch', nvidia-smi: one of the two hangs",
-        ),
-        Exam(
-            "memory",
-            "MACHINE",
-            gather_memory,
-            lambda facts: [
-                machine_checks.check_shared_memory(facts, ranks),
-                machine_checks.check_open_files(facts),
-                machine_checks.check_memory(facts, ranks),
-            ],
-            5,
-            "ls /dev/shm",
-        ),
-        Exam("cores", "MACHINE", gather_cores, lambda facts: [machine_checks.check_cores(facts, ranks)], 5, "lscpu"),
-        Exam(
-            "run folder",
-            "DISK",
-            lambda: gather_place(request.output_dir, planted.wall_clock),
-            judge_run_folder,
-            20,
-            dead_disk,
-        ),
-        Exam(
-            "data folder",
-            "DISK",
-            lambda: gather_place(request.data_dir, measures=False),
-            lambda facts: [disk_checks.check_data(facts)],
-            20,
-            dead_disk,
-        ),
-        Exam(
-            "temporary folder",
-            "DISK",
-            lambda: gather_place(temporary, measures=False),
-            lambda facts: [disk_checks.check_place("temporary folder", facts, flag="TMPDIR=")],
-            20,
-            dead_disk,
-        ),
-        Exam(
-            "host name",
-            "NETWORK",
-            lambda: gather_names(meeting[0]),
-            lambda facts: [network_checks.check_host_name(facts, around), network_checks.check_meeting_name(facts)],
-            12,
-            "name lookups hang: a DNS server in /etc/resolv.conf that does not answer; an entry in /etc/hosts helps",
-        ),
-        Exam(
-            "ports",
-            "NETWORK",
-            lambda: gather_ports(own_address(meeting[0]), port),
-            lambda facts: [network_checks.check_ports(facts)],
-            15,
-            "a firewall that swallows packets on this host: iptables -L, nft list ruleset",
-        ),
-        Exam(
-            "interfaces",
-            "NETWORK",
-            gather_network,
-            lambda facts: [network_checks.check_interfaces(facts)],
-            5,
-            "ip link",
-        ),
+        *_software_exams(request),
+        *_machine_exams(around.local_ranks),
+        *_disk_exams(request, planted),
+        *_network_exams(around),
     ]
 
 
-def _judge_software(facts: Any) -> list[Finding | None]:
-    return [software_checks.check_python(facts), software_checks.check_packages(facts)]
+def _software_exams(request: Request) -> list[Exam]:
+    def judge_torch(facts: Torch) -> list[Finding | None]:
+        return [check_torch(facts), check_devices(facts, request.device, request.processes)]
+
+    def judge_software(facts: Software) -> list[Finding | None]:
+        return [check_python(facts), check_packages(facts)]
+
+    hangs = "python -c 'import torch', nvidia-smi: one of the two hangs"
+    return [
+        Exam("software", "SOFTWARE", gather_software, judge_software, 10, "a Python environment on a dead mount?"),
+        Exam("torch", "SOFTWARE", gather_torch, judge_torch, 46, hangs),
+    ]
+
+
+def _machine_exams(ranks: int) -> list[Exam]:
+    def judge_memory(facts: Memory) -> list[Finding | None]:
+        return [check_shared_memory(facts, ranks), check_open_files(facts), check_memory(facts, ranks)]
+
+    return [
+        Exam("memory", "MACHINE", gather_memory, judge_memory, 5, "ls /dev/shm"),
+        Exam("cores", "MACHINE", gather_cores, lambda facts: [check_cores(facts, ranks)], 5, "lscpu"),
+    ]
+
+
+def _disk_exams(request: Request, planted: Planted) -> list[Exam]:
+    began = (time.time(), time.monotonic())
+
+    def judge_run_folder(place: Place) -> list[Finding | None]:
+        drift_s = (time.time() - began[0]) - (time.monotonic() - began[1])
+        run = check_place("run folder", place, flag="--output-dir")
+        return [run, check_clock(place, planted.wall_clock(), drift_s)]
+
+    def judge_temporary(place: Place) -> list[Finding | None]:
+        return [check_place("temporary folder", place, flag="TMPDIR=")]
+
+    run = partial(gather_place, request.output_dir, planted.wall_clock)
+    data = partial(gather_place, request.data_dir, measures=False)
+    temporary = partial(gather_place, Path(tempfile.gettempdir()), measures=False)
+    dead = "a mount that does not answer? df and mount show which; --output-dir or --data-dir elsewhere"
+    return [
+        Exam("run folder", "DISK", run, judge_run_folder, 20, dead),
+        Exam("data folder", "DISK", data, lambda facts: [check_data(facts)], 20, dead),
+        Exam("temporary folder", "DISK", temporary, judge_temporary, 20, dead),
+    ]
+
+
+def _network_exams(around: Surroundings) -> list[Exam]:
+    host, port = around.meets_at or ("", 0)
+
+    def look_at_ports() -> Ports:
+        return gather_ports(own_address(host), port if around.serves else None)
+
+    def judge_names(facts: Names) -> list[Finding | None]:
+        return [check_host_name(facts, around), check_meeting_name(facts)]
+
+    dns = "name lookups hang: a DNS server in /etc/resolv.conf that does not answer; an entry in /etc/hosts helps"
+    firewall = "a firewall that swallows packets on this host: iptables -L, nft list ruleset"
+    return [
+        Exam("host name", "NETWORK", partial(gather_names, host), judge_names, 12, dns),
+        Exam("ports", "NETWORK", look_at_ports, lambda facts: [check_ports(facts)], 15, firewall),
+        Exam("interfaces", "NETWORK", gather_network, lambda facts: [check_interfaces(facts)], 5, "ip link"),
+    ]
 
 
 def _gather_all(exams: list[Exam]) -> list[Any]:
@@ -183,7 +163,3 @@ def _no_answer(exam: Exam, error: Exception) -> Finding:
         return replace(failed(exam.name, str(error), exam.if_silent), group=exam.group)
     what = f"it cannot be looked at: {type(error).__name__}: {error}"
     return replace(failed(exam.name, what, exam.if_silent), group=exam.group)
-
-
-def _plain(facts: Any) -> Any:
-    return asdict(facts) if is_dataclass(facts) and not isinstance(facts, type) else facts

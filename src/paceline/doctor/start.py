@@ -9,9 +9,11 @@ import io
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass
@@ -51,23 +53,36 @@ class LocalStart:
     rank_main: RankMain
 
 
-def run_local(start: LocalStart, node: NodeReport, host: str) -> Examination:
+def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) -> Examination:
     """Ranks on this machine, by the launcher that training has."""
     from paceline.bench.ranks import LocalRanks, run_ranks
     from paceline.config.schema import ParallelConfig
 
     said = io.StringIO()
+    late = threading.Event()
+    timer = threading.Timer(limit_s, _stop_ourselves, (late,))
+    timer.daemon = True
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as scratch:
         os.environ[TO] = scratch
         threads = threads_per_rank(ParallelConfig(), start.processes)
+        timer.start()
         with redirect_stderr(said):
             code = run_ranks(LocalRanks(start.processes, threads, Nodes(), start.rank_main, start.arguments))
+        timer.cancel()
         papers = read_folder(Path(scratch))
-    if code == EXIT_INTERRUPTED or code > _SIGNALLED:
+    if not late.is_set() and (code == EXIT_INTERRUPTED or code > _SIGNALLED):
         print(said.getvalue(), end="", file=sys.stderr)
         raise Stopped(code)
     trouble = "" if code == EXIT_FINISHED else _first_line(said.getvalue())
+    if late.is_set():
+        trouble = f"the ranks were not through after {limit_s:.0f} s"
     return assemble(papers, Expected(start.processes, "paceline", (host,), trouble), node, host)
+
+
+def _stop_ourselves(late: threading.Event) -> None:
+    """The launcher may wait for something that never comes; a signal is what it listens to."""
+    late.set()
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)

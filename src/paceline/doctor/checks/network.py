@@ -12,14 +12,11 @@ _HOSTS = "an entry in DNS or in /etc/hosts of every node"
 
 
 def check_host_name(facts: Names, around: Surroundings) -> Finding:
-    several = around.num_nodes > 1
-    report = failed if several else warned
-    alone = "" if several else "; this machine alone can train, several nodes could not"
     if facts.error:
-        what = f"{facts.host} (this host) does not resolve: {facts.error}"
-        return report("host name", what + alone, f"{_HOSTS}, or GLOO_SOCKET_IFNAME=<interface>")
+        what = f"{facts.host} (this host) does not resolve: {facts.error}; ranks could not call each other"
+        return failed("host name", what, f"{_HOSTS}: 127.0.0.1 {facts.host} will do on a single machine")
     listed = ", ".join(facts.addresses)
-    if several and all(is_loopback(address) for address in facts.addresses):
+    if around.num_nodes > 1 and all(is_loopback(address) for address in facts.addresses):
         what = f"{facts.host} stands for {listed}: other nodes would be told to call themselves"
         return failed("host name", what, "its real address in /etc/hosts, or GLOO_SOCKET_IFNAME=<interface>")
     if facts.lookup_s > _SLOW_LOOKUP_S:
