@@ -94,7 +94,7 @@ def pack(request: PackRequest, progress: Progress) -> PackResult:
         shards = {plan.file: found[plan.file] for plan in plans if plan.is_made_by(found.get(plan.file))}
         missing = [plan for plan in plans if plan.file not in shards]
         result = PackResult(replace(packed, shards=_in_order(shards)), len(missing), len(shards))
-        if result.packed == before and (request.target / FINISHED).exists():
+        if not missing and result.packed == before and (request.target / FINISHED).exists():
             return result
         _require_space(request, sum(len(plan.paths) for plan in missing) * packed.picture_bytes, kept=set(shards))
         _describe(request.target, result.packed)
