@@ -1,0 +1,153 @@
+"""`paceline data`: a packing that is killed goes on, mistakes get one screen, damage is named."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from harness.cli import Answer, paceline
+from harness.processes import seconds_until_empty, started
+
+PACK = ("data", "pack", "pictures", "packed", "--image-size=56", "--shard-mb=1", "--workers=2")
+USER, DATA = 2, 3
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with 600 pictures of 64 x 64 pixels, 85 to a shard of 1 MB."""
+    home = tmp_path_factory.mktemp("home")
+    random = np.random.default_rng(0)
+    for name in ("ant", "bee"):
+        (home / "pictures" / name).mkdir(parents=True)
+        for number in range(300):
+            pixels = random.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(home / "pictures" / name / f"{number:03}.png")
+    return home
+
+
+@pytest.fixture(scope="module")
+def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Packed without a disturbance."""
+    cwd = tmp_path_factory.mktemp("whole")
+    (cwd / "pictures").symlink_to(home / "pictures")
+    answer = paceline(*PACK, cwd=cwd)
+    assert answer.code == 0, answer
+    assert "600 pictures of 2 classes, 64 x 64 pixels, 7.4 MB in 8 shards" in answer.out
+    assert "paceline train RECIPE --dataset folder --data-dir packed --image-size 56" in answer.out
+    return cwd / "packed"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+
+
+def assert_one_screen(answer: Answer, code: int, *parts: str) -> None:
+    assert answer.code == code, answer
+    assert "Traceback" not in answer.err + answer.out
+    assert answer.err.startswith("error: "), answer
+    assert len(answer.err.splitlines()) <= 12
+    for part in parts:
+        assert part in answer.err, answer.err
+
+
+def test_a_killed_packing_leaves_nobody_behind_and_goes_on_to_the_same_bytes(
+    home: Path, whole: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "pictures").symlink_to(home / "pictures")
+    with started(*PACK, cwd=tmp_path) as ride:
+        ride.wait_for("packed ")
+        # With the second shard in place, the first is listed; others are still to be made.
+        while len(list((tmp_path / "packed").glob("*.u8"))) < 2:
+            assert ride.process.poll() is None
+        os.kill(ride.process.pid, signal.SIGKILL)
+        ride.wait()
+        seconds_until_empty(tmp_path, limit_s=20)
+    assert not (tmp_path / "packed" / "packed.json").exists()
+    answer = paceline(*PACK, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert "going on: " in answer.out
+    assert contents(tmp_path / "packed") == contents(whole)
+    assert list((tmp_path / "packed").glob(".*.part")) == []
+
+
+def test_check_names_the_damaged_shard_and_training_does_not_start_on_a_short_one(whole: Path, tmp_path: Path) -> None:
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    for name, content in contents(whole).items():
+        (packed / name).write_bytes(content)
+    answer = paceline("data", "check", "packed", cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert "8 shards, sizes and CRC-32 agree" in answer.out
+    shard = packed / "train-00002.u8"
+    shard.write_bytes(shard.read_bytes()[:-5] + b"x" * 5)
+    assert_one_screen(paceline("data", "check", "packed", cwd=tmp_path), DATA, "train-00002.u8: CRC-32", "makes just")
+    os.truncate(shard, 100)
+    train = ("train", "shapes-cnn", "--dataset=folder", "--data-dir=packed", "--image-size=56")
+    assert_one_screen(paceline(*train, cwd=tmp_path), DATA, "train-00002.u8: 100 bytes instead of 1,044,480")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["pakc", "pictures", "packed"], ["paceline data pack pictures packed"]),
+        (["pack", "pictures"], ["paceline data pack pictures pictures-packed"]),
+        (["pack", "nowhere", "packed"], ["no such folder", "nowhere"]),
+        (["pack", "pictures", "pictures/packed"], ["one inside the other", "pictures-packed"]),
+        (["pack", "pictures", "other"], ["holds something else", "other"]),
+        (["pack", "pictures", "packed", "--imagesize=3"], ["unknown flag", "--image-size"]),
+        (["pack", "pictures", "packed", "--image-size=x"], ["--image-size", "8 to 2048"]),
+        (["pack", "pictures", "packed", "--workers"], ["--workers needs a value"]),
+        (["check", "nowhere"], ["nowhere", "fashion-mnist"]),
+        (["check"], ["check what?"]),
+        (["fetch", "imagenet"], ["imagenet", "cifar10, fashion-mnist"]),
+    ],
+    ids=lambda value: (
+        " ".join(value) if isinstance(value, list) and value[0] in ("pakc", "pack", "check", "fetch") else ""
+    ),
+)
+def test_mistakes(
+    home: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    parts: list[str],
+) -> None:
+    from paceline.cli.main import main
+
+    (tmp_path / "pictures").symlink_to(home / "pictures")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    code = main(["data", *arguments])
+    said = capsys.readouterr()
+    assert_one_screen(Answer(code, said.out, said.err), USER, *parts)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "pictures"]
+
+
+def test_known_sets_are_looked_for_but_not_downloaded_by_check(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paceline.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("cifar10", "fashion-mnist"):
+        assert main(["data", "check", name, "--data-dir", "sets"]) == DATA
+        assert f"paceline data fetch {name} --data-dir sets" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    from paceline.cli.data import _FLAGS
+    from paceline.cli.main import main
+
+    assert main(["data", "--help"]) == 0
+    text = capsys.readouterr().out
+    for flags in _FLAGS.values():
+        assert all(flag in text for flag in flags)
