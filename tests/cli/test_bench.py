@@ -333,4 +333,4 @@ def test_the_verdict_names_what_takes_most_of_the_time() -> None:
         "try more --num-workers than 3, or pack the pictures once (paceline data pack)"
     )
     on_gpu = judge_step(replace(STEP, flops_per_s=1e9), config, replace(world, device="cuda:0"), cores=8).text
-    assert on_gpu.endswith("try mixed precision (leave out --no-amp), or a larger --global-batch-size, or --compile")
+    assert on_gpu.endswith("try mixed precision (leave out --no-amp), or a larger --global-batch-size")

@@ -66,9 +66,10 @@ def test_compute_bound() -> None:
     found = judged(ranks((100, 1, 2), (100, 1, 2)), speed=Speed(493e12, 694e12))
     assert found.kind == "compute-bound"
     assert found.line == (
-        "compute-bound: 71% of the matrix ceiling (493 TFLOP/s of 694), data wait 1%, exchange 2%; next: --compile"
+        "compute-bound: 71% of the matrix ceiling (493 TFLOP/s of 694), data wait 1%, exchange 2%;"
+        " next: more or faster GPUs: little is left to gain on this one"
     )
-    assert found.to_json() == {"kind": "compute-bound", "text": found.text, "try": "--compile"}
+    assert found.to_json() == {"kind": "compute-bound", "text": found.text, "try": found.tip}
 
 
 def test_input_bound() -> None:
@@ -101,7 +102,9 @@ def test_overhead_is_little_arithmetic_though_nobody_waits() -> None:
         "overhead: 9% of the matrix ceiling (9.00 TFLOP/s of 100) though data wait 1%, exchange 2%:"
         " much of a step is not matrix arithmetic"
     )
-    assert found.tip == "--compile, or a larger --global-batch-size (small operators cost their call)"
+    assert found.tip == (
+        "a larger --global-batch-size (small operators cost their call), or --profile, to see which operators"
+    )
     idle = judged(ranks((8, 0, 0)), replace(GPU, step_ms=8.0, host_overhead_share=0.4), Speed(9e12, 100e12))
     assert idle.text.endswith("and the GPU waits 40% of it for its host")
 
@@ -142,8 +145,11 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
     ("times", "setting", "speed", "tip"),
     [
         # compute-bound
-        (QUICK, with_train(GPU, compile=True), DENSE, "more or faster GPUs: little is left to gain on this one"),
-        (QUICK, replace(GPU, precision="float32 (tf32)"), DENSE, "mixed precision (leave out --no-amp), or --compile"),
+        (QUICK, GPU, DENSE, "more or faster GPUs: little is left to gain on this one"),
+        (
+            *(QUICK, with_train(replace(GPU, precision="float32 (tf32)"), compile="never"), DENSE),
+            "mixed precision (leave out --no-amp), or no --compile never",
+        ),
         (QUICK, CPU, DENSE, "more cores or a GPU; faster links or disks would not help"),
         (
             *(QUICK, replace(CPU, cores=8), DENSE),
@@ -151,9 +157,9 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
         ),
         (QUICK, replace(CPU, load=6.6), DENSE, "fewer other programs beside it (load 6.6 on 2 cores)"),
         # overhead
-        (QUICK, with_train(GPU, compile=True), Speed(1.0, 100.0), "--profile, to see which operators"),
+        (QUICK, GPU, Speed(1.0, 100.0), "--profile, to see which operators"),
         (
-            *(QUICK, with_train(GPU, compile=True, accumulate=8, deterministic=True), Speed(1.0, 100.0)),
+            *(QUICK, with_train(GPU, accumulate=8, deterministic=True), Speed(1.0, 100.0)),
             "a smaller --accumulate than 8 (larger microbatches), or no --deterministic",
         ),
         (
@@ -172,6 +178,10 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
         (
             *(WAITING, replace(CPU, config=Config(data=DataConfig(dataset="folder", num_workers=3))), DENSE),
             "pack the pictures once (paceline data pack)",
+        ),
+        (
+            *(WAITING, replace(CPU, is_packed=True, config=Config(data=DataConfig(dataset="folder"))), DENSE),
+            "a faster disk, or memory enough for the packed pictures, or --augment none",
         ),
         (WAITING, CPU, DENSE, "--augment none, or a GPU, which would hold this data set in its own memory"),
         (
@@ -382,8 +392,15 @@ def test_a_short_run_pays_for_nothing(tmp_path: Path) -> None:
 
 def test_a_handful_of_steps_is_not_judged() -> None:
     rig, world = build_rig(quick_config(), make_world(0, 1)), make_world(0, 1)
-    few = {"rank": 0, "host": "h", "seconds": 60.0, "steps": 9, "step_ms": {"mean": 1.0}, "breakdown_ms": {"data": 0.1}}
-    assert find_limits(rig, world, [few]) == {"steps": 9, "verdict": None}
+    few = {
+        "rank": 0,
+        "host": "h",
+        "seconds": 60.0,
+        "steps": 10,
+        "step_ms": {"mean": 1.0},
+        "breakdown_ms": {"data": 0.1},
+    }
+    assert find_limits(rig, world, [few]) == {"steps": 10, "verdict": None}
     assert find_limits(rig, world, [{"rank": 0, "host": "h", "seconds": 60.0}]) == {"steps": 0, "verdict": None}
 
 

@@ -101,12 +101,15 @@ def _name_processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def cache_file(conditions: Conditions) -> Path:
+def cache_folder() -> Path:
     """$PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
     base = os.environ.get("PACELINE_CACHE")
-    folder = Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
+
+
+def cache_file(conditions: Conditions) -> Path:
     digest = hashlib.sha256(json.dumps(asdict(conditions), sort_keys=True).encode()).hexdigest()[:12]
-    return folder / "ceilings" / f"{digest}.json"
+    return cache_folder() / "ceilings" / f"{digest}.json"
 
 
 def recall(conditions: Conditions) -> float | None:

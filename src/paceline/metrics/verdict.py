@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.schema import Config
+from paceline.metrics.phases import WARMUP_STEPS
 from paceline.metrics.units import format_flops
 from paceline.world.detect import World
 
-LEAST_STEPS = 10  # fewer, after the first ones, are too few to judge
+LEAST_STEPS = WARMUP_STEPS + 1  # of a run with fewer, the clock tells the first ones: they are too few, and too slow
 MUCH = 0.2  # of a step: worth an effort
 _SLOW = 0.1  # likewise, of every rank's step, for the sake of one: every other rank pays for it
 _SHORT_STEP_MS = 50.0  # a step calls hundreds of operators, each costs its caller some 10 us: below this, that shows
@@ -91,6 +92,7 @@ class Setting:
     cores: int  # of a node
     load: float = 0.0  # processes that wanted to run there in the last minute, this run's own included
     step_ms: float = 0.0
+    is_packed: bool = False  # the pictures of a folder
     host_overhead_share: float | None = None  # of a GPU's time: it waited for the host
 
     @property
@@ -215,16 +217,18 @@ def _rest(shares: Shares) -> str:
 
 def faster_data(setting: Setting) -> list[str]:
     data = setting.config.data
-    if data.dataset == "folder":
+    if data.dataset == "folder" and not setting.is_packed:
         tips = ["pack the pictures once (paceline data pack)"]
         cores = setting.cores // setting.world.local_world_size
         return [f"more --num-workers than {data.num_workers}", *tips] if data.num_workers < cores else tips
-    lighter = {"imagenet": ["--augment light", f"a smaller --image-size than {data.image_size}"]}
-    lighter["light"] = ["--augment none"]
-    tips = lighter.get(data.augment, [])
+    tips = ["a faster disk, or memory enough for the packed pictures"] if setting.is_packed else []
+    if data.augment == "imagenet":
+        tips += ["--augment light", f"a smaller --image-size than {data.image_size}"]
+    elif data.augment != "none":
+        tips.append("--augment none")
     if data.cutout:
         tips.append("no --cutout")
-    if not setting.is_cuda:
+    if not (setting.is_cuda or setting.is_packed):
         tips.append("a GPU, which would hold this data set in its own memory")
     return tips or ["--profile, to see what the pipeline does"]
 
@@ -254,8 +258,8 @@ def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
         tips.append("mixed precision (leave out --no-amp)")
     if not is_dense:
         tips.append("a larger --global-batch-size")
-    if not setting.config.train.compile:
-        tips.append("--compile")
+    if setting.config.train.compile == "never":  # auto has looked whether it pays
+        tips.append("no --compile never")
     return tips or ["more or faster GPUs: little is left to gain on this one"]
 
 
@@ -270,8 +274,8 @@ def less_overhead(setting: Setting) -> list[str]:
         tips.append(f"a smaller --accumulate than {train.accumulate} (larger microbatches)")
     if train.deterministic and setting.is_cuda:
         tips.append("no --deterministic")
-    if setting.is_cuda and not train.compile:
-        tips.append("--compile")
+    if setting.is_cuda and train.compile == "never":
+        tips.append("no --compile never")
     if setting.step_ms < _SHORT_STEP_MS:
         tips.append("a larger --global-batch-size (small operators cost their call)")
     is_profiled = setting.config.run.profile

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.data.pack_format import is_packed
 from paceline.metrics.ceiling import find_ceilings, name_precision
 from paceline.metrics.flops import FlopCount, count_flops
 from paceline.metrics.verdict import LEAST_STEPS, RankTime, Setting, Speed, judge_run, split_time
@@ -41,6 +43,7 @@ def find_limits(rig: Rig, world: World, ranks: list[dict[str, Any]]) -> dict[str
         cores=usable_cores(),
         load=os.getloadavg()[0],
         step_ms=max(time.step_ms for time in times),
+        is_packed=is_packed(Path(rig.plan.config.data.data_dir)),
         host_overhead_share=_host_overhead(rig),
     )
     return {
