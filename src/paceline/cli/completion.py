@@ -91,8 +91,9 @@ def run(arguments: list[str]) -> int:
 
 def complete(words: list[str]) -> list[str]:
     """What could stand in place of the last word, after the others."""
-    # bash takes --flag=value for three words.
-    *before, current = [word for word in words if word != "="] if words[-1:] != ["="] else [*words[:-1], ""]
+    # bash takes --flag=value for three words, and may stand behind the second.
+    asked = [*words[:-1], ""] if words[-1:] == ["="] else words or [""]
+    *before, current = [word for word in asked if word != "="]
     found = _values(before) if len(before) > 1 and before[-1].startswith("--") else None
     if found is None:
         if not before:

@@ -65,8 +65,9 @@ class RunEntry:
         return self.test_accuracy if self.test_accuracy is not None else self.best_accuracy
 
     def to_json(self) -> dict[str, Any]:
-        content = {**asdict(self), "path": str(self.path), **asdict(self.notes), "progress": self.progress}
+        content = {**asdict(self), "path": str(self.path), "progress": self.progress}
         del content["notes"]
+        content |= {"tags": list(self.notes.tags), "note": self.notes.note}
         content["updated"] = datetime.fromtimestamp(self.updated).astimezone().isoformat(timespec="seconds")
         return content
 

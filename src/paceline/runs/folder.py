@@ -146,6 +146,9 @@ class RunFolder:
     def write_status(self, state: str, **details: Any) -> None:
         """state: running, preempted, finished or failed."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
+        if state != "running" and "last_step" not in details:  # how far it was on its way, for whoever lists runs
+            kept = self.read_status().get("last_step")
+            details |= {"last_step": kept} if kept is not None else {}
         content = {
             "status": state,
             **details,

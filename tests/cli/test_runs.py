@@ -1,0 +1,204 @@
+"""`paceline runs`: the table, filters, tags and notes; and what --quiet and --json leave of `paceline train`."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import command, paceline
+from harness.made_runs import dead_owner, elsewhere, hold, make_run
+from paceline.cli.main import main
+
+USER = 2
+QUICK = ["--num-samples=320", "--global-batch-size=32", "--log-frequency=3", "--epochs=2", "--track", "--processes=1"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Four runs: the newest is running elsewhere, the oldest was lost."""
+    monkeypatch.chdir(tmp_path)
+    runs = tmp_path / "runs"
+    make_run(runs / "a-finished", accuracies=(0.5, 0.875), step=840, test_accuracy=0.8125, age_s=300)
+    make_run(runs / "b-failed", "failed", recipe="cifar10-cnn", accuracies=(0.25,), step=10, last_step=40, age_s=200)
+    hold(make_run(runs / "c-running", "running", step=30, last_step=120, age_s=100), elsewhere())
+    hold(make_run(runs / "d-lost", "running", step=3, last_step=12, age_s=400), dead_owner())
+    return tmp_path
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    assert main(list(arguments)) == code
+    captured = capsys.readouterr()
+    return captured.out + captured.err
+
+
+def names(text: str) -> list[str]:
+    return [line.split()[0] for line in text.splitlines()[1:]]
+
+
+def test_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [line.split() for line in told(capsys, "runs").splitlines()]
+    assert lines[0] == ["name", "recipe", "status", "progress", "best", "img/s", "age"]
+    assert lines[1] == ["c-running", "shapes-cnn", "running", "30/120", "25%", "2", "min"]
+    assert lines[2] == ["b-failed", "cifar10-cnn", "failed", "10/40", "25%", "~25.00%", "1,001", "3", "min"]
+    assert lines[3] == ["a-finished", "shapes-cnn", "finished", "840", "81.25%", "1,002", "5", "min"]
+    assert lines[4] == ["d-lost", "shapes-cnn", "lost", "3/12", "25%", "7", "min"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["--status", "failed,lost"], ["b-failed", "d-lost"]),
+        (["--recipe", "cifar10-cnn"], ["b-failed"]),
+        (["cifar"], ["b-failed"]),
+        (["A-FIN"], ["a-finished"]),
+        (["--sort", "best"], ["a-finished", "b-failed", "c-running", "d-lost"]),
+        (["--sort", "name", "--reverse", "--limit", "2"], ["d-lost", "c-running"]),
+        (["--sort=status"], ["c-running", "a-finished", "b-failed", "d-lost"]),
+    ],
+)
+def test_filters_and_orders(
+    arguments: list[str], wanted: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert names(told(capsys, "runs", *arguments)) == wanted
+
+
+def test_json_has_all_of_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(told(capsys, "runs", "--json"))
+    assert [row["state"] for row in rows] == ["running", "failed", "finished", "lost"]
+    assert rows[2]["test_accuracy"] == 0.8125
+    assert rows[0]["owner"].startswith("another-machine pid ")
+
+
+def test_other_folders_and_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (home / "empty").mkdir()
+    assert "no runs in empty; paceline train shapes-cnn" in told(capsys, "runs", "--in", "empty")
+    assert names(told(capsys, "runs", "--in", "."))[0] == "runs/c-running"
+    assert "none of the 4 runs" in told(capsys, "runs", "nothing like it")
+
+
+def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "#baseline  #keep" in told(capsys, "runs", "tag", "a-fin", "baseline", "keep", "baseline")
+    told(capsys, "runs", "note", "runs/a-finished", "the first", "that learns")
+    assert "#baseline  #keep  the first that learns" in told(capsys, "runs", "--tag", "keep")
+    assert names(told(capsys, "runs", "learns")) == ["a-finished"]
+    status = told(capsys, "status", "a-finished")
+    assert "  tags:     baseline keep\n  note:     the first that learns\n" in status
+    assert "#keep" not in told(capsys, "runs", "untag", "a-finished", "keep")
+    told(capsys, "runs", "note", "a-finished", "")
+    assert json.loads((home / "runs/a-finished/notes.json").read_text()) == {"tags": ["baseline"], "note": ""}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--tag", "basline"], ["no run here has the tag 'basline'", "perhaps you meant baseline"]),
+        (["--status", "fialed"], ["'fialed' is not valid", "perhaps you meant failed"]),
+        (["--sort", "speeed"], ["perhaps you meant speed"]),
+        (["--recipe", "shape-cnn"], ["perhaps you meant shapes-cnn"]),
+        (["--statsu", "failed"], ["unknown flag '--statsu'", "perhaps you meant --status"]),
+        (["--limit", "-3"], ["--limit: '-3' is not valid"]),
+        (["--in", "runz"], ["no such folder", "perhaps you meant runs"]),
+        (["tag", "a-finishd", "x"], ["not a run folder", "perhaps you meant runs/a-finished"]),
+        (["tag", "a-finished"], ["something is missing", "paceline runs tag RUN TAG..."]),
+        (["tag", "a-finished", "two words"], ["cannot be a tag", "paceline runs note"]),
+        (["untag", "a-finished", "baselin"], ["no tag 'baselin'", "perhaps you meant baseline"]),
+    ],
+)
+def test_slips_get_a_suggestion(
+    arguments: list[str], parts: list[str], home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told(capsys, "runs", "tag", "a-finished", "baseline")
+    screen = told(capsys, "runs", *arguments, code=USER)
+    assert screen.startswith("error: ")
+    for part in parts:
+        assert part in screen
+
+
+def test_status_from_another_machine_through_the_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"kind": "step", "step": 30, "loss": 1.5, "accuracy": 0.5, "throughput": 3105.4, "memory_mb": 412.4}
+    (home / "runs/c-running/metrics.jsonl").write_text(json.dumps(row) + "\n")
+    text = told(capsys, "status", "c-running")
+    assert text.startswith("runs/c-running: running, step 30 of 120 (25%)")
+    assert "  now:      loss 1.5000, acc 50.0%, 3,105 img/s, 412 MB\n" in text
+    make_run(home / "runs/e-silent", "running", step=3, age_s=7200)
+    hold(make_run(home / "runs/e-silent", "running", step=3, age_s=7200), elsewhere())
+    assert "reason:   no word for long" in told(capsys, "status", "e-silent")
+    assert names(told(capsys, "runs", "--status", "silent")) == ["e-silent"]
+
+
+def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:
+    states = ("finished", "failed", "preempted", "running")
+    made = [make_run(tmp_path / "made" / state, state, accuracies=(0.5,) * 20, step=7) for state in states]
+    hold(made[-1], dead_owner())
+    for number in range(1000):
+        shutil.copytree(made[number % 4].path, tmp_path / "runs" / f"shapes-cnn-{number:04}", copy_function=os.link)
+
+    def seconds() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        answer = paceline("runs", cwd=tmp_path)
+        assert len(answer.out.splitlines()) == 1001
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    # Of the processor's own time, with the command's start: the clock would also count what else runs here.
+    assert min(seconds() for _ in range(3)) < 1.0
+    probe = "import sys; from paceline.cli.main import main; main(['runs', '--limit=1']); print(*sys.modules)"
+    modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
+    assert not {"torch", "numpy", "tyro", "yaml"} & set(modules)
+
+
+# --- What `paceline train` says, and where ----------------------------------------------------------------------------
+
+
+def test_quiet_says_warnings_and_one_line(tmp_path: Path) -> None:
+    flags = ["--quiet", "--output-dir=run", "--inject", "nan step=4", "--skip-nonfinite", "1"]
+    answer = paceline("train", *QUICK, *flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    accuracy = json.loads((tmp_path / "run/results.json").read_text())["test_accuracy"]
+    (line,) = answer.out.splitlines()
+    assert line.startswith(f"run: test accuracy {accuracy:.2%}, loss ")
+    (warning,) = answer.err.splitlines()
+    assert warning.startswith("warning: ")
+    assert "skipped (1 of 1)" in warning
+    (entry,) = json.loads(paceline("runs", "--in=.", "--json", cwd=tmp_path).out)
+    assert (entry["recipe"], entry["state"], entry["step"]) == ("shapes-cnn", "finished", 18)
+
+
+def test_json_says_rows_and_a_failure_is_one(tmp_path: Path) -> None:
+    answer = paceline("train", *QUICK, "--json", "--output-dir=run", cwd=tmp_path)
+    assert answer.code == 0, answer
+    first, second, result = map(json.loads, answer.out.splitlines())
+    assert [(row["kind"], row["epoch"], row["step"]) for row in (first, second)] == [("epoch", 1, 9), ("epoch", 2, 18)]
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert result["kind"] == "result"
+    assert result["weights_sha256"] == results["weights_sha256"]
+    assert any(line.startswith("step 3/18  epoch 1/2  loss ") for line in answer.err.splitlines())
+    assert "everything is in run: " in answer.err
+    flags = ["--json", "--output-dir=bad", "--inject", "nan step=4"]
+    failed = paceline("train", *QUICK, *flags, cwd=tmp_path)
+    assert failed.code == 5
+    (row,) = map(json.loads, failed.out.splitlines())
+    assert (row["kind"], row["status"], row["exit_code"]) == ("result", "failed", 5)
+    both = paceline("train", "--json", "--quiet", cwd=tmp_path)
+    assert (both.code, both.out) == (USER, "")
+    assert "--quiet and --json" in both.err
+
+
+def test_a_name_the_terminal_cannot_spell_ends_nothing(tmp_path: Path) -> None:
+    make_run(tmp_path / "runs" / "größe")
+    answer = paceline("runs", cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
+    assert answer.code == 0, answer
+    assert "gr\\xf6\\xdfe" in answer.out
+
+
+def test_first_words_are_few(tmp_path: Path) -> None:
+    lines = paceline(cwd=tmp_path).out.splitlines()
+    assert len(lines) <= 7
+    assert "paceline train shapes-cnn" in lines[2]
+    assert "paceline --help" in lines[-1]

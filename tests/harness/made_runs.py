@@ -1,0 +1,64 @@
+"""Run folders as training leaves them, made in a moment."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import asdict, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from paceline.checkpoints.store import point
+from paceline.runs.folder import RunFolder, write_json
+from paceline.runs.lock import Owner, this_process
+
+HEADING = "epoch,phase,loss,accuracy,throughput\n"
+
+
+def make_run(
+    path: Path,
+    state: str = "finished",
+    *,
+    recipe: str = "shapes-cnn",
+    accuracies: tuple[float, ...] = (),
+    age_s: float = 0.0,
+    **status: Any,
+) -> RunFolder:
+    """What `status.json`, `metrics.csv` and the rest say of a run; its lock is a clean run's, empty."""
+    folder = RunFolder(path)
+    folder.create()
+    folder.config.write_text("dataset: 'shapes'\n")
+    write_json(folder.environment, {"recipe": recipe})
+    folder.lock.touch()
+    folder.write_status(state, **status)
+    updated = datetime.fromtimestamp(time.time() - age_s).astimezone().isoformat(timespec="seconds")
+    write_json(folder.status, {**folder.read_status(), "updated": updated})
+    rows = [f"{n},train,1.5,0.5,{1000 + n}\n{n},val,1.5,{value},9999\n" for n, value in enumerate(accuracies, 1)]
+    folder.metrics_csv.write_text(HEADING + "".join(rows))
+    return folder
+
+
+def hold(folder: RunFolder, owner: Owner) -> None:
+    folder.lock.write_text(json.dumps(asdict(owner)))
+
+
+def dead_owner() -> Owner:
+    """This process's number, of an earlier process."""
+    return replace(this_process(), process_start="1")
+
+
+def elsewhere() -> Owner:
+    return replace(this_process(), host="another-machine")
+
+
+def add_checkpoints(folder: RunFolder, *steps: int, best: int | None = None, size_bytes: int = 1000) -> None:
+    for step in steps:
+        path = folder.checkpoints / f"step-{step:08}"
+        path.mkdir()
+        (path / "model.safetensors").write_bytes(b"x" * size_bytes)
+        (path / "manifest.json").write_text("{}")
+    if steps:
+        point(folder.checkpoints, "latest", folder.checkpoints / f"step-{max(steps):08}")
+    if best is not None:
+        point(folder.checkpoints, "best", folder.checkpoints / f"step-{best:08}")
