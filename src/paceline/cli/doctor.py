@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import socket
 import time
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from paceline.doctor.plant import Planted, parse_plants
 from paceline.doctor.report import to_json, write_markdown
 from paceline.doctor.request import DEVICES, LAUNCHES, Request, Surroundings
 from paceline.doctor.screen import Screen
-from paceline.doctor.start import LocalStart, SlurmStart, Stopped, default_processes, run_local, run_slurm
+from paceline.doctor.start import LocalStart, SlurmStart, Stopped, default_processes, run_local, run_slurm, srun_command
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
 from paceline.runs.folder import write_atomically
 from paceline.world.detect import ALONE, RankEnvironment, read_rank_environment
@@ -97,10 +98,10 @@ def run(arguments: list[str]) -> int:
             hint="torchrun --nproc-per-node 2 -m paceline doctor --launch torchrun",
         )
     if asked.launch == "slurm":
-        examination = run_slurm(
-            SlurmStart(asked.nodes, asked.request.processes or 1, asked.for_ranks, asked.srun_options)
-        )
-        return _deliver(examination, asked, started)
+        start = SlurmStart(asked.nodes, asked.request.processes or 1, asked.for_ranks, asked.srun_options)
+        if not asked.is_json:
+            print(f"paceline doctor: {shlex.join(srun_command(start))}", flush=True)
+        return _deliver(run_slurm(start), asked, started)
     try:
         return _examine_here(asked, started)
     except Stopped as stopped:
@@ -245,6 +246,9 @@ def _deliver(examination: Examination, asked: Asked, started: float, *, already_
         print(json.dumps(to_json(examination), indent=2, default=str))
         return EXIT_FINISHED if healthy else EXIT_FAILED
     screen = Screen()
+    if not already_told:
+        ranks = f"{examination.world_size} rank{'s' if examination.world_size > 1 else ''}"
+        screen.say(f"{ranks} by {examination.launcher} on {', '.join(examination.hosts)}")
     screen.show(findings[already_told:])
     print()
     for kind, count in examination.struck.items():
@@ -280,10 +284,13 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
 
     with Stay(environment):
         session.run(on_late)
-    if has_listener():
-        hand_in(session.paper)
-        return EXIT_FINISHED if session.is_clean else EXIT_INTERNAL
-    return _speak(session, asked, environment, started)
+        if has_listener():
+            hand_in(session.paper)
+            code = EXIT_FINISHED if session.is_clean else EXIT_INTERNAL
+        else:
+            code = _speak(session, asked, environment, started)
+        session.part()
+    return code
 
 
 def _speak(session: Session, asked: Asked, environment: RankEnvironment, started: float) -> int:

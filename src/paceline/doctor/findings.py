@@ -77,8 +77,9 @@ def _on(finding: Finding, hosts: list[str], count: int) -> Finding:
     if count == 1:
         return Finding(**{**vars(finding), "nodes": tuple(hosts) if finding.badness > 1 else ()})
     where = f"{len(hosts)} nodes" if len(hosts) > 3 or len(hosts) == count else ", ".join(hosts)
-    example = f"{hosts[0]}: " if finding.status == "pass" and len(hosts) > 1 else ""
-    text = f"{example}{finding.what} ({where})"
+    if finding.status == "pass" and len(hosts) > 1:
+        where = f"{hosts[0]}; {len(hosts)} nodes pass"
+    text = f"{finding.what} ({where})"
     return Finding(**{**vars(finding), "what": text, "nodes": tuple(hosts) if finding.badness > 1 else ()})
 
 

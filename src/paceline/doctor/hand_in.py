@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +16,7 @@ from paceline.runs.folder import write_json
 
 TO = "PACELINE_DOCTOR_TO"  # set for ranks we start: a folder, or "output" for a line of it
 _MARK = "paceline-doctor: "
+_LINE = 800  # characters
 DONE = "done"
 
 
@@ -59,9 +62,16 @@ def hand_in(paper: HandIn) -> None:
     """To whoever started this rank. The last word counts."""
     to = os.environ[TO]
     if to == "output":
-        print(_MARK + json.dumps(paper.to_json()), flush=True)
+        print("\n".join(_as_lines(paper)), flush=True)
     else:
         write_json(Path(to) / f"rank-{paper.rank}.json", paper.to_json())
+
+
+def _as_lines(paper: HandIn) -> list[str]:
+    """Short ones: srun may mix what ranks print, but not within a line of this length."""
+    text = base64.b64encode(zlib.compress(json.dumps(paper.to_json()).encode())).decode()
+    parts = [text[start : start + _LINE] for start in range(0, len(text), _LINE)]
+    return [f"{_MARK}{paper.rank} {number} {len(parts)} {part}" for number, part in enumerate(parts)]
 
 
 def read_folder(folder: Path) -> list[HandIn]:
@@ -70,14 +80,21 @@ def read_folder(folder: Path) -> list[HandIn]:
 
 
 def read_lines(lines: Iterable[str]) -> tuple[list[HandIn], list[str]]:
-    """Papers, and everything else that was printed."""
-    papers: dict[int, HandIn] = {}
+    """Papers that are whole, and everything else that was printed."""
+    parts: dict[int, dict[int, str]] = {}
+    counts: dict[int, int] = {}
     rest = []
     for line in lines:
         _, mark, text = line.partition(_MARK)
-        if mark:
-            paper = HandIn.from_json(json.loads(text))
-            papers[paper.rank] = paper
+        words = text.split()
+        if mark and len(words) == 4:
+            rank, number, counts[int(words[0])] = map(int, words[:3])
+            parts.setdefault(rank, {})[number] = words[3]
         elif line.strip():
             rest.append(line.rstrip())
-    return [papers[rank] for rank in sorted(papers)], rest
+    papers = []
+    for rank, found in sorted(parts.items()):
+        if len(found) == counts[rank]:
+            text = zlib.decompress(base64.b64decode("".join(found[number] for number in sorted(found))))
+            papers.append(HandIn.from_json(json.loads(text)))
+    return papers, rest

@@ -64,11 +64,17 @@ class Meeting:
         return False
 
     def part(self) -> None:
-        """Rank 0, which may keep the store, leaves last."""
+        """Nobody leaves before rank 0 has said so, and rank 0, which may keep the store, leaves last.
+
+        A launcher may end all ranks when the first one leaves: rank 0 calls this when it has told everything.
+        """
         with suppress(dist.DistError):
-            self.store.set(f"bye/{self._rank}", "")
             if self._rank == 0:
-                self.store.wait([f"bye/{rank}" for rank in range(self._size)], timedelta(seconds=_ANSWER_S))
+                self.store.set("told", "")
+                self.store.wait([f"bye/{rank}" for rank in range(1, self._size)], timedelta(seconds=_ANSWER_S))
+            else:
+                self.store.wait(["told"], timedelta(seconds=_ANSWER_S))
+                self.store.set(f"bye/{self._rank}", "")
 
 
 def _open(environment: RankEnvironment) -> TCPStore:

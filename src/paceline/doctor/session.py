@@ -53,6 +53,7 @@ class Session:
         self._world: World | None = None
         self.paper = HandIn(environment.rank, environment.world_size, socket.gethostname())
         self.papers: list[HandIn] = []  # of all ranks, where they met to the end
+        self.part: Callable[[], None] = lambda: None  # to be called when everything has been told
         self.is_clean = True  # nothing of torch's is left hanging
 
     def run(self, on_late: Callable[[HandIn], None], begin: Callable[[], None] = lambda: None) -> None:
@@ -137,7 +138,7 @@ class Session:
             self._finish()
             papers = meeting.exchange("paper", self.paper.to_json())
             self.papers = [HandIn.from_json(paper) for paper in papers]
-            meeting.part()
+            self.part = meeting.part
         except MeetingError as error:
             nodes = [self.paper.hosts[rank] for rank in error.missing if rank < len(self.paper.hosts)]
             self._find("NODES", failed("meeting", str(error), error.remedy, nodes=nodes, missing=list(error.missing)))

@@ -39,10 +39,10 @@ def check_place(name: str, facts: Place, *, flag: str) -> Finding:
 
 
 def check_data(facts: Place) -> Finding:
-    """The data folder may be read-only, if there is something in it."""
+    """Nothing needs to be written where there is something to read."""
     finding = check_place("data folder", facts, flag="--data-dir")
-    if finding.status == "fail" and facts.exists and facts.error:
-        return passed("data folder", f"{facts.path}, which may only be read ({facts.error})")
+    if finding.status == "fail" and not facts.is_empty:
+        return passed("data folder", f"{facts.path}, which may only be read ({facts.error or 'the disk is full'})")
     return finding
 
 

@@ -61,7 +61,7 @@ def check_reach(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Find
         longest = max(visit.round_trip_s for row in visits for visit in row)
         return passed("reach", f"each of {_ranks(ranks)} reaches each, in {1000 * longest:.1f} ms at most")
     first = shut[0]
-    guilty = _most_often([rank for pair in shut for rank in pair], among=shut)
+    guilty = fewest_to_leave_out(shut)
     what = f"{len(shut)} of {ranks * (ranks - 1)} ways are shut: {name_ranks([first[0]], hosts)} does not reach "
     what += f"{name_ranks([first[1]], hosts)} ({visits[first[0]][first[1]].error})"
     remedy = "a firewall between the nodes? open all TCP ports among them (iptables -L, security groups); an address "
@@ -71,13 +71,15 @@ def check_reach(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Find
     return failed("reach", what, remedy, nodes=blame(guilty, hosts), shut=[list(pair) for pair in shut[:100]])
 
 
-def _most_often(ranks: list[int], among: list[tuple[int, int]]) -> list[int]:
-    """The ranks that have a part in every shut way, if there are such; else those in most of them."""
-    counts = Counter(ranks)
-    largest = counts.most_common(1)[0][1]
-    guilty = [rank for rank, count in counts.items() if count == largest]
-    in_all = [rank for rank in guilty if all(rank in pair for pair in among)]
-    return in_all or guilty
+def fewest_to_leave_out(shut: Sequence[tuple[int, int]]) -> list[int]:
+    """Ranks without which every way is open: always the one with most shut ways next, of equals the last."""
+    left, out = list(shut), []
+    while left:
+        counts = Counter(rank for pair in left for rank in pair)
+        worst = max(counts, key=lambda rank: (counts[rank], rank))
+        out.append(worst)
+        left = [pair for pair in left if worst not in pair]
+    return sorted(out)
 
 
 def check_clocks(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Finding:

@@ -92,7 +92,9 @@ def check_pairs(pairs: Pairs, hosts: Sequence[str]) -> Finding:
     slow = {}
     for ways in by_kind.values():
         usual = statistics.median(ways.values()) if len(ways) > 2 else float("inf")
-        slow.update({pair: seconds / usual for pair, seconds in ways.items() if seconds > _SLOW_PAIR * usual})
+        # A slow link is slow for both of its ends; a hiccup is not.
+        best = {(a, b): min(seconds, ways.get((b, a), seconds)) for (a, b), seconds in ways.items()}
+        slow.update({pair: seconds / usual for pair, seconds in best.items() if seconds > _SLOW_PAIR * usual})
     if not slow:
         longest = max(seconds for ways in by_kind.values() for seconds in ways.values())
         return passed("pairs", f"each rank exchanges 1 MB with each, in {1000 * longest:.1f} ms at most")

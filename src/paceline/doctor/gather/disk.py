@@ -21,6 +21,7 @@ class Place:
     path: str
     stands_in: str  # the folder itself, or the nearest one above it that exists
     exists: bool
+    is_empty: bool = True
     error: str = ""  # why nothing can be written there
     free_bytes: int = 0
     free_files: int | None = None  # None: this file system does not count them
@@ -37,9 +38,14 @@ def gather_place(path: Path, clock: Callable[[], float] = time.time, *, measures
     place = Place(path=str(path), stands_in=str(stands_in), exists=stands_in == whole)
     if not stands_in.is_dir():
         return replace(place, error="it is a file, not a folder")
+    try:
+        is_empty = stands_in != whole or not any(whole.iterdir())
+    except OSError as error:
+        return replace(place, error=f"it cannot be read: {error.strerror}")
     room, files = shutil.disk_usage(stands_in), os.statvfs(stands_in)
     place = replace(
         place,
+        is_empty=is_empty,
         free_bytes=room.free,
         free_files=files.f_favail if files.f_files else None,
         filesystem=_filesystem(stands_in),
