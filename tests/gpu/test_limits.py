@@ -1,0 +1,64 @@
+"""How close a run comes to what its GPU can do. Run with `pytest -m gpu`; CI has none."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.ranks import make_world
+from harness.runs import quick_config
+from paceline.metrics.ceiling import measure_matmul_flops
+from paceline.metrics.profile import StepProfiler
+from paceline.runs.folder import RunFolder
+from paceline.runs.place import RunPlace
+from paceline.training import limits
+from paceline.training.guards import Guards
+from paceline.training.loop import train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.timeout(300),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_ceiling_takes_less_than_a_second(dtype: torch.dtype) -> None:
+    torch.ones(8, 8, device="cuda") @ torch.ones(8, 8, device="cuda")  # whoever has trained is past this
+    began = time.perf_counter()
+    assert measure_matmul_flops("cuda:0", dtype) > 1e12
+    assert time.perf_counter() - began < 1.0
+
+
+@pytest.mark.parametrize("compile_flag", ["--compile=auto", "--compile=never"])
+def test_a_profiled_run_knows_its_limits_and_how_busy_the_gpu_was(
+    compile_flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(limits, "WORTH_COUNTING_S", 0.0)
+    monkeypatch.setattr(limits, "WORTH_MEASURING_S", 0.0)
+    world = replace(make_world(0, 1), device="cuda:0", backend="nccl")
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    guards = Guards(profiler=StepProfiler(world, folder, lambda step: None))
+    config = quick_config("--model-name=resnet18", "--num-samples=4480", "--device=cuda", compile_flag)
+    results = train(config, world, RunPlace(folder.path, None), guards)  # two epochs of 63 steps
+    found = results["limits"]
+    assert found["precision"] == "bfloat16"
+    assert found["ceiling_flops_per_s"] > 1e12
+    assert 0 < found["mfu"] < 1
+    assert 0 <= found["host_overhead_share"] < 1
+    assert results["profile"]["steps"] == 10
+    assert sum(operator["seconds"] for operator in results["profile"]["top"]) > 0
+    with gzip.open(folder.path / "profile" / "rank-0.json.gz") as trace:
+        kinds = {event.get("cat") for event in json.load(trace)["traceEvents"]}
+    assert "kernel" in kinds
+    (file,) = (tmp_path / "cache" / "ceilings").iterdir()
+    assert json.loads(file.read_text())["device"] == torch.cuda.get_device_name(0)
+    print(json.dumps({**found, "profile": results["profile"]}, indent=1))
