@@ -99,25 +99,41 @@ class Recording:
 
 
 def rank_operators(events: Sequence[FunctionEventAvg], *, is_cuda: bool) -> tuple[Operator, ...]:
-    """By the device's time on a GPU, where a kernel counts for the operator that launched it."""
-    found = [
-        (str(event.key), event.count, (event.self_device_time_total if is_cuda else event.self_cpu_time_total) / 1e6)
-        for event in events
-        if event.device_type == DeviceType.CPU and event.key not in _MARKS
-    ]
+    """By the device's time on a GPU, where a kernel counts for the operator that launched it.
+
+    Steps that are replayed as a whole launch no operators: there the kernels are told themselves.
+    """
+    found = _self_times(events, DeviceType.CPU, is_cuda=is_cuda)
+    if is_cuda:
+        kernels = _self_times(events, DeviceType.CUDA, is_cuda=True)
+        if sum(seconds for _, _, seconds in found) < sum(seconds for _, _, seconds in kernels) / 2:
+            found = kernels
     total = sum(seconds for _, _, seconds in found) or 1.0
     found.sort(key=lambda entry: -entry[2])
     return tuple(Operator(name, calls, seconds, seconds / total) for name, calls, seconds in found[:_TOP])
 
 
+def _self_times(events: Sequence[FunctionEventAvg], kind: DeviceType, *, is_cuda: bool) -> list[tuple[str, int, float]]:
+    """Name, calls and seconds of everything on this kind of device but marks, which are no work."""
+    return [
+        (str(event.key), event.count, (event.self_device_time_total if is_cuda else event.self_cpu_time_total) / 1e6)
+        for event in events
+        if event.device_type == kind and not _is_mark(event.key, event)
+    ]
+
+
+def _is_mark(name: str | None, event: FunctionEvent | FunctionEventAvg) -> bool:
+    """On a GPU's track a mark, torch's own too, is only the span of the kernels below it."""
+    is_span = event.device_type == DeviceType.CUDA and bool(getattr(event, "is_user_annotation", False))
+    return name in _MARKS or is_span
+
+
 def _kernel_spans(events: Sequence[FunctionEvent]) -> list[tuple[float, float]]:
-    """When kernels ran, in microseconds. Marks lie on the device's track too, and are no work."""
+    """When kernels ran, in microseconds."""
     return [
         (event.time_range.start, event.time_range.end)
         for event in events
-        if event.device_type == DeviceType.CUDA
-        and event.name not in _MARKS
-        and not getattr(event, "is_user_annotation", False)
+        if event.device_type == DeviceType.CUDA and not _is_mark(event.name, event)
     ]
 
 
