@@ -11,12 +11,12 @@ from datetime import timedelta
 from pathlib import Path
 
 TASKS = 4
-NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "SLURM_PROCID", "SLURMD_NODENAME")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "SLURM_PROCID", "SLURMD_NODENAME")
 
 
 def main(folder: Path, is_rehearsal: bool) -> int:
-    note = {name: os.environ.get(name, "") for name in NAMES}
-    name = f"{note['SLURMD_NODENAME']}-{note['SLURM_PROCID']}-{os.getpid()}"
+    note = {name.lower(): os.environ.get(name, "") for name in NAMES}
+    name = f"{note['slurmd_nodename']}-{note['slurm_procid']}-{os.getpid()}"
     (folder / f"{name}.tmp").write_text(json.dumps(note))
     (folder / f"{name}.tmp").replace(folder / f"note-{name}.json")
 
@@ -26,9 +26,9 @@ def main(folder: Path, is_rehearsal: bool) -> int:
     while len(notes) < TASKS and time.monotonic() < deadline:
         time.sleep(0.05)
         notes = [json.loads(path.read_text()) for path in folder.glob("note-*.json")]
-    ranks = sorted((other["RANK"], other["WORLD_SIZE"]) for other in notes)
-    addresses = {other["MASTER_ADDR"] for other in notes}
-    are_places_known = all(other["LOCAL_RANK"] in ("0", "1") for other in notes)
+    ranks = sorted((other["rank"], other["world_size"]) for other in notes)
+    addresses = {other["master_addr"] for other in notes}
+    are_places_known = all(other["local_rank"] in ("0", "1") for other in notes)
     if ranks != [(str(rank), str(TASKS)) for rank in range(TASKS)] or len(addresses) != 1 or not are_places_known:
         return 3
     if addresses <= {"", "localhost", "127.0.0.1"}:
@@ -40,9 +40,9 @@ def main(folder: Path, is_rehearsal: bool) -> int:
     if is_rehearsal:  # the nodes are only names then
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    total = torch.tensor(float(note["RANK"]))
+    total = torch.tensor(float(note["rank"]))
     dist.all_reduce(total)
-    (folder / f"sum-{note['RANK']}").write_text(str(total.item()))
+    (folder / f"sum-{note['rank']}").write_text(str(total.item()))
     dist.barrier()
     dist.destroy_process_group()
     return 0

@@ -48,9 +48,8 @@ def run(arguments: list[str]) -> int:
 def _list() -> int:
     passed = read_passed()
     for lesson in LESSONS:
-        print(
-            f"{lesson.number:>3}  {lesson.title:<40} {'passed ' + passed[lesson.number] if lesson.number in passed else ''}".rstrip()
-        )
+        when = f"passed {passed[lesson.number]}" if lesson.number in passed else ""
+        print(f"{lesson.number:>3}  {lesson.title:<38} {when}".rstrip())
     following = next((lesson for lesson in LESSONS if lesson.number not in passed), None)
     print()
     if not any((find_desk() / lesson.file_name).is_file() for lesson in LESSONS):
@@ -105,7 +104,7 @@ def _check(lesson: Lesson, path: Path) -> int:
     for line in _rest_of_screen(verdict):
         print(line)
     if verdict.is_passed:
-        note_passed(lesson)
+        note_passed(lesson, path)
     return EXIT_FINISHED if verdict.is_passed else EXIT_DIFFERENT
 
 

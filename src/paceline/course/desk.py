@@ -20,7 +20,8 @@ def start(folder: Path) -> tuple[list[Path], list[Path]]:
         raise UserError("the folder for the course is a file", got=str(folder), hint="paceline course start ANOTHER")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        new, kept = [], []
+        new: list[Path] = []
+        kept: list[Path] = []
         for lesson in LESSONS:
             target = folder / lesson.file_name
             (kept if target.exists() else new).append(target)
@@ -65,10 +66,10 @@ def read_passed() -> dict[int, str]:
         return {}
 
 
-def note_passed(lesson: Lesson) -> None:
-    """Remembered only where there is a folder of the course: checking a single file elsewhere leaves nothing behind."""
+def note_passed(lesson: Lesson, path: Path) -> None:
+    """Only the person's own copy counts: another file that passes is somebody else's progress."""
     desk = find_desk()
-    if not desk.is_dir():
+    if path.resolve() != (desk / lesson.file_name).resolve():
         return
     passed = {**read_passed(), lesson.number: datetime.now().isoformat(" ", "minutes")}
     text = json.dumps({"passed": {str(number): passed[number] for number in sorted(passed)}}, indent=2)

@@ -21,7 +21,8 @@ def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambd
     tell_passed(gaps.title)
     warm_up()
     items: tuple[Item, ...] = importlib.import_module(f"paceline.course.graders.{lesson.grader}").ITEMS
-    passed, remarks = [gaps.title], []
+    passed = [gaps.title]
+    remarks: list[str] = []
     for item in items:
         try:
             remark = item.check(path)

@@ -31,16 +31,8 @@ from paceline.course.verdict import Failed
 Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch.distributed.fsdp",
-        "torch.utils.data",
-        "torch._dynamo",
-        "paceline.course.ranks",
-    ]
-)
+_PRELOADED = ("torch", "torch.distributed.fsdp", "torch.utils.data", "torch._dynamo", "paceline.course.ranks")
+_CONTEXT.set_forkserver_preload(list(_PRELOADED))
 _QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
 _QUIET_CPU_S = 0.06
 _TICK_S = 0.25
@@ -187,10 +179,9 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
         missing = [rank for rank in range(len(lines)) if rank not in endings]
         if missing and all(rank in quiet for rank in missing):
             return [endings.get(rank) or Ending("stuck", quiet[rank]) for rank in range(len(lines))]
-    late = Ending("endless", "is still busy")
-    return [
-        endings.get(rank) or (Ending("stuck", quiet[rank]) if rank in quiet else late) for rank in range(len(lines))
-    ]
+    late = {rank: Ending("endless", "is still busy") for rank in range(len(lines))}
+    stuck = {rank: Ending("stuck", position) for rank, position in quiet.items()}
+    return [{**late, **stuck, **endings}[rank] for rank in range(len(lines))]
 
 
 def _free_port() -> int:
@@ -216,7 +207,7 @@ def _be_a_rank(start: _Start, line: Any) -> None:
         MASTER_PORT=str(start.port),
     )
     if start.store:
-        store = dist.FileStore(start.store, start.world_size)
+        store = dist.FileStore(start.store, start.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
             "gloo", store=store, rank=start.rank, world_size=start.world_size, timeout=_COLLECTIVE_TIMEOUT
         )

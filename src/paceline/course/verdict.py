@@ -59,9 +59,9 @@ def find_gaps(path: Path) -> None:
             ) from error
         lines = [n.lineno for n in ast.walk(tree) if isinstance(n, ast.Constant) and n.value is Ellipsis]
     if lines:
-        where = ", ".join(map(str, sorted(lines)))
+        numbers = sorted(set(lines))
         raise Failed(
             "gap",
-            f"there is still a gap in line{'s' if len(lines) > 1 else ''} {where}",
+            f"there is still a gap in line{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}",
             "Replace each gap by code of yours; the comment beside it says what belongs there.",
         )

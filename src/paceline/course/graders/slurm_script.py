@@ -86,8 +86,8 @@ def check_details(path: Path) -> None:
         raise Failed(
             "survivors-hang",
             starts[0],
-            "When one task dies, the others wait for it in a collective until the time limit. srun --kill-on-bad-exit=1 "
-            "ends them within a second.",
+            "When one task dies, the others wait for it in a collective until the time limit. "
+            "srun --kill-on-bad-exit=1 ends them within a second.",
         )
 
 
@@ -111,18 +111,15 @@ def check_meeting(path: Path) -> str:
         sums = sorted(part.read_text() for part in notes.glob("sum-*"))
     _check_notes(found, said)
     if sums != ["6.0"] * _TASKS:
-        raise Failed(
-            "did-not-meet", f"the tasks' sums of 0 + 1 + 2 + 3 are {sums}\n{said[-600:]}", "See what they said."
-        )
-    return (
-        f"checked without Slurm ({trouble}): a rehearsal with stand-ins for its commands"
-        if trouble
-        else ("checked by the Slurm cluster that SLURM_CONF names")
-    )
+        what = f"the tasks' sums of 0 + 1 + 2 + 3 are {sums}\n{said[-600:]}".rstrip()
+        raise Failed("did-not-meet", what, "The tasks know where to meet and did not: see what they said.")
+    if trouble:
+        return f"checked without Slurm: its commands were stand-ins of ours ({trouble})"
+    return "checked by a real Slurm cluster"
 
 
 def _check_notes(notes: list[dict[str, str]], said: str) -> None:
-    ranks = sorted(note["RANK"] for note in notes)
+    ranks = sorted(note["rank"] for note in notes)
     if len(notes) != _TASKS:
         raise Failed(
             "tasks-missing",
@@ -138,14 +135,14 @@ def _check_notes(notes: list[dict[str, str]], said: str) -> None:
         )
     if ranks != [str(rank) for rank in range(_TASKS)]:
         raise Failed("wrong-ranks", f"the tasks' ranks are {ranks}", "RANK=$SLURM_PROCID, in each task.")
-    if {note["WORLD_SIZE"] for note in notes} != {str(_TASKS)}:
+    if {note["world_size"] for note in notes} != {str(_TASKS)}:
         raise Failed(
-            "wrong-world-size", f"WORLD_SIZE is {notes[0]['WORLD_SIZE'] or 'not set'}, not 4", "$SLURM_NTASKS knows it."
+            "wrong-world-size", f"WORLD_SIZE is {notes[0]['world_size'] or 'not set'}, not 4", "$SLURM_NTASKS knows it."
         )
-    local = [note["LOCAL_RANK"] for note in sorted(notes, key=lambda note: note["RANK"])]
+    local = [note["local_rank"] for note in sorted(notes, key=lambda note: note["rank"])]
     if local != ["0", "1", "0", "1"]:
         raise Failed("rank-is-not-local-rank", f"LOCAL_RANK is {local}, not 0, 1, 0, 1", "$SLURM_LOCALID knows it.")
-    addresses = sorted({note["MASTER_ADDR"] for note in notes})
+    addresses = sorted({note["master_addr"] for note in notes})
     if len(addresses) > 1:
         raise Failed(
             "each-node-its-own-master",

@@ -1,0 +1,89 @@
+"""How a person's ranks can end, and what is told of each ending."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from paceline.course.ranks import on_ranks, try_ranks
+from paceline.course.verdict import Failed
+
+pytestmark = pytest.mark.course
+PERSON = """\
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def add(value):
+    total = torch.tensor(value)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def only_rank_1_adds():
+    if dist.get_rank() == 1:
+        add(1.0)
+
+
+def fails_on_rank_1():
+    if dist.get_rank() == 1:
+        return {}["nothing"]
+    return add(1.0)
+
+
+def dies():
+    if dist.get_rank() == 1:
+        os._exit(7)
+    return add(1.0)
+"""
+
+
+@pytest.fixture
+def person(tmp_path: Path) -> Path:
+    path = tmp_path / "a name with-dashes.py"
+    path.write_text(PERSON)
+    return path
+
+
+def call(person: ModuleType, rank: int, world_size: int, name: str, *arguments: Any) -> Any:
+    return getattr(person, name)(*arguments)
+
+
+def test_values_come_back_by_rank(person: Path) -> None:
+    assert on_ranks(person, 2, call, "add", 1.5) == [3.0, 3.0]
+
+
+def test_a_hang_is_seen_within_seconds_and_told_by_line(person: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(Failed) as caught:
+        on_ranks(person, 2, call, "only_rank_1_adds")
+    assert time.monotonic() - began < 30  # of the ten minutes that torch would wait
+    assert caught.value.hint == "hang"
+    told = caught.value.what.splitlines()
+    assert told[0] == "rank 0 has left: it was through with its part"
+    assert told[1] == "rank 1 waits in line 9 of your file: dist.all_reduce(total)"
+
+
+def test_an_error_is_told_by_line_though_its_peer_hangs(person: Path) -> None:
+    with pytest.raises(Failed) as caught:
+        on_ranks(person, 2, call, "fails_on_rank_1")
+    assert caught.value.hint == "exception"
+    assert caught.value.what == "rank 1: line 20: return {}[\"nothing\"]\nKeyError: 'nothing'"
+
+
+def test_a_rank_that_leaves_without_a_word_is_named(person: Path) -> None:
+    with pytest.raises(Failed) as caught:
+        on_ranks(person, 2, call, "dies")
+    assert (caught.value.hint, caught.value.what) == ("died", "rank 1 ended without a word")
+
+
+def test_a_missing_function_is_told(person: Path) -> None:
+    ending = try_ranks(person, 1, call, "subtract")[0]
+    assert ending.kind == "error"
+    assert "has no attribute 'subtract'" in ending.value
