@@ -66,7 +66,7 @@ def make_pictures(root: Path, count: int = 45) -> Path:
 
 
 def request(source: Path, target: Path, **changes: Any) -> PackRequest:
-    wanted: dict[str, Any] = {"image_size": IMAGE_SIZE, "workers": 2, "shard_bytes": SHARD_BYTES, **changes}
+    wanted: dict[str, Any] = {"image_size": IMAGE_SIZE, "workers": 1, "shard_bytes": SHARD_BYTES, **changes}
     return PackRequest(source, target, **wanted)
 
 
@@ -89,7 +89,7 @@ def packed(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Packed once; tests that change it take a copy."""
     target = tmp_path_factory.mktemp("data") / "packed"
     progress = Silent()
-    result = pack(request(pictures, target), progress)
+    result = pack(request(pictures, target, workers=2), progress)
     assert (result.made, result.kept) == (5, 0)
     assert progress.done == progress.total == 90
     return target
