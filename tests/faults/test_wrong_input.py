@@ -35,7 +35,7 @@ FLAGS = {
     "nan": (["--base-lr", "nan"], ["base_lr is out of range"]),
     "too small": (["--global-batch-size", "0"], ["global_batch_size is out of range", "1 or more"]),
     "negative": (["--momentum", "-0.1"], ["momentum is out of range"]),
-    "too large": (["--train-split", "1.0"], ["train_split is out of range", "less than 1"]),
+    "too large": (["--train-split", "1.1"], ["train_split is out of range", "up to 1"]),
     "unknown choice": (["--strategy", "dpd"], ["strategy: 'dpd'", "single, ddp, fsdp"]),
     "unknown tracker": (["--track", "comet"], ["track: 'comet'", "tensorboard, mlflow, wandb"]),
     "absent tracker": (["--track", "wandb"], ["wandb is not installed", "paceline[wandb]"]),

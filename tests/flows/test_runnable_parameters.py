@@ -133,7 +133,7 @@ WRONG = {
     "learning_rate: -1": ("learning_rate: '-1' is not valid", "greater than 0"),
     "learning_rate: .nan": ("learning_rate: '.nan' is not valid", "greater than 0"),
     "learning_rate: 0.1\nbase_lr: 0.1": ("base_lr is given twice", "leave one out"),
-    "train_split: 1.0": ("train_split is out of range", "less than 1"),
+    "train_split: 1.1": ("train_split is out of range", "up to 1"),
     "num_classes: 1": ("num_classes is out of range", "2 or more"),
     "exact: maybe": ("exact: 'maybe' is not valid", "true or false"),
     "recipe: synthetic-mpl": ("there is no recipe 'synthetic-mpl'", "paceline train synthetic-mlp"),

@@ -57,7 +57,7 @@ def test_resume_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_compiled_model_trains(tmp_path: Path) -> None:
-    assert train(tmp_path, "--compile")[-1] < 2.4
+    assert train(tmp_path, "--compile", "always")[-1] < 2.4
 
 
 @pytest.mark.parametrize("name", ["vgg19", "resnet50"])

@@ -29,6 +29,7 @@ def check_config(loaded: LoadedConfig) -> None:
                 allowed=str(spec.range or "a number"),
             )
     _check_strategy(loaded)
+    _check_optimizer(loaded)
     _check_modes(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
@@ -54,6 +55,16 @@ def _check_strategy(loaded: LoadedConfig) -> None:
         _check_exact(loaded)
     if not processes.is_open:
         _check_processes(loaded, processes)
+
+
+def _check_optimizer(loaded: LoadedConfig) -> None:
+    config = loaded.config
+    if config.optim.optimizer == "muon" and config.parallel.strategy == "fsdp":
+        raise UserError(
+            "muon needs whole weights, and fsdp cuts them",
+            where=loaded.where("optimizer"),
+            hint="--strategy ddp, or --optimizer adamw",
+        )
 
 
 def _check_processes(loaded: LoadedConfig, processes: ProcessRange) -> None:

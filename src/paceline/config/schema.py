@@ -62,8 +62,8 @@ class DataConfig:
     num_classes: Annotated[int, Range(low=2)] = 10
     """Classes of the synthetic data set; other data sets know theirs."""
 
-    train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True, open_high=True)] = 0.9
-    """Share of the training set that is trained on; the rest is the validation set."""
+    train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.9
+    """Share of the training set that is trained on; the rest is the validation set. 1: no validation."""
 
     augment: Literal["none", "light", "gentle", "imagenet"] = "light"
     """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates from epoch
@@ -88,7 +88,7 @@ class DataConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     model_name: str = "cnn"
-    """mlp, cnn, vgg11/16/19, resnet18/34/50, timm:NAME, torchvision:NAME, FILE.py:FUNCTION or
+    """mlp, cnn, sprint, sprint-wide, vgg11/16/19, resnet18/34/50, timm:NAME, torchvision:NAME, FILE.py:FUNCTION or
     package.module:FUNCTION."""
 
     weights: str = "none"
@@ -103,19 +103,19 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class OptimConfig:
-    optimizer: Literal["sgd", "nesterov", "adam", "adamw"] = "sgd"
-    """Which optimizer; nesterov is sgd with Nesterov momentum."""
+    optimizer: Literal["sgd", "nesterov", "adam", "adamw", "muon"] = "sgd"
+    """Which optimizer; nesterov is sgd with Nesterov momentum, muon makes updates of hidden weights orthogonal."""
 
     base_lr: Annotated[float, Range(low=0.0, open_low=True)] = 0.05
-    """Learning rate for a global batch of 256; scaled linearly to the real one."""
+    """Learning rate for a global batch of 256; scaled linearly to the real one (muon: the rate for any batch)."""
 
     momentum: Fraction = 0.9
-    """Momentum of sgd and nesterov."""
+    """Momentum of sgd, nesterov and muon."""
 
     weight_decay: NonNegative = 5e-4
     """Weight decay (decoupled under adamw)."""
 
-    schedule: Literal["constant", "cosine", "onecycle"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "onecycle"] = "cosine"
     """Learning-rate curve over the whole run."""
 
     warmup_epochs: NonNegative = 0.0
@@ -148,6 +148,9 @@ class TrainConfig:
     test_batch_size: Positive = 1024
     """Samples per rank and forward pass in evaluation."""
 
+    test_views: Literal[1, 2, 6] = 1
+    """Views of an image whose answers are averaged in evaluation: 2: with its mirror image, 6: and both shifted."""
+
     seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
     """Decides initial weights, sample order, augmentation and generated data."""
 
@@ -160,8 +163,9 @@ class TrainConfig:
     amp_dtype: Literal["auto", "bf16", "fp16"] = "auto"
     """auto: bf16 where the GPU has it, else fp16, and full precision on CPUs."""
 
-    compile: bool = False
-    """Compile the model with torch.compile."""
+    compile: Literal["auto", "always", "never"] = "auto"
+    """torch.compile on GPUs. auto: where the run is long enough to gain by it. never: nor record steps as CUDA
+    graphs."""
 
 
 @dataclass(frozen=True)

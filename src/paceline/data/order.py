@@ -23,7 +23,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
 
 def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor, Tensor]:
     """Sample ids of the training and the validation part, each ascending."""
-    num_train = min(max(round(num_samples * train_split), 1), num_samples - 1)
+    num_train = num_samples if train_split == 1 else min(max(round(num_samples * train_split), 1), num_samples - 1)
     shuffled = draw_permutation(num_samples, _SPLIT, SPLIT_SEED)
     train, validation = shuffled[:num_train], shuffled[num_train:]
     return train.sort().values, validation.sort().values

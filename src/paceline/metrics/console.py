@@ -8,6 +8,7 @@ JSON and the rest to standard error; under --quiet nobody speaks but warnings an
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -80,16 +81,21 @@ class Console:
             f"  eta {format_seconds(self.remaining_s(step, total_steps))}"
         )
 
-    def epoch(self, epoch: int, epochs: int, train: Mapping[str, float], val: Mapping[str, float], best: bool) -> None:
-        """A row of the table."""
+    def epoch(
+        self, epoch: int, epochs: int, train: Mapping[str, float], val: Mapping[str, float] | None, best: bool
+    ) -> None:
+        """A row of the table. There may be nothing to validate on."""
         if self._has_rows:
             row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": epoch * self._steps_per_epoch}
-            print(json.dumps({**row, "train": dict(train), "val": dict(val), "is_best": best}), flush=True)
+            print(
+                json.dumps({**row, "train": dict(train), "val": dict(val) if val else None, "is_best": best}),
+                flush=True,
+            )
         if self._is_live:
             cells = [
                 f"{epoch}/{epochs}",
                 *(f"{train['loss']:.4f}", f"{train['accuracy']:.2%}"),
-                *(f"{val['loss']:.4f}", f"{val['accuracy']:.2%}"),
+                *((f"{val['loss']:.4f}", f"{val['accuracy']:.2%}") if val else ("-", "-")),
                 *(f"{train['throughput']:,.0f}", format_seconds(train["seconds"])),
             ]
             mark = ("★" if can_show("★", speech()) else "*") + " best" if best else ""
@@ -98,13 +104,15 @@ class Console:
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
                 f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
-                f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}"
-                f"  |  {train['throughput']:,.0f} img/s  {train['seconds']:.1f} s" + ("  *best" if best else "")
+                + (f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}" if val else "")
+                + f"  |  {train['throughput']:,.0f} img/s  {train['seconds']:.1f} s"
+                + ("  *best" if best else "")
             )
         if self._metric_lines:
+            loss, accuracy = (val["loss"], val["accuracy"]) if val else (math.nan, math.nan)
             self.note(
-                f"[METRIC] epoch={epoch} time={train['seconds']:.4f} val_loss={val['loss']:.6f}"
-                f" acc={100 * val['accuracy']:.4f} peak_mem={train['memory_peak_mb']:.2f}MB"
+                f"[METRIC] epoch={epoch} time={train['seconds']:.4f} val_loss={loss:.6f}"
+                f" acc={100 * accuracy:.4f} peak_mem={train['memory_peak_mb']:.2f}MB"
             )
 
     def stop(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 PUBLISHED_NAMES = ("vgg11", "vgg16", "vgg19", "resnet18", "resnet34", "resnet50")  # have ImageNet weights
-BUILT_IN = ("mlp", "cnn", *PUBLISHED_NAMES)
+BUILT_IN = ("mlp", "cnn", "sprint", "sprint-wide", *PUBLISHED_NAMES)
 OUTSIDE = "timm:NAME, torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt")
 
@@ -113,6 +113,10 @@ def _build_built_in(config: ModelConfig, input_shape: tuple[int, ...], num_class
         from paceline.models.vgg import VGG
 
         return VGG(int(name.removeprefix("vgg")), input_shape, num_classes, dropout=config.dropout)
+    if name.startswith("sprint"):
+        from paceline.models.sprint import Sprint
+
+        return Sprint(name, input_shape, num_classes)
     from paceline.models.resnet import ResNet
 
     return ResNet(int(name.removeprefix("resnet")), input_shape, num_classes)

@@ -7,6 +7,7 @@ Models know nothing of this, and the loop only sees `ParallelModel`.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,8 +100,9 @@ def resolve_precision(config: Config, device: str) -> torch.dtype | None:
     return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
 
 
-def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel:
-    """Move a model to its device and wrap it."""
+def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: bool = False) -> ParallelModel:
+    """Move a model to its device and wrap it. Only training goes through what is compiled: evaluation takes the model
+    as it is, which spares it a compilation for every other batch size."""
     strategy = resolve_strategy(config, world.world_size)
     dtype = resolve_precision(config, world.device)
     device = torch.device(world.device)
@@ -110,15 +112,13 @@ def parallelise(model: nn.Module, config: Config, world: World) -> ParallelModel
     if strategy != "fsdp":
         # Channels-last convolutions are faster on CPUs and tensor cores. FSDP lays its shards out itself.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if config.train.compile:
-        model.compile()
-    forward: Any = model
+    forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
         # A scaler (fp16) would unscale gradients in place on every rank, which shared ones do not allow.
         shared = share_gradients(model, world) if dtype is not torch.float16 else None
         if shared is not None:
-            return ParallelModel(model, model, strategy, dtype, shared=shared)
-        carriage = _WithPassenger(model, device)
+            return ParallelModel(model, forward, strategy, dtype, shared=shared)
+        carriage = _WithPassenger(model, forward, device)
         forward = _wrap_ddp(carriage, device)
         return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
     exposed = Exposed(device)
@@ -137,14 +137,14 @@ class _WithPassenger(nn.Module):
     wants to stop and the mean loss of all, without a collective of their own. No optimizer knows of them.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device) -> None:
         super().__init__()
         self.model = model
         self.passenger = nn.Parameter(torch.zeros(2, device=device))
+        self._run = [run]  # in a list: a compiled model would count as a second one
 
     def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.model(inputs)
-        return logits
+        return self._run[0](inputs)
 
 
 def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:

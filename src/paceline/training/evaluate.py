@@ -43,6 +43,7 @@ def evaluate(
     num_classes: int,
     batch_size: int,
     shares_per_rank: int = 1,
+    views: int = 1,
     max_batches: int | None = None,
     on_batch: Callable[[], None] | None = None,
     examples: Examples | None = None,
@@ -57,7 +58,7 @@ def evaluate(
         if on_batch is not None:
             on_batch()
         with autocast(model, world):
-            logits = model.module(batch.inputs).float()
+            logits = look_often(model.module, batch.inputs, views).float()
         if batch.is_counted:
             loss[batch.share] += F.cross_entropy(logits, batch.labels, reduction="none").double().sum()
             cells = batch.labels * num_classes + logits.argmax(1)
@@ -67,6 +68,22 @@ def evaluate(
     model.module.train()
     sum_over_ranks(confusion, world)
     return _finish(sum_lanes(loss, world), confusion.view(num_classes, num_classes).cpu(), watch)
+
+
+def look_often(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) -> Tensor:
+    """Logits averaged over views of each image: 1 as it is, 2 with its mirror image, 6 with both shifted two ways."""
+    if views == 1:
+        return model(inputs)
+    logits = (model(inputs) + model(inputs.flip(3))) / 2
+    if views == 2:
+        return logits
+    height, width = inputs.shape[2:]
+    bordered = F.pad(inputs, [1] * 4, mode="reflect")
+    for shift in (0, 2):  # by a pixel, up and to the left, then down and to the right
+        shifted = bordered[:, :, shift : shift + height, shift : shift + width]
+        shifted = shifted.contiguous(memory_format=torch.channels_last)
+        logits = logits + look_often(model, shifted, 2) / 2
+    return logits / 2
 
 
 def _finish(loss: Tensor, confusion: Tensor, watch: Stopwatch) -> Evaluation:

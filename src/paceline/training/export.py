@@ -115,7 +115,7 @@ FORMATS = {
 
 def export_run(path: Path, format_name: str, output: Path, flags: list[str]) -> list[str]:
     """Write a run's best weights into `output`, replacing what is there; returns what to tell of it."""
-    run = open_run(path, ["--device", "cpu", "--no-compile", *flags])
+    run = open_run(path, ["--device", "cpu", "--compile", "never", *flags])
     output = output.resolve()  # a link stays, its target is replaced
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:

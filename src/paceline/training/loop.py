@@ -65,6 +65,8 @@ def train(
     best = checkpoints.best()
     if best is not None:
         restore_weights(best, rig.model.module)
+    elif rig.average is not None:
+        rig.average.take_over()
     examples = open_examples(rig, world) if eval_batches is None else None
     test = _evaluate(ride, rig.test_data, examples)
 
@@ -88,6 +90,11 @@ def _look(ride: Ride, train_row: dict[str, Any]) -> bool:
     """Validate after a whole epoch, record it, and say whether it is the best so far."""
     state = ride.state
     epoch = state.step // ride.rig.plan.steps_per_epoch
+    if ride.recorder is not None:
+        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row)
+    if not len(ride.rig.validation_data):
+        ride.console.epoch(epoch, ride.config.train.epochs, train_row, None, False)
+        return False
     average_buffers(ride.rig.model.module, ride.world)
     if ride.rig.average is not None:
         with ride.rig.average.in_place():
@@ -100,7 +107,6 @@ def _look(ride: Ride, train_row: dict[str, Any]) -> bool:
     state.validation = {"accuracy": validation.accuracy, "loss": validation.loss}
     val_row = {**state.validation, "throughput": validation.throughput}
     if ride.recorder is not None:
-        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row)
         ride.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
     ride.console.epoch(epoch, ride.config.train.epochs, train_row, val_row, is_best)
     return is_best
@@ -114,6 +120,7 @@ def _evaluate(ride: Ride, data: Loader, examples: Examples | None = None) -> Eva
         num_classes=ride.rig.plan.info.num_classes,
         batch_size=ride.config.train.test_batch_size,
         shares_per_rank=ride.rig.step.lanes_per_rank,
+        views=ride.config.train.test_views,
         max_batches=ride.eval_batches,
         on_batch=lambda: ride.guards.enter("evaluate", ride.state.step),
         examples=examples,

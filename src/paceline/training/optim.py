@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paceline.config.schema import OptimConfig
 from paceline.parallel.parts import is_sharded, local_part
+from paceline.training.muon import Muon
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
@@ -23,6 +24,8 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         return torch.optim.SGD(
             parameters, config.base_lr, momentum=config.momentum, weight_decay=decay, nesterov=use_nesterov, fused=fused
         )
+    if config.optimizer == "muon":
+        return Muon(model, config.base_lr, config.momentum, decay)
     if config.optimizer == "adam":
         return torch.optim.Adam(parameters, config.base_lr, weight_decay=decay, fused=fused)
     return torch.optim.AdamW(parameters, config.base_lr, weight_decay=decay, fused=fused)
@@ -41,10 +44,20 @@ class MovingAverage:
         self._live = list(model.parameters())
         self.values = [parameter.detach().clone() for parameter in self._live]
 
-    @torch.no_grad()
     def update(self, step: int) -> None:
-        decay = min(self._decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(_local(self.values), _local(self._live), 1 - decay)
+        self.blend(self.weight_at(step))
+
+    def weight_at(self, step: int) -> float:
+        """How much of the live weights the average takes over."""
+        return 1 - min(self._decay, (1 + step) / (10 + step))
+
+    @torch.no_grad()
+    def blend(self, weight: float | Tensor) -> None:
+        if isinstance(weight, Tensor):
+            for value, live in zip(_local(self.values), _local(self._live), strict=True):
+                value.lerp_(live, weight)
+        else:
+            torch._foreach_lerp_(_local(self.values), _local(self._live), weight)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -54,6 +67,10 @@ class MovingAverage:
             yield
         finally:
             self._swap()
+
+    def take_over(self) -> None:
+        """Training is over: the average becomes the model."""
+        self._swap()
 
     @torch.no_grad()
     def _swap(self) -> None:

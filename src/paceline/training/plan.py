@@ -51,6 +51,12 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
             allowed=f"up to {len(train)}",
             hint="a smaller --global-batch-size or more data",
         )
+    if config.train.test_views > 1 and not info.is_image:
+        raise UserError(
+            "only images have several views",
+            got=f"test_views {config.train.test_views}, and {info.name} has vectors",
+            hint="--test-views 1",
+        )
     steps_per_epoch = len(train) // batch
     total_steps = steps_per_epoch * config.train.epochs
     rank_batch = batch // world_size

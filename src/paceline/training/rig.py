@@ -26,14 +26,18 @@ from paceline.data.shared import load_once_per_node
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.collectives import gather_buffers, gather_texts, set_buffers, spread_buffers, tree_sum
+from paceline.training.compiling import choose_to_compile
 from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
+from paceline.training.recorded_step import build_step
 from paceline.training.same_ranks import require_same_data
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 from paceline.world.detect import World
 from paceline.world.seeds import require_determinism, seed_initial_weights
+
+_LOOKED_AT = 2000  # samples
 
 _log = logging.getLogger("paceline")
 
@@ -106,6 +110,7 @@ class Rig:
             rows = reader_of(checkpoint, "statistics").read("per_rank")
             if len(rows) == world.world_size:
                 set_buffers(self.model.module, rows[world.rank])
+        self.step.forget_recordings()
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
         return TrainState.from_json(checkpoint.state)
@@ -127,6 +132,8 @@ def _compare_configs(checkpoint: Checkpoint, plan: RunPlan) -> None:
 def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig:
     if config.train.deterministic or config.parallel.exact:
         require_determinism()
+    else:
+        torch.backends.cudnn.benchmark = True  # batches have one size: kernels are tried once, and the fastest taken
     data = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
     require_same_data(data.fingerprint(), world)
     plan = make_plan(config, data.info, world.world_size)
@@ -138,7 +145,12 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
     if config.run.init_from and load_weights:
         start_from(model, Path(config.run.init_from))
-    parallel = parallelise(model, config, world)
+    look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
+    if look_at is not None and load_weights:
+        some = train_ids[: min(_LOOKED_AT, len(train_ids))]
+        look_at(pipeline.for_evaluation(data.train.read(some)))
+    is_compiled = load_weights and choose_to_compile(model, config, plan, world)
+    parallel = parallelise(model, config, world, is_compiled=is_compiled)
     settle_buckets(parallel, torch.zeros(2, *plan.input_shape, device=world.device))
     optimizer = build_optimizer(config.optim, parallel.module)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -150,5 +162,5 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
         model=parallel,
         optimizer=optimizer,
         average=average,
-        step=TrainStep(parallel, optimizer, average, config, world),
+        step=build_step(parallel, optimizer, average, config, world),
     )

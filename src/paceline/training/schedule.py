@@ -12,7 +12,9 @@ _ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
 
 
 def peak_learning_rate(config: OptimConfig, global_batch_size: int) -> float:
-    """Linear scaling: twice the batch, twice the rate."""
+    """Linear scaling: twice the batch, twice the rate. Muon's updates have one size, whatever the batch."""
+    if config.optimizer == "muon":
+        return config.base_lr
     return config.base_lr * global_batch_size / REFERENCE_BATCH
 
 
@@ -28,6 +30,8 @@ def learning_rate(step: int, *, config: OptimConfig, peak: float, steps_per_epoc
         return peak * (step + 1) / warmup
     if config.schedule == "cosine":
         return peak * _half_cosine(step - warmup, total_steps - warmup)
+    if config.schedule == "linear":
+        return peak * (total_steps - step) / max(total_steps - warmup, 1)
     return peak
 
 

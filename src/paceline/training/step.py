@@ -62,6 +62,7 @@ class TrainStep:
         self._flags = torch.tensor([0.0, 1.0], device=world.device)
         self._busy_s = 0.0
         # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
+        self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         self._buffers = list(model.module.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
 
@@ -89,7 +90,7 @@ class TrainStep:
             stop, loss = agreed.tolist()
             return StepReport(sums, loss, self._model.shared.norm, stop > 0, self._busy_s)
         self.scaler.unscale_(self._optimizer)
-        norm = _total_norm(self._model.local_gradients())
+        norm = total_norm(self._model.local_gradients())
         if self._model.strategy == "fsdp" and self._world.world_size > 1:
             # The norm of sharded gradients needs a collective anyway; the agreement rides in it.
             row = torch.cat([norm.square().to(agreed).reshape(1), agreed])
@@ -121,6 +122,9 @@ class TrainStep:
             torch._foreach_copy_(self._buffers, self._before)
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def forget_recordings(self) -> None:
+        """Weights or the optimizer's state were replaced; only recordings know where they lay."""
 
     def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """The rank's whole share at once; the strategy sums gradients over ranks."""
@@ -175,13 +179,8 @@ class TrainStep:
             if self.guards.faults:
                 self.guards.faults.take_memory(len(part), step + 1)
             self._model.reduce_gradients(number == accumulate)
-            with autocast(self._model, self._world):
-                logits = self._model(part)
-                loss = F.cross_entropy(logits.float(), answers, label_smoothing=self._config.optim.label_smoothing)
-            with torch.no_grad():
-                correct = (logits.argmax(1) == answers).sum()
-                count = len(answers)
-                sums += torch.stack([loss.double() * count, correct.double(), correct.new_tensor(count).double()])
+            loss, counted = self._forward(part, answers)
+            sums += counted
             objective = self.scaler.scale(loss * (weight / accumulate))
             if number == accumulate:
                 mine = torch.stack([self._flags[int(wants_stop)], (sums[0] / sums[2]).float()])
@@ -193,6 +192,16 @@ class TrainStep:
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
         assert mine is not None
         return sums, mine
+
+    def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The mean loss, and what is counted: the sum of losses, correct answers, samples."""
+        with autocast(self._model, self._world):
+            logits = self._model(inputs)
+            loss = F.cross_entropy(logits.float(), labels, label_smoothing=self._config.optim.label_smoothing)
+        with torch.no_grad():
+            correct = (logits.argmax(1) == labels).sum()
+            count = torch.full((), len(labels), dtype=torch.float64, device=labels.device)
+            return loss, torch.stack([loss.double() * count, correct.double(), count])
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
         passenger = self._model.passenger
@@ -208,7 +217,7 @@ class TrainStep:
         self.guards.phases.waited(*self._model.exposed.take())
 
 
-def _total_norm(gradients: list[Tensor]) -> Tensor:
+def total_norm(gradients: list[Tensor]) -> Tensor:
     if gradients[0].is_cuda:
         return torch.nn.utils.get_total_norm(gradients)
     if len(gradients) == 1:

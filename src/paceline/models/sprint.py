@@ -1,0 +1,82 @@
+"""A small network for small pictures that learns in seconds.
+
+The first layer needs no training: its 2x2 filters turn patches of the training pictures into uncorrelated numbers of
+equal size (whitening), each direction once and once with its sign turned. Three groups follow, each two 3x3
+convolutions with BatchNorm and GELU, pooled in the first; then the largest value of every channel, and a linear layer.
+
+What makes it quick to train: BatchNorm without scales and with a short memory, filters that begin as the identity as
+far as they can, a last layer that begins near zero. Ideas: Page's DAWNBench notes (2018) and Jordan's airbench (2024).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from paceline.errors import UserError
+
+WIDTHS = {"sprint": (64, 256, 256), "sprint-wide": (128, 384, 512)}
+SMALLEST_SIDE = 17  # one pixel must be left after the first layer and three poolings
+_PATCH = 2
+_LEAST_VARIANCE = 5e-4  # directions with less are noise, and not blown up
+_FORGETTING = 0.4  # BatchNorm's: a run has a few hundred steps
+
+
+class Sprint(nn.Module):
+    def __init__(self, name: str, input_shape: tuple[int, ...], num_classes: int) -> None:
+        super().__init__()
+        channels, height, width = input_shape
+        if min(height, width) < SMALLEST_SIDE:
+            raise UserError(
+                f"the images are too small for {name}",
+                got=f"{height}x{width}",
+                allowed=f"{SMALLEST_SIDE}x{SMALLEST_SIDE} or larger",
+                hint="take the cnn for smaller images",
+            )
+        directions = channels * _PATCH**2
+        self.whiten = nn.Conv2d(channels, 2 * directions, _PATCH, bias=False)
+        self.whiten.weight.requires_grad_(False)
+        sizes = (2 * directions, *WIDTHS[name])
+        self.groups = nn.Sequential(*(Group(a, b) for a, b in itertools.pairwise(sizes)))
+        self.classifier = nn.Linear(sizes[-1], num_classes, bias=False)
+        nn.init.normal_(self.classifier.weight, std=1 / sizes[-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.groups(F.gelu(self.whiten(x)))
+        logits: Tensor = self.classifier(x.amax((2, 3)))
+        return logits
+
+    @torch.no_grad()
+    def look_at(self, inputs: Tensor) -> None:
+        """Set the first layer from some training inputs. Called once, before the first step of a new run."""
+        patches = F.unfold(inputs.float(), _PATCH).transpose(1, 2).flatten(0, 1).double()
+        variance, directions = torch.linalg.eigh(patches.T @ patches / len(patches))
+        filters = (directions / (variance + _LEAST_VARIANCE).sqrt()).T
+        filters = filters.view(-1, *self.whiten.weight.shape[1:])
+        self.whiten.weight.copy_(torch.cat([filters, -filters]))
+
+
+class Group(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.conv1, self.conv2 = (_conv(size, outputs) for size in (inputs, outputs))
+        self.norm1, self.norm2 = (_norm(outputs) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        return F.gelu(self.norm2(self.conv2(x)))
+
+
+def _conv(inputs: int, outputs: int) -> nn.Conv2d:
+    conv = nn.Conv2d(inputs, outputs, 3, padding=1, bias=False)
+    nn.init.dirac_(conv.weight.data[:inputs])
+    return conv
+
+
+def _norm(width: int) -> nn.BatchNorm2d:
+    norm = nn.BatchNorm2d(width, momentum=_FORGETTING)
+    norm.weight.requires_grad_(False)
+    return norm

@@ -1,0 +1,109 @@
+"""A step of one rank on a GPU, as two recordings: everything up to the gradients' norm, and the update.
+
+Between the two the host looks at the loss and the norm, as in every other step, so nothing of what guards a run is
+given up. Steps of several ranks, of --exact runs and under fp16 (whose scaler looks at every step) are not recorded.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from paceline.config.schema import Config
+from paceline.data.loader import Batch
+from paceline.parallel.apply import ParallelModel
+from paceline.training.optim import MovingAverage
+from paceline.training.step import StepReport, TrainStep, total_norm
+from paceline.world.detect import World
+from paceline.world.recorded import Recorded
+from paceline.world.seeds import seed_step
+
+
+def can_record(model: ParallelModel, config: Config, world: World) -> bool:
+    return (
+        world.device.startswith("cuda")
+        and world.world_size == 1
+        and model.strategy != "fsdp"
+        and model.autocast_dtype is not torch.float16
+        and config.train.compile != "never"
+        and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
+    )
+
+
+class RecordedStep(TrainStep):
+    """Turns batches into gradients and gradients into updates, each with one call to the GPU."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        average: MovingAverage | None,
+        config: Config,
+        world: World,
+    ) -> None:
+        super().__init__(model, optimizer, average, config, world)
+        self._record_gradients = Recorded(self._make_gradients)
+        self._record_update = Recorded(self._apply_gradients)
+        # What changes from step to step lies in the GPU's memory, where recordings find it.
+        self._lr, self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(3))
+        for group in optimizer.param_groups:
+            group["lr"] = self._lr
+            if "capturable" in group:
+                group["capturable"] = True
+
+    def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
+        began = time.perf_counter()
+        self.guards.enter("forward", step + 1)
+        seed_step(self._config.train.seed, step, self._world.rank)
+        sums, row = self._record_gradients(batch.inputs, batch.labels)
+        norm, loss = row.tolist()  # the only moment a step waits for the GPU
+        pulse = self.guards.watchdog.pulse
+        pulse.fitted = max(pulse.fitted, len(batch.labels) // self._config.train.accumulate)
+        return StepReport(sums, loss, norm, wants_stop, time.perf_counter() - began)
+
+    def update(self, step: int, lr: float, report: StepReport) -> None:
+        self._lr.fill_(lr)
+        limit = self._config.optim.clip_norm
+        if limit:
+            self._shrink.fill_(min(1.0, limit / (report.grad_norm + 1e-6)))
+        if self._average is not None:
+            self._blend.fill_(self._average.weight_at(step))
+        self._record_update()
+
+    def drop(self) -> None:
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, self._before)
+
+    def forget_recordings(self) -> None:
+        self._record_gradients.forget()
+        self._record_update.forget()
+
+    def _make_gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        for parameter in self._trained:
+            parameter.grad = None
+        if self._buffers:
+            torch._foreach_copy_(self._before, self._buffers)
+        accumulate = self._config.train.accumulate
+        sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
+        for part, answers in zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True):
+            loss, counted = self._forward(part, answers)
+            sums += counted
+            (loss * (1.0 / accumulate)).backward()
+        norm = total_norm(self._model.local_gradients())
+        return sums[None], torch.stack([norm.float(), (sums[0] / sums[2]).float()])
+
+    def _apply_gradients(self) -> None:
+        if self._config.optim.clip_norm:
+            torch._foreach_mul_(self._model.local_gradients(), self._shrink)
+        self._optimizer.step()
+        if self._average is not None:
+            self._average.blend(self._blend)
+
+
+def build_step(*parts: Any) -> TrainStep:
+    """Of a model, its optimizer, the moving average, a config and the world."""
+    model, _, _, config, world = parts
+    return (RecordedStep if can_record(model, config, world) else TrainStep)(*parts)
