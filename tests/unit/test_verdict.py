@@ -192,8 +192,8 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
         (TALKING, GPU, DENSE, "a larger --global-batch-size (gradients are exchanged once per step)"),
         (
             *(TALKING, replace(GPU, strategy="fsdp"), DENSE),
-            "a larger --global-batch-size (gradients are exchanged once per step),"
-            " or --strategy ddp if the model fits (sharded weights are exchanged too)",
+            "--strategy ddp if the model fits (sharded weights are exchanged too),"
+            " or a larger --global-batch-size (gradients are exchanged once per step)",
         ),
         (
             *(TALKING, CPU, DENSE),

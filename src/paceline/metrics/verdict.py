@@ -234,11 +234,12 @@ def faster_data(setting: Setting) -> list[str]:
 
 
 def less_exchange(setting: Setting) -> list[str]:
-    tips = ["a larger --global-batch-size (gradients are exchanged once per step)"]
+    tips = []
     if setting.strategy == "fsdp":
         tips.append("--strategy ddp if the model fits (sharded weights are exchanged too)")
     if setting.config.parallel.sync_bn:
         tips.append("no --sync-bn")
+    tips.append("a larger --global-batch-size (gradients are exchanged once per step)")
     if not setting.is_cuda and setting.world.local_world_size > 1:
         tips.append("fewer --processes with more threads each")
     return tips

@@ -101,7 +101,9 @@ def _limit_lines(results: dict[str, Any], folder: RunFolder) -> list[str]:
     if verdict is not None:
         lines.append(f"limit     {verdict['text']}; next: {verdict['try']}")
     profile = results.get("profile")
-    if profile is not None:
+    if "profile" in results and profile is None:
+        lines.append("profile   nothing recorded: it begins after ten steps")
+    elif profile is not None:
         last = profile["first_step"] + profile["steps"] - 1
         lines.append(
             f"profile   {folder.path / profile['folder']}: top.txt, and steps {profile['first_step']} to {last} of"

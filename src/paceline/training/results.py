@@ -111,7 +111,7 @@ def make_results(
         },
         "process_metrics": ranks,
         "limits": find_limits(rig, world, ranks),
-        **({"profile": profiler.result.to_json()} if profiler and profiler.result else {}),
+        **({"profile": profiler.result.to_json() if profiler.result else None} if profiler else {}),
         "model_info": {
             "name": plan.config.model.model_name,
             "parameters": rig.num_parameters,
