@@ -21,9 +21,10 @@ def main(folder: Path, is_rehearsal: bool) -> int:
     (folder / f"{name}.tmp").replace(folder / f"note-{name}.json")
 
     # Tasks that cannot meet would only wait for each other until a timeout: see that first.
-    deadline = time.monotonic() + (5 if is_rehearsal else 20)
+    started = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    deadline = time.monotonic() + 30
     notes: list[dict[str, str]] = []
-    while len(notes) < TASKS and time.monotonic() < deadline:
+    while len(notes) < started and time.monotonic() < deadline:
         time.sleep(0.05)
         notes = [json.loads(path.read_text()) for path in folder.glob("note-*.json")]
     ranks = sorted((other["rank"], other["world_size"]) for other in notes)
@@ -39,7 +40,7 @@ def main(folder: Path, is_rehearsal: bool) -> int:
 
     if is_rehearsal:  # the nodes are only names then
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=80))
     total = torch.tensor(float(note["rank"]))
     dist.all_reduce(total)
     (folder / f"sum-{note['rank']}").write_text(str(total.item()))

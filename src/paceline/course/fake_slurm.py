@@ -13,7 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_TIMEOUT_S = 60
+_TIMEOUT_S = 110
 _WITH_VALUE = {
     *("-n", "-N", "-c", "-t", "-p", "-w", "-o", "-e", "-J"),
     *("--ntasks", "--nodes", "--ntasks-per-node", "--cpus-per-task", "--export", "--output"),
@@ -76,6 +76,7 @@ def _srun(arguments: list[str]) -> int:
             "SLURM_NODEID": str(task // per_node),
             "SLURMD_NODENAME": f"node{task // per_node + 1}",
             "SLURM_STEP_ID": "0",
+            "SLURM_STEP_NUM_TASKS": str(tasks),
         }
         processes.append(subprocess.Popen(words, env={**os.environ, **place}))
     return max([abs(process.wait()) for process in processes], default=0)

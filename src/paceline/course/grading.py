@@ -19,7 +19,8 @@ def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambd
     except Failed as failure:  # told at once: loading torch takes seconds
         return Verdict(lesson, path, [], gaps.title, failure)
     tell_passed(gaps.title)
-    warm_up()
+    if path.suffix == ".py":
+        warm_up()
     items: tuple[Item, ...] = importlib.import_module(f"paceline.course.graders.{lesson.grader}").ITEMS
     passed = [gaps.title]
     remarks: list[str] = []
