@@ -95,6 +95,6 @@ def read_lines(lines: Iterable[str]) -> tuple[list[HandIn], list[str]]:
     papers = []
     for rank, found in sorted(parts.items()):
         if len(found) == counts[rank]:
-            text = zlib.decompress(base64.b64decode("".join(found[number] for number in sorted(found))))
-            papers.append(HandIn.from_json(json.loads(text)))
+            packed = base64.b64decode("".join(found[number] for number in sorted(found)))
+            papers.append(HandIn.from_json(json.loads(zlib.decompress(packed))))
     return papers, rest
