@@ -1,0 +1,316 @@
+"""`paceline doctor` as a person runs it: a healthy machine, and the faults it must find.
+
+Six of the ten faults are real: a port that is taken, a /dev/shm of four megabytes, a name nobody knows, a full disk, a
+folder of somebody else's, a GPU that is not there. A wrong clock, a slow rank and a wrong one are planted in a rank
+(`--plant`); other versions are both planted and real.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline as package
+from harness.cli import Answer, command, environment, paceline
+from harness.processes import seconds_until_empty, started
+from paceline.cli.main import main
+from paceline.doctor.known_training import KNOWN_HASH
+
+NOBODY = 65534
+NODE = [
+    *("python", "packages", "torch", "devices", "shared memory", "open files", "memory", "cores"),
+    *("run folder", "clock", "data folder", "temporary folder", "host name", "ports", "interfaces"),
+]
+TOGETHER = ["versions", "reach", "clocks", "mtu", "all-reduce", "pairs", "pace", "links", "training"]
+# Mounts a small /dev/shm or a small disk that is full, and becomes the command. All of it ends with the command.
+SMALL_SHM = 'mount -t tmpfs -o size=4m shm /dev/shm && exec "$@"'
+FULL_DISK = 'mount -t tmpfs -o size=2m full full && head -c 4m /dev/zero 2>/dev/null >full/filler; exec "$@"'
+ALL_MOUNTS = "mount -t tmpfs -o size=4m shm /dev/shm; " + FULL_DISK
+Findings = dict[str, dict[str, Any]]
+
+
+def can_mount() -> bool:
+    probe = ["unshare", "-rm", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return (
+        shutil.which("unshare") is not None and not subprocess.run(probe, capture_output=True, check=False).returncode
+    )
+
+
+needs_mount = pytest.mark.skipif(not can_mount(), reason="this machine does not let us mount a tmpfs (unshare -rm)")
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+
+
+def findings_of(answer: Answer) -> Findings:
+    assert answer.err == "", answer
+    content = json.loads(answer.out)
+    assert content["seconds"] < 60
+    assert answer.code == (0 if content["healthy"] else 1)
+    return {finding["name"]: finding for finding in content["findings"]}
+
+
+def failures(found: Findings) -> list[str]:
+    return [name for name, finding in found.items() if finding["status"] == "fail"]
+
+
+def in_namespace(script: str, *flags: str, cwd: Path, **extra: str) -> Answer:
+    doctor = (sys.executable, "-m", "paceline", "doctor", "--json", *flags)
+    return command("unshare", "-rm", "sh", "-c", script, "sh", *doctor, cwd=cwd, **extra)
+
+
+# --- A healthy machine ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("healthy")
+    answer = paceline("doctor", "--processes=2", "--json", "--report=report.md", cwd=folder)
+    (folder / "answer.json").write_text(json.dumps([answer.code, answer.out, answer.err]))
+    return folder
+
+
+def test_a_healthy_machine_is_told_so_within_a_minute(healthy: Path) -> None:
+    answer = Answer(*json.loads((healthy / "answer.json").read_text()))
+    found = findings_of(answer)
+    assert failures(found) == []
+    assert list(found) == NODE + TOGETHER
+    content = json.loads(answer.out)
+    assert re.fullmatch(r"healthy: \d+ checks passed(, \d warnings?)?, in [\d.]+ s", content["verdict"])
+    assert (content["world_size"], content["launcher"], content["planted"]) == (2, "paceline", {})
+    assert (content["hosts"], content["exclude"]) == ([socket.gethostname()], [])
+    assert found["training"]["details"]["alone"] == found["training"]["details"]["together"] == [KNOWN_HASH] * 2
+    assert found["all-reduce"]["what"] == "right on 2 ranks, number by number, and between every pair"
+
+
+def test_the_report_can_be_pasted_and_nothing_else_stays(healthy: Path) -> None:
+    text = (healthy / "report.md").read_text()
+    assert text.startswith("### paceline doctor\n\n**healthy: ")
+    for name in NODE + TOGETHER:
+        assert re.search(rf"^\| (pass|warn) \| {name} \|", text, re.MULTILINE), name
+    assert sorted(path.name for path in healthy.iterdir()) == ["answer.json", "report.md"]
+
+
+# --- Six faults that are real -----------------------------------------------------------------------------------------
+
+REMEDIES = {
+    "devices": "--device cpu",
+    "shared memory": "--shm-size",
+    "run folder": "chown or chmod it, or --output-dir elsewhere",
+    "data folder": "make room",
+    "meeting address": "MASTER_ADDR must name rank 0's node",
+    "ports": "another MASTER_PORT",
+}
+
+
+@needs_mount
+@needs_root
+def test_six_real_faults_at_once_are_all_found_with_their_remedies(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", NOBODY, NOBODY)
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        flags = ["--device=cuda", "--output-dir=theirs/run", "--data-dir=full/data"]
+        meet = {"MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": str(port)}
+        found = findings_of(in_namespace(ALL_MOUNTS, *flags, cwd=tmp_path, **meet))
+    assert sorted(failures(found)) == sorted(REMEDIES)
+    for name, part in REMEDIES.items():
+        assert part in found[name]["remedy"]
+    assert "a GPU is asked for, but there is none here" in found["devices"]["what"]
+    assert "/dev/shm has 4 MB free of 4 MB" in found["shared memory"]["what"]
+    assert found["run folder"]["what"].endswith("cannot be written: Permission denied")
+    assert "the disk is full, 0 MB are free" in found["data folder"]["what"]
+    assert "no-such-host.invalid does not resolve" in found["meeting address"]["what"]
+    assert f"port {port}, on which the ranks are to meet, is taken by " in found["ports"]["what"]
+    assert found["ranks"]["what"] == "not tried: first of all devices, shared memory"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "theirs"]
+
+
+@pytest.mark.slow
+@needs_mount
+def test_a_small_shm_alone(tmp_path: Path) -> None:
+    assert failures(findings_of(in_namespace(SMALL_SHM, "--processes=2", cwd=tmp_path))) == ["shared memory"]
+
+
+@pytest.mark.slow
+@needs_mount
+def test_a_full_disk_alone_still_lets_the_ranks_be_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    found = findings_of(in_namespace(FULL_DISK, "--processes=2", "--output-dir=full/run", cwd=tmp_path))
+    assert failures(found) == ["run folder"]
+    assert found["training"]["status"] == "pass"
+
+
+@pytest.mark.slow
+def test_a_taken_port_alone(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, **where))
+    assert failures(found) == ["ports"]
+    assert f"is taken by process {os.getpid()} " in found["ports"]["what"]
+
+
+@pytest.mark.slow
+def test_a_name_that_does_not_resolve_alone(tmp_path: Path) -> None:
+    found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, MASTER_ADDR="nowhere.invalid"))
+    assert failures(found) == ["meeting address"]
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_host_that_does_not_know_its_own_name(tmp_path: Path) -> None:
+    """Torch's launcher would wait for it for minutes, so ranks are not tried."""
+    doctor = f"{sys.executable} -m paceline doctor --json"
+    found = findings_of(command("unshare", "-u", "sh", "-c", f"hostname lost-host; {doctor}", cwd=tmp_path))
+    assert failures(found) == ["host name"]
+    assert "/etc/hosts" in found["host name"]["remedy"]
+
+
+# --- Faults of ranks --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_planted_clock_slow_and_wrong_rank_are_named_with_proof_that_they_struck(tmp_path: Path) -> None:
+    plants = "clock rank=1; slow rank=1; wrong rank=1"
+    answer = paceline("doctor", "--json", "--processes=2", f"--plant={plants}", cwd=tmp_path)
+    found, host = findings_of(answer), socket.gethostname()
+    assert failures(found) == ["clocks", "all-reduce", "pace", "training"]
+    assert found["clocks"]["what"] == f"the clock of rank 1 on {host} is 100.0 s ahead of rank 0"
+    assert found["all-reduce"]["details"]["wrong_ranks"] == found["training"]["details"]["wrong_ranks"] == [1]
+    assert found["pace"]["details"]["slow_ranks"] == [1]
+    assert all(found[name]["remedy"] for name in failures(found))
+    struck = json.loads(answer.out)["planted"]
+    assert sorted(struck) == ["clock", "slow", "wrong"]
+    assert min(struck.values()) > 0
+
+
+@pytest.mark.slow
+def test_a_planted_wrong_clock_of_the_node_itself_shows_against_its_disk(tmp_path: Path) -> None:
+    found = findings_of(paceline("doctor", "--json", "--processes=1", "--plant=clock", cwd=tmp_path))
+    assert failures(found) == ["clock"]
+    assert "100.0 s ahead of the clock of the disk" in found["clock"]["what"]
+
+
+@pytest.mark.slow
+def test_planted_other_versions_are_named_and_nothing_is_exchanged(tmp_path: Path) -> None:
+    found = findings_of(paceline("doctor", "--json", "--processes=2", "--plant=versions rank=1", cwd=tmp_path))
+    assert failures(found) == ["versions"]
+    assert "torch 0.0.0 at rank 1" in found["versions"]["what"]
+    assert {found[name]["status"] for name in TOGETHER[4:]} == {"skip"}
+
+
+@pytest.mark.slow
+def test_a_rank_that_really_has_another_version_of_the_code_is_named(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(Path(package.__file__).parent, other / "paceline", ignore=shutil.ignore_patterns("__pycache__"))
+    text = (other / "paceline" / "__init__.py").read_text()
+    (other / "paceline" / "__init__.py").write_text(text.replace(package.__version__, "9.9.9"))
+    with socket.create_server(("", 0)) as server:
+        port = str(server.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    doctor = [sys.executable, "-m", "paceline", "doctor", "--json"]
+    ranks = [
+        subprocess.Popen(
+            doctor,
+            cwd=tmp_path,
+            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank), **extra),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, extra in enumerate([{}, {"PYTHONPATH": str(other)}])
+    ]
+    (out, err), (quiet, _) = (rank.communicate(timeout=60) for rank in ranks)
+    assert (quiet, ranks[1].returncode) == ("", 1)
+    found = findings_of(Answer(ranks[0].returncode, out, err))
+    assert failures(found) == ["versions"]
+    assert f"paceline 9.9.9 at rank 1 on {socket.gethostname()}" in found["versions"]["what"]
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_answering_costs_less_than_a_minute_and_is_named(tmp_path: Path) -> None:
+    with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
+        doctor.wait_for("now 2 ranks together")
+        while len(doctor.ranks()) < 2:
+            pass
+        os.kill(doctor.ranks()[-1], signal.SIGSTOP)
+        assert doctor.wait(timeout_s=75) == 1
+        assert "Traceback" not in doctor.err
+    text = "".join(doctor.lines)
+    assert re.search(r"rank 1 did not answer|nothing came from rank 1|rank 1 on \S+ in", text), text
+    assert float(re.findall(r"in ([\d.]+) s", text)[-1]) < 60
+
+
+# --- Launchers and endings --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_it_joins_the_ranks_of_torchrun_and_speaks_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "paceline", "doctor"]
+    answer = command(*torchrun, "--launch=torchrun", cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert answer.out.count("healthy: ") == 1
+    assert "2 ranks by torchrun on " in answer.out
+    assert "the known weights, bit for bit" in re.sub(r"\s+", " ", answer.out)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_interrupt_leaves_at_once_and_no_orphan(tmp_path: Path) -> None:
+    with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
+        doctor.wait_for("now 2 ranks together")
+        os.killpg(doctor.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        assert doctor.wait(timeout_s=20) == 130
+        assert doctor.err == "\ninterrupted\n"
+        seconds_until_empty(tmp_path, limit_s=10)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--launch=pbs"], "allowed: local, torchrun, slurm"),
+        (["--launch=torchrun"], "torchrun --nproc-per-node 2 -m paceline doctor"),
+        (["--device=tpu"], "allowed: auto, cpu, cuda"),
+        (["--processes"], "--processes needs a value"),
+        (["--processes=2:4"], "one number of ranks is needed"),
+        (["--proceses=2"], "perhaps you meant --processes"),
+        (["shapes-cnn"], "unknown flag 'shapes-cnn'"),
+        (["--nodes=2"], "--nodes needs --launch slurm"),
+        (["--launch=slurm", "--nodes=0"], "nodes is not valid"),
+        (["--", "--partition=x"], "options behind -- needs --launch slurm"),
+        (["--report=/nowhere/at/all.md"], "there is no such folder"),
+        (["--plant=flood"], "allowed: clock, slow, wrong, versions"),
+    ],
+)
+def test_a_mistake_is_one_screen(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *arguments]) == 2
+    screen = capsys.readouterr().err
+    assert screen.startswith("error: ")
+    assert part in screen
+    assert len(screen.splitlines()) <= 6
+
+
+def test_help_names_every_flag_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    text = capsys.readouterr().out
+    for flag in (
+        "--launch",
+        "--processes",
+        "--device",
+        "--output-dir",
+        "--nodes",
+        "--exclude-to",
+        "--report",
+        "--json",
+    ):
+        assert flag in text
+    assert "1: a check failed" in text
