@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.course.ranks import on_ranks, try_ranks
+from paceline.course.ranks import on_ranks
 from paceline.course.verdict import Failed
 
 pytestmark = pytest.mark.course
@@ -35,6 +35,10 @@ def fails_on_rank_1():
     if dist.get_rank() == 1:
         return {}["nothing"]
     return add(1.0)
+
+
+def loops():
+    while True: value = 0
 
 
 def dies():
@@ -84,6 +88,15 @@ def test_a_rank_that_leaves_without_a_word_is_named(person: Path) -> None:
 
 
 def test_a_missing_function_is_told(person: Path) -> None:
-    ending = try_ranks(person, 1, call, "subtract")[0]
-    assert ending.kind == "error"
-    assert "has no attribute 'subtract'" in ending.value
+    with pytest.raises(Failed) as caught:
+        on_ranks(person, 2, call, "subtract")
+    assert (caught.value.hint, caught.value.what) == ("missing-name", "your file has no `subtract`")
+
+
+def test_a_loop_without_end_is_told_by_line(person: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_ranks(person, 1, call, "add", 1.0)  # the server that forks ranks has loaded torch by now
+    monkeypatch.setattr("paceline.course.ranks._DEADLINE_S", 6.0)
+    with pytest.raises(Failed) as caught:
+        on_ranks(person, 1, call, "loops")
+    assert caught.value.hint == "endless"
+    assert caught.value.what == "rank 0 is still busy in line 25 of your file: while True: value = 0"

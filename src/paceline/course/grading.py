@@ -13,7 +13,7 @@ from paceline.course.verdict import Failed, Item, Verdict, find_gaps
 
 def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambda title: None) -> Verdict:
     """Run the lesson's items on the person's file, up to the first that fails."""
-    gaps = Item("no gap is left", find_gaps)
+    gaps = Item("the file is complete", find_gaps)
     try:
         gaps.check(path)
     except Failed as failure:  # told at once: loading torch takes seconds

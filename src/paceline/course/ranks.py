@@ -36,14 +36,14 @@ _CONTEXT.set_forkserver_preload(list(_PRELOADED))
 _QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
 _QUIET_CPU_S = 0.06
 _TICK_S = 0.25
-_DEADLINE_S = 45.0  # no exercise computes for longer
+_DEADLINE_S = 60.0  # no exercise computes for longer
 _AFTER_AN_ERROR_S = 0.5
 _COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # never reached: a hang is seen long before
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended: value, error, died, or where it stood when it was ended: stuck, endless."""
+    """How a rank ended: value, error, missing (a name), died - or how it was found: stuck, endless."""
 
     kind: str
     value: Any = None  # of an error, stuck or endless: in words
@@ -113,6 +113,13 @@ def require_values(endings: list[Ending]) -> list[Any]:
                 f"rank {rank}: {ending.value}",
                 "Python stopped there. Read the line with the values of this rank in mind.",
             )
+    missing = [ending.value for ending in endings if ending.kind == "missing"]
+    if missing:
+        raise Failed(
+            "missing-name",
+            f"your file has no `{missing[0]}`",
+            "The check calls it by that name. `paceline course start ANOTHER` gives you a fresh copy to compare with.",
+        )
     for rank, ending in enumerate(endings):
         if ending.kind == "died":
             raise Failed("died", f"rank {rank} ended without a word", "Does your code leave the process (os._exit)?")
@@ -155,7 +162,8 @@ def _positions(endings: list[Ending]) -> str:
 
 def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) -> list[Ending]:
     endings: dict[int, Ending] = {}
-    quiet: dict[int, str] = {}
+    quiet: dict[int, str] = {}  # where those stand that do not move
+    busy: dict[int, str] = {}  # where the others were last
     begin = time.monotonic()
     deadline = begin + _DEADLINE_S
     while len(endings) < len(lines) and time.monotonic() < deadline:
@@ -171,15 +179,19 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
                 kind, value = "died", None
             if kind in ("quiet", "busy"):
                 quiet.pop(rank, None)
-                quiet |= {rank: value} if kind == "quiet" else {}
+                (quiet if kind == "quiet" else busy)[rank] = value
                 continue
             endings[rank] = Ending(kind, value)
-            if kind in ("error", "died"):  # the others may now wait for ever; they get a moment for errors of their own
+            if kind in (
+                "error",
+                "missing",
+                "died",
+            ):  # the others may now wait for ever; they get a moment for errors of their own
                 deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR_S)
         missing = [rank for rank in range(len(lines)) if rank not in endings]
         if missing and all(rank in quiet for rank in missing):
             return [endings.get(rank) or Ending("stuck", quiet[rank]) for rank in range(len(lines))]
-    late = {rank: Ending("endless", "is still busy") for rank in range(len(lines))}
+    late = {rank: Ending("endless", busy.get(rank, "is still busy")) for rank in range(len(lines))}
     stuck = {rank: Ending("stuck", position) for rank, position in quiet.items()}
     return [{**late, **stuck, **endings}[rank] for rank in range(len(lines))]
 
@@ -219,8 +231,13 @@ def _be_a_rank(start: _Start, line: Any) -> None:
 
     watcher = threading.Thread(target=_watch, args=(start.path, say), daemon=True)
     watcher.start()
+    person = None
     try:
-        say("value", start.probe(load_person(start.path), start.rank, start.world_size, *start.arguments))
+        person = load_person(start.path)
+        say("value", start.probe(person, start.rank, start.world_size, *start.arguments))
+    except AttributeError as error:
+        is_missing = person is not None and error.obj is person
+        say("missing" if is_missing else "error", error.name if is_missing else describe_error(error, start.path))
     except BaseException as error:
         say("error", describe_error(error, start.path))
     sys.stdout.flush()
@@ -243,29 +260,45 @@ def load_person(path: Path) -> ModuleType:
 
 
 def _watch(path: Path, say: Callable[[str, Any], None]) -> None:
-    """Tells when this rank has come to a standstill, and when it moves again."""
+    """Tells when this rank has come to a standstill or moves again, and now and then where it is."""
     main = threading.main_thread().ident or 0
     parent = multiprocessing.parent_process()
     ticks = round(_QUIET_S / _TICK_S)
     used = [time.process_time()]
+    turn = still_for = 0
     is_quiet = False
     while True:
         time.sleep(_TICK_S)
         if parent is not None and not parent.is_alive():
             os._exit(1)
         used = [*used[-ticks:], time.process_time()]
-        was_quiet, is_quiet = is_quiet, len(used) > ticks and used[-1] - used[0] < _QUIET_CPU_S
-        if is_quiet != was_quiet:
-            say("quiet" if is_quiet else "busy", _describe_position(sys._current_frames().get(main), path))
+        still_for = 0 if _wants_processor() else still_for + 1
+        was_quiet, is_quiet = is_quiet, still_for > ticks and used[-1] - used[0] < _QUIET_CPU_S
+        turn = (turn + 1) % ticks
+        if is_quiet != was_quiet or turn == 0:
+            verb = "waits" if is_quiet else "is still busy"
+            position = _describe_position(sys._current_frames().get(main), path)
+            say("quiet" if is_quiet else "busy", f"{verb} {position}")
+
+
+def _wants_processor() -> bool:
+    """Whether a thread besides this one runs, or would if the machine were not so busy. Only Linux can tell."""
+    own = threading.get_native_id()
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # a thread that has just ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if int(task.name) != own and state in "RD":
+                return True
+    return False
 
 
 def _describe_position(frame: FrameType | None, path: Path) -> str:
     while frame is not None:
         if Path(frame.f_code.co_filename) == path:
             text = linecache.getline(str(path), frame.f_lineno).strip()
-            return f"waits in line {frame.f_lineno} of your file: {text}"
+            return f"in line {frame.f_lineno} of your file: {text}"
         frame = frame.f_back
-    return "waits outside your file"
+    return "outside your file"
 
 
 def describe_error(error: BaseException, path: Path) -> str:
