@@ -19,7 +19,7 @@ from paceline.data.pictures import find_pictures
 from paceline.errors import DataError
 
 KNOWN = ("cifar10", "fashion-mnist")
-_CHUNK_PICTURES = 64
+_CHUNK_PICTURES = 16
 _MOST_NAMES = 6
 
 

@@ -40,7 +40,7 @@ from paceline.errors import DataError, UserError
 _LEAST_SHARD_BYTES = 64 * 2**20
 _MOST_SHARDS = 256  # of a half: each keeps a file open in every rank
 _CHUNK_BYTES = 8 * 2**20  # what a process holds at once
-_CHUNK_PICTURES = 64
+_CHUNK_PICTURES = 16  # few enough for a bar that moves
 _SPARE_BYTES = 16 * 2**20
 _MOST_NAMES = 6
 

@@ -215,15 +215,14 @@ def find_damage(folder: Path, packed: Packed, tell: Callable[[int], None]) -> It
 
 
 def damaged_shard(folder: Path, damages: list[str]) -> DataError:
-    shown = damages[:4] + ([f"and {len(damages) - 4} more"] if len(damages) > 4 else [])
-    file = damages[0].partition(":")[0]
+    files = [damage.partition(":")[0] for damage in damages]
+    is_one = len(files) == 1
     return DataError(
-        "this packed data set is damaged",
+        f"shard {files[0]} is damaged" if is_one else f"{len(files)} shards are damaged",
         where=str(folder),
-        got="\n".join(shown),
-        hint=f"delete {file} and so on, then: paceline data pack PICTURES {folder}\nmakes just these again"
-        if len(damages) > 1
-        else f"delete {file}, then: paceline data pack PICTURES {folder}\nmakes just that one again",
+        got="\n".join(damages[:4] + ([f"and {len(damages) - 4} more"] if len(damages) > 4 else [])),
+        hint=f"delete {'it' if is_one else 'them'}, then: paceline data pack PICTURES {folder}\n"
+        f"makes just {'that one' if is_one else 'these'} again",
     )
 
 
