@@ -168,7 +168,10 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     if model.passenger is None:
         return
     before = [buffer.clone() for buffer in model.module.buffers()]
-    objective = (model(example).sum() + model.passenger.sum()) * 0.0
+    # As training will run it: a compiled model would have to be compiled again for another precision.
+    with torch.autocast(example.device.type, model.autocast_dtype, enabled=model.autocast_dtype is not None):
+        logits = model(example)
+    objective = (logits.float().sum() + model.passenger.sum()) * 0.0
     last = find_last_gradient(model.module, objective.backward)
     if last is not None:
         model.exposed.follow_last_gradient(last)

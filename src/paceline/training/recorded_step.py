@@ -7,6 +7,7 @@ given up. Steps of several ranks, of --exact runs and under fp16 (whose scaler l
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -76,6 +77,14 @@ class RecordedStep(TrainStep):
     def drop(self) -> None:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._before)
+
+    def warm_up(self, inputs: Tensor) -> None:
+        """Compiling, choosing kernels and recording happen here, not in the first steps."""
+        before = [buffer.clone() for buffer in self._buffers]
+        with suppress(torch.OutOfMemoryError):  # the first step will tell
+            self._record_gradients.prepare(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
+        if self._buffers:
+            torch._foreach_copy_(self._buffers, before)
 
     def forget_recordings(self) -> None:
         self._record_gradients.forget()

@@ -151,9 +151,13 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
         look_at(pipeline.for_evaluation(data.train.read(some)))
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
-    settle_buckets(parallel, torch.zeros(2, *plan.input_shape, device=world.device))
+    example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)
+    settle_buckets(parallel, example)
     optimizer = build_optimizer(config.optim, parallel.module)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
+    step = build_step(parallel, optimizer, average, config, world)
+    if load_weights:
+        step.warm_up(example.new_zeros(plan.rank_batch_size, *plan.input_shape))
     return Rig(
         plan=plan,
         train_data=train_data,
@@ -162,5 +166,5 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
         model=parallel,
         optimizer=optimizer,
         average=average,
-        step=build_step(parallel, optimizer, average, config, world),
+        step=step,
     )

@@ -123,6 +123,9 @@ class TrainStep:
         self.scaler.update()
         self._optimizer.zero_grad(set_to_none=True)
 
+    def warm_up(self, inputs: Tensor) -> None:
+        """Before the first step, with inputs of its shape: what need be done only once. Leaves no trace."""
+
     def forget_recordings(self) -> None:
         """Weights or the optimizer's state were replaced; only recordings know where they lay."""
 

@@ -6,12 +6,14 @@ A step of a small model is hundreds of kernels, and telling the GPU about each t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_log = logging.getLogger("paceline")
 _PLAIN_CALLS = 2  # libraries choose kernels and take workspace in the first ones, and optimizers make their state
 
 
@@ -26,20 +28,25 @@ class Recorded:
         self._work = work
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_refused = False
         self._inputs: tuple[Tensor, ...] = ()
         self._outputs: Any = None
 
     def __call__(self, *inputs: Tensor) -> Any:
         self._calls += 1
-        if self._calls <= _PLAIN_CALLS:
-            return self._work(*inputs)
-        if self._graph is None:
+        if self._graph is None and self._calls > _PLAIN_CALLS and not self._is_refused:
             self._record(inputs)
+        if self._graph is None:
+            return self._work(*inputs)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
-        assert self._graph is not None
         self._graph.replay()
         return self._outputs
+
+    def prepare(self, *inputs: Tensor) -> None:
+        """Make the recording now, with inputs of the right shape."""
+        while self._graph is None and not self._is_refused:
+            self(*inputs)
 
     def forget(self) -> None:
         """Tensors the work uses have moved: begin again."""
@@ -48,7 +55,14 @@ class Recorded:
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(given.clone() for given in inputs)
         torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # A thread that writes a checkpoint may use the GPU meanwhile; only this thread's work is recorded.
-        with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._outputs = self._work(*self._inputs)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # A thread that writes a checkpoint may use the GPU meanwhile; only this thread's work is recorded.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._outputs = self._work(*self._inputs)
+        except RuntimeError as error:  # some work looks at values on the host; it runs as well without
+            self._is_refused = True
+            _log.info("note: not recorded as a CUDA graph: %s", str(error).splitlines()[0])
+            torch.cuda.synchronize()
+            return
+        self._graph = graph
