@@ -14,7 +14,7 @@ from pathlib import Path
 from paceline.config.schema import DataConfig
 from paceline.data.decoders import find_unreadable, in_processes
 from paceline.data.pack import Progress
-from paceline.data.pack_format import damaged_shard, find_damage, open_packed
+from paceline.data.pack_format import damaged_shard, find_damage, read_finished
 from paceline.data.pictures import find_pictures
 from paceline.errors import DataError
 
@@ -33,7 +33,7 @@ class Checked:
 
 def check_packed(folder: Path, progress: Progress) -> Checked:
     """Every byte of every shard."""
-    packed = open_packed(folder)
+    packed = read_finished(folder)
     progress.start(packed.size_bytes, 0)
     damages = list(find_damage(folder, packed, progress.advance))
     if damages:

@@ -94,6 +94,15 @@ def is_packed(folder: Path) -> bool:
 
 def open_packed(folder: Path) -> Packed:
     """The description of a finished one whose shards are all there and have the right sizes."""
+    packed = read_finished(folder)
+    damages = [damage for shard in packed.shards if (damage := size_damage(folder, packed, shard))]
+    if damages:
+        raise damaged_shard(folder, damages)
+    return packed
+
+
+def read_finished(folder: Path) -> Packed:
+    """The description of a finished one, whatever has become of its shards."""
     if not (folder / FINISHED).exists():
         raise DataError(
             "this packing was never finished",
@@ -101,10 +110,15 @@ def open_packed(folder: Path) -> Packed:
             hint=f"paceline data pack PICTURES {folder}    goes on where it stopped",
         )
     packed = read_description(folder / FINISHED)
-    check_layout(packed, folder)
-    damage = next((text for shard in packed.shards if (text := size_damage(folder, packed, shard))), None)
-    if damage:
-        raise damaged_shard(folder, [damage])
+    for half in HALVES:
+        wanted = shard_layout(half, packed.num_pictures(half), packed.pictures_per_shard)
+        if [(shard.file, shard.pictures) for shard in packed.shards_of(half)] != wanted:
+            raise DataError(
+                "the description of this packed data set is damaged",
+                where=str(folder / FINISHED),
+                got=f"it does not list all shards of {half}",
+                hint=f"delete {folder} and pack the pictures again",
+            )
     return packed
 
 
@@ -152,19 +166,6 @@ def _parse(body: dict[str, Any]) -> Packed:
     if packed.side < 1 or packed.pictures_per_shard < 1 or any(min(sizes) < 0 for sizes in packed.per_class.values()):
         raise ValueError("impossible sizes")
     return packed
-
-
-def check_layout(packed: Packed, folder: Path) -> None:
-    """Of a finished one: the shards are the ones its sizes ask for."""
-    for half in HALVES:
-        wanted = shard_layout(half, packed.num_pictures(half), packed.pictures_per_shard)
-        if [(shard.file, shard.pictures) for shard in packed.shards_of(half)] != wanted:
-            raise DataError(
-                "the description of this packed data set is damaged",
-                where=str(folder / FINISHED),
-                got=f"it does not list all shards of {half}",
-                hint=f"delete {folder} and pack the pictures again",
-            )
 
 
 def shard_layout(half: str, num_pictures: int, per_shard: int) -> list[tuple[str, int]]:

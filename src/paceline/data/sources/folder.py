@@ -38,8 +38,8 @@ class FolderDataset:
         # Threads start with the first batch, so an unread data set costs none.
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
         packed = f"{root}-packed"
-        self.if_slow = f"more --num-workers than {num_workers}, or pack once: paceline data pack {root} {packed}"
-        self.if_slow += f"\nand train with --data-dir {packed}"
+        self.if_slow = f"more --num-workers than {num_workers}, or pack the pictures once: "
+        self.if_slow += f"paceline data pack {root} {packed}, then --data-dir {packed}"
 
     @property
     def labels(self) -> Tensor:
