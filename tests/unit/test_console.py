@@ -128,7 +128,7 @@ def test_whatever_is_printed_stands_above_the_line_of_a_fake_terminal(terminal: 
         sys.stdout.write("no end")
         line.stop()
         assert sys.stdout is terminal
-    live = "\r\x1b[JLIVE\r"
+    live = "\r\x1b[J\x1b[?7lLIVE\x1b[?7h\r"
     warning = "\x1b[33mwarning: slow\x1b[0m\n"
     erase = "\r\x1b[J"
     assert terminal.getvalue() == f"{live}{erase}hello world\n{live}{erase}{warning}{live}{erase}no end\n{erase}"

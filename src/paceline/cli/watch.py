@@ -7,7 +7,7 @@ import time
 
 from paceline.cli.status import RunView, describe, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError
-from paceline.metrics.screen import is_live, width_of
+from paceline.metrics.screen import FOLDED, UNFOLDED, is_live, width_of
 
 _USAGE = """\
 usage: paceline watch RUN [--every S]
@@ -54,12 +54,13 @@ def _seconds(text: str | None) -> float | None:
 def _show(text: str, before: str) -> str:
     """In place on a terminal; elsewhere one block per change, the age of the last sign of life not counted."""
     if is_live(sys.stdout):
-        # Cut, not folded: a line that takes two rows could not be taken back. Asked anew, since windows are resized.
-        width = width_of(sys.stdout) - 1
-        shown = "\n".join(line[:width] for line in text.splitlines())
-        back = f"\x1b[{before.count(chr(10)) + 1}F\x1b[J" if before else ""
-        print(back + shown, flush=True)
-        return shown
+        width = width_of(sys.stdout)
+        # A window that has become narrower has folded what stood there.
+        rows = sum(max(len(line) - 1, 0) // width + 1 for line in before.splitlines())
+        lines = [line[: width - 1] for line in text.splitlines()]
+        up = f"\x1b[{rows}A" if rows else ""
+        print(up + UNFOLDED + "".join(f"\x1b[2K{line}\n" for line in lines) + FOLDED + "\x1b[J", end="", flush=True)
+        return "\n".join(lines)
     if _without_passing(text) != _without_passing(before):
         print(text, flush=True)
     return text

@@ -17,6 +17,9 @@ from typing import Any, TextIO, cast
 
 OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
 ERASE = "\r\x1b[J"
+# Between these a line that is too wide is cut by the terminal: for a moment after a window has become narrower the
+# system still tells its old width.
+UNFOLDED, FOLDED = "\x1b[?7l", "\x1b[?7h"
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 _TICK_S = 1.0  # a clock goes on, and a resized window is noticed, without a new step
 _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
@@ -128,7 +131,7 @@ class LiveLine:
 
     def draw(self) -> None:
         with self._lock:
-            self._stream.write(ERASE + self._compose(width_of(self._stream) - 1) + "\r")
+            self._stream.write(ERASE + UNFOLDED + self._compose(width_of(self._stream) - 1) + FOLDED + "\r")
             self._stream.flush()
 
     def above(self, text: str, stream: TextIO) -> None:
