@@ -16,7 +16,10 @@ from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.cli.main import main
 
 USER = 2
-QUICK = ["--num-samples=320", "--global-batch-size=32", "--log-frequency=3", "--epochs=2", "--track", "--processes=1"]
+QUICK = [
+    *("--num-samples=320", "--global-batch-size=32", "--log-frequency=3", "--epochs=2", "--track", "--processes=1"),
+    "--omp-num-threads=1",
+]
 
 
 @pytest.fixture

@@ -1,0 +1,42 @@
+"""A real terminal for tests: tmux. Without it they skip, unless PACELINE_REQUIRE_TERMINAL says it must be there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from harness.tmux import TMUX, Terminal
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "terminal: in a real terminal (tmux) or shell; `make test-terminal` and .ci/run")
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A folder with `paceline` as a command in its bin/, as an installed one is."""
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "paceline"
+    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
+    script.chmod(0o755)
+    return tmp_path
+
+
+@pytest.fixture
+def open_terminal(home: Path) -> Iterator[Callable[..., Terminal]]:
+    """A shell in a window of so many columns; the window is gone with the test."""
+    if TMUX is None and not os.environ.get("PACELINE_REQUIRE_TERMINAL"):
+        pytest.skip("no tmux here")
+    opened: list[Terminal] = []
+
+    def open_one(columns: int, rows: int = 45, **variables: str) -> Terminal:
+        opened.append(Terminal(home, columns, rows, variables))
+        return opened[-1]
+
+    yield open_one
+    for terminal in opened:
+        terminal.close()
