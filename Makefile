@@ -16,12 +16,14 @@ SLURM := tests/slurm/cluster
 EXTRAS_BIN := .venv-extras/bin
 EXTRAS_READY := .venv-extras/.ready
 EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
+BENCH_BIN := .venv-bench/bin
+BENCH_READY := .venv-bench/.ready
 FLOWS_BIN := .venv-flows/bin
 FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak lint type check format clean
+.PHONY: help setup train test test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -30,6 +32,7 @@ help:
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
 	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
+	@echo "make bench-cpu   Paceline beside DDP by hand, Lightning and Accelerate on two CPU ranks (minutes), in .venv-bench"
 	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
 	@echo "make test-browser  look at the pages in a real Chromium (make browser-install)"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
@@ -40,7 +43,7 @@ help:
 
 setup: $(READY)
 
-# $(call install,VENV,EXTRAS,CONSTRAINTS): bring a venv up to date and leave its stamp.
+# $(call install,VENV,EXTRAS,CONSTRAINTS,MORE): bring a venv up to date and leave its stamp.
 # Package indexes answer "too many requests" at times, so installing is tried a few times with growing pauses.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -48,7 +51,7 @@ define install
 	@test -x $(1)/bin/python || $(PYTHON) -m venv $(1)
 	@echo "installing into $(1) (once; torch is large)"
 	@for pause in 5 15 45 0; do \
-		PIP_CONSTRAINT=$(3) $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[$(2)]' && break; \
+		PIP_CONSTRAINT=$(3) $(1)/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -e '.[$(2)]' $(4) && break; \
 		test $$pause -gt 0 || { echo "error: the packages could not be installed"; exit 1; }; \
 		echo "installing failed; trying again in $$pause s"; sleep $$pause; \
 	done
@@ -64,6 +67,10 @@ $(EXTRAS_READY): pyproject.toml constraints.txt
 # Flow engines and cloud clients disagree with others about versions: a venv and constraints of their own.
 $(FLOWS_READY): pyproject.toml constraints-flows.txt
 	$(call install,.venv-flows,flows,constraints-flows.txt)
+
+# The package, and the peers it is measured against.
+$(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements-peers.txt
+	$(call install,.venv-bench,tensorboard,constraints.txt,-r benchmarks/requirements-peers.txt)
 
 train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
@@ -92,6 +99,9 @@ browser-install:
 
 soak: setup
 	$(BIN)/python benchmarks/reliability.py soak $(ARGS)
+
+bench-cpu: $(BENCH_READY)
+	$(BENCH_BIN)/python benchmarks/cpu.py $(ARGS)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
@@ -131,4 +141,4 @@ type: setup
 check: lint type test
 
 clean:
-	rm -rf .venv .venv-extras .venv-flows build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-extras .venv-flows .venv-bench build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,255 @@
+"""Two CPU ranks: Paceline beside DDP by hand, Lightning and Accelerate, in turn, round after round.
+
+    make bench-cpu                                        # in .venv-bench, about seven minutes
+    python benchmarks/cpu.py [--rounds 5] [--output benchmarks/results] [--quick]
+
+Ours is the real command, `paceline train`, with everything on: supervisor, guards, metrics, checkpoints. Its speed is
+taken with a stopwatch outside of it, at the lines it prints, and compared with what its own results.json says.
+Everybody else marks the end of each step (cpu_ranks.py). The first steps of each do not count; evaluation is in
+nobody's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from cpu_ranks import WORKS, Work
+
+RANKS = Path(__file__).with_name("cpu_ranks.py")
+LOG_EVERY = 10
+TITLES = {
+    "paceline": "**Paceline**, `paceline train`, stopwatch outside",
+    "same-means": "a bare loop with the same means",
+    "by-hand": "DataLoader + DDP by hand",
+    "lightning": "Lightning",
+    "accelerate": "Accelerate",
+    "seed": "seed-style loop (DataLoader + DDP, metrics read every step)",
+}
+CONTESTANTS = {
+    "cnn": ("paceline", "same-means", "by-hand", "lightning", "accelerate"),
+    "mlp": ("paceline", "same-means", "seed"),
+}
+PEERS = {"cnn": ("by-hand", "lightning", "accelerate"), "mlp": ("seed",)}
+HEADINGS = {
+    "cnn": "The course's CNN, 3x32x32, global batch 256 (images/s)",
+    "mlp": "The Runnable seed's MLP, 784-256-128-10, 64 per rank (samples/s)",
+}
+TARGETS = {"cnn": 1.4, "mlp": 1.7}
+MOST_SLOWER = 0.03  # than the bare loop
+SIZES = (10_000, 100_000, 1_000_000)
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PACELINE_", "RANK", "WORLD"))}
+    return {**clean, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def flags_of(work: Work) -> list[str]:
+    size = 2 * work.rank_batch
+    common = ["--processes=2", "--augment=none", f"--global-batch-size={size}", f"--log-frequency={LOG_EVERY}"]
+    data = ["--dataset=synthetic", f"--input-size={work.shape}", f"--num-samples={work.samples}", "--train-split=0.9"]
+    return [*common, *data, "--epochs=100", "--track"]
+
+
+@dataclass(frozen=True)
+class Ride:
+    """What came of one `paceline train`."""
+
+    steps_per_s: float  # between the lines of two steps, by the stopwatch
+    own_steps_per_s: float  # from results.json: all steps after the first ten
+    rank_mb: float  # memory that belongs to one rank alone
+
+
+def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int) -> Ride:
+    command = [sys.executable, "-m", "paceline", "train", recipe, *flags, f"--max-steps={steps}", "--output-dir=run"]
+    seen: list[tuple[int, float]] = []
+    memory_mb = 0.0
+    with (
+        (folder / "errors").open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment(), cwd=folder
+        ) as run,
+    ):
+        assert run.stdout is not None
+        for line in run.stdout:
+            if not (found := re.match(r"step (\d+)/", line)):
+                continue
+            if not memory_mb and int(found[1]) >= warmup - LOG_EVERY:  # before the clock starts
+                memory_mb = max(map(own_memory_mb, processes_in(folder)))
+            seen.append((int(found[1]), time.perf_counter()))
+    if run.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{(folder / 'errors').read_text()}")
+    results = json.loads((folder / "run" / "results.json").read_text())
+    (first, began), (last, ended) = next(mark for mark in seen if mark[0] >= warmup), seen[-1]
+    own_step_ms = statistics.fmean(entry["step_ms"]["mean"] for entry in results["process_metrics"])
+    return Ride((last - first) / (ended - began), 1000 / own_step_ms, memory_mb)
+
+
+def processes_in(folder: Path) -> list[int]:
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "cwd").resolve() == folder.resolve():
+                found.append(int(entry.name))
+        except OSError:  # gone meanwhile
+            continue
+    return found
+
+
+def own_memory_mb(pid: int) -> float:
+    """Anonymous memory: what is shared with other ranks, and files that are mapped, do not count."""
+    try:
+        lines = (Path("/proc") / str(pid) / "status").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
+
+
+def time_ranks(kind: str, name: str, folder: Path, steps: int, warmup: int) -> float:
+    answer = folder / "answer.json"
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launch, str(RANKS), kind, name, str(answer), f"--steps={steps}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+    if not answer.exists():  # the lightning trainer's end is no concern of ours, its steps are
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    moments = json.loads(answer.read_text())
+    return float((len(moments) - 1 - warmup) / (moments[-1] - moments[warmup]))
+
+
+def compare(name: str, rounds: int, steps: int) -> tuple[list[str], dict[str, list[float]]]:
+    """Everybody once per round; returns a table and the samples per second."""
+    work = WORKS[name]
+    batch = 2 * work.rank_batch
+    rates: dict[str, list[float]] = {kind: [] for kind in CONTESTANTS[name]}
+    own: list[float] = []
+    for number in range(rounds):
+        for kind in CONTESTANTS[name]:
+            with tempfile.TemporaryDirectory() as text:
+                folder = Path(text)
+                if kind == "paceline":
+                    recipe = "cifar10-cnn" if name == "cnn" else "synthetic-mlp"
+                    done = ride(recipe, flags_of(work), folder, steps, work.warmup)
+                    rate = done.steps_per_s
+                    own.append(batch * done.own_steps_per_s)
+                else:
+                    rate = time_ranks(kind, name, folder, steps, work.warmup)
+            rates[kind].append(batch * rate)
+            print(f"round {number + 1}/{rounds}  {name}  {kind:12} {batch * rate:10,.0f} samples/s", flush=True)
+    return table(name, rates, own), rates
+
+
+def table(name: str, rates: dict[str, list[float]], own: list[float]) -> list[str]:
+    best = max(PEERS[name], key=lambda kind: statistics.median(rates[kind]))
+    ours = statistics.median(rates["paceline"])
+    lines = [
+        f"## {HEADINGS[name]}",
+        "",
+        "| | median | lowest | highest | against the best peer, round by round |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in CONTESTANTS[name]:
+        values = rates[kind]
+        ratio = statistics.median(mine / other for mine, other in zip(values, rates[best], strict=True))
+        figures = f"{statistics.median(values):,.0f} | {min(values):,.0f} | {max(values):,.0f}"
+        lines.append(f"| {TITLES[kind]} | {figures} | {ratio:.2f}x |")
+    against = statistics.median(mine / other for mine, other in zip(rates["paceline"], rates[best], strict=True))
+    slower = 1 - statistics.median(
+        mine / other for mine, other in zip(rates["paceline"], rates["same-means"], strict=True)
+    )
+    own_share = statistics.median(own) / ours - 1
+    return [
+        *lines,
+        "",
+        f"Paceline against {TITLES[best]}: **{against:.2f}x** (wanted: {TARGETS[name]}x:"
+        f" {'reached' if against >= TARGETS[name] else 'not reached'}). Against the bare loop: {slower:+.1%} slower"
+        f" (wanted: at most {MOST_SLOWER:.0%}: {'reached' if slower <= MOST_SLOWER else 'not reached'}). The run's own"
+        f" results.json says {own_share:+.1%} against the stopwatch.",
+        "",
+    ]
+
+
+def measure_sizes(rounds: int, steps: int) -> list[str]:
+    """The same steps with more and more samples behind them."""
+    rates: dict[int, list[float]] = {size: [] for size in SIZES}
+    memory_mb: dict[int, float] = {}
+    shape = ["--processes=2", "--global-batch-size=128", f"--log-frequency={LOG_EVERY}", "--track", "--epochs=1000"]
+    for number in range(rounds):
+        for size in SIZES:
+            flags = ["--dataset=synthetic", "--input-size=64", f"--num-samples={size}", "--augment=none", *shape]
+            with tempfile.TemporaryDirectory() as folder:
+                done = ride("synthetic-mlp", flags, Path(folder), steps, 2 * LOG_EVERY)
+            rates[size].append(128 * done.own_steps_per_s)  # its own: the smallest has many evaluations in between
+            memory_mb[size] = done.rank_mb
+            print(f"round {number + 1}/{rounds}  {size:9,} samples  {rates[size][-1]:10,.0f} samples/s", flush=True)
+    lines = [
+        "## More samples behind the same steps (MLP on vectors of 64 numbers, 64 per rank)",
+        "",
+        "| samples | samples/s, median | lowest | highest | the data, once per node | memory of a rank's own |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size in SIZES:
+        values, data_mb = rates[size], 1.1 * size * (64 * 4 + 8) / 2**20
+        lines.append(
+            f"| {size:,} | {statistics.median(values):,.0f} | {min(values):,.0f} | {max(values):,.0f} "
+            f"| {data_mb:,.0f} MB | {memory_mb[size]:,.0f} MB |"
+        )
+    medians = [statistics.median(rates[size]) for size in SIZES]
+    return [*lines, "", f"From the fastest to the slowest: {max(medians) / min(medians) - 1:.1%} (wanted: 5 %).", ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results"))
+    parser.add_argument("--quick", action="store_true", help="one round of few steps, printed only")
+    arguments = parser.parse_args()
+    rounds = 1 if arguments.quick else arguments.rounds
+    began, load = time.monotonic(), os.getloadavg()[0]
+    lines: list[str] = []
+    for name in CONTESTANTS:
+        work = WORKS[name]
+        lines += compare(name, rounds, work.warmup + 20 if arguments.quick else work.steps)[0]
+    lines += measure_sizes(1 if arguments.quick else 3, 60 if arguments.quick else 600)
+    report = "\n".join([*header(rounds, load, time.monotonic() - began), *lines])
+    print("\n" + report)
+    if not arguments.quick:
+        path = arguments.output / f"cpu-{date.today().isoformat()}.md"
+        path.write_text(report)
+        print(f"written to {path}")
+
+
+def header(rounds: int, load: float, seconds: float) -> list[str]:
+    versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("torch", "lightning", "accelerate"))
+    return [
+        "# Two CPU ranks",
+        "",
+        f"`make bench-cpu`, {date.today().isoformat()}: {rounds} rounds in turn, {seconds:,.0f} s. {cpu_name()},"
+        f" {len(os.sched_getaffinity(0))} cores, {platform.system()}; Python {platform.python_version()}, {versions}."
+        f" One thread per rank. Load before: {load:.1f} (others' work; above 0.5 trust the ratios, not the figures).",
+        "",
+        "Synthetic samples of these shapes, no augmentation, no evaluation in anybody's time. Peers get float tensors"
+        " that need no more work; Paceline and the bare loop normalise bytes at every step.",
+        "",
+    ]
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
+if __name__ == "__main__":
+    main()
