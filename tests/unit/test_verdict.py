@@ -13,6 +13,7 @@ import torch
 from harness.pages import write_run
 from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config
+from paceline.cli.main import main
 from paceline.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from paceline.metrics import ceiling as ceiling_module
 from paceline.metrics.ceiling import cache_file, conditions_of, find_ceilings, recall, remember
@@ -415,3 +416,14 @@ def test_the_page_shows_them(tmp_path: Path) -> None:
     page = write_run_page(folder.path).read_text()
     for words in ("71%", "493 TFLOP/s of 694 TFLOP/s", "<strong>compute-bound</strong>: 50% of", "aten::mm", "500 ms"):
         assert words in page, words
+
+
+def test_compare_shows_them_where_a_run_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, limits in (("a", {"mfu": 0.71, "verdict": {"kind": "compute-bound"}}), ("b", {"verdict": None})):
+        folder = write_run(tmp_path / name)
+        results = json.loads(folder.results.read_text())
+        folder.results.write_text(json.dumps({**results, "limits": limits}))
+    main(["compare", str(tmp_path / "a"), str(tmp_path / "b")])
+    rows = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    cells = {row[1]: [cell.strip() for cell in row[2:] if cell.strip()] for row in rows if len(row) > 2}
+    assert (cells["of the matrix ceiling"], cells["limit"]) == (["71%", "-"], ["compute-bound", "-"])

@@ -39,6 +39,8 @@ _RESULTS = {
     "test loss": ("test_loss", "{:.6f}"),
     "steps": ("steps", "{:,}"),
     "samples/s": ("samples_per_second", "{:,.0f}"),
+    "of the matrix ceiling": ("limits.mfu", "{:.0%}"),
+    "limit": ("limits.verdict.kind", "{}"),
     "world size": ("world_size", "{}"),
     "strategy": ("strategy", "{}"),
     "weights": ("weights_sha256", f"{{:.{SHORT_HASH}}}"),
@@ -156,8 +158,15 @@ def _shown(value: object) -> str:
 
 
 def _result(record: RunRecord, name: str, form: str) -> str:
-    value = record.results.get(name)
+    value = _find(record.results, name)
     return "-" if value is None else form.format(value)
+
+
+def _find(results: Any, name: str) -> Any:
+    """`limits.mfu` is the `mfu` of the `limits`; None where one of them is missing."""
+    for part in name.split("."):
+        results = results.get(part) if isinstance(results, dict) else None
+    return results
 
 
 def _print_verdict(verdict: Verdict) -> None:
@@ -223,7 +232,9 @@ def _as_json(records: list[RunRecord], verdicts: list[Verdict]) -> dict[str, Any
                 "path": str(record.path),
                 "status": record.status,
                 **asdict(read_notes(record.path)),
-                "results": {name: record.results[name] for name in names if name in record.results},
+                "results": {
+                    name: _find(record.results, name) for name in names if _find(record.results, name) is not None
+                },
             }
             for label, record in zip(labels, records, strict=False)
         ],
