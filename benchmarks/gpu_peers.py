@@ -3,8 +3,8 @@
     python benchmarks/gpu_peers.py seed|lightning|accelerate|limit vgg19|resnet18 --batch 256 [--data-dir data]
 
 seed: a DataLoader with torchvision's transforms and workers, autocast, channels-first - how most examples train.
-lightning, accelerate: the same loader and model in these libraries. limit: a compiled step on one batch that never leaves
-the GPU. None of them evaluates, saves or logs while it is timed. Data: CIFAR-10, or random pictures of its shape.
+lightning, accelerate: the same loader and model in these libraries. limit: a compiled step on one batch that never
+leaves the GPU. None of them evaluates, saves or logs while it is timed. Data: CIFAR-10, or random pictures of its shape.
 """
 
 from __future__ import annotations
@@ -102,10 +102,9 @@ def run_seed(name: str, batch: int, data_dir: str, clock: Clock) -> None:
     model = make_model(name).cuda()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     for images, labels in endless(make_loader(name, batch, data_dir)):
-        images, labels = images.cuda(non_blocking=True), labels.cuda(non_blocking=True)
         optimizer.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
-            loss = F.cross_entropy(model(images), labels)
+            loss = F.cross_entropy(model(images.cuda(non_blocking=True)), labels.cuda(non_blocking=True))
         loss.backward()
         optimizer.step()
         if clock.tick():
