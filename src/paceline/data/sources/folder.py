@@ -37,7 +37,7 @@ class FolderDataset:
         self._unreadable: set[int] = set()
         # Threads start with the first batch, so an unread data set costs none.
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
-        packed = f"{root}-packed"
+        packed = f"{root}-packed" if root.name else "PACKED"
         self.if_slow = f"more --num-workers than {num_workers}, or pack the pictures once: "
         self.if_slow += f"paceline data pack {root} {packed}, then --data-dir {packed}"
 

@@ -1,0 +1,83 @@
+"""`paceline data check` of the sets with a name: every byte that can be compared is, and nothing is downloaded."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import struct
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from paceline.data.check import check_known
+from paceline.data.sources import cifar10, fashion_mnist
+from paceline.errors import DataError
+
+
+@pytest.fixture
+def cifar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small set and the archive it came from."""
+    monkeypatch.setattr(cifar10, "RECORDS_PER_FILE", 10)
+    folder = tmp_path / cifar10.FOLDER
+    folder.mkdir()
+    for number, name in enumerate(cifar10.FILES):
+        (folder / name).write_bytes(b"".join(bytes([label]) + bytes([number]) * 3072 for label in range(10)))
+    archive = tmp_path / cifar10.ARCHIVE_NAME
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(folder, cifar10.FOLDER)
+    monkeypatch.setattr(cifar10, "ARCHIVE_MD5", hashlib.md5(archive.read_bytes()).hexdigest())
+    return tmp_path
+
+
+def change(path: Path, place: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_cifar10_is_compared_with_its_archive(cifar: Path) -> None:
+    assert "every byte" in check_known("cifar10", cifar).proof
+    change(cifar / cifar10.FOLDER / "data_batch_3.bin", 777)  # a pixel: sizes and labels cannot tell
+    with pytest.raises(DataError, match="damaged") as failure:
+        check_known("cifar10", cifar)
+    assert "data_batch_3.bin" in failure.value.screen()
+    (cifar / cifar10.ARCHIVE_NAME).unlink()
+    assert "cannot be compared" in check_known("cifar10", cifar).proof
+
+
+def test_a_damaged_archive_is_named(cifar: Path) -> None:
+    change(cifar / cifar10.ARCHIVE_NAME, 100)
+    with pytest.raises(DataError, match="damaged") as failure:
+        check_known("cifar10", cifar)
+    assert cifar10.ARCHIVE_NAME in failure.value.screen()
+
+
+def test_absent_files_are_not_downloaded(cifar: Path) -> None:
+    (cifar / cifar10.FOLDER / "test_batch.bin").unlink()
+    with pytest.raises(DataError, match="not there") as failure:
+        check_known("cifar10", cifar)
+    assert "test_batch.bin" in failure.value.screen()
+    assert not (cifar / cifar10.FOLDER / "test_batch.bin").exists()
+
+
+def test_fashion_mnist_is_compared_with_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = {"train": 6, "t10k": 4}
+    monkeypatch.setattr(fashion_mnist, "COUNTS", counts)
+    folder = tmp_path / fashion_mnist.FOLDER
+    folder.mkdir()
+    for prefix, count in counts.items():
+        for name, dimensions in (("images-idx3", (count, 28, 28)), ("labels-idx1", (count,))):
+            header = struct.pack(f">BBBB{len(dimensions)}I", 0, 0, 8, len(dimensions), *dimensions)
+            body = bytes(count * (784 if len(dimensions) == 3 else 1))
+            (folder / f"{prefix}-{name}-ubyte.gz").write_bytes(gzip.compress(header + body, mtime=0))
+    sums = {path.stem: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+    monkeypatch.setattr(fashion_mnist, "MD5", sums)
+    assert check_known("fashion-mnist", tmp_path).proof == "MD5 of all files agree"
+    victim = folder / "train-images-idx3-ubyte.gz"
+    change(victim, 5)  # the time in its header: it still unpacks to the same pictures
+    with pytest.raises(DataError, match="damaged") as failure:
+        check_known("fashion-mnist", tmp_path)
+    assert victim.name in failure.value.screen()
+    (folder / victim.stem).write_bytes(gzip.decompress(victim.read_bytes()))
+    assert "MD5 is known" in check_known("fashion-mnist", tmp_path).proof
