@@ -4,7 +4,8 @@
 
 seed: a DataLoader with torchvision's transforms and workers, autocast, channels-first - how most examples train.
 lightning, accelerate: the same loader and model in these libraries. limit: a compiled step on one batch that never
-leaves the GPU. None of them evaluates, saves or logs while it is timed. Data: CIFAR-10, or random pictures of its shape.
+leaves the GPU. None of them evaluates, saves or logs while it is timed.
+Data: CIFAR-10, or random pictures of its shape.
 """
 
 from __future__ import annotations
