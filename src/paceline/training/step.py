@@ -184,7 +184,8 @@ class TrainStep:
             self._model.reduce_gradients(number == accumulate)
             loss, counted = self._forward(part, answers)
             sums += counted
-            objective = self.scaler.scale(loss * (weight / accumulate))
+            share = weight / accumulate
+            objective = self.scaler.scale(loss * share if share != 1 else loss)
             if number == accumulate:
                 mine = torch.stack([self._flags[int(wants_stop)], (sums[0] / sums[2]).float()])
             self._busy_s += time.perf_counter() - began
