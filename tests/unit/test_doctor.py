@@ -74,6 +74,10 @@ def test_packages_are_held_against_their_declared_ranges(version: str, needs: st
     assert status == "pass" or "torch" in found.what
 
 
+def test_without_an_installation_the_ranges_are_unknown() -> None:
+    assert tell(check_packages(replace(SOFTWARE, packages={}, needs={})))[0] == "skip"
+
+
 def test_python_is_held_against_its_range() -> None:
     assert tell(check_python(SOFTWARE))[0] == "pass"
     assert tell(check_python(replace(SOFTWARE, python="3.10.2")))[0] == "fail"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from paceline.doctor.findings import Finding, failed, passed, warned
+from paceline.doctor.findings import Finding, failed, passed, skipped, warned
 from paceline.doctor.gather.software import Software, Torch
 
 _GIGABYTE = 10**9
@@ -19,6 +19,10 @@ def check_python(facts: Software) -> Finding:
 
 
 def check_packages(facts: Software) -> Finding:
+    if not facts.needs:
+        return skipped(
+            "packages", f"paceline {facts.paceline} is not installed but run from its sources: ranges unknown"
+        )
     missing = [name for name, version in facts.packages.items() if not version and name != "isal"]
     wrong = [
         f"{name} {version} (needs {facts.needs[name]})"

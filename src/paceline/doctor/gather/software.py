@@ -68,7 +68,7 @@ class Torch:
 
 def gather_software() -> Software:
     needs = {}
-    for line in metadata.requires("paceline") or []:
+    for line in _declared():
         requirement, _, condition = line.partition(";")
         match = re.match(r"\s*([A-Za-z0-9._-]+)\s*(.*)", requirement)
         if match and "extra" not in condition:
@@ -83,8 +83,19 @@ def gather_software() -> Software:
     )
 
 
+def _declared() -> list[str]:
+    """Nothing where paceline runs from its sources, without being installed."""
+    try:
+        return metadata.requires("paceline") or []
+    except metadata.PackageNotFoundError:
+        return []
+
+
 def _needed_python() -> str:
-    return str(metadata.metadata("paceline").json.get("requires_python", ""))
+    try:
+        return str(metadata.metadata("paceline").json.get("requires_python", ""))
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _version(name: str) -> str:
