@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from harness.cli import command, paceline
+from harness.fake_slurm import FakeSlurm, clean_home
 from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.cli.main import main
+from paceline.launch.job import JobRecord
 
 USER = 2
 QUICK = [
@@ -133,6 +135,20 @@ def test_status_from_another_machine_through_the_folder(home: Path, capsys: pyte
     hold(make_run(home / "runs/e-silent", "running", step=3, age_s=7200), elsewhere())
     assert "reason:   no word for long" in told(capsys, "status", "e-silent")
     assert names(told(capsys, "runs", "--status", "silent")) == ["e-silent"]
+
+
+def test_a_run_is_watched_by_its_fake_jobs_id_or_name(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean_home(home, monkeypatch)
+    fake = FakeSlurm(home / "bin", monkeypatch)
+    fake.answer("squeue", "4711|COMPLETED|None|2026-11-15T08:00:00|9:10|1:50:50|n[1-2]")
+    script = home / "runs/a-finished/job.sbatch"
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=night-ride\n")
+    JobRecord("4711", "", str(script), []).write(home / "runs/a-finished")
+    for name in ("4711", "night-ride"):
+        assert told(capsys, "watch", name).startswith("runs/a-finished: finished")
+    assert "not a run folder" in told(capsys, "watch", "4712", code=USER)
 
 
 def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:

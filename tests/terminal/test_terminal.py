@@ -15,8 +15,9 @@ from harness.tmux import Terminal
 pytestmark = pytest.mark.terminal
 
 OpenTerminal = Callable[..., Terminal]
-LONG = "paceline train --num-samples=6400 --global-batch-size=32 --epochs=3 --log-frequency=1 --processes=2 --track"
-SHORT = "paceline train --num-samples=320 --global-batch-size=32 --epochs=2 --log-frequency=1 --processes=1 --track --omp-num-threads=1"
+TRAIN = "paceline train --global-batch-size=32 --log-frequency=1 --track --omp-num-threads=1"
+LONG = f"{TRAIN} --num-samples=6400 --epochs=3 --processes=2"
+SHORT = f"{TRAIN} --num-samples=320 --epochs=2 --processes=1"
 LIVE = r"^epoch \d/3  step \d+/540  loss \d"
 HEADER = ["paceline", "model", "data", "ranks", "batch", "steps", "folder"]
 
