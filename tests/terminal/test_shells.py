@@ -27,7 +27,7 @@ def ask(shell: list[str], program: str, home: Path) -> list[str]:
         pytest.skip(f"no {shell[0]} here")
     surroundings = environment(PATH=f"{home / 'bin'}:/usr/bin:/bin", HOME=str(home))
     done = subprocess.run(
-        [found, *shell[1:], "-c", program],
+        [*shell, "-c", program],
         cwd=home,
         env=surroundings,
         capture_output=True,

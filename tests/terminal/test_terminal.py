@@ -19,7 +19,7 @@ TRAIN = "paceline train --global-batch-size=32 --log-frequency=1 --track --omp-n
 LONG = f"{TRAIN} --num-samples=6400 --epochs=3 --processes=2"
 SHORT = f"{TRAIN} --num-samples=320 --epochs=2 --processes=1"
 LIVE = r"^epoch \d/3  step \d+/540  loss \d"
-HEADER = ["paceline", "model", "data", "ranks", "batch", "steps", "folder"]
+HEADER = ["paceline", "model", "data", "batch", "steps", "folder"]
 
 
 def labels(screen: str) -> list[str]:
@@ -68,7 +68,12 @@ def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, hom
     assert max(map(len, rows)) <= 80
     order = [
         *(r"warning: .* step 4", r" +1/2 .*best", r"attempt 1 of 4 failed: rank 1 was ended by SIGKILL"),
-        *(r"  done:    started again from step 10", r"paceline  .*, going on", r"resumed   at step 10 from", r" +2/2 "),
+        *(
+            r"  done:    started again from step 10",
+            r"paceline  going on with 2 ranks",
+            r"resumed   at step 10 from",
+            r" +2/2 ",
+        ),
         *(r"test accuracy", r"everything is in run", r"  paceline predict run PICTURE", r"  paceline export run"),
         r"  paceline runs ",
     ]

@@ -27,17 +27,15 @@ _TOLD = (  # of results.json, which has all of it
 def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
     """The header: one line per question. A restart was told of already; what may have changed is who rides."""
     plan = rig.plan
-    title = f"paceline  {paceline.__version__}: {recipe_of(place.folder)}"
-    ranks = f"ranks     {world}{_device_name(world.device)}"
+    riders = f"{world}{_device_name(world.device)}"
     if place.is_restart:
-        return [f"{title}, going on", ranks]
+        return [f"paceline  going on with {riders}"]
     precision = str(rig.model.autocast_dtype or "float32").removeprefix("torch.")
     return [
-        title,
+        f"paceline  {paceline.__version__}: {recipe_of(place.folder)} on {riders}",
         f"model     {plan.config.model.model_name}, {rig.num_parameters:,} parameters,"
         f" strategy {rig.model.strategy}{_way(rig)}, {precision}",
         f"data      {describe_data(plan)}",
-        ranks,
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
         f"folder    {place.folder}",
