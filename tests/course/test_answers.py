@@ -5,6 +5,7 @@ The answers are found on disk: a new file in a lesson's wrong/ is tested by bein
 
 from __future__ import annotations
 
+import importlib
 import re
 from pathlib import Path
 
@@ -12,10 +13,17 @@ import pytest
 
 from paceline.course.grading import grade
 from paceline.course.lessons import LESSONS, Lesson
+from paceline.course.ranks import warm_up
+from paceline.course.verdict import Item, find_gaps
 
 pytestmark = pytest.mark.course
 EVERY_LESSON = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 WRONG = [(lesson, path) for lesson in LESSONS for path in lesson.wrong_answers]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_server_for_all() -> None:
+    warm_up(tuple(name for lesson in LESSONS for name in lesson.modules))
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +51,24 @@ def test_a_wrong_answer_gets_its_hint(lesson: Lesson, path: Path) -> None:
     verdict = grade(lesson, path)
     assert verdict.failure is not None, "passed"
     assert verdict.failure.hint == wanted[1], f"{verdict.failed}: {verdict.failure.what}"
+
+
+@EVERY_LESSON
+def test_no_gap_is_overlooked(lesson: Lesson) -> None:
+    items: tuple[Item, ...] = importlib.import_module(f"paceline.course.graders.{lesson.grader}").ITEMS
+    gaps = set(find_gaps(lesson.exercise))
+    assert gaps
+    assert any(not item.uses for item in items) or gaps <= {name for item in items for name in item.uses}
+
+
+def test_a_half_filled_exercise_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+    half = LESSONS[0].exercise.read_text().replace("return ...  # TODO: one row", "return images.flatten(1)  # one row")
+    path = tmp_path / "half.py"
+    path.write_text(half)
+    verdict = grade(LESSONS[0], path)
+    assert verdict.passed[-1] == "a batch of any size becomes rows"
+    assert verdict.failure is not None
+    assert (verdict.failure.hint, verdict.failure.what) == ("gap", "`rank_batch_size` still has a gap: line 13")
 
 
 def test_there_are_wrong_answers_for_every_lesson() -> None:

@@ -33,7 +33,7 @@ def test_a_check_ends_with_1_then_0_and_is_remembered(tmp_path: Path) -> None:
     paceline("course", "start", cwd=tmp_path)
     unsolved = paceline("course", "check", "1", cwd=tmp_path)
     assert unsolved.code == 1
-    assert "there is still a gap in lines" in unsolved.out
+    assert "`flatten` still has a gap: line 8" in unsolved.out
     shutil.copy(LESSONS[0].solution, tmp_path / "course-work" / LESSONS[0].file_name)
     solved = paceline("course", "check", "1", cwd=tmp_path)
     assert (solved.code, solved.err) == (0, "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.course.ranks import on_ranks
+from paceline.course.ranks import on_ranks, warm_up
 from paceline.course.verdict import Failed
 
 pytestmark = pytest.mark.course
@@ -46,6 +46,11 @@ def dies():
         os._exit(7)
     return add(1.0)
 """
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _server() -> None:
+    warm_up(())
 
 
 @pytest.fixture

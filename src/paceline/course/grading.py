@@ -8,28 +8,39 @@ from pathlib import Path
 
 from paceline.course.lessons import Lesson
 from paceline.course.ranks import warm_up
-from paceline.course.verdict import Failed, Item, Verdict, find_gaps
+from paceline.course.verdict import Failed, Item, Verdict, find_gaps, require_no_gaps
+
+_FIRST = "it is begun, and can be read"
 
 
 def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambda title: None) -> Verdict:
-    """Run the lesson's items on the person's file, up to the first that fails."""
-    gaps = Item("the file is complete", find_gaps)
-    try:
-        gaps.check(path)
-    except Failed as failure:  # told at once: loading torch takes seconds
-        return Verdict(lesson, path, [], gaps.title, failure)
-    tell_passed(gaps.title)
-    if path.suffix == ".py":
-        warm_up()
-    items: tuple[Item, ...] = importlib.import_module(f"paceline.course.graders.{lesson.grader}").ITEMS
-    passed = [gaps.title]
+    """Run the lesson's items on the person's file, up to the first that fails.
+
+    An item asks only for what it uses, so that a half-filled file can be checked too.
+    """
+    passed: list[str] = []
     remarks: list[str] = []
+
+    def accept(title: str) -> None:
+        passed.append(title)
+        tell_passed(title)
+
+    try:
+        gaps = find_gaps(path)
+        if gaps == find_gaps(lesson.exercise):
+            require_no_gaps(gaps)  # told at once: loading torch takes seconds
+    except Failed as failure:
+        return Verdict(lesson, path, passed, _FIRST, failure)
+    accept(_FIRST)
+    if path.suffix == ".py":
+        warm_up(lesson.modules)
+    items: tuple[Item, ...] = importlib.import_module(f"paceline.course.graders.{lesson.grader}").ITEMS
     for item in items:
         try:
+            require_no_gaps(gaps, item.uses)
             remark = item.check(path)
         except Failed as failure:
             return Verdict(lesson, path, passed, item.title, failure, remarks)
-        passed.append(item.title)
-        tell_passed(item.title)
+        accept(item.title)
         remarks += [remark] if remark else []
     return Verdict(lesson, path, passed, remarks=remarks)

@@ -19,6 +19,7 @@ class Lesson:
     title: str
     grader: str  # the module in paceline.course.graders
     suffix: str = ".py"  # of the exercise
+    modules: tuple[str, ...] = ()  # what its ranks import besides torch, and what takes long to load
 
     @property
     def folder(self) -> Path:
@@ -46,13 +47,16 @@ class Lesson:
         return f"{self.number:02}_{self.name.replace('-', '_')}{self.suffix}"
 
 
+# Optimizers and wrappers load torch's compiler on their first call, also where nothing is compiled.
+_FOR_OPTIMIZERS = ("torch._dynamo",)
+_FOR_WRAPPING = ("torch.distributed.fsdp", *_FOR_OPTIMIZERS)
 LESSONS = (
     Lesson(1, "shapes-and-batches", "Shapes and batches", "shapes"),
     Lesson(2, "process-groups-and-ranks", "Process groups and ranks", "groups"),
     Lesson(3, "order-and-sharding", "Order and sharding", "order"),
-    Lesson(4, "wrapping", "DDP and FSDP: wrapping a model", "wrapping"),
+    Lesson(4, "wrapping", "DDP and FSDP: wrapping a model", "wrapping", modules=_FOR_WRAPPING),
     Lesson(5, "putting-it-together", "Putting it together, and the dry run", "together"),
-    Lesson(6, "loop-and-evaluation", "The loop and the evaluation", "loop"),
+    Lesson(6, "loop-and-evaluation", "The loop and the evaluation", "loop", modules=_FOR_OPTIMIZERS),
     Lesson(7, "benchmarks-and-plots", "Benchmarks, and reading the plots", "benchmarks"),
     Lesson(8, "checkpoints-and-crashes", "Checkpoints and crashes", "crashes"),
     Lesson(9, "exactness", "Exactness", "exactness"),

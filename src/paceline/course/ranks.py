@@ -31,8 +31,6 @@ from paceline.course.verdict import Failed
 Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_PRELOADED = ("torch", "torch.distributed.fsdp", "torch.utils.data", "torch._dynamo", "paceline.course.ranks")
-_CONTEXT.set_forkserver_preload(list(_PRELOADED))
 _QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
 _QUIET_CPU_S = 0.06
 _TICK_S = 0.25
@@ -61,8 +59,9 @@ class _Start:
     arguments: tuple[Any, ...]
 
 
-def warm_up() -> None:
-    """Let the server that forks the ranks load torch while this process does the same."""
+def warm_up(modules: tuple[str, ...]) -> None:
+    """Let the server that forks the ranks load torch and more while this process does the same."""
+    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.course.ranks", *modules])
     forkserver.ensure_running()
 
 

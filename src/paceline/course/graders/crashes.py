@@ -249,9 +249,9 @@ def check_random_kills(path: Path) -> str:
 
 
 ITEMS = (
-    Item("what is saved comes back, flushed and complete", check_round_trip),
-    Item("one rank saves", check_one_writer),
-    Item("a kill in the middle of a save costs nothing", check_torn_write),
+    Item("what is saved comes back, flushed and complete", check_round_trip, ("save", "load_latest")),
+    Item("one rank saves", check_one_writer, ("save",)),
+    Item("a kill in the middle of a save costs nothing", check_torn_write, ("save", "load_latest")),
     Item("a resumed run goes on with the next step", check_resume),
     Item("kills at random moments change nothing", check_random_kills),
 )

@@ -120,7 +120,7 @@ def check_sum(path: Path) -> None:
 
 
 ITEMS = (
-    Item("the tree's sum on one process", check_tree),
-    Item("each rank has neighbouring lanes", check_lanes),
-    Item("the same bits on 1, 2 and 4 ranks", check_sum),
+    Item("the tree's sum on one process", check_tree, ("tree_sum",)),
+    Item("each rank has neighbouring lanes", check_lanes, ("my_lanes",)),
+    Item("the same bits on 1, 2 and 4 ranks", check_sum, ("tree_sum", "exact_sum")),
 )

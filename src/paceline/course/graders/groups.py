@@ -109,8 +109,8 @@ def check_leaving(path: Path) -> None:
 
 
 ITEMS = (
-    Item("four ranks on two nodes join and know who they are", check_join),
-    Item("the average over 2 and over 4 ranks", check_average),
-    Item("what the primary knows, all know", check_telling),
-    Item("the group is closed at the end", check_leaving),
+    Item("four ranks on two nodes join and know who they are", check_join, ("join",)),
+    Item("the average over 2 and over 4 ranks", check_average, ("join", "average")),
+    Item("what the primary knows, all know", check_telling, ("join", "tell_everyone")),
+    Item("the group is closed at the end", check_leaving, ("join", "leave")),
 )

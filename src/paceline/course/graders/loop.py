@@ -212,6 +212,6 @@ def _is_half_mean(found: list[tuple[float, float]], sums: list[tuple[float, floa
 
 
 ITEMS = (
-    Item("an epoch takes one clean step per batch", check_training),
-    Item("two ranks with unequal shares agree on the true loss and accuracy", check_evaluation),
+    Item("an epoch takes one clean step per batch", check_training, ("train_epoch",)),
+    Item("two ranks with unequal shares agree on the true loss and accuracy", check_evaluation, ("evaluate",)),
 )

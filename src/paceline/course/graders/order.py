@@ -102,7 +102,9 @@ def check_evaluation(path: Path) -> None:
 
 
 ITEMS = (
-    Item("on 2 and 4 ranks every sample is seen once per epoch", check_shards),
-    Item("each epoch has its own order, and a seed repeats it", check_shuffling),
-    Item("evaluation sees every sample once, also where ranks do not divide it", check_evaluation),
+    Item("on 2 and 4 ranks every sample is seen once per epoch", check_shards, ("make_sampler", "visit")),
+    Item("each epoch has its own order, and a seed repeats it", check_shuffling, ("make_sampler", "visit")),
+    Item(
+        "evaluation sees every sample once, also where ranks do not divide it", check_evaluation, ("evaluation_share",)
+    ),
 )

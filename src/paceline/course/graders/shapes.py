@@ -125,8 +125,8 @@ def check_shares(path: Path) -> None:
 
 
 ITEMS = (
-    Item("a batch of any size becomes rows", check_flatten),
-    Item("the global batch is divided, or refused", check_division),
-    Item("the learning rate follows the global batch", check_learning_rate),
-    Item("on 1, 2 and 4 ranks the shares make up the global batch", check_shares),
+    Item("a batch of any size becomes rows", check_flatten, ("flatten",)),
+    Item("the global batch is divided, or refused", check_division, ("rank_batch_size",)),
+    Item("the learning rate follows the global batch", check_learning_rate, ("scaled_learning_rate",)),
+    Item("on 1, 2 and 4 ranks the shares make up the global batch", check_shares, ("rank_batch_size", "rank_share")),
 )
