@@ -50,6 +50,16 @@ class Work:
         torch.manual_seed(42)
         return CNN((3, 32, 32), 10) if "x" in self.shape else MLP((784,), 10, hidden_size=256, dropout=0.2)
 
+    def build_plainly(self) -> nn.Module:
+        """The same model as its course writes it down."""
+        model = self.build()
+        if "x" in self.shape:
+            layers: list[nn.Module] = []
+            for convolution in [layer for layer in model.features if isinstance(layer, nn.Conv2d)]:  # type: ignore
+                layers += [convolution, nn.ReLU(), nn.MaxPool2d(2)]
+            model.features = nn.Sequential(*layers)
+        return model
+
     def optimize(self, model: nn.Module, **options: Any) -> torch.optim.Optimizer:
         if self.optimizer == "adam":
             return torch.optim.Adam(model.parameters(), 1e-3, **options)
@@ -107,7 +117,7 @@ def make_loader(work: Work, *, is_distributed: bool) -> DataLoader[Any]:
 def by_hand(work: Work, marks: Marks) -> None:
     """DataLoader, DistributedSampler and DDP, as tutorials show them. Nothing is read back at a step."""
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(work.build())
+    model = DistributedDataParallel(work.build_plainly())
     optimizer = work.optimize(model)
     for inputs, labels in batches(make_loader(work, is_distributed=True)):
         optimizer.zero_grad()
@@ -184,7 +194,7 @@ def with_lightning(work: Work, marks: Marks) -> None:
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = work.build()
+            self.model = work.build_plainly()
 
         def training_step(self, batch: Any, number: int) -> Tensor:
             return F.cross_entropy(self.model(batch[0]), batch[1])
@@ -213,7 +223,7 @@ def with_accelerate(work: Work, marks: Marks) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
-    model = work.build()
+    model = work.build_plainly()
     model, optimizer, loader = accelerator.prepare(model, work.optimize(model), make_loader(work, is_distributed=False))
     for inputs, labels in batches(loader):
         optimizer.zero_grad()

@@ -131,7 +131,8 @@ def _strip(ride: Any, world: Any) -> Any:
     """The same ride with a step that looks at nothing."""
     import torch
 
-    from paceline.parallel.apply import ParallelModel, _wrap_ddp
+    from paceline.parallel.apply import ParallelModel
+    from paceline.parallel.shared_gradients import SharedGradients, share_gradients
     from paceline.training.step import StepReport, TrainStep
 
     class BareGuards:
@@ -149,11 +150,25 @@ def _strip(ride: Any, world: Any) -> Any:
         def _tell_waiting(self) -> None:
             pass
 
+    class BareGradients(SharedGradients):
+        """Averaged in the same way, with neither norm nor passengers."""
+
+        @torch.no_grad()
+        def average(self, passengers: Any) -> Any:
+            torch._foreach_copy_(self._mine, [parameter.grad for parameter in self._parameters])
+            self._sum.add_up(scale=self._share)
+            for parameter, gradient in zip(self._parameters, self._mean, strict=True):
+                parameter.grad = gradient
+            return passengers
+
     rig = ride.rig
     module = rig.model.module
     for parameter in module.parameters():
         parameter.grad = None
-    model = ParallelModel(module, _wrap_ddp(module, torch.device("cpu")), "ddp", None)
+    shared = share_gradients(module, world)
+    assert shared is not None, "the ranks share no memory here"
+    shared.__class__ = BareGradients
+    model = ParallelModel(module, module, "ddp", None, shared=shared)
     rig.step = BareStep(model, rig.optimizer, None, ride.config, world)
     rig.step.guards = BareGuards()
     return dataclasses.replace(ride, rig=dataclasses.replace(rig, model=model), guards=BareGuards())
