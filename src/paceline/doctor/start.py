@@ -119,7 +119,8 @@ def run_slurm(start: SlurmStart) -> Examination:
             "srun brought nothing back",
             where=shlex.join(command[: command.index(sys.executable)]),
             got=trouble or "no output",
-            hint="options of your site go behind --: paceline doctor --launch slurm --nodes 2 -- --partition=NAME",
+            hint="fewer --processes where a node has too few CPUs; options of your site go behind --, as in\n"
+            "paceline doctor --launch slurm --nodes 2 -- --partition=NAME",
         )
     hosts = known or tuple(dict.fromkeys(host for paper in papers for host in paper.hosts or [paper.host]))
     return assemble(papers, Expected(nodes * start.processes, "srun", hosts, trouble))
