@@ -70,7 +70,7 @@ def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
     assert answer.code == 6, answer
     assert faults_struck(tmp_path / "run") == ["hang (rank 1, step 12)"]
     assert "rank 1 made no progress for" in answer.err
-    assert "others:  rank 0: backward of step 12" in answer.err
+    assert "others:  rank 0: reduce of step 12" in answer.err
 
 
 # Fault 12
