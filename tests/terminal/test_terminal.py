@@ -74,7 +74,13 @@ def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, hom
             r"resumed   at step 10 from",
             r" +2/2 ",
         ),
-        *(r"test accuracy", r"everything is in run", r"  paceline predict run PICTURE", r"  paceline export run"),
+        *(
+            r" +2/2 ",
+            r"test accuracy",
+            r"everything is in run",
+            r"  paceline predict run PICTURE",
+            r"  paceline export run",
+        ),
         r"  paceline runs ",
     ]
     found = [next((n for n, row in enumerate(rows) if re.match(pattern, row)), -1) for pattern in order]
