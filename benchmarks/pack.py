@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -30,7 +31,7 @@ from typing import Any
 CLASSES, SIDE_ON_DISK, IMAGE_SIZE = 10, 64, 32
 BATCH, ROUNDS, STEPS = 256, 12, 4
 TRAIN = ["--dataset=folder", f"--image-size={IMAGE_SIZE}", "--augment=imagenet", f"--global-batch-size={BATCH}"]
-TRAIN += ["--track", "--log-frequency=20", "--epochs=1", "--processes=2"]
+TRAIN += ["--track", "--log-frequency=20", "--epochs=1", "--processes=2", "--test-batch-size=128"]
 
 
 def make_pictures(folder: Path, count: int) -> None:
@@ -82,16 +83,21 @@ def memory_mb(pid: int) -> tuple[float, float]:
         return 0.0, 0.0
 
 
-def watch(command: list[str]) -> tuple[float, list[tuple[float, float]]]:
-    """Run a command; seconds, and the largest process's anonymous and mapped memory over time."""
-    began, seen = time.perf_counter(), []
+def watch(command: list[str]) -> tuple[float, float, list[tuple[float, float]]]:
+    """Run a command; seconds, CPU seconds, and the largest process's anonymous and mapped memory over time."""
+    began, cpu_began, seen = time.perf_counter(), _cpu_of_children(), []
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, start_new_session=True) as process:
         while process.poll() is None:
             seen.append(max(memory_mb(pid) for pid in _session(process.pid)))
             time.sleep(0.25)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
-    return time.perf_counter() - began, seen
+    return time.perf_counter() - began, _cpu_of_children() - cpu_began, seen
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def _session(leader: int) -> Iterator[int]:
@@ -127,22 +133,22 @@ def open_rig(folder: Path, num_workers: int = 2) -> Any:
     return build_rig(load_config("shapes-cnn", flags).config, World(0, 1, 0, 1, "the benchmark", "here", "cpu", "", 1))
 
 
-def read_rate(folder: Path, seconds: float = 8.0) -> float:
-    """Images per second of the loader alone on one process: read, augmented, ready."""
+def read_rate(folder: Path, seconds: float = 8.0) -> tuple[float, float]:
+    """Images per second, and CPU per image, of the loader alone on one process: read, augmented, ready."""
     from paceline.bench.data import endless_batches
 
     batches = endless_batches(open_rig(folder))
     next(batches)
-    began, count = time.perf_counter(), 0
+    began, cpu_began, count = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - began < seconds:
         count += len(next(batches).labels)
-    return count / (time.perf_counter() - began)
+    return count / (time.perf_counter() - began), (time.process_time() - cpu_began) / count
 
 
 def train(folder: Path, run: Path, steps: int) -> tuple[float, float, list[tuple[float, float]]]:
     """Images/s and share of waiting of a run's second half, and its ranks' memory over time."""
     command = paceline("train", "shapes-cnn", *TRAIN, f"--data-dir={folder}", f"--max-steps={steps}")
-    _, seen = watch([*command, f"--output-dir={run}"])
+    _, _, seen = watch([*command, f"--output-dir={run}"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["kind"] == "step"]
     rows = rows[len(rows) // 2 :]
@@ -237,21 +243,23 @@ def report(home: Path, arguments: argparse.Namespace) -> list[str]:
     make_pictures(source, count)
     source_mb = sum(path.stat().st_size for path in source.rglob("*.jpg")) / 1e6
     made_s = time.perf_counter() - began
-    pack_s, pack_memory = watch(paceline("data", "pack", str(source), str(packed), f"--image-size={IMAGE_SIZE}"))
+    pack_s, pack_cpu_s, pack_memory = watch(
+        paceline("data", "pack", str(source), str(packed), f"--image-size={IMAGE_SIZE}")
+    )
     shards = open_packed(packed)
-    again_s, _ = watch(paceline("data", "pack", str(source), str(packed), f"--image-size={IMAGE_SIZE}"))
-    check_s, _ = watch(paceline("data", "check", str(packed)))
+    again_s, _, _ = watch(paceline("data", "pack", str(source), str(packed), f"--image-size={IMAGE_SIZE}"))
+    check_s, _, _ = watch(paceline("data", "check", str(packed)))
     lines = [
         f"# {count:,} pictures: packing, and training from what was packed",
         "",
         f"{date.today()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}; load before the start {load:.1f}; command: `python benchmarks/pack.py`",
+        f"Python {platform.python_version()}; load before the start {load:.1f} (other programs ran beside it where that is much); command: `python benchmarks/pack.py`",
         "",
         f"| packing {count:,} JPEGs of {SIDE_ON_DISK} x {SIDE_ON_DISK} pixels | |",
         "|---|---|",
         f"| pictures on disk | {source_mb:,.0f} MB (made in {made_s:.0f} s) |",
         f"| packed, {shards.side} x {shards.side} | {shards.size_bytes / 1e6:,.0f} MB in {len(shards.shards)} shards |",
-        f"| `paceline data pack` | {pack_s:.1f} s, {count / pack_s:,.0f} pictures/s |",
+        f"| `paceline data pack` | {pack_s:.1f} s, {count / pack_s:,.0f} pictures/s; {1e6 * pack_cpu_s / count:.0f} us of CPU each |",
         f"| the same again, nothing to do | {again_s:.1f} s |",
         f"| `paceline data check` | {check_s:.1f} s, {shards.size_bytes / 1e6 / check_s:,.0f} MB/s |",
         f"| memory of its largest process, by thirds (anonymous + mapped files) | {thirds(pack_memory)} MB |",
@@ -260,9 +268,8 @@ def report(home: Path, arguments: argparse.Namespace) -> list[str]:
         "|---|---|---|",
     ]
     rates = [read_rate(folder) for folder in (source, packed)]
-    lines.append(
-        f"| loader alone, one process, 2 threads for the folder | {rates[0]:,.0f} images/s | {rates[1]:,.0f} images/s |"
-    )
+    lines.append(f"| loader alone, one process | {rates[0][0]:,.0f} images/s | {rates[1][0]:,.0f} images/s |")
+    lines.append(f"| its CPU per image | {1e6 * rates[0][1]:.0f} us | {1e6 * rates[1][1]:.0f} us |")
     runs = [train(folder, home / f"run-{folder.name}", arguments.steps) for folder in (source, packed)]
     lines.append(f"| `paceline train`, 2 ranks, cnn | {runs[0][0]:,.0f} images/s | {runs[1][0]:,.0f} images/s |")
     lines.append(f"| of which waiting for data (augmentation included) | {runs[0][1]:.0%} | {runs[1][1]:.0%} |")
