@@ -253,13 +253,15 @@ def report(home: Path, arguments: argparse.Namespace) -> list[str]:
         f"# {count:,} pictures: packing, and training from what was packed",
         "",
         f"{date.today()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}; load before the start {load:.1f} (other programs ran beside it where that is much); command: `python benchmarks/pack.py`",
+        f"Python {platform.python_version()}; load before the start {load:.1f}"
+        f"{', from other programs that ran beside it' if load > 1 else ''}; command: `python benchmarks/pack.py`",
         "",
         f"| packing {count:,} JPEGs of {SIDE_ON_DISK} x {SIDE_ON_DISK} pixels | |",
         "|---|---|",
         f"| pictures on disk | {source_mb:,.0f} MB (made in {made_s:.0f} s) |",
         f"| packed, {shards.side} x {shards.side} | {shards.size_bytes / 1e6:,.0f} MB in {len(shards.shards)} shards |",
-        f"| `paceline data pack` | {pack_s:.1f} s, {count / pack_s:,.0f} pictures/s; {1e6 * pack_cpu_s / count:.0f} us of CPU each |",
+        f"| `paceline data pack` | {pack_s:.1f} s, {count / pack_s:,.0f} pictures/s |",
+        f"| its CPU time, all processes | {1e6 * pack_cpu_s / count:.0f} us per picture |",
         f"| the same again, nothing to do | {again_s:.1f} s |",
         f"| `paceline data check` | {check_s:.1f} s, {shards.size_bytes / 1e6 / check_s:,.0f} MB/s |",
         f"| memory of its largest process, by thirds (anonymous + mapped files) | {thirds(pack_memory)} MB |",
