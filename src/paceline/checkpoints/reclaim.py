@@ -37,7 +37,7 @@ class Reclaim:
 
 def plan_reclaim(entry: RunEntry, *, whole: bool) -> Reclaim:
     """Raises UserError for a run that must not be touched."""
-    refuse_living(entry)
+    _refuse_living(entry)
     if entry.path.is_symlink() and whole:
         target = f"it is a link to {entry.path.resolve()}"
         raise UserError("this is not the run's own folder", where=str(entry.path), got=target, hint="name that folder")
@@ -57,7 +57,7 @@ def plan_reclaim(entry: RunEntry, *, whole: bool) -> Reclaim:
     return Reclaim(entry, tuple(gone), sum(map(_size_of, gone)), kept, is_whole=False)
 
 
-def refuse_living(entry: RunEntry) -> None:
+def _refuse_living(entry: RunEntry) -> None:
     if entry.state in LIVING:
         raise UserError(
             f"this run may be under way ({entry.state})",

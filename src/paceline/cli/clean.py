@@ -6,7 +6,7 @@ import re
 import sys
 import time
 
-from paceline.checkpoints.reclaim import Reclaim, plan_reclaim, reclaim, refuse_living
+from paceline.checkpoints.reclaim import Reclaim, plan_reclaim, reclaim
 from paceline.cli.arguments import find_run, read_words
 from paceline.cli.runs import choose, read_root
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
@@ -55,13 +55,11 @@ def run(arguments: list[str]) -> int:
 
 
 def _named(words: list[str], flags: dict[str, str]) -> list[RunEntry]:
-    """Named runs are judged one by one: one that may not be touched is told, and nothing is done."""
+    """Each once, by whatever name."""
     extra = [flag for flag in (*_SELECTIONS, "--in") if flag in flags]
     if extra:
         raise UserError("name runs, or say which", got=f"{' '.join(words)} with {extra[0]}", hint="leave one out")
     entries = [read_entry(find_run(word).path) for word in words]
-    for entry in entries:
-        refuse_living(entry)
     return list({entry.path.resolve(): entry for entry in entries}.values())
 
 
