@@ -196,7 +196,7 @@ def _examine_here(asked: Asked, started: float) -> int:
     screen = None if asked.is_json else Screen()
     if screen is not None:
         screen.say(f"paceline doctor: {host}, first by itself")
-        if int(os.environ.get("SLURM_JOB_NUM_NODES", "1")) > 1:
+        if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
             screen.say("note: this job has several nodes; --launch slurm looks at all of them", "warn")
     around = _surroundings(asked.request)
     node = examine_node(asked.request, around, Planted(asked.request.plants))

@@ -20,7 +20,8 @@ _NUMBERS = 2**18  # a megabyte of float32
 _PATTERN = 251  # a prime: a misplaced part shows
 _PAIR_TRIES = 3
 _ALL_PAIRS = 64  # ranks; beyond, only partners at distances 1, 2, 4, ...
-_SIDE, _PACE_S = 384, 0.25
+_SIDES = {"cpu": 384, "cuda": 4096}  # of a matrix product: a few milliseconds at most
+_PACE_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def _swap(mine: Tensor, theirs: Tensor, partner: int, world: World) -> None:
 
 def measure_pace(world: World, planted: Planted) -> float:
     """Seconds of one piece of arithmetic while every rank is at it. Collective."""
-    left, right = (torch.full((_SIDE, _SIDE), 0.5, device=world.device) for _ in range(2))
+    side = _SIDES[torch.device(world.device).type]
+    left, right = (torch.full((side, side), 0.5, device=world.device) for _ in range(2))
     work: Callable[[], object] = lambda: torch.mm(left, right)  # noqa: E731
     for _ in range(3):
         work()

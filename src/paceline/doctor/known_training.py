@@ -43,11 +43,11 @@ def _train(device: str, planted: Planted, world: World) -> str:
     mine = slice(world.rank, _SAMPLES, world.world_size)  # ranks beyond the samples have none, and still take part
     for step in range(STEPS):
         rows = torch.zeros(_SAMPLES, len(weights), device=device)
-        # Adding zero turns -0.0 into 0.0, as the other ranks' zeros would.
-        rows[mine] = _gradients(weights, inputs[mine], targets[mine]) + 0.0
+        rows[mine] = _gradients(weights, inputs[mine], targets[mine])
         if step == _DAMAGED_STEP and planted.flips_a_bit():
             _flip_a_bit(rows[world.rank % _SAMPLES])
-        sum_over_ranks(rows, world)  # in each place one rank's number and zeros: exact in any order
+        # In each place one rank's number and zeros: exact in any order, but for a zero's sign, which changes no weight.
+        sum_over_ranks(rows, world)
         speed = speed * _MOMENTUM + tree_sum(rows) / _SAMPLES
         weights = weights - speed * _LR
     return hashlib.sha256(weights.cpu().numpy().tobytes()).hexdigest()

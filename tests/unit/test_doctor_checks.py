@@ -183,6 +183,7 @@ def test_the_clock_is_held_against_the_disk_and_against_itself() -> None:
     assert tell(check_clock(PLACE, now, 0.0))[0] == "pass"
     assert [tell(check_clock(replace(PLACE, clock_ahead_s=s), now, 0.0))[0] for s in (-100, 5)] == ["fail", "warn"]
     assert "100.0 s ahead of the clock of the disk" in check_clock(replace(PLACE, clock_ahead_s=-100), now, 0.0).what
+    assert "could not be asked" in check_clock(replace(PLACE, clock_ahead_s=None), now, 0.0).what
     assert tell(check_clock(PLACE, 1e9, 0.0)) == ("fail", "the clock is years behind")
     assert tell(check_clock(PLACE, now, 30.0))[0] == "fail"
 
@@ -420,7 +421,7 @@ def test_the_known_hash_is_what_plain_numpy_arrives_at_too() -> None:
         error = tree((hidden[:, None, :] * w2).transpose(2, 0, 1)) + b2 - targets
         back = tree((error[:, None, :] * w2.T).transpose(2, 0, 1)) * (before > 0)
         outer = [back[:, :, None] * x[:, None], back, error[:, :, None] * hidden[:, None], error]
-        rows = np.concatenate([part.reshape(64, -1) for part in outer], axis=1) + f(0)
+        rows = np.concatenate([part.reshape(64, -1) for part in outer], axis=1)
         speed = speed * f(0.875) + tree(rows) / f(64)
         weights = weights - speed * f(0.0625)
     assert weights.dtype == f
