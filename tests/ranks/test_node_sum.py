@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -193,6 +195,40 @@ def load_without(world: World) -> tuple[bool, bool, str]:
 def test_without_it_every_rank_has_a_copy() -> None:
     # Else the test above would show nothing.
     assert run_ranks(2, load_without) == [(True, True, ""), (True, False, "")]
+
+
+def own_memory_mb() -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))
+
+
+def grow(world: World) -> float:
+    """How much of its own a rank needs for 53 MB of samples."""
+    exchange = partial(gather_texts, world=world)
+    load_once_per_node(DataConfig(dataset="synthetic", input_size="64", num_samples=1000), 7, world, exchange)
+    before = own_memory_mb()
+    data = load_once_per_node(DataConfig(dataset="synthetic", input_size="64", num_samples=200_000), 7, world, exchange)
+    data.train.read(torch.arange(0, 200_000, 10))
+    return own_memory_mb() - before
+
+
+def test_more_samples_take_no_more_memory_of_a_rank() -> None:
+    # The rank that makes them gives back what it made them in, but for what its allocator keeps.
+    first, second = run_ranks(2, grow)
+    assert first < 15
+    assert second < 10
+
+
+def take_and_give_back(world: World) -> int:
+    for _ in range(3):
+        opened(10_000, world)
+        gc.collect()
+    links = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]  # one is gone: that of this list
+    return sum("memfd:paceline" in str(link.readlink()) for link in links)
+
+
+def test_memory_that_nobody_uses_is_given_back() -> None:
+    assert run_ranks(2, take_and_give_back) == [0, 0]
 
 
 def load_nothing(world: World) -> str:

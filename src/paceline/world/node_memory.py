@@ -12,6 +12,7 @@ import json
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -30,6 +31,10 @@ class NodeMemory:
 
     memory: mmap.mmap
     file: int  # its descriptor; locks on it end with the process that holds them
+
+    def __post_init__(self) -> None:
+        # What maps the memory may live on without this; a descriptor left open would keep the memory for ever.
+        weakref.finalize(self, os.close, self.file)
 
     def hold_place(self, place: int) -> None:
         """Leave a sign of life under this number. The kernel takes it away when this process ends."""
