@@ -13,17 +13,11 @@ import pytest
 
 from paceline.course.grading import grade
 from paceline.course.lessons import LESSONS, Lesson
-from paceline.course.ranks import warm_up
 from paceline.course.verdict import Item, find_gaps
 
-pytestmark = pytest.mark.course
+pytestmark = [pytest.mark.course, pytest.mark.usefixtures("rank_server")]
 EVERY_LESSON = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 WRONG = [(lesson, path) for lesson in LESSONS for path in lesson.wrong_answers]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_server_for_all() -> None:
-    warm_up(tuple(name for lesson in LESSONS for name in lesson.modules))
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from paceline.course.ranks import on_ranks, warm_up
+from paceline.course.ranks import on_ranks
 from paceline.course.verdict import Failed
 
-pytestmark = pytest.mark.course
+pytestmark = [pytest.mark.course, pytest.mark.usefixtures("rank_server")]
 PERSON = """\
 import os
 
@@ -46,11 +46,6 @@ def dies():
         os._exit(7)
     return add(1.0)
 """
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _server() -> None:
-    warm_up(())
 
 
 @pytest.fixture
