@@ -42,3 +42,4 @@ def test_the_wheel_carries_every_lesson_and_the_command_finds_them_there(tmp_pat
             assert (home / lesson.folder.name / path.name).read_bytes() == path.read_bytes()
     assert (home / LESSONS[9].folder.name / "task.py").is_file()
     assert (home / LESSONS[6].folder.name / "measured.csv").is_file()
+    assert not list(home.rglob(".*")), "caches stay at home"
