@@ -13,7 +13,8 @@ class BuildWithLessons(build_py):
         lessons = Path(__file__).parent / "course"
         if lessons.is_dir() and not self.editable_mode:
             target = Path(self.build_lib) / "paceline" / "course" / "lessons"
-            copytree(lessons, target, ignore=ignore_patterns(".*", "__pycache__", "wrong", "ruff.toml"), dirs_exist_ok=True)
+            left_out = ignore_patterns(".*", "__pycache__", "wrong", "ruff.toml")
+            copytree(lessons, target, ignore=left_out, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithLessons})
