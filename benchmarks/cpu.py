@@ -69,13 +69,14 @@ class Ride:
     """What came of one `paceline train`."""
 
     steps_per_s: float  # between the lines of two steps, by the stopwatch
+    step_cpu_s: float  # of all its processes together, between the same lines
     own_steps_per_s: float  # from results.json: all steps after the first ten
     rank_mb: float  # memory that belongs to one rank alone
 
 
 def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int) -> Ride:
     command = [sys.executable, "-m", "paceline", "train", recipe, *flags, f"--max-steps={steps}", "--output-dir=run"]
-    seen: list[tuple[int, float]] = []
+    seen: list[tuple[int, float, float]] = []
     memory_mb = 0.0
     with (
         (folder / "errors").open("w") as errors,
@@ -89,13 +90,15 @@ def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int) -
                 continue
             if not memory_mb and int(found[1]) >= warmup - LOG_EVERY:  # before the clock starts
                 memory_mb = max(map(own_memory_mb, processes_in(folder)))
-            seen.append((int(found[1]), time.perf_counter()))
+            seen.append((int(found[1]), time.perf_counter(), sum(map(cpu_seconds, processes_in(folder)))))
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{(folder / 'errors').read_text()}")
     results = json.loads((folder / "run" / "results.json").read_text())
-    (first, began), (last, ended) = next(mark for mark in seen if mark[0] >= warmup), seen[-1]
+    (first, began, cpu_before), (last, ended, cpu_after) = next(mark for mark in seen if mark[0] >= warmup), seen[-1]
+    steps_seen = last - first
     own_step_ms = statistics.fmean(entry["step_ms"]["mean"] for entry in results["process_metrics"])
-    return Ride((last - first) / (ended - began), 1000 / own_step_ms, memory_mb)
+    cpu_s = (cpu_after - cpu_before) / steps_seen
+    return Ride(steps_seen / (ended - began), cpu_s, 1000 / own_step_ms, memory_mb)
 
 
 def processes_in(folder: Path) -> list[int]:
@@ -109,6 +112,14 @@ def processes_in(folder: Path) -> list[int]:
     return found
 
 
+def cpu_seconds(pid: int) -> float:
+    try:
+        fields = (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def own_memory_mb(pid: int) -> float:
     """Anonymous memory: what is shared with other ranks, and files that are mapped, do not count."""
     try:
@@ -118,7 +129,8 @@ def own_memory_mb(pid: int) -> float:
     return next((int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon")), 0.0)
 
 
-def time_ranks(kind: str, name: str, folder: Path, steps: int, warmup: int) -> float:
+def time_ranks(kind: str, name: str, folder: Path, steps: int, warmup: int) -> tuple[float, float]:
+    """Steps per second, and CPU seconds of both ranks per step."""
     answer = folder / "answer.json"
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launch, str(RANKS), kind, name, str(answer), f"--steps={steps}"]
@@ -126,14 +138,17 @@ def time_ranks(kind: str, name: str, folder: Path, steps: int, warmup: int) -> f
     if not answer.exists():  # the lightning trainer's end is no concern of ours, its steps are
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     moments = json.loads(answer.read_text())
-    return float((len(moments) - 1 - warmup) / (moments[-1] - moments[warmup]))
+    (began, cpu_before), (ended, cpu_after) = moments[warmup], moments[-1]
+    counted = len(moments) - 1 - warmup
+    return counted / (ended - began), 2 * (cpu_after - cpu_before) / counted
 
 
-def compare(name: str, rounds: int, steps: int) -> tuple[list[str], dict[str, list[float]]]:
-    """Everybody once per round; returns a table and the samples per second."""
+def compare(name: str, rounds: int, steps: int) -> list[str]:
+    """Everybody once per round, in turn; the table that comes of it."""
     work = WORKS[name]
     batch = 2 * work.rank_batch
     rates: dict[str, list[float]] = {kind: [] for kind in CONTESTANTS[name]}
+    costs: dict[str, list[float]] = {kind: [] for kind in CONTESTANTS[name]}
     own: list[float] = []
     for number in range(rounds):
         for kind in CONTESTANTS[name]:
@@ -142,29 +157,31 @@ def compare(name: str, rounds: int, steps: int) -> tuple[list[str], dict[str, li
                 if kind == "paceline":
                     recipe = "cifar10-cnn" if name == "cnn" else "synthetic-mlp"
                     done = ride(recipe, flags_of(work), folder, steps, work.warmup)
-                    rate = done.steps_per_s
+                    rate, cost = done.steps_per_s, done.step_cpu_s
                     own.append(batch * done.own_steps_per_s)
                 else:
-                    rate = time_ranks(kind, name, folder, steps, work.warmup)
+                    rate, cost = time_ranks(kind, name, folder, steps, work.warmup)
             rates[kind].append(batch * rate)
-            print(f"round {number + 1}/{rounds}  {name}  {kind:12} {batch * rate:10,.0f} samples/s", flush=True)
-    return table(name, rates, own), rates
+            costs[kind].append(1e6 * cost / batch)
+            speed, cpu = f"{batch * rate:10,.0f} samples/s", f"{costs[kind][-1]:8,.0f} us of CPU each"
+            print(f"round {number + 1}/{rounds}  {name}  {kind:12} {speed} {cpu}", flush=True)
+    return table(name, rates, costs, own)
 
 
-def table(name: str, rates: dict[str, list[float]], own: list[float]) -> list[str]:
+def table(name: str, rates: dict[str, list[float]], costs: dict[str, list[float]], own: list[float]) -> list[str]:
     best = max(PEERS[name], key=lambda kind: statistics.median(rates[kind]))
     ours = statistics.median(rates["paceline"])
     lines = [
         f"## {HEADINGS[name]}",
         "",
-        "| | median | lowest | highest | against the best peer, round by round |",
-        "|---|---|---|---|---|",
+        "| | median | lowest | highest | against the best peer, round by round | CPU time per sample, median |",
+        "|---|---|---|---|---|---|",
     ]
     for kind in CONTESTANTS[name]:
         values = rates[kind]
         ratio = statistics.median(mine / other for mine, other in zip(values, rates[best], strict=True))
         figures = f"{statistics.median(values):,.0f} | {min(values):,.0f} | {max(values):,.0f}"
-        lines.append(f"| {TITLES[kind]} | {figures} | {ratio:.2f}x |")
+        lines.append(f"| {TITLES[kind]} | {figures} | {ratio:.2f}x | {statistics.median(costs[kind]):,.0f} us |")
     against = statistics.median(mine / other for mine, other in zip(rates["paceline"], rates[best], strict=True))
     slower = 1 - statistics.median(
         mine / other for mine, other in zip(rates["paceline"], rates["same-means"], strict=True)
@@ -176,7 +193,8 @@ def table(name: str, rates: dict[str, list[float]], own: list[float]) -> list[st
         f"Paceline against {TITLES[best]}: **{against:.2f}x** (wanted: {TARGETS[name]}x:"
         f" {'reached' if against >= TARGETS[name] else 'not reached'}). Against the bare loop: {slower:+.1%} slower"
         f" (wanted: at most {MOST_SLOWER:.0%}: {'reached' if slower <= MOST_SLOWER else 'not reached'}). The run's own"
-        f" results.json says {own_share:+.1%} against the stopwatch.",
+        f" results.json says {own_share:+.1%} against the stopwatch. CPU time is of all processes and threads; where"
+        " other work keeps the machine busy, it tells more than the clock.",
         "",
     ]
 
@@ -221,7 +239,7 @@ def main() -> None:
     lines: list[str] = []
     for name in CONTESTANTS:
         work = WORKS[name]
-        lines += compare(name, rounds, work.warmup + 20 if arguments.quick else work.steps)[0]
+        lines += compare(name, rounds, work.warmup + 20 if arguments.quick else work.steps)
     lines += measure_sizes(1 if arguments.quick else 2, 60 if arguments.quick else 600)
     report = "\n".join([*header(rounds, load, time.monotonic() - began), *lines])
     print("\n" + report)
