@@ -46,7 +46,8 @@ class Sprint(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.groups(F.gelu(self.whiten(x)))
-        logits: Tensor = self.classifier(x.amax((2, 3)))
+        # Not amax: compiled in bf16 its backward pass finds no element equal to the maximum, and divides by none.
+        logits: Tensor = self.classifier(F.max_pool2d(x, x.shape[2:]).flatten(1))
         return logits
 
     @torch.no_grad()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
+from paceline.world.gpus import count_gpus_without_torch
 from paceline.world.slurm import read_slurm_task
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -208,9 +209,11 @@ def count_gpus(config: ParallelConfig) -> int:
     """GPUs this process sees; 0 when the user asked for the CPU."""
     if config.device == "cpu":
         return 0
-    import torch
+    count = count_gpus_without_torch()
+    if count is None:
+        import torch
 
-    count = torch.cuda.device_count()
+        count = torch.cuda.device_count()
     if config.device == "cuda" and count == 0:
         raise UserError("no CUDA device is visible", where="flag --device", hint="--device cpu, or see nvidia-smi")
     return count
