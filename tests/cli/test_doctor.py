@@ -237,6 +237,16 @@ def test_a_rank_that_really_has_another_version_of_the_code_is_named(tmp_path: P
 
 
 @pytest.mark.slow
+def test_a_stranger_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it takes the connection and says nothing
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stranger.getsockname()[1])}
+        rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        found = findings_of(paceline("doctor", "--json", cwd=tmp_path, **place, **rank))
+    assert found["meeting"]["what"].endswith("is not rank 0 of this job")
+    assert "ranks" not in found
+
+
+@pytest.mark.slow
 def test_a_rank_that_stops_answering_costs_less_than_a_minute_and_is_named(tmp_path: Path) -> None:
     with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
         doctor.wait_for("now 2 ranks together")

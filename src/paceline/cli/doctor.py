@@ -299,7 +299,7 @@ def _speak(session: Session, asked: Asked, environment: RankEnvironment, started
     """No launcher of ours waits: rank 0 tells what all have found; the others only share its exit code."""
     papers = session.papers or [session.paper]
     is_met = bool(session.papers)
-    expected = Expected(environment.world_size if is_met else len(papers), environment.launcher)
+    expected = Expected(environment.world_size if is_met else 0, environment.launcher)  # else its own word is all
     examination = assemble(papers, expected)
     examination.world_size = environment.world_size
     if environment.rank == 0 or (not is_met and environment.local_rank == 0):
