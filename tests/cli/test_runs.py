@@ -15,6 +15,7 @@ from harness.cli import command, paceline
 from harness.fake_slurm import FakeSlurm, clean_home
 from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.cli.main import main
+from paceline.cli.runs import fit_columns
 from paceline.launch.job import JobRecord
 
 USER = 2
@@ -221,3 +222,20 @@ def test_first_words_are_few(tmp_path: Path) -> None:
     assert len(lines) <= 7
     assert "paceline train shapes-cnn" in lines[2]
     assert "paceline --help" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("room", "gone"),
+    [
+        (200, set()),
+        (100, {"recipe", "restarts"}),
+        (80, {"recipe", "restarts", "img/s", "tags"}),
+        (60, {"recipe", "restarts", "img/s", "tags", "age", "progress"}),
+        (30, {"recipe", "restarts", "img/s", "tags", "age", "progress"}),
+    ],
+)
+def test_columns_go_one_by_one_in_a_narrow_window(room: int, gone: set[str]) -> None:
+    widths = {"name": 28, "recipe": 11, "status": 9, "progress": 11, "best": 7, "img/s": 6, "restarts": 8, "age": 6}
+    fitted = fit_columns({**widths, "tags": 60}, room)
+    assert list(fitted) == [name for name in (*widths, "tags") if name not in gone]
+    assert sum(fitted.values()) + 2 * (len(fitted) - 1) <= room

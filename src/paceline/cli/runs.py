@@ -44,6 +44,7 @@ SORTS: dict[str, Callable[[RunEntry], tuple[bool, float | int | str]]] = {  # wh
 _COLUMNS = ("name", "recipe", "status", "progress", "best", "img/s", "restarts", "age", "tags")
 _LEFT = ("name", "recipe", "status", "tags")
 _DROPPED_FIRST = ("recipe", "restarts", "img/s", "tags", "age", "progress")
+_LEAST_TAGS = 12  # columns: less of them says nothing
 _COLOURS = {"running": "green", "starting": "green", "failed": "red", "lost": "red", "silent": "yellow"}
 
 
@@ -136,7 +137,7 @@ def print_table(entries: list[RunEntry]) -> None:
     shown = [name for name in _COLUMNS if any(row[name] for row in rows[1:])]
     widths = {name: max(len(row[name]) for row in rows) for name in shown}
     if is_live(sys.stdout):
-        widths = _fit(widths, width_of(sys.stdout) - 1)
+        widths = fit_columns(widths, width_of(sys.stdout) - 1)
     colours = [None, *(_COLOURS.get(entry.state) for entry in entries)]
     for row, colour in zip(rows, colours, strict=True):
         cells = [_cell(row[name], width, name, colour) for name, width in widths.items()]
@@ -161,16 +162,17 @@ def _cells(entry: RunEntry, now: float) -> dict[str, str]:
     }
 
 
-def _fit(widths: dict[str, int], room: int) -> dict[str, int]:
+def fit_columns(widths: dict[str, int], room: int) -> dict[str, int]:
     """In a narrow window some columns are left out, then names are cut."""
     widths = dict(widths)
 
     def width() -> int:
         return sum(widths.values()) + 2 * (len(widths) - 1)
 
-    if "tags" in widths:
-        widths["tags"] = max(min(widths["tags"], room - (width() - widths["tags"])), 4)
     for name in _DROPPED_FIRST:
+        if "tags" in widths:
+            most = room - (width() - widths["tags"])  # what the others leave
+            widths["tags"] = min(widths["tags"], max(most, _LEAST_TAGS))
         if width() > room:
             widths.pop(name, None)
     widths["name"] = max(widths["name"] - max(width() - room, 0), 8)
