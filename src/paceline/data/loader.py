@@ -135,8 +135,12 @@ def _make_resident(dataset: Dataset, device: str) -> Dataset:
 def _on_gpu(dataset: Dataset, device: str) -> ResidentDataset:
     if isinstance(dataset, ResidentDataset):
         return ResidentDataset(dataset.samples.to(device), dataset.labels)
-    parts = torch.arange(len(dataset)).split(_COPIED_AT_ONCE)
-    samples = torch.cat([dataset.read(ids).to(device) for ids in parts])
+    one = dataset.read(torch.arange(1))
+    samples = torch.empty((len(dataset), *one.shape[1:]), dtype=one.dtype, device=device)
+    for place, ids in zip(
+        samples.split(_COPIED_AT_ONCE), torch.arange(len(dataset)).split(_COPIED_AT_ONCE), strict=True
+    ):
+        place.copy_(dataset.read(ids))
     return ResidentDataset(samples, dataset.labels)
 
 
