@@ -39,8 +39,8 @@ class Work:
 
 WORKS = {
     "vgg19": Work("VGG19 at 224x224, batch 256", "cifar10-vgg19", "vgg19", 256, 2, 12_800),
-    "resnet18-512": Work("ResNet-18 at 32x32, batch 512", "cifar10-resnet18", "resnet18", 512, 5, 50_000),
-    "resnet18-1024": Work("ResNet-18 at 32x32, batch 1024", "cifar10-resnet18", "resnet18", 1024, 5, 50_000),
+    "resnet18-512": Work("ResNet-18 at 32x32, batch 512", "cifar10-resnet18", "resnet18", 512, 8, 50_000),
+    "resnet18-1024": Work("ResNet-18 at 32x32, batch 1024", "cifar10-resnet18", "resnet18", 1024, 8, 50_000),
 }
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.metrics.ceiling import cache_folder
-from paceline.parallel.apply import resolve_precision
+from paceline.parallel.apply import resolve_precision, resolve_strategy
 from paceline.parallel.collectives import broadcast_text
 from paceline.training.plan import RunPlan
 from paceline.world.detect import World
@@ -36,6 +36,8 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
         return config.train.compile == "always"
     if not world.device.startswith("cuda") or config.train.deterministic or config.parallel.exact:
         return False  # on CPUs it was slower: 2,300 against 5,320 images/s on the course's CNN
+    if resolve_strategy(config, world.world_size) == "fsdp":
+        return False  # not tried yet
     mark = _mark_of(config, plan, world)
     gain_s = _SAVED * plan.last_step * _plain_step_s(model, config, plan, world)
     answer = gain_s > (_PRICE_AGAIN_S if mark.exists() else _PRICE_S)
