@@ -30,9 +30,11 @@ check  Is a data set whole? A packed folder: every byte against its CRC-32. A fo
        cifar10, fashion-mnist: against their checksums. Exit code 3 if something is damaged; it is named.
 fetch  Download cifar10 or fashion-mnist, with its checksum, if it is not there.
 
---image-size N   side of the model's input, as in training           --unreadable N   pictures that may be unreadable;
---workers N      processes that decode; all cores by default                          grey ones take their places
+--image-size N   side of the model's input, as in training
+--unreadable N   pictures that may turn out to be unreadable: grey ones take their places
+--workers N      processes that decode; by default one per core
 --shard-mb N     size of a file; by default 64 MB, or 1/256 of a very large set
+--data-dir PATH  where data sets with a name lie
 """
 _VERBS = ("pack", "check", "fetch")
 _FLAGS = {
