@@ -324,3 +324,19 @@ def test_help_names_every_flag_and_the_exit_codes(capsys: pytest.CaptureFixture[
     ):
         assert flag in text
     assert "1: a check failed" in text
+
+
+def test_nothing_before_the_ranks_imports_torch(tmp_path: Path) -> None:
+    """It may be what is broken."""
+    probe = "import sys, paceline.cli.doctor; print('torch' in sys.modules, 'numpy' in sys.modules)"
+    answer = command(sys.executable, "-c", probe, cwd=tmp_path)
+    assert answer.out.split() == ["False", "False"]
+
+
+@pytest.mark.slow
+def test_a_torch_that_cannot_be_loaded_is_found_and_told(tmp_path: Path) -> None:
+    (tmp_path / "broken" / "torch").mkdir(parents=True)
+    (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
+    found = findings_of(paceline("doctor", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path / "broken")))
+    assert found["torch"]["what"] == "torch cannot be loaded: ImportError: libcudart.so.13: cannot open"
+    assert found["ranks"]["status"] == "skip"
