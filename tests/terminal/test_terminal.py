@@ -60,14 +60,14 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
 
 
 def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, home: Path) -> None:
-    terminal = open_terminal(80)
-    fault = "--inject 'kill rank=1 step=12; nan rank=0 step=4' --skip-nonfinite 1 --save-steps 5 --output-dir run"
+    terminal = open_terminal(160)
+    fault = "--inject 'kill rank=0 step=12; nan rank=0 step=4' --skip-nonfinite 1 --save-steps 5 --output-dir run"
     terminal.type(f"{SHORT} --processes=2 {fault}")
     screen = terminal.wait_for_prompt()
     rows = screen.splitlines()
-    assert max(map(len, rows)) <= 80
+    assert max(map(len, rows)) <= 160
     order = [
-        *(r"warning: .* step 4", r" +1/2 .*best", r"attempt 1 of 4 failed: rank 1 was ended by SIGKILL"),
+        *(r"warning: .* step 4", r" +1/2 .*best", r"attempt 1 of 4 failed: rank 0 was ended by SIGKILL"),
         *(r"  done:    started again from step 10", r"paceline  going on with 2 ranks", r"resumed   at step 10 from"),
         *(r" +2/2 ", r"test accuracy", r"everything is in run"),
         *(r"  paceline predict run PICTURE", r"  paceline export run", r"  paceline runs "),
@@ -76,6 +76,7 @@ def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, hom
     assert -1 not in found, (order[found.index(-1)], screen)
     assert found == sorted(found)
     assert not any(row.startswith("step ") or re.match(r"epoch \d/2  step", row) for row in rows)
+    assert not re.search("[━─]", screen), "nothing is left of the live line of a rank that was killed"
     assert len([row for row in rows if row.startswith("  paceline ")]) == 3
 
 
