@@ -197,6 +197,26 @@ def test_without_it_every_rank_has_a_copy() -> None:
     assert run_ranks(2, load_without) == [(True, True, ""), (True, False, "")]
 
 
+def load_on_uneven_nodes(world: World) -> bool:
+    """Rank 0 has a node for itself, ranks 1 and 2 share one."""
+    place = World(
+        world.rank, 3, max(world.rank - 1, 0), min(world.rank, 1) + 1, "the test", f"{world.rank > 0}", *PLACE
+    )
+    config = DataConfig(dataset="synthetic", input_size="20", num_samples=1000)
+    data = load_once_per_node(config, 7, place, partial(gather_texts, world=world))
+    assert data.fingerprint() == load_dataset(config, 7).fingerprint()
+    assert open_node_sum(10, place) is None
+    gather_texts("", world)
+    if world.rank == 1:
+        data.train.labels[0] = 1234
+    gather_texts("", world)
+    return int(data.train.labels[0]) == 1234
+
+
+def test_uneven_nodes_do_not_lose_each_other() -> None:
+    assert run_ranks(3, load_on_uneven_nodes) == [False, True, True]
+
+
 def own_memory_mb() -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("RssAnon"))

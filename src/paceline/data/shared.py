@@ -25,7 +25,7 @@ _LINE_BYTES = 64
 
 def load_once_per_node(config: DataConfig, seed: int, world: World, exchange: Exchange) -> LoadedData:
     """What `load_dataset` gives, with one copy for all ranks of a node. Collective."""
-    if not is_resident(config) or not has_node_memory(world):
+    if not is_resident(config) or world.world_size == 1:
         return load_dataset(config, seed)
     info = describe_dataset(config, seed)
     layout = _Layout(info)
@@ -36,7 +36,8 @@ def load_once_per_node(config: DataConfig, seed: int, world: World, exchange: Ex
 
     shared = share_memory(layout.size_bytes, world, exchange, fill)
     if shared is None:
-        _log.info("note: rank %d keeps a copy of the data of its own: the node's ranks share no memory", world.rank)
+        if has_node_memory(world):
+            _log.info("note: rank %d keeps a copy of the data of its own: the node's ranks share no memory", world.rank)
         return load_dataset(config, seed)
     samples, labels, test_samples, test_labels = layout.views(shared)
     return LoadedData(info, ResidentDataset(samples, labels), ResidentDataset(test_samples, test_labels))

@@ -16,7 +16,7 @@ import torch
 from paceline.parallel.collectives import gather_texts
 from paceline.parallel.meeting import Meeting, bytes_to_meet, can_meet
 from paceline.world.detect import World
-from paceline.world.node_memory import HEADER_BYTES, NodeMemory, has_node_memory, share_memory
+from paceline.world.node_memory import HEADER_BYTES, NodeMemory, share_memory
 
 _log = logging.getLogger("paceline")
 _LINE = 16  # numbers in a cache line: no two ranks write into the same one
@@ -25,16 +25,15 @@ _NUMBER_BYTES = 4
 
 def open_node_sum(size: int, world: World) -> NodeSum | None:
     """For float32 vectors of this size; None where not all ranks share a node's memory. Collective."""
-    if world.device != "cpu" or world.local_world_size != world.world_size or not has_node_memory(world):
-        return None
-    if not can_meet():
+    if world.device != "cpu" or world.world_size == 1 or world.local_world_size != world.world_size:
         return None
     bytes_needed = _bytes_before(world.world_size) + (world.world_size + 1) * _padded(size) * _NUMBER_BYTES
     prepare = partial(Meeting.prepare, ranks=world.world_size)
     shared = share_memory(bytes_needed, world, partial(gather_texts, world=world), prepare)
+    is_ready = shared is not None and can_meet()
     if shared is not None:
         shared.hold_place(world.local_rank)
-    if not all(gather_texts("here" if shared is not None else "", world)):  # everybody, or nobody
+    if not all(gather_texts("here" if is_ready else "", world)):  # everybody, or nobody
         _log.info("note: the ranks share no memory; their gradients travel by %s", world.backend)
         return None
     assert shared is not None

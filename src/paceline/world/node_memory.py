@@ -51,7 +51,7 @@ class NodeMemory:
 
 
 def has_node_memory(world: World) -> bool:
-    """Whether there is anybody to share with, and it may be tried."""
+    """Whether this rank has anybody to share with, and it may be tried. Other nodes may answer otherwise."""
     is_wanted = os.environ.get(SWITCH, "") != "off"
     return is_wanted and world.local_world_size > 1 and hasattr(os, "memfd_create")
 
@@ -61,16 +61,17 @@ def share_memory(
 ) -> NodeMemory | None:
     """The node's memory of this many bytes behind its header; None on a rank that cannot have it. Collective.
 
-    The first rank of a node (local rank 0) makes and fills it before the others see it.
+    The first rank of a node (local rank 0) makes and fills it before the others see it. A rank alone on its node takes
+    part in the exchange, and gets nothing.
     """
     mine, ticket, failure = None, "", None
-    if world.local_rank == 0:
+    if world.local_rank == 0 and has_node_memory(world):
         try:
             mine, ticket = _make(HEADER_BYTES + size_bytes, fill)
         except Exception as error:  # raised once the others, who wait for the ticket, know that there is none
             failure = error
     offers = exchange(json.dumps([world.host, ticket]))
-    if world.local_rank != 0:
+    if world.local_rank != 0 and has_node_memory(world):
         tickets = [ticket for host, ticket in map(json.loads, offers) if host == world.host and ticket]
         mine = next(filter(None, map(_find, tickets)), None)
     exchange("")  # the maker must live, and keep it open, until everybody has looked
