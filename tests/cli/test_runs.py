@@ -190,26 +190,6 @@ def test_quiet_says_warnings_and_one_line(tmp_path: Path) -> None:
     assert (entry["recipe"], entry["state"], entry["step"]) == ("shapes-cnn", "finished", 18)
 
 
-def test_json_says_rows_and_a_failure_is_one(tmp_path: Path) -> None:
-    answer = paceline("train", *QUICK, "--json", "--output-dir=run", cwd=tmp_path)
-    assert answer.code == 0, answer
-    first, second, result = map(json.loads, answer.out.splitlines())
-    assert [(row["kind"], row["epoch"], row["step"]) for row in (first, second)] == [("epoch", 1, 9), ("epoch", 2, 18)]
-    results = json.loads((tmp_path / "run/results.json").read_text())
-    assert result["kind"] == "result"
-    assert result["weights_sha256"] == results["weights_sha256"]
-    assert any(line.startswith("step 3/18  epoch 1/2  loss ") for line in answer.err.splitlines())
-    assert "everything is in run: " in answer.err
-    flags = ["--json", "--output-dir=bad", "--inject", "nan step=4"]
-    failed = paceline("train", *QUICK, *flags, cwd=tmp_path)
-    assert failed.code == 5
-    (row,) = map(json.loads, failed.out.splitlines())
-    assert (row["kind"], row["status"], row["exit_code"]) == ("result", "failed", 5)
-    both = paceline("train", "--json", "--quiet", cwd=tmp_path)
-    assert (both.code, both.out) == (USER, "")
-    assert "--quiet and --json" in both.err
-
-
 def test_a_name_the_terminal_cannot_spell_ends_nothing(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "größe")
     answer = paceline("runs", cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
