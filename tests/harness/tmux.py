@@ -37,7 +37,11 @@ class Terminal:
         given = " ".join(shlex.quote(f"{name}={value}") for name, value in {"PS1": PROMPT, **variables}.items())
         shell = f"exec env {given} bash --norc --noprofile"
         self._tmux("new-session", "-d", "-x", str(columns), "-y", str(rows), shell)
-        self.wait_for(PROMPT.strip(), 20)
+        try:
+            self.wait_for(PROMPT.strip(), 20)
+        except BaseException:
+            self.close()
+            raise
 
     def type(self, text: str, *, enter: bool = True) -> None:
         self._tmux("send-keys", "-l", text)
