@@ -105,7 +105,8 @@ def _find(ticket: str) -> NodeMemory | None:
     except OSError:  # in another container, or not allowed to look
         return None
     try:
-        memory = mmap.mmap(file, 0)
+        # Every page is entered into this process's tables now, not one by one when training first touches it.
+        memory = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if memory[:_TOKEN_BYTES] == bytes.fromhex(token):
             return NodeMemory(memory, file)
     except (OSError, ValueError):
