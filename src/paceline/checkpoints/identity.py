@@ -13,11 +13,11 @@ from paceline.errors import CheckpointError
 # A change in one of these makes another run of it, not a continuation.
 IDENTITY = (
     *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
-    *("model_name", "hidden_size", "optimizer", "global_batch_size", "seed", "exact"),
+    *("model_name", "hidden_size", "optimizer", "loss", "global_batch_size", "seed", "exact"),
 )
 # These say where and how a run is watched, never what it computes.
 SILENT = (
-    *("output_dir", "resume", "load_policy", "track", "max_steps", "processes", "profile"),
+    *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile"),
     *("max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
 )
 _MOST_LINES = 3
@@ -28,7 +28,7 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
 
     `now` is the flattened config. `lanes`, where they are known, count for an exact run.
     """
-    saved, now = dict(checkpoint.state.get("config", {})), json.loads(json.dumps(now))
+    saved, now = {"loss": "", **checkpoint.state.get("config", {})}, json.loads(json.dumps(now))
     identity: tuple[str, ...] = IDENTITY
     if now["exact"] and lanes is not None:
         saved_world = int(checkpoint.manifest.about.get("world_size", 0))

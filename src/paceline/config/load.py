@@ -129,7 +129,7 @@ def _scalar(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, tuple):
-        return "[" + ", ".join(value) + "]"
+        return "[" + ", ".join(map(_scalar, value)) + "]"
     if isinstance(value, str):
         # Single quotes keep any text as it is; only the quote itself is doubled.
         return "'" + value.replace("'", "''") + "'"

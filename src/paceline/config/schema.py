@@ -151,6 +151,12 @@ class TrainConfig:
     test_views: Literal[1, 2, 6] = 1
     """Views of an image whose answers are averaged in evaluation: 2: with its mirror image, 6: and both shifted."""
 
+    loss: str = ""
+    """FILE.py:FUNCTION of (logits, labels): their mean loss, or one per sample; empty: cross entropy."""
+
+    metrics: tuple[str, ...] = ()
+    """FILE.py:FUNCTION ... of (logits, labels): a value per sample, whose mean is told after each evaluation."""
+
     seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
     """Decides initial weights, sample order, augmentation and generated data."""
 
@@ -218,8 +224,11 @@ class RunConfig:
     save_frequency: Count = 0
     """Also keep the checkpoint of every N-th epoch for ever; 0 for none."""
 
+    save_epochs: Positive = 1
+    """Save after every N-th epoch, and the last, and the best so far."""
+
     save_steps: Count = 0
-    """Save every N steps as well as after every epoch; 0: only after epochs."""
+    """Save every N steps as well; 0: only after epochs."""
 
     keep_last: Positive = 2
     """How many of the newest checkpoints stay."""

@@ -71,7 +71,8 @@ class ResidentDataset:
         return len(self._labels)
 
     def read(self, indices: Tensor) -> Tensor:
-        return self.samples[indices.to(self.samples.device)]
+        # For rows of bytes several times as fast as indexing, on CPUs.
+        return self.samples.index_select(0, indices.to(self.samples.device))
 
 
 @dataclass(frozen=True)

@@ -43,9 +43,9 @@ def draw_below(limit: int, keys: Tensor, *context: int) -> Tensor:
     return below(limit, draw_bits(keys, *context))
 
 
-def draw_permutation(size: int, *context: int) -> Tensor:
-    """The numbers 0..size-1 in random order."""
-    return torch.argsort(draw_bits(torch.arange(size), *context), stable=True)
+def draw_permutation(size: int, *context: int, device: str | torch.device = "cpu") -> Tensor:
+    """The numbers 0..size-1 in random order, the same on every device."""
+    return torch.argsort(draw_bits(torch.arange(size, device=device), *context), stable=True)
 
 
 def _mix(bits: Tensor) -> Tensor:

@@ -66,7 +66,8 @@ class Loader:
 
     def train_epoch(self, *, seed: int, epoch: int, global_batch_size: int, first_step: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, from any step of it on. A last partial batch is left out."""
-        order = self.ids[epoch_order(len(self.ids), seed, epoch)]
+        # Sorting takes a GPU a moment, and a CPU as long as some steps.
+        order = self.ids[epoch_order(len(self.ids), seed, epoch, self._labels.device).cpu()]
         share = global_batch_size // self._world.world_size
         starts = [
             step * global_batch_size + self._world.rank * share

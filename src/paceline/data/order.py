@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 
+import torch
 from torch import Tensor
 
 from paceline.data.draws import draw_permutation
@@ -16,9 +17,9 @@ _ORDER, _SPLIT = 1, 2  # keeps the draws of different purposes apart
 SPLIT_SEED = 0  # the validation set is the same in every run, whatever its seed
 
 
-def epoch_order(num_samples: int, seed: int, epoch: int) -> Tensor:
+def epoch_order(num_samples: int, seed: int, epoch: int, device: str | torch.device = "cpu") -> Tensor:
     """Positions 0..num_samples-1 in this epoch's order."""
-    return draw_permutation(num_samples, _ORDER, seed, epoch)
+    return draw_permutation(num_samples, _ORDER, seed, epoch, device=device)
 
 
 def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor, Tensor]:

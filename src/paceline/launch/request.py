@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
 from paceline.config.rules import check_config, check_world, fitting_worlds
+from paceline.data.reference import check_reference
 from paceline.data.registry import check_data_config
 from paceline.errors import UserError
 from paceline.metrics.sinks.open import check_trackers
@@ -15,6 +16,7 @@ from paceline.world.detect import RankEnvironment, count_gpus, usable_cores
 
 DEFAULT_RECIPE = "shapes-cnn"
 _MOST_CPU_RANKS = 4
+_OWN_COLUMNS = ("kind", "step", "epoch", "phase", "loss", "accuracy", "throughput", "time")
 
 
 def read_request(arguments: list[str]) -> LoadedConfig:
@@ -32,8 +34,34 @@ def check_loaded(loaded: LoadedConfig) -> None:
     check_data_config(loaded.config.data)
     check_model_name(loaded.config.model.model_name)
     check_weights(loaded.config.model)
+    _check_functions(loaded)
     check_init_from(loaded)
     check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
+
+
+def _check_functions(loaded: LoadedConfig) -> None:
+    """A loss and metrics of the user's own: they exist, and every metric has a name to itself."""
+    train = loaded.config.train
+    if train.loss:
+        check_reference(train.loss, where=loaded.where("loss"))
+        if loaded.config.optim.label_smoothing:
+            raise UserError(
+                "label_smoothing is a part of cross entropy, and this run has a loss of its own",
+                where=loaded.where("label_smoothing"),
+                hint="--label-smoothing 0, or smooth in the loss itself",
+            )
+    taken = set(_OWN_COLUMNS)
+    for metric in train.metrics:
+        check_reference(metric, where=loaded.where("metrics"))
+        name = metric.rpartition(":")[2]
+        if name in taken:
+            raise UserError(
+                f"there would be two columns named {name!r} in the metrics",
+                where=loaded.where("metrics"),
+                got=metric,
+                hint="give the function another name",
+            )
+        taken.add(name)
 
 
 def require_folder(loaded: LoadedConfig, who: str) -> None:

@@ -104,7 +104,7 @@ class Console:
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
                 f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
-                + (f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}" if val else "")
+                + (f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}{_own_metrics(val)}" if val else "")
                 + f"  |  {train['throughput']:,.0f} img/s  {train['seconds']:.1f} s"
                 + ("  *best" if best else "")
             )
@@ -157,6 +157,12 @@ class Console:
         done = round(room * share)
         full, empty = ("━", "─") if can_show("━─", speech()) else ("=", "-")
         return f"{text}  {paint(full * done, 'green', speech())}{paint(empty * (room - done), 'dim', speech())}"
+
+
+def _own_metrics(row: Mapping[str, float]) -> str:
+    """What the user's own functions measured."""
+    own = {name: value for name, value in row.items() if name not in ("loss", "accuracy", "throughput")}
+    return "".join(f" {name} {value:.4f}" for name, value in own.items())
 
 
 def fit(fields: list[Field], width: int) -> str:

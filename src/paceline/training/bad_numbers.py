@@ -124,7 +124,7 @@ def _diagnose(ride: Ride, batch: Batch) -> dict[str, Any]:
     seed_step(ride.config.train.seed, ride.state.step, ride.world.rank)
     with _first_bad_output(model) as found, autocast(ride.rig.model, ride.world):
         logits = model(batch.inputs).float()
-        loss = F.cross_entropy(logits, batch.labels, label_smoothing=ride.config.optim.label_smoothing)
+        loss = ride.rig.step.objective.mean_loss(logits, batch.labels)
     name = found[0] if found else None
     if name is None and not bool(torch.isfinite(loss)):
         name = "the loss"

@@ -138,6 +138,14 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
     ride.console.step(state.step, last_step, values)
 
 
+def is_save_due(ride: Ride) -> bool:
+    """At the end of an epoch."""
+    plan, run = ride.rig.plan, ride.config.run
+    epoch = ride.state.step // plan.steps_per_epoch
+    is_kept = run.save_frequency > 0 and epoch % run.save_frequency == 0
+    return is_kept or epoch % run.save_epochs == 0 or ride.state.step == plan.last_step
+
+
 def save(ride: Ride, *, is_best: bool) -> None:
     """Hand the whole state to the checkpoint manager. Collective."""
     ride.guards.enter("save", ride.state.step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.apply import ParallelModel
 from paceline.parallel.collectives import sum_lanes, sum_over_ranks
 from paceline.training.examples import Examples
+from paceline.training.objective import Objective
 from paceline.training.step import autocast
 from paceline.world.detect import World
 
@@ -28,6 +29,7 @@ class Evaluation:
     samples: int
     throughput: float
     confusion: list[list[int]]  # rows: true class, columns: predicted class
+    metrics: dict[str, float] = field(default_factory=dict)  # of the user's own
 
     def class_accuracy(self) -> list[float | None]:
         """Per class; None for a class without samples."""
@@ -42,6 +44,7 @@ def evaluate(
     *,
     num_classes: int,
     batch_size: int,
+    objective: Objective | None = None,
     shares_per_rank: int = 1,
     views: int = 1,
     max_batches: int | None = None,
@@ -50,7 +53,8 @@ def evaluate(
 ) -> Evaluation:
     """Run a part of the data through the model. Collective: every rank must call it."""
     watch = Stopwatch()
-    loss = torch.zeros(shares_per_rank, dtype=torch.float64, device=world.device)
+    objective = objective or Objective()
+    sums = torch.zeros(shares_per_rank, 1 + len(objective.metrics), dtype=torch.float64, device=world.device)
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=world.device)
     model.module.eval()
     batches = loader.evaluation_batches(batch_size, shares_per_rank=shares_per_rank)
@@ -60,14 +64,15 @@ def evaluate(
         with autocast(model, world):
             logits = look_often(model.module, batch.inputs, views).float()
         if batch.is_counted:
-            loss[batch.share] += F.cross_entropy(logits, batch.labels, reduction="none").double().sum()
+            sums[batch.share] += objective.sums(logits, batch.labels)
             cells = batch.labels * num_classes + logits.argmax(1)
             confusion += torch.bincount(cells, minlength=len(confusion))
             if examples is not None:
                 examples.look(batch.inputs, batch.labels, logits)
     model.module.train()
     sum_over_ranks(confusion, world)
-    return _finish(sum_lanes(loss, world), confusion.view(num_classes, num_classes).cpu(), watch)
+    totals = sum_lanes(sums, world).tolist()
+    return _finish(totals, list(objective.metrics), confusion.view(num_classes, num_classes).cpu(), watch)
 
 
 def look_often(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) -> Tensor:
@@ -86,13 +91,15 @@ def look_often(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) ->
     return logits / 2
 
 
-def _finish(loss: Tensor, confusion: Tensor, watch: Stopwatch) -> Evaluation:
+def _finish(totals: list[float], metrics: list[str], confusion: Tensor, watch: Stopwatch) -> Evaluation:
     samples = int(confusion.sum())
     watch.count(samples, 0.0)
+    loss, *means = (total / max(samples, 1) for total in totals)
     return Evaluation(
-        loss=loss.item() / max(samples, 1),
+        loss=loss,
         accuracy=int(confusion.trace()) / max(samples, 1),
         samples=samples,
         throughput=watch.samples_per_s,
         confusion=confusion.tolist(),
+        metrics=dict(zip(metrics, means, strict=True)),
     )

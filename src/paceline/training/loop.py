@@ -17,7 +17,7 @@ from paceline.report.run_page import leave_page
 from paceline.runs.folder import write_json
 from paceline.runs.place import RunPlace
 from paceline.training.bad_numbers import RollBack, roll_back
-from paceline.training.epoch import leave, save, train_epoch
+from paceline.training.epoch import is_save_due, leave, save, train_epoch
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.examples import Examples, open_examples
 from paceline.training.guards import Guards
@@ -47,9 +47,11 @@ def train(
                 roll_back(ride, cause)
                 continue
             is_best = _look(ride, train_row) if ride.state.step % plan.steps_per_epoch == 0 else False
-            save(ride, is_best=is_best)
+            if is_best or ride.is_leaving or is_save_due(ride):
+                save(ride, is_best=is_best)
             if ride.is_leaving:
                 leave(ride)
+        stepping_s = watch.seconds
     finally:
         console.stop()
         checkpoints.wait()
@@ -57,7 +59,8 @@ def train(
     state, recorder = ride.state, ride.recorder
     ride.guards.enter("finish", state.step)
     timing = ride.guards.phases.summary(is_waiting_known=rig.model.exposed.is_known)
-    totals = RideTotals(watch.seconds, watch.samples // world.world_size, watch.wait_s, timing, energy.joules)
+    samples = watch.samples // world.world_size
+    totals = RideTotals(watch.seconds, stepping_s, samples, watch.wait_s, timing, energy.joules)
 
     # --- The test set, once, with the best weights
     average_buffers(rig.model.module, world)
@@ -74,7 +77,7 @@ def train(
     results = make_results(rig, world, state, test, train_row, gather_ranks(world, totals), hashes)
     if recorder is not None:
         epoch = state.step // plan.steps_per_epoch
-        values = {"loss": test.loss, "accuracy": test.accuracy, "throughput": test.throughput}
+        values = {"loss": test.loss, "accuracy": test.accuracy, "throughput": test.throughput, **test.metrics}
         recorder.epoch(state.step, epoch=epoch, phase="test", **values)
         recorder.close()
         write_json(ride.folder.results, results)
@@ -105,7 +108,7 @@ def _look(ride: Ride, train_row: dict[str, Any]) -> bool:
     if is_best:
         state.best_epoch, state.best_accuracy, state.best_loss = epoch, validation.accuracy, validation.loss
     state.validation = {"accuracy": validation.accuracy, "loss": validation.loss}
-    val_row = {**state.validation, "throughput": validation.throughput}
+    val_row = {**state.validation, "throughput": validation.throughput, **validation.metrics}
     if ride.recorder is not None:
         ride.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
     ride.console.epoch(epoch, ride.config.train.epochs, train_row, val_row, is_best)
@@ -119,6 +122,7 @@ def _evaluate(ride: Ride, data: Loader, examples: Examples | None = None) -> Eva
         ride.world,
         num_classes=ride.rig.plan.info.num_classes,
         batch_size=ride.config.train.test_batch_size,
+        objective=ride.rig.step.objective,
         shares_per_rank=ride.rig.step.lanes_per_rank,
         views=ride.config.train.test_views,
         max_batches=ride.eval_batches,

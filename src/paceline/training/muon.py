@@ -41,50 +41,73 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             rate = group["lr"] * group["rate"]
             if group["held"] is None:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        self._step_by_adam(parameter, rate)
+                self._step_by_adam([p for p in group["params"] if p.grad is not None], rate)
                 continue
-            for parameter, is_held in zip(group["params"], group["held"], strict=True):
-                if parameter.grad is not None:
-                    self._turn(parameter, rate, group["momentum"], group["weight_decay"], is_held=is_held)
+            held = {id(weight) for weight, is_held in zip(group["params"], group["held"], strict=True) if is_held}
+            for weights in _alike([weight for weight in group["params"] if weight.grad is not None]):
+                self._turn(weights, held, rate, group["momentum"], group["weight_decay"])
 
-    def _turn(self, weight: Tensor, rate: Tensor, momentum: float, decay: float, *, is_held: bool) -> None:
-        state = self.state[weight]
-        if "momentum" not in state:
-            state["momentum"] = torch.zeros_like(weight)
-        state["momentum"].mul_(momentum).add_(weight.grad)
-        ahead = weight.grad.add(state["momentum"], alpha=momentum)  # type: ignore[union-attr]
-        if is_held:
-            weight.mul_(len(weight) ** 0.5 / (weight.norm() + _TINY))
-        else:
-            weight.mul_(1 - rate * decay)
-        weight.sub_(orthogonal(ahead.flatten(1)).view_as(weight) * rate)
+    def _turn(self, weights: list[Tensor], held: set[int], rate: Tensor, momentum: float, decay: float) -> None:
+        """Of weights of one shape: their matrices are multiplied together."""
+        gradients = _gradients_of(weights)
+        speeds = [self._remember(weight, "momentum", weight) for weight in weights]
+        torch._foreach_mul_(speeds, momentum)
+        torch._foreach_add_(speeds, gradients)
+        ahead = torch._foreach_add(gradients, speeds, alpha=momentum)
+        for weight, update in zip(weights, orthogonal(torch.stack([a.flatten(1) for a in ahead])), strict=True):
+            if id(weight) in held:
+                weight.mul_(len(weight) ** 0.5 / (weight.norm() + _TINY))
+            elif decay:
+                weight.mul_(1 - rate * decay)
+            weight.sub_(update.view_as(weight) * rate)
 
-    def _step_by_adam(self, parameter: Tensor, rate: Tensor) -> None:
+    def _step_by_adam(self, parameters: list[Tensor], rate: Tensor) -> None:
+        if not parameters:
+            return
+        (first, second), gradients = _BETAS, _gradients_of(parameters)
+        means = [self._remember(parameter, "mean", parameter) for parameter in parameters]
+        squares = [self._remember(parameter, "square", parameter) for parameter in parameters]
+        counts = [self._remember(parameter, "count", parameter.new_zeros(())) for parameter in parameters]
+        torch._foreach_add_(counts, 1.0)
+        torch._foreach_lerp_(means, gradients, 1 - first)
+        torch._foreach_mul_(squares, second)
+        torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
+        # Means of few steps are too small, all by the same share: every parameter has seen as many.
+        sizes = torch._foreach_sqrt(squares)
+        torch._foreach_add_(sizes, 1e-10)
+        steps = torch._foreach_div(means, sizes)
+        full = rate * (1 - second ** counts[0]).sqrt() / (1 - first ** counts[0])
+        torch._foreach_mul_(steps, full)
+        torch._foreach_sub_(parameters, steps)
+
+    def _remember(self, parameter: Tensor, name: str, like: Tensor) -> Tensor:
         state = self.state[parameter]
-        if "count" not in state:
-            state["count"] = torch.zeros((), device=parameter.device)
-            state["mean"], state["square"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
-        gradient, (first, second) = parameter.grad, _BETAS
-        assert gradient is not None
-        state["count"] += 1
-        state["mean"].lerp_(gradient, 1 - first)
-        state["square"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        mean = state["mean"] / (1 - first ** state["count"])
-        square = state["square"] / (1 - second ** state["count"])
-        parameter.sub_(mean / (square.sqrt() + 1e-10) * rate)
+        if name not in state:
+            state[name] = torch.zeros_like(like, requires_grad=False)
+        value: Tensor = state[name]
+        return value
 
 
-def orthogonal(matrix: Tensor) -> Tensor:
-    """Roughly the orthogonal matrix nearest to this one: all its singular values come out near one."""
-    is_tall = matrix.shape[0] > matrix.shape[1]
-    x = matrix.bfloat16() if matrix.is_cuda else matrix  # its digits suffice, and GPUs multiply them faster
-    x = x.T if is_tall else x
-    x = x / (x.norm() + _TINY)
+def _gradients_of(parameters: list[Tensor]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def _alike(weights: list[Tensor]) -> list[list[Tensor]]:
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+    for weight in weights:
+        by_shape.setdefault(tuple(weight.shape), []).append(weight)
+    return list(by_shape.values())
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """[N, rows, columns]: roughly the orthogonal matrices nearest to these. Singular values come out near one."""
+    is_tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.bfloat16() if matrices.is_cuda else matrices  # its digits suffice, and GPUs multiply them faster
+    x = x.mT if is_tall else x
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + _TINY)
     a, b, c = _COEFFICIENTS
     for _ in range(_ITERATIONS):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    result: Tensor = (x.T if is_tall else x).to(matrix.dtype)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    result: Tensor = (x.mT if is_tall else x).to(matrices.dtype)
     return result

@@ -111,8 +111,9 @@ def _limit_lines(results: dict[str, Any], folder: RunFolder) -> list[str]:
 
 
 def _accuracy_line(results: dict[str, Any]) -> str:
+    own = "".join(f", {name} {value:.4f}" for name, value in results["test_metrics"].items())
     best = f"best epoch {results['best_epoch']}" if results["best_epoch"] else "weights of the last step"
-    return f"test accuracy {results['test_accuracy']:.2%}, loss {results['test_loss']:.4f} ({best})"
+    return f"test accuracy {results['test_accuracy']:.2%}, loss {results['test_loss']:.4f}{own} ({best})"
 
 
 def tell_result(results: dict[str, Any], folder: RunFolder) -> None:

@@ -68,6 +68,11 @@ class MovingAverage:
         finally:
             self._swap()
 
+    @torch.no_grad()
+    def restart(self) -> None:
+        """From the weights as they are."""
+        torch._foreach_copy_(_local(self.values), _local(self._live))
+
     def take_over(self) -> None:
         """Training is over: the average becomes the model."""
         self._swap()

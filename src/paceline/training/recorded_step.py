@@ -30,6 +30,7 @@ def can_record(model: ParallelModel, config: Config, world: World) -> bool:
         and model.strategy != "fsdp"
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
+        and not config.train.loss  # a function of somebody else's may ask the GPU for values on its way
         and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
     )
 
@@ -80,11 +81,19 @@ class RecordedStep(TrainStep):
 
     def warm_up(self, inputs: Tensor) -> None:
         """Compiling, choosing kernels and recording happen here, not in the first steps."""
-        before = [buffer.clone() for buffer in self._buffers]
+        touched = [*self._buffers, *self._trained]
+        before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step will tell
             self._record_gradients.prepare(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
-        if self._buffers:
-            torch._foreach_copy_(self._buffers, before)
+            self._record_update.prepare()
+        with torch.no_grad():
+            torch._foreach_copy_(touched, before)
+            for state in self._optimizer.state.values():  # an optimizer that has seen nothing remembers zeros
+                for value in state.values():
+                    if isinstance(value, Tensor):
+                        value.zero_()
+            if self._average is not None:
+                self._average.restart()
 
     def forget_recordings(self) -> None:
         self._record_gradients.forget()

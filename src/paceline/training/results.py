@@ -25,6 +25,7 @@ class RideTotals:
     """Of this attempt, on this rank."""
 
     seconds: float  # from the first step to the last checkpoint, evaluation included
+    stepping_s: float  # to the last step
     samples: int
     wait_s: float
     timing: dict[str, Any]  # where the steps' time went: metrics/phases.py
@@ -58,6 +59,7 @@ def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
         "device": world.device,
         "samples": totals.samples,
         "seconds": totals.seconds,
+        "seconds_to_last_step": totals.stepping_s,
         "samples_per_second": totals.samples / max(totals.seconds, 1e-9),
         "data_wait_seconds": totals.wait_s,
         "peak_memory_mb": memory.peak_mb,
@@ -84,6 +86,7 @@ def make_results(
         "status": "finished",
         "test_accuracy": test.accuracy,
         "test_loss": test.loss,
+        "test_metrics": test.metrics,
         "best_epoch": state.best_epoch,
         "best_validation_accuracy": state.best_accuracy if state.best_epoch else None,
         "steps": state.step,

@@ -55,6 +55,7 @@ def evaluate_run(run: OpenRun) -> Evaluation:
         run.world,
         num_classes=run.rig.plan.info.num_classes,
         batch_size=run.config.train.test_batch_size,
+        objective=run.rig.step.objective,
         shares_per_rank=run.rig.step.lanes_per_rank,
     )
 

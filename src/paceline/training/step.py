@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from paceline.config.schema import Config
 from paceline.data.loader import Batch
@@ -21,6 +20,7 @@ from paceline.parallel.apply import ParallelModel
 from paceline.parallel.collectives import sum_over_ranks
 from paceline.parallel.exact import LaneReducer
 from paceline.training.guards import Guards
+from paceline.training.objective import build_objective
 from paceline.training.optim import MovingAverage
 from paceline.world.detect import World
 from paceline.world.seeds import seed_step
@@ -57,6 +57,7 @@ class TrainStep:
         self._reducer = LaneReducer(model.module, world, lanes) if config.parallel.exact else None
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
+        self.objective = build_objective(config)
         self.guards = Guards()  # the ride's own, once it is open
         self._bytes_to_sum = model.bytes_to_sum()
         self._flags = torch.tensor([0.0, 1.0], device=world.device)
@@ -201,7 +202,7 @@ class TrainStep:
         """The mean loss, and what is counted: the sum of losses, correct answers, samples."""
         with autocast(self._model, self._world):
             logits = self._model(inputs)
-            loss = F.cross_entropy(logits.float(), labels, label_smoothing=self._config.optim.label_smoothing)
+            loss = self.objective.mean_loss(logits.float(), labels)
         with torch.no_grad():
             correct = (logits.argmax(1) == labels).sum()
             count = torch.full((), len(labels), dtype=torch.float64, device=labels.device)
