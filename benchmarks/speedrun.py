@@ -94,12 +94,13 @@ def main() -> None:
             runs.append(run_seed(given.recipe, flags, seed, Path(work) / f"seed-{seed}"))
             print(f"seed {seed}: {runs[-1]['accuracy']:.2%} in {runs[-1]['seconds']:.3f} s", flush=True)
     accuracies, seconds = [run["accuracy"] for run in runs], sorted(run["seconds"] for run in runs)
+    saved = [run["saved_seconds"] for run in runs]
     lines += [
         f"- accuracy over {len(runs)} seeds: mean {statistics.fmean(accuracies):.3%},"
         f" standard deviation {statistics.stdev(accuracies) if len(runs) > 1 else 0:.3%},"
         f" {min(accuracies):.2%} to {max(accuracies):.2%}",
         f"- training: median {statistics.median(seconds):.3f} s, {seconds[0]:.3f} to {seconds[-1]:.3f} s; until the"
-        f" last checkpoint is on disk and verified: median {statistics.median(run['saved_seconds'] for run in runs):.3f} s",
+        f" last checkpoint is on disk and verified: median {statistics.median(saved):.3f} s",
         f"- arithmetic: {runs[0]['tflop']:,.0f} TFLOP in a run",
         "",
     ]

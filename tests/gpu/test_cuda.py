@@ -103,3 +103,9 @@ def test_a_cpu_checkpoint_goes_on_on_the_gpu(tmp_path: Path) -> None:
     losses = train(tmp_path, *flags, "--resume", "auto")
     assert len(losses) == 18
     assert read_results(tmp_path)["process_metrics"][0]["device"] == "cuda:0"
+
+
+def test_a_recorded_step_is_the_plain_one(tmp_path: Path) -> None:
+    # --deterministic: else kernels may be chosen anew, and add up in another order.
+    plain = train(tmp_path / "plain", "--deterministic", "--compile", "never")
+    assert train(tmp_path / "recorded", "--deterministic") == plain

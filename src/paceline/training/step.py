@@ -7,6 +7,7 @@ collective; reading them is the one moment a step waits for the device.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class TrainStep:
     def update(self, step: int, lr: float, report: StepReport) -> None:
         """Change the weights."""
         for group in self._optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = ctypes.c_float(lr).value  # rounded as a recorded step holds it: both give the same bits
         limit = self._config.optim.clip_norm
         if limit and report.grad_norm > limit:
             self._model.scale_gradients(limit / (report.grad_norm + 1e-6))
