@@ -7,10 +7,11 @@ import sys
 import time
 
 from paceline.checkpoints.reclaim import Reclaim, plan_reclaim, reclaim
-from paceline.cli.arguments import find_run, read_words
+from paceline.cli.arguments import read_words
 from paceline.cli.runs import choose, read_root
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
 from paceline.runs.catalog import LIVING, RunEntry, list_runs, read_entry
+from paceline.runs.find import find_run
 
 _USAGE = """\
 usage: paceline clean RUN... [--all] [--dry-run] [--yes]

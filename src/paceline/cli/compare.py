@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.arguments import find_run
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.metrics.recorder import read_rows
 from paceline.report.compare_page import Finding, write_compare_page
@@ -21,6 +20,7 @@ from paceline.runs.comparison import (
     config_differences,
     read_record,
 )
+from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder, require_run_folder
 from paceline.runs.notes import read_notes
 

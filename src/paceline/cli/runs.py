@@ -9,10 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cli.arguments import find_run, perhaps, read_words
+from paceline.cli.arguments import perhaps, read_words
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.metrics.screen import in_words_s, is_live, paint, width_of
 from paceline.runs.catalog import STATES, RunEntry, list_runs
+from paceline.runs.find import find_run
 from paceline.runs.folder import RUNS
 from paceline.runs.notes import check_tag, read_notes, write_notes
 

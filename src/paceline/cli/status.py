@@ -8,13 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.cli.arguments import find_run, read_words
+from paceline.cli.arguments import read_words
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.job import JobRecord, read_record
 from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_line
 from paceline.launch.slurm import JobState, read_state
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
+from paceline.runs.find import find_run
 from paceline.runs.folder import CHECKPOINT_MARK, RunFolder
 from paceline.runs.lock import Owner
 from paceline.runs.mirror_note import read_note

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from paceline.checkpoints.payload import Piece, local_box, write_pieces
 from paceline.checkpoints.resume import choose_checkpoint
