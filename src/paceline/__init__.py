@@ -1,5 +1,31 @@
-"""Paceline: distributed training of vision models with one command and one answer."""
+"""Paceline: distributed training of vision models with one command and one answer.
+
+From Python: `paceline.train` and `paceline.load_run` (docs/guides/library.md). They are imported when they are first
+asked for, so that `import paceline` costs nothing.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from paceline.library.predictions import Prediction
+    from paceline.library.run import Run, load_run
+    from paceline.library.table import Table
+    from paceline.library.train import train
+
 __version__ = "0.1.0"
+__all__ = ["Prediction", "Run", "Table", "load_run", "train"]
+
+_HOMES = {"Prediction": "predictions", "Run": "run", "Table": "table", "load_run": "run", "train": "train"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'paceline' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"paceline.library.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

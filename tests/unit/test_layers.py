@@ -9,11 +9,14 @@ SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
 # From the ground up; docs/architecture.md tells why.
 LAYERS = [
     *("errors", "config", "runs", "world", "data", "models", "parallel", "checkpoints", "metrics"),
-    *("report", "training", "launch", "bench", "study", "doctor", "course", "integrations", "cli"),
+    *("report", "training", "launch", "bench", "study", "doctor", "course", "integrations", "library", "cli"),
 ]
 WITHOUT_TORCH = {"errors", "config", "runs", "report", "launch", "study", "cli"}
 # Layers that hold heavy and light files: these must answer before torch is imported.
-LIGHT_FILES = {"world/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"}
+LIGHT_FILES = {
+    *("world/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
+    *("library/train.py", "library/run.py"),
+}
 
 
 def imports_of(path: Path, *, top_level_only: bool) -> set[str]:

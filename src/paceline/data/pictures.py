@@ -53,7 +53,7 @@ def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """A picture as [3, side, side]: its central square, scaled. The array is a view of [side, side, 3]."""
     try:
         with Image.open(path) as image:
-            square = _as_rgb(image).resize((side, side), Image.Resampling.BILINEAR, box=_central_square(*image.size))
+            return square_pixels(image, side)
     except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
         raise DataError(
             "this picture cannot be read",
@@ -61,6 +61,11 @@ def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
             got=str(error) or type(error).__name__,
             hint="replace it or remove it",
         ) from error
+
+
+def square_pixels(image: Image.Image, side: int) -> NDArray[np.uint8]:
+    """The same of a picture that is open already."""
+    square = _as_rgb(image).resize((side, side), Image.Resampling.BILINEAR, box=_central_square(*image.size))
     return np.asarray(square).transpose(2, 0, 1)
 
 

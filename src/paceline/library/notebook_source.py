@@ -1,0 +1,102 @@
+"""Functions of a notebook as a file: their own source, and that of everything in the notebook they use.
+
+What they use is found by name: modules and what was imported from them become imports, functions and classes of the
+notebook are written down too, numbers and texts become constants. Anything else - a tensor, an open file - has no
+source, and is refused by its name.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import symtable
+import sys
+from collections.abc import Callable, Iterable
+from types import FunctionType, ModuleType
+from typing import Any
+
+from paceline.errors import UserError
+
+_HEADER = '"""Functions of a notebook, written down for the ranks of this run."""\n'
+_REMEDY = "put the function and what it needs into a FILE.py, and give 'FILE.py:FUNCTION'"
+
+
+def write_down(functions: Iterable[Callable[..., Any]]) -> str:
+    """The text of a file that defines these functions of `__main__`."""
+    pieces = _Pieces(vars(sys.modules["__main__"]))
+    for function in functions:
+        pieces.need(function.__name__, needed_by="paceline.train")
+    return "\n\n".join([_HEADER + "\n" + "\n".join(sorted(set(pieces.imports))), *pieces.definitions]) + "\n"
+
+
+class _Pieces:
+    """Collects what is needed, each thing after those it needs itself."""
+
+    def __init__(self, namespace: dict[str, Any]) -> None:
+        self._namespace = namespace
+        self._seen: set[str] = set()
+        self.imports: list[str] = []
+        self.definitions: list[str] = []
+
+    def need(self, name: str, *, needed_by: str) -> None:
+        if name in self._seen or name not in self._namespace:  # a builtin, or an error that Python will tell
+            return
+        self._seen.add(name)
+        value = self._namespace[name]
+        if isinstance(value, ModuleType):
+            self.imports.append(f"import {value.__name__}" + (f" as {name}" if name != value.__name__ else ""))
+        elif isinstance(value, FunctionType | type) and value.__module__ == "__main__":
+            source = _source_of(value)
+            for used in _names_used(source):
+                self.need(used, needed_by=name)
+            self.definitions.append(source)
+        elif _is_imported(value):
+            imported = f"from {value.__module__} import {value.__qualname__}"
+            self.imports.append(imported + (f" as {name}" if name != value.__qualname__ else ""))
+        elif _is_constant(value):
+            self.definitions.append(f"{name} = {value!r}")
+        else:
+            raise UserError(
+                f"{name!r} of this notebook cannot be written down for the ranks",
+                where=f"needed by {needed_by}",
+                got=f"a {type(value).__name__}",
+                allowed="imports, functions, classes, numbers and texts",
+                hint=f"make it inside the function, or {_REMEDY}",
+            )
+
+
+def _is_imported(value: Any) -> bool:
+    home, name = sys.modules.get(getattr(value, "__module__", None) or ""), getattr(value, "__qualname__", None)
+    return home is not None and name is not None and getattr(home, name, None) is value
+
+
+def _is_constant(value: Any) -> bool:
+    try:
+        return bool(ast.literal_eval(repr(value)) == value)
+    except (ValueError, SyntaxError, TypeError):
+        return False
+
+
+def _source_of(thing: FunctionType | type) -> str:
+    """As it stands in its cell. Python finds a function's source there by itself, a class's only by its methods."""
+    members = vars(thing).values() if isinstance(thing, type) else [thing]
+    files = [member.__code__.co_filename for member in members if isinstance(member, FunctionType)]
+    lines = linecache.getlines(files[0]) if files else []
+    kinds = (ast.FunctionDef, ast.ClassDef)
+    for node in reversed(ast.parse("".join(lines)).body):
+        if isinstance(node, kinds) and node.name == thing.__name__:
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            return "".join(lines[first - 1 : node.end_lineno]).rstrip()
+    raise UserError(f"the source of {thing.__name__} is not known here", got=repr(thing), hint=_REMEDY)
+
+
+def _names_used(source: str) -> list[str]:
+    """Names that are looked up outside of this piece of source."""
+    top = symtable.symtable(source, "notebook", "exec")
+    names: set[str] = set()
+    tables = [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        names |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (s.is_global() or table is top)}
+    return sorted(names)

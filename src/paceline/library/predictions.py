@@ -1,0 +1,160 @@
+"""A run's model, alone: loaded without its data, and asked about pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from paceline.checkpoints.resume import choose_checkpoint, restore_weights
+from paceline.config.load import load_config
+from paceline.config.schema import Config
+from paceline.data.augment import Pipeline, build_pipeline
+from paceline.data.dataset import DatasetInfo
+from paceline.data.pictures import read_pixels, square_pixels
+from paceline.data.registry import describe_dataset
+from paceline.errors import CheckpointError, UserError
+from paceline.models.registry import build_model
+from paceline.training.evaluate import look_often
+from paceline.world.detect import ALONE, build_world
+
+Picture = str | Path | Image.Image
+Images = Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
+_EXPECTED = "paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C] of 1 or 3 channels"
+_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Prediction:
+    label: str
+    probability: float
+    probabilities: dict[str, float] = dataclasses.field(repr=False)  # of every class
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model with its best weights, on the CPU, and what it needs to be asked."""
+
+    model: nn.Module
+    config: Config
+    info: DatasetInfo
+    pipeline: Pipeline
+
+
+def open_model(path: Path, checkpoint: str | int) -> OpenModel:
+    config = load_config(str(path / "config.yaml"), []).config
+    info = describe_dataset(config.data, config.train.seed)
+    pipeline = build_pipeline(config.data, info, config.train.seed)
+    with torch.random.fork_rng(devices=[]):  # initial weights are thrown away, and nobody's dice are moved
+        model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
+    alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
+    source, prefer_best = _find_checkpoint(path, checkpoint)
+    found = choose_checkpoint(source, build_world(alone, ALONE), prefer_best=prefer_best)
+    if found is None:
+        raise CheckpointError("this run has no checkpoint", where=str(path))
+    restore_weights(found, model)
+    return OpenModel(model.eval(), config, info, pipeline)
+
+
+def _find_checkpoint(path: Path, checkpoint: str | int) -> tuple[Path, bool]:
+    if checkpoint in ("best", "latest"):
+        return path, checkpoint == "best"
+    name = f"step-{checkpoint:08}" if isinstance(checkpoint, int) else checkpoint
+    if not (path / "checkpoints" / name).is_dir():
+        there = sorted(folder.name for folder in (path / "checkpoints").glob("step-*"))
+        raise UserError(
+            "this run has no such checkpoint",
+            where=str(path),
+            got=checkpoint,
+            allowed=", ".join(["best", "latest", *there]),
+        )
+    return path / "checkpoints" / name, False
+
+
+@torch.no_grad()
+def predict(opened: OpenModel, images: Images) -> list[Prediction]:
+    """Each image prepared as the run's evaluation prepares its samples."""
+    samples = _as_samples(images, opened.info.sample_shape)
+    logits = [
+        look_often(opened.model, opened.pipeline.for_evaluation(part), opened.config.train.test_views).float()
+        for part in samples.split(_AT_ONCE)
+    ]
+    classes = opened.info.classes
+    answers = []
+    for row in torch.cat(logits).softmax(1).tolist() if logits else []:
+        best = max(range(len(classes)), key=row.__getitem__)
+        answers.append(Prediction(classes[best], row[best], dict(zip(classes, row, strict=True))))
+    return answers
+
+
+def _as_samples(images: Images, shape: tuple[int, ...]) -> Tensor:
+    """In the shape of the run's samples: other sizes are cut to their central square and scaled."""
+    if len(shape) == 1:
+        return _as_vectors(images, shape)
+    if shape[1] != shape[2]:
+        raise UserError("this run was not trained on square pictures", got=f"samples of shape {shape}")
+    prepared = [_as_sample(image, shape) for image in _one_by_one(images)]
+    return torch.stack(prepared) if prepared else torch.empty(0, *shape, dtype=torch.uint8)
+
+
+def _as_vectors(images: Any, shape: tuple[int, ...]) -> Tensor:
+    vectors = torch.as_tensor(images)
+    if vectors.shape[1:] != shape:
+        raise UserError(
+            "this run was trained on other samples",
+            got=f"shape {tuple(vectors.shape)}",
+            allowed=f"vectors, shape (N, {shape[0]})",
+        )
+    return vectors.float()
+
+
+def _one_by_one(images: Any) -> Iterator[Any]:
+    if isinstance(images, str | Path | Image.Image):
+        yield images
+    elif isinstance(images, Tensor | np.ndarray):
+        if images.ndim != 4:
+            raise UserError("these are not images", got=f"an array of shape {tuple(images.shape)}", allowed=_EXPECTED)
+        yield from images
+    elif isinstance(images, Sequence):
+        yield from images
+    else:
+        raise UserError("these are not images", got=f"a {type(images).__name__}", allowed=_EXPECTED)
+
+
+def _as_sample(image: Any, shape: tuple[int, ...]) -> Tensor:
+    if isinstance(image, str | Path):
+        if not Path(image).is_file():
+            raise UserError("there is no such picture", got=str(image))
+        pixels = torch.from_numpy(np.array(read_pixels(Path(image), shape[1])))
+    elif isinstance(image, Image.Image):
+        pixels = torch.from_numpy(np.array(square_pixels(image, shape[1])))
+    else:
+        pixels = _channels_first(image)
+        if pixels.shape[1:] != shape[1:]:
+            colours = pixels.expand(3, -1, -1).permute(1, 2, 0).contiguous().numpy()
+            pixels = torch.from_numpy(np.array(square_pixels(Image.fromarray(colours), shape[1])))
+    if shape[0] == 1 and len(pixels) == 3:
+        return pixels.float().mean(0, keepdim=True).round().to(torch.uint8)
+    return pixels.expand(shape)
+
+
+def _channels_first(image: Any) -> Tensor:
+    pixels = torch.as_tensor(image).cpu()
+    if pixels.dtype == torch.uint8 and pixels.ndim == 3:
+        if len(pixels) in (1, 3):
+            return pixels
+        if pixels.shape[2] in (1, 3):
+            return pixels.permute(2, 0, 1)
+    raise UserError(
+        "this is not an image",
+        got=f"{pixels.dtype} of shape {tuple(pixels.shape)}",
+        allowed=_EXPECTED,
+        hint="images are uint8 from 0 to 255" if pixels.dtype.is_floating_point else None,
+    )

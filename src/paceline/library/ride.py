@@ -1,0 +1,95 @@
+"""A ride in processes of its own: `paceline train`, started from Python, with its words passed on.
+
+Supervisors have signal handlers, fork servers and the last word on exit codes; none of that belongs into a notebook's
+process. The leash sees to it that nothing rides on when this process is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+from paceline.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    DataError,
+    NonFiniteError,
+    PacelineError,
+    Preempted,
+    UserError,
+)
+from paceline.metrics.screen import OUTPUT
+from paceline.runs.folder import RunFolder
+
+_LEASH = "paceline.integrations.metaflow_support.leash"
+_KINDS = {kind.exit_code: kind for kind in (UserError, DataError, CheckpointError, Preempted, NonFiniteError)}
+
+
+def ride(arguments: list[str], folder: Path, *, quiet: bool) -> None:
+    """Train to the end; raises what the command would have exited with."""
+    words = ["train", *arguments, *(["--quiet"] if quiet else [])]
+    process = subprocess.Popen(
+        [sys.executable, "-m", _LEASH, sys.executable, "-m", "paceline", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=_environment(),
+        encoding="utf-8",
+        errors="replace",
+        start_new_session=True,  # Ctrl-C comes to us, and we pass it on: once
+    )
+    assert process.stdout is not None
+    assert process.stderr is not None
+    screen: list[str] = []  # the last screen, for the exception
+    listener = threading.Thread(target=_listen, args=(process.stderr, screen), daemon=True)
+    listener.start()
+    is_interrupted = False
+    with process:
+        while True:
+            try:
+                for line in process.stdout:
+                    if not quiet:
+                        print(line, end="", flush=True)
+                listener.join()
+                code = process.wait()
+                break
+            except KeyboardInterrupt:
+                is_interrupted = True
+                process.send_signal(signal.SIGINT)
+    if is_interrupted or code == EXIT_INTERRUPTED:
+        raise KeyboardInterrupt
+    if code != EXIT_FINISHED:
+        raise _error(code, "".join(screen).removeprefix("error: ").rstrip(), folder)
+
+
+def _listen(stream: IO[str], screen: list[str]) -> None:
+    """Pass on what is said on standard error, but keep an error's screen: it is told by the exception."""
+    for line in stream:
+        if screen or line.startswith("error: "):
+            screen.append(line)
+        else:
+            print(line, end="", file=sys.stderr, flush=True)
+
+
+def _error(code: int, screen: str, folder: Path) -> PacelineError:
+    kind = _KINDS.get(code, PacelineError)
+    if screen:
+        error = kind(screen)
+    else:
+        reason = RunFolder(folder).read_status().get("reason") or f"the run ended with exit code {code}"
+        error = kind(str(reason), where=str(folder), hint=f"paceline logs {folder}, or {folder / 'report.html'}")
+    error.exit_code = code
+    return error
+
+
+def _environment() -> dict[str, str]:
+    """What can be imported here can be imported there."""
+    paths = [str(Path(path or ".").absolute()) for path in sys.path]
+    plain = {name: value for name, value in os.environ.items() if name != OUTPUT}
+    return {**plain, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONIOENCODING": "utf-8"}

@@ -1,0 +1,133 @@
+"""`paceline.load_run(...)` and the run it returns: its files, and its model."""
+
+from __future__ import annotations
+
+import html
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from paceline.config.load import load_config
+from paceline.config.schema import Config
+from paceline.errors import UserError
+from paceline.library.explained import explained
+from paceline.library.table import Table
+from paceline.metrics.recorder import read_rows
+from paceline.runs.catalog import read_entry
+from paceline.runs.find import find_run
+from paceline.runs.folder import RunFolder, require_run_folder
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from paceline.library.predictions import Images, OpenModel, Prediction
+    from paceline.training.evaluate import Evaluation
+
+_PHASES = ("train", "val", "test", "step")
+
+
+def load_run(folder_or_name: str | Path) -> Run:
+    """A run by its folder, its name in `runs/` (or the beginning of it), or the job it was submitted as."""
+    with explained():
+        folder = find_run(str(folder_or_name))
+        require_run_folder(folder.path)
+        return Run(folder.path)
+
+
+class Run:
+    """A run folder, as Python sees it. Files are read when they are asked for, so a living run may be watched."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()  # whoever changes folders in a notebook keeps the run
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def status(self) -> str:
+        """running, finished, preempted, failed, ...: as `paceline runs` shows it."""
+        return read_entry(self.path).state
+
+    @property
+    def config(self) -> Config:
+        """Everything that defines the run: `run.config.train.epochs`."""
+        with explained():
+            return load_config(str(self._folder.config), []).config
+
+    @property
+    def results(self) -> dict[str, Any]:
+        """results.json: `run.results["test_accuracy"]`. Empty before the run has finished."""
+        if not self._folder.results.is_file():
+            return {}
+        results: dict[str, Any] = json.loads(self._folder.results.read_text(encoding="utf-8"))
+        return results
+
+    @property
+    def report(self) -> Path:
+        """The page for a browser."""
+        return self._folder.report
+
+    def metrics(self, phase: str | None = None) -> Table:
+        """A row per epoch and phase, or those of one phase: train, val or test; step for the lines between."""
+        with explained():
+            if phase not in (None, *_PHASES):
+                raise UserError("there is no such phase", where="run.metrics", got=phase, allowed=", ".join(_PHASES))
+            kind = "step" if phase == "step" else "epoch"
+            rows = [row for row in read_rows(self._folder.metrics_jsonl) if row["kind"] == kind]
+            if phase in ("train", "val", "test"):
+                rows = [row for row in rows if row["phase"] == phase]
+            return Table({name: value for name, value in row.items() if name != "kind"} for row in rows)
+
+    def model(self, checkpoint: str | int = "best") -> nn.Module:
+        """The trained model, in eval mode on the CPU: of the best checkpoint, the latest, or that of a step.
+
+        It takes inputs as `run.predict` prepares them: float, normalised as in training.
+        """
+        from paceline.library.predictions import open_model
+
+        with explained():
+            return open_model(self.path, checkpoint).model
+
+    def predict(self, images: Images) -> list[Prediction]:
+        """Label pictures with the best weights: paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C]."""
+        from paceline.library.predictions import predict
+
+        with explained():
+            return predict(self._best, images)
+
+    def evaluate(self) -> Evaluation:
+        """Test the best weights again, in this process."""
+        from paceline.training.reuse import evaluate_run, open_run
+
+        with explained():
+            return evaluate_run(open_run(self.path, []))
+
+    def resume(self, *, quiet: bool = False, **flags: Any) -> Run:
+        """Go on where this run stopped, in its folder; `epochs=20` makes a finished one longer."""
+        from paceline.library.train import train
+
+        return train(self._folder.config, output_dir=self.path, quiet=quiet, **{"resume": "auto", **flags})
+
+    @property
+    def _folder(self) -> RunFolder:
+        return RunFolder(self.path)
+
+    @cached_property
+    def _best(self) -> OpenModel:
+        from paceline.library.predictions import open_model
+
+        return open_model(self.path, "best")
+
+    def __repr__(self) -> str:
+        return f"<Run {self.name}: {self._in_words()}>"
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        return f"<b>{html.escape(self.name)}</b>: {self._in_words()} (<code>{html.escape(str(self.path))}</code>)"
+
+    def _in_words(self) -> str:
+        entry = read_entry(self.path)
+        accuracy = f", {entry.test_accuracy:.2%} test accuracy" if entry.test_accuracy is not None else ""
+        return f"{entry.state}, step {entry.step}{accuracy}" if entry.step is not None else entry.state

@@ -1,0 +1,136 @@
+"""`paceline.train(...)`: what `paceline train` does, from Python."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from paceline.config.fields import FieldSpec, find_field
+from paceline.config.recipe_file import unknown_name
+from paceline.config.rules import check_world
+from paceline.errors import UserError
+from paceline.launch.request import decide_processes, read_request
+from paceline.library.explained import explained
+from paceline.library.functions import is_of_notebook, reference_to
+from paceline.library.notebook_source import write_down
+from paceline.library.ride import ride
+from paceline.library.run import Run
+from paceline.runs.place import decide_place
+from paceline.world.detect import read_rank_environment
+
+Function = Callable[..., Any]
+NOTEBOOK_FILE = "functions.py"
+_NAMES = {"model": "model_name", "data": "dataset", "loss": "loss", "metrics": "metrics"}
+
+
+def train(
+    recipe: str | Path = "shapes-cnn",
+    *,
+    model: str | Function | None = None,
+    data: str | Function | None = None,
+    loss: str | Function | None = None,
+    metrics: str | Function | Sequence[str | Function] | None = None,
+    output_dir: str | Path | None = None,
+    quiet: bool = False,
+    **flags: Any,
+) -> Run:
+    """Train a recipe - one that comes with Paceline, or a YAML file - and return the finished run.
+
+    Every flag of `paceline train` is a keyword of the same name: `epochs=5`, `global_batch_size=512`, `processes=2`,
+    `amp=False`. Ranks are processes of their own, supervised, restarted and resumed as on the command line; their words
+    are printed, unless `quiet`.
+
+    `model(num_classes, input_shape)` returns an nn.Module, `data(data_dir, seed)` the halves `(train, test)`,
+    `loss(logits, labels)` the mean or a value per sample, and each of `metrics(logits, labels)` a value per sample.
+    Each may be a name, `FILE.py:FUNCTION`, or the function itself; one typed into a notebook is written, with what it
+    uses, to functions.py in the run folder.
+
+    A mistake raises `paceline.errors.UserError` before anything starts.
+    """
+    with explained():
+        _refuse_within_a_rank()
+        given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
+        settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
+        twice = settings.keys() & {name for name, value in flags.items() if value is not None}
+        if twice:
+            keyword = next(name for name, field in _NAMES.items() if field in twice)
+            raise UserError(f"{keyword} is given twice", where="paceline.train", got=f"{keyword} and {_NAMES[keyword]}")
+        settings |= flags | {"output_dir": output_dir}
+        typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
+        source = write_down(typed_in) if typed_in else ""
+        with tempfile.TemporaryDirectory() as draft:  # nothing is left behind by a request that is refused
+            folder = _check(recipe, settings, source, Path(draft) / NOTEBOOK_FILE)
+        file = folder.absolute() / NOTEBOOK_FILE
+        if source:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_text(source, encoding="utf-8")
+            if not quiet:
+                print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
+        ride([*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"], folder, quiet=quiet)
+        return Run(folder)
+
+
+def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> Path:
+    """Everything that can be found wrong here and now; returns the run folder."""
+    if source:
+        file.write_text(source, encoding="utf-8")
+    loaded = read_request(_arguments(recipe, settings, file))
+    place = decide_place(loaded)
+    check_world(loaded, decide_processes(loaded))
+    return place.folder
+
+
+def _place(output_dir: str | Path | None, folder: Path) -> str:
+    """A store keeps its URL: its folder here is only a working copy."""
+    return str(output_dir) if output_dir else str(folder)
+
+
+def _refuse_within_a_rank() -> None:
+    if read_rank_environment() is not None:
+        raise UserError(
+            "paceline.train starts ranks, and this process is one already",
+            where="paceline.train",
+            hint='put the call below `if __name__ == "__main__":`, since ranks import the file of your function; '
+            "under torchrun or srun: torchrun -m paceline train RECIPE",
+        )
+
+
+def _functions(settings: dict[str, Any]) -> list[tuple[str, Function]]:
+    """Those given as themselves, with the name of their setting."""
+    pairs = [(name, item) for name, value in settings.items() for item in _items(value)]
+    return [(name, item) for name, item in pairs if callable(item)]
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _arguments(recipe: str | Path, settings: dict[str, Any], notebook_file: Path) -> list[str]:
+    """The command line that says the same."""
+    arguments = [str(recipe)]
+    for key, value in settings.items():
+        field = find_field(key)
+        if field is None:
+            raise unknown_name(key, "paceline.train")
+        if value is None:
+            continue
+        words = [
+            reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else str(item)
+            for item in _items(value)
+        ]
+        arguments += _flag(field, value, words)
+    return arguments
+
+
+def _flag(field: FieldSpec, value: Any, words: list[str]) -> list[str]:
+    if field.is_bool:
+        if not isinstance(value, bool):
+            raise UserError(f"{field.name}: {value!r} is not valid", where="paceline.train", allowed="True or False")
+        return [field.flag if value else field.flag.replace("--", "--no-", 1)]
+    if field.is_tuple:
+        return [field.flag, *words]
+    if len(words) != 1 or isinstance(value, bool | list | tuple):
+        raise UserError(f"{field.name}: {value!r} is not valid", where="paceline.train", allowed=field.expects)
+    return [f"{field.flag}={words[0]}"]
