@@ -18,12 +18,14 @@ EXTRAS_READY := .venv-extras/.ready
 EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
 BENCH_BIN := .venv-bench/bin
 BENCH_READY := .venv-bench/.ready
+DOCS_BIN := .venv-docs/bin
+DOCS_READY := .venv-docs/.ready
 FLOWS_BIN := .venv-flows/bin
 FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
+.PHONY: help setup train test docs test-docs test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +37,8 @@ help:
 	@echo "make bench-cpu   Paceline beside DDP by hand, Lightning and Accelerate on two CPU ranks (minutes), in .venv-bench"
 	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
 	@echo "make test-browser  look at the pages in a real Chromium (make browser-install)"
+	@echo "make docs        build the documentation site into site/, in .venv-docs; open site/index.html"
+	@echo "make test-docs   execute every command of the documentation and the README"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make test-slurm  run the tests on a real Slurm cluster of three nodes on this machine (root; make slurm-install)"
 	@echo "make slurm-up    start a Slurm cluster of two nodes on this machine, to learn on; make slurm-down ends it"
@@ -68,6 +72,12 @@ $(EXTRAS_READY): pyproject.toml constraints.txt
 $(FLOWS_READY): pyproject.toml constraints-flows.txt
 	$(call install,.venv-flows,flows,constraints-flows.txt)
 
+# The site is built without the package: no torch.
+$(DOCS_READY): constraints-docs.txt
+	@test -x $(DOCS_BIN)/python || $(PYTHON) -m venv .venv-docs
+	@$(DOCS_BIN)/python -m pip install --quiet --disable-pip-version-check --retries 10 $(PIP_ARGS) -r constraints-docs.txt
+	@touch $@
+
 # The package, and the peers it is measured against.
 $(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements-peers.txt
 	$(call install,.venv-bench,tensorboard,constraints.txt,-r benchmarks/requirements-peers.txt)
@@ -76,7 +86,7 @@ train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs" -n 2 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
@@ -89,6 +99,14 @@ test-faults: setup
 # One at a time: flows start processes of their own.
 test-flows: $(FLOWS_READY)
 	PACELINE_REQUIRE_FLOWS=1 $(FLOWS_BIN)/python -m pytest -m "flows and not slow" tests/flows $(ARGS)
+
+# A warning ends it: a link or an anchor that leads nowhere, for one.
+docs: $(DOCS_READY)
+	@$(DOCS_BIN)/python docs/stage.py build/pages
+	@$(DOCS_BIN)/zensical build --clean --strict
+
+test-docs: setup $(DOCS_READY)
+	$(BIN)/python -m pytest -m "docs" tests/docs $(ARGS)
 
 # In a real Chromium, which tests/browser/install brings on Debian and Ubuntu.
 test-browser: setup
@@ -141,4 +159,4 @@ type: setup
 check: lint type test
 
 clean:
-	rm -rf .venv .venv-extras .venv-flows .venv-bench build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf .venv .venv-extras .venv-flows .venv-bench .venv-docs site build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -105,7 +105,7 @@ STUDY_FILES = {
     "jobs.json": "on Slurm: which array has which cells",
     "results.csv": "a row per cell and repeat",
     "report.html": "the answers, the plots and the tables on one page",
-    "*.png, *.svg": "the plots as files (extra `study`)",
+    "plots/": "the plots as PNG and SVG (extra `study`)",
 }
 
 
@@ -189,7 +189,7 @@ def files() -> str:
                 _file_table(
                     {
                         "~/.config/paceline/sites.yaml": "profiles of your clusters ([Slurm](../guides/slurm.md))",
-                        "~/.cache/paceline/ceilings/": "limits of your devices ([performance](../guides/performance.md))",
+                        "~/.cache/paceline/ceilings/": "limits of devices ([performance](../guides/performance.md))",
                         "packed.json, *.u8": "a packed data set ([data](../guides/own-data.md))",
                     }
                 ),
