@@ -104,6 +104,7 @@ test-flows: $(FLOWS_READY)
 docs: $(DOCS_READY)
 	@$(DOCS_BIN)/python docs/stage.py build/pages
 	@$(DOCS_BIN)/zensical build --clean --strict
+	@echo "open site/index.html; with search: $(PYTHON) -m http.server --directory site"
 
 test-docs: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "docs" tests/docs $(ARGS)

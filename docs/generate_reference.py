@@ -142,7 +142,8 @@ def flags() -> str:
     for group in dict.fromkeys(spec.group for spec in table):
         parts += [f"## {group}", told["Config", group]]
         for spec in (spec for spec in table if spec.group == group):
-            parts += [f"### `{spec.flag}`", told[_class_of(group), spec.name], _facts(spec)]
+            # Two spaces end a line.
+            parts += [f"### `{spec.flag}`", f"{told[_class_of(group), spec.name]}  \n*{_facts(spec)}*"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -232,7 +233,7 @@ def _facts(spec: FieldSpec) -> str:
     facts = [expects, f"default `{_written(spec.default)}`"]
     if spec.aliases:
         facts.append("also " + ", ".join(f"`--{alias.replace('_', '-')}`" for alias in spec.aliases))
-    return " - ".join(facts)
+    return "; ".join(facts)
 
 
 def _written(value: object) -> str:
