@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from paceline import errors
+
 if TYPE_CHECKING:
     from paceline.library.predictions import Prediction
     from paceline.library.run import Run, load_run
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from paceline.library.train import train
 
 __version__ = "0.1.0"
-__all__ = ["Prediction", "Run", "Table", "load_run", "train"]
+__all__ = ["Prediction", "Run", "Table", "errors", "load_run", "train"]
 
 _HOMES = {"Prediction": "predictions", "Run": "run", "Table": "table", "load_run": "run", "train": "train"}
 

@@ -1,0 +1,261 @@
+"""Paceline from Python: the guide, the example and the notebook run, and say what the command line says."""
+
+from __future__ import annotations
+
+import json
+import linecache
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import paceline
+from harness.cells import read_cells
+from harness.cli import Answer, command
+from harness.cli import paceline as run_command
+from paceline.errors import UserError
+from paceline.library.notebook_source import write_down
+from paceline.metrics.recorder import read_rows
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "custom_model"
+FLAGS = ["--global-batch-size", "48", "--base-lr", "0.2", "--augment", "none", "--processes", "2", "--epochs", "1"]
+
+
+def run_cells(path: Path, cwd: Path) -> Answer:
+    code = f"from harness.cells import main; main({str(path)!r})"
+    return command(sys.executable, "-c", code, cwd=cwd, PYTHONPATH=str(ROOT / "tests"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> paceline.Run:
+    """examples/custom_model by its script: model, data, loss and metrics of its own."""
+    folder = tmp_path_factory.mktemp("library") / "run"
+    answer = command(
+        sys.executable, str(EXAMPLE / "train.py"), "--epochs", "1", "--output-dir", str(folder), cwd=folder.parent
+    )
+    assert answer.code == 0, answer.err
+    assert " is " in answer.out.splitlines()[-1]
+    return paceline.load_run(folder)
+
+
+def test_importing_paceline_imports_neither_torch_nor_the_library() -> None:
+    code = "import sys, paceline; sys.exit(any(m == 'torch' or m.startswith('paceline.library') for m in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_example_and_its_command_line_train_the_same_bits(trained: paceline.Run, tmp_path: Path) -> None:
+    answer = run_command(
+        *("train", "shapes-cnn", "--model-name", "model.py:build", "--dataset", "data.py:make_stripes"),
+        *("--loss", "loss.py:focal", "--metrics", "metric.py:top_2", "metric.py:confidence"),
+        *(*FLAGS, "--output-dir", str(tmp_path / "run")),
+        cwd=EXAMPLE,
+    )
+    assert answer.code == 0, answer.err
+    other = paceline.load_run(tmp_path / "run")
+    for name in ("weights_sha256", "test_loss", "test_metrics"):
+        assert other.results[name] == trained.results[name]
+    told = "".join(f" {name} {value:.4f}" for name, value in list(trained.metrics("val")[-1].items())[6:8])
+    assert told.startswith(" top_2")
+    assert told in answer.out
+
+
+def test_a_metric_is_the_mean_over_every_sample_and_the_loss_is_ones_own(trained: paceline.Run) -> None:
+    _, labels, logits = answers_of(trained)
+    likeliest = logits.topk(2).indices
+    expected = (likeliest == labels[:, None]).any(1).double().mean().item()
+    assert trained.results["test_metrics"]["top_2"] == expected
+    assert trained.metrics("test")[0]["top_2"] == expected
+    surprise = torch.nn.functional.cross_entropy(logits, labels, reduction="none").double()
+    focal = (1 - (-surprise).exp()) ** 2 * surprise
+    # Batches of other sizes: the last bits of float32 differ.
+    assert trained.results["test_loss"] == pytest.approx(focal.mean().item(), rel=1e-5)
+    assert trained.evaluate().metrics["top_2"] == expected
+
+
+def answers_of(run: paceline.Run) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
+    """The test half, and the model's logits for it."""
+    sys.path.insert(0, str(EXAMPLE))
+    try:
+        from data import make_stripes  # type: ignore[import-not-found]
+    finally:
+        sys.path.remove(str(EXAMPLE))
+    _, (images, labels), _ = make_stripes(seed=run.config.train.seed)
+    probabilities = [list(answer.probabilities.values()) for answer in run.predict(images)]
+    return images, torch.tensor(labels), torch.tensor(probabilities).log()
+
+
+def test_predictions_do_not_depend_on_how_an_image_is_given(trained: paceline.Run, tmp_path: Path) -> None:
+    array = answers_of(trained)[0][:3]
+    expected = trained.predict(array)
+    assert all(answer.probabilities[answer.label] == answer.probability for answer in expected)
+    assert all(answer.probability == max(answer.probabilities.values()) for answer in expected)
+    assert trained.predict(array.transpose(0, 3, 1, 2)) == expected
+    assert trained.predict(torch.from_numpy(array)) == expected
+    pictures = [Image.fromarray(image[..., 0]) for image in array]
+    assert trained.predict(pictures) == expected
+    for number, picture in enumerate(pictures):
+        picture.save(tmp_path / f"{number}.png")
+    assert trained.predict(sorted(tmp_path.glob("*.png"))) == expected
+    assert trained.predict(str(tmp_path / "0.png")) == expected[:1]
+    assert trained.predict([]) == []
+    assert len(trained.predict(Image.new("RGB", (40, 30)))) == 1  # cut and scaled
+    for wrong in (array / 255, array[0], 3):
+        with pytest.raises(UserError, match="image"):
+            trained.predict(wrong)  # type: ignore[arg-type]
+
+
+def test_model_is_ready_to_use_and_leaves_the_dice_alone(trained: paceline.Run) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    model = trained.model()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not model.training
+    assert all(p.device.type == "cpu" for p in model.parameters())
+    weights = model.state_dict()
+    for name in ("latest", 22, "step-00000022"):
+        again = trained.model(name).state_dict()
+        assert all(torch.equal(again[key], value) for key, value in weights.items())
+    with pytest.raises(UserError) as caught:
+        trained.model(7)
+    assert "step-00000022" in caught.value.screen()
+
+
+def test_metrics_are_rows_that_other_tables_take(trained: paceline.Run) -> None:
+    rows = trained.metrics()
+    kept = [row for row in read_rows(trained.path / "metrics.jsonl") if row["kind"] == "epoch"]
+    assert list(rows) == [{name: value for name, value in row.items() if name != "kind"} for row in kept]
+    assert rows.column("phase") == ["train", "val", "test"]
+    assert rows.columns[:4] == ["step", "epoch", "phase", "loss"]
+    assert trained.metrics("step").column("step") == [10, 20, 22]
+    assert repr(rows).splitlines()[0].split() == rows.columns
+    assert rows._repr_html_().count("<tr>") == 4
+    with pytest.raises(UserError, match="no such phase"):
+        trained.metrics("validation")
+    with pytest.raises(UserError, match="no column"):
+        rows.column("top_3")
+
+
+def test_runs_are_found_by_the_beginning_of_their_name(trained: paceline.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = trained.path.parent / "runs"
+    runs.mkdir()
+    (runs / "first-ride").symlink_to(trained.path)
+    monkeypatch.chdir(trained.path.parent)
+    assert paceline.load_run("first").results == trained.results
+    with pytest.raises(UserError, match="not a run folder"):
+        paceline.load_run("second")
+
+
+def inside() -> object:
+    return lambda: None
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"epoch": 3}, "perhaps you meant epochs"),
+        ({"epochs": "many"}, "epochs: 'many' is not valid"),
+        ({"epochs": 0}, "1 or more"),
+        ({"epochs": [1, 2]}, "a whole number"),
+        ({"amp": "yes"}, "True or False"),
+        ({"recipe": "shape-cnn"}, "paceline train shapes-cnn"),
+        ({"global_batch_size": 250, "processes": 4}, "250 is not divisible by 4"),
+        ({"model": inside()}, "no lambda"),
+        ({"model": "cnn", "model_name": "mlp"}, "model is given twice"),
+        ({"loss": "nowhere.py:loss"}, "no such file"),
+        ({"loss": f"{EXAMPLE}/loss.py:focul"}, "did you mean"),
+        ({"loss": f"{EXAMPLE}/loss.py:focal", "label_smoothing": 0.1}, "smooth in the loss itself"),
+        ({"metrics": [f"{EXAMPLE}/metric.py:top_2"] * 2}, "two columns named 'top_2'"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    settings: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        paceline.train(**settings)  # type: ignore[arg-type]
+    assert words in caught.value.screen()
+    notes = "\n".join(getattr(caught.value, "__notes__", []))
+    assert f"error: {caught.value.what}\n{notes}".rstrip() == caught.value.screen()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_that_imports_the_script_does_not_train_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="this process is one already"):
+        paceline.train()
+
+
+def test_a_failing_loss_is_told_by_its_own_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.py").write_text("def loss(logits, labels):\n    return logits[:, 0].sum(0, keepdim=True)\n")
+    with pytest.raises(UserError) as caught:
+        paceline.train(loss="mine.py:loss", processes=1, num_samples=640, global_batch_size=64, quiet=True)
+    assert "mine.py:loss returns something else" in str(caught.value)
+    assert "a tensor of shape [1]" in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+# --- Notebooks
+
+
+@pytest.fixture
+def notebook(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
+    """The namespace of a `__main__` that stands for a notebook's."""
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    return vars(main)
+
+
+def type_in(namespace: dict[str, object], source: str) -> None:
+    name = f"<typed in {len(namespace)}>"
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+    exec(compile(source, name, "exec"), namespace)
+
+
+def test_functions_of_a_notebook_are_written_down_with_what_they_use(notebook: dict[str, object]) -> None:
+    type_in(notebook, "import math as m\nfrom json import dumps as write\nWIDTH = 3\nunused = object()\n")
+    type_in(notebook, "class Net:\n    unused = 1\n    def size(self):\n        return WIDTH * helper(2)\n")
+    type_in(notebook, "def helper(x):\n    unused = m.floor(x)\n    return unused\n")
+    type_in(notebook, "def build(net: Net):\n    return write(net.size())\n")
+    text = write_down([notebook["build"]])  # type: ignore[list-item]
+    fresh: dict[str, object] = {}
+    exec(text, fresh)
+    assert fresh["build"](fresh["Net"]()) == "6"  # type: ignore[operator]
+    assert "unused" not in fresh
+
+
+def test_what_cannot_be_written_down_is_refused_by_name(notebook: dict[str, object]) -> None:
+    type_in(notebook, "table = object()\ndef build():\n    return table\n")
+    with pytest.raises(UserError, match="'table'") as caught:
+        write_down([notebook["build"]])  # type: ignore[list-item]
+    assert "needed by build" in caught.value.screen()
+    exec("def typed_at_a_prompt():\n    return 1\n", notebook)
+    with pytest.raises(UserError, match="source of typed_at_a_prompt is not known"):
+        write_down([notebook["typed_at_a_prompt"]])  # type: ignore[list-item]
+
+
+def test_cells_of_the_notebook_run(tmp_path: Path) -> None:
+    path = ROOT / "examples" / "notebook" / "paceline.ipynb"
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] for cell in cells if "print" in "".join(cell["source"]))
+    assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
+    answer = run_cells(path, tmp_path)
+    assert answer.code == 0, answer.err
+    assert "of this notebook, written to" in answer.out
+
+
+def test_guide_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    assert len(read_cells(ROOT / "docs" / "guides" / "library.md")) >= 5
+    answer = run_cells(ROOT / "docs" / "guides" / "library.md", tmp_path)
+    assert answer.code == 0, answer.err
+    guide = (ROOT / "docs" / "guides" / "library.md").read_text()
+    screen = answer.out[answer.out.index("error: unknown key") :].partition("\nfinished")[0]
+    assert screen in guide
