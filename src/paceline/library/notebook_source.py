@@ -26,7 +26,8 @@ def write_down(functions: Iterable[Callable[..., Any]]) -> str:
     pieces = _Pieces(vars(sys.modules["__main__"]))
     for function in functions:
         pieces.need(function.__name__, needed_by="paceline.train")
-    return "\n\n".join([_HEADER + "\n" + "\n".join(sorted(set(pieces.imports))), *pieces.definitions]) + "\n"
+    top = _HEADER + "\n" + "\n".join(sorted(set(pieces.imports)))
+    return "\n\n\n".join([top, *pieces.definitions]) + "\n"
 
 
 class _Pieces:
