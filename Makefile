@@ -25,7 +25,7 @@ FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test docs test-docs test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
+.PHONY: help setup train test docs test-docs test-course test-terminal terminal-install test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -39,6 +39,8 @@ help:
 	@echo "make test-browser  look at the pages in a real Chromium (make browser-install)"
 	@echo "make docs        build the documentation site into site/, in .venv-docs; open site/index.html"
 	@echo "make test-docs   execute every command of the documentation and the README"
+	@echo "make test-course grade every answer of the course, on real ranks (and real Slurm where it is)"
+	@echo "make test-terminal  try the terminal in a real one (make terminal-install: tmux, zsh, fish)"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make test-slurm  run the tests on a real Slurm cluster of three nodes on this machine (root; make slurm-install)"
 	@echo "make slurm-up    start a Slurm cluster of two nodes on this machine, to learn on; make slurm-down ends it"
@@ -86,7 +88,7 @@ train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal" -n 2 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
@@ -115,6 +117,16 @@ test-browser: setup
 
 browser-install:
 	@tests/browser/install
+
+# In a real terminal: tmux, and the shells that completion is for.
+test-terminal: setup
+	$(BIN)/python -m pytest -m "terminal" tests/terminal $(ARGS)
+
+terminal-install:
+	@tests/terminal/install
+
+test-course: setup
+	$(BIN)/python -m pytest -m "course" tests/course -n 2 $(ARGS)
 
 soak: setup
 	$(BIN)/python benchmarks/reliability.py soak $(ARGS)

@@ -1,4 +1,4 @@
-"""The marker of the course's own, longer tests, and one server that forks all their ranks."""
+"""One server that forks all ranks of the course's tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,6 @@ import pytest
 
 from paceline.course.lessons import LESSONS
 from paceline.course.ranks import warm_up
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "course: grades every answer of the course; `make test-course` and .ci/run")
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from typing import Any
 from paceline.world.detect import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.training.loop"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.training.loop", "paceline.parallel.sharding"])
 _DEADLINE_S = 100
 
 

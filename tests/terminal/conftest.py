@@ -12,10 +12,6 @@ import pytest
 from harness.tmux import TMUX, Terminal
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "terminal: in a real terminal (tmux) or shell; `make test-terminal` and .ci/run")
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     """A folder with `paceline` as a command in its bin/, as an installed one is."""

@@ -48,7 +48,8 @@ Fraction = Annotated[float, Range(low=0.0, high=1.0, open_high=True)]
 @dataclass(frozen=True)
 class DataConfig:
     dataset: str = "shapes"
-    """shapes, synthetic, cifar10, fashion-mnist, folder, or FILE.py:FUNCTION."""
+    """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), or
+    FILE.py:FUNCTION."""
 
     data_dir: str = "data"
     """Where data sets are looked for and downloaded to."""

@@ -1,6 +1,6 @@
 """The course's convolutional network: three conv layers, two linear ones, nothing hidden.
 
-16, 32 and 64 filters of 3x3, each followed by ReLU and a 2x2 max-pool, then 512 features and the
+16, 32 and 64 filters of 3x3, each followed by a 2x2 max-pool and ReLU, then 512 features and the
 classifier. It has no BatchNorm on purpose: every sample's output depends on that sample alone, which
 makes it the model of choice for comparing world sizes.
 """
@@ -28,7 +28,8 @@ class CNN(nn.Module):
         self.input_shape = input_shape
         layers: list[nn.Module] = []
         for filters in WIDTHS:
-            layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+            # Pooled first, ReLU has a quarter of the work; the largest of four is cut off at zero either way.
+            layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
             channels, height, width = filters, height // 2, width // 2
         self.features = nn.Sequential(*layers)
         self.hidden = nn.Sequential(

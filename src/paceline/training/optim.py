@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,6 +17,7 @@ from paceline.training.muon import Muon
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """All trainable parameters in one group; the loop sets the learning rate before each step."""
+    _spare_the_compiler()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = config.weight_decay
     # One pass over everything, on any device. Sharded parameters have no such kernel.
@@ -29,6 +32,30 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
     if config.optimizer == "adam":
         return torch.optim.Adam(parameters, config.base_lr, weight_decay=decay, fused=fused)
     return torch.optim.AdamW(parameters, config.base_lr, weight_decay=decay, fused=fused)
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """An optimizer's update without what torch wraps around it: hooks nobody has set, a compiler to keep out of."""
+    update = inspect.unwrap(type(optimizer).step)
+
+    def step() -> None:
+        with torch.no_grad():
+            update(optimizer)
+
+    return step
+
+
+def _spare_the_compiler() -> None:
+    """torch loads its compiler with the first optimizer, so that it can keep out of its way: a second for nothing.
+
+    Where nobody has loaded it, there is nothing to keep out of.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for name in ("add_param_group", "zero_grad", "state_dict", "load_state_dict"):
+        method = getattr(getattr(torch.optim.Optimizer, name), "__wrapped__", None)
+        if method is not None:
+            method.__dynamo_disable = method
 
 
 class MovingAverage:

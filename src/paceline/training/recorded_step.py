@@ -116,7 +116,7 @@ class RecordedStep(TrainStep):
     def _apply_gradients(self) -> None:
         if self._config.optim.clip_norm:
             torch._foreach_mul_(self._model.local_gradients(), self._shrink)
-        self._optimizer.step()
+        self._apply_update()
         if self._average is not None:
             self._average.blend(self._blend)
 

@@ -22,7 +22,7 @@ from paceline.parallel.collectives import sum_over_ranks
 from paceline.parallel.exact import LaneReducer
 from paceline.training.guards import Guards
 from paceline.training.objective import build_objective
-from paceline.training.optim import MovingAverage
+from paceline.training.optim import MovingAverage, bare_step
 from paceline.world.detect import World
 from paceline.world.seeds import seed_step
 
@@ -52,6 +52,7 @@ class TrainStep:
         self._model = model
         self._optimizer = optimizer
         self._average = average
+        self._apply_update = bare_step(optimizer)
         self._config = config
         self._world = world
         lanes = config.parallel.lanes or world.world_size
@@ -112,8 +113,11 @@ class TrainStep:
         limit = self._config.optim.clip_norm
         if limit and report.grad_norm > limit:
             self._model.scale_gradients(limit / (report.grad_norm + 1e-6))
-        self.scaler.step(self._optimizer)
-        self.scaler.update()
+        if self.scaler.is_enabled():
+            self.scaler.step(self._optimizer)
+            self.scaler.update()
+        else:
+            self._apply_update()
         self._optimizer.zero_grad(set_to_none=True)
         if self._average is not None:
             self._average.update(step)
