@@ -18,8 +18,11 @@ import paceline
 from harness.cells import read_cells
 from harness.cli import Answer, command
 from harness.cli import paceline as run_command
-from paceline.errors import UserError
+from paceline.checkpoints.identity import refuse_early
+from paceline.config.fields import flatten
+from paceline.errors import CheckpointError, DataError, UserError
 from paceline.library.notebook_source import write_down
+from paceline.library.ride import _error
 from paceline.metrics.recorder import read_rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,6 +144,14 @@ def test_metrics_are_rows_that_other_tables_take(trained: paceline.Run) -> None:
         rows.column("top_3")
 
 
+def test_a_run_goes_on_with_its_own_loss_only_and_with_any_metrics(trained: paceline.Run) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        trained.resume(loss=f"{EXAMPLE}/metric.py:confidence")
+    assert "loss: saved" in caught.value.screen()
+    now = {**flatten(trained.config), "metrics": ()}
+    refuse_early(trained.path, now)
+
+
 def test_runs_are_found_by_the_beginning_of_their_name(trained: paceline.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = trained.path.parent / "runs"
     runs.mkdir()
@@ -193,14 +204,25 @@ def test_a_rank_that_imports_the_script_does_not_train_again(monkeypatch: pytest
         paceline.train()
 
 
-def test_a_failing_loss_is_told_by_its_own_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_loss_is_told_as_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text("def loss(logits, labels):\n    return logits[:, 0].sum(0, keepdim=True)\n")
     with pytest.raises(UserError) as caught:
         paceline.train(loss="mine.py:loss", processes=1, num_samples=640, global_batch_size=64, quiet=True)
-    assert "mine.py:loss returns something else" in str(caught.value)
-    assert "a tensor of shape [1]" in str(caught.value)
-    assert caught.value.exit_code == 2
+    assert caught.value.what == "mine.py:loss returns something else than it should"
+    assert caught.value.got == "a tensor of shape [1]"
+    assert caught.value.allowed == "one value per sample, a tensor of shape [64], or their mean"
+
+
+def test_a_screen_becomes_the_error_it_was(tmp_path: Path) -> None:
+    for error in (
+        UserError("all of it", where="here", got="two\nlines", allowed="one", hint="try: this"),
+        DataError("nothing but what"),
+        CheckpointError("with a hint", hint="again"),
+    ):
+        read = _error(error.exit_code, error.screen() + "\n", tmp_path)
+        assert type(read) is type(error)
+        assert vars(read) == {**vars(error), "exit_code": error.exit_code}
 
 
 # --- Notebooks

@@ -15,6 +15,7 @@ from paceline.data.loader import Loader
 from paceline.parallel.apply import ParallelModel
 from paceline.parallel.collectives import average_buffers, broadcast_text, gather_texts
 from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.objective import Objective, UserFunction
 from paceline.world.detect import World
 
 CLASSES = 3
@@ -31,6 +32,10 @@ def build() -> nn.Module:
     return nn.Linear(5, CLASSES)
 
 
+def is_small(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (logits[:, 0] < labels).float()
+
+
 def evaluate_on(world: World, size: int, batch_size: int) -> Evaluation:
     vectors, labels = samples_of(size)
     info = DatasetInfo("test", size, size, ("a", "b", "c"), (5,))
@@ -38,7 +43,8 @@ def evaluate_on(world: World, size: int, batch_size: int) -> Evaluation:
     loader = Loader(ResidentDataset(vectors, labels), torch.arange(size), pipeline, world)
     module = build()
     model = ParallelModel(module, module, "single", None)
-    return evaluate(model, loader, world, num_classes=CLASSES, batch_size=batch_size, max_batches=None)
+    objective = Objective(metrics={"is_small": UserFunction("is_small", is_small)})
+    return evaluate(model, loader, world, num_classes=CLASSES, batch_size=batch_size, objective=objective)
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(7, 2), (10, 3), (3, 8), (2, 1), (101, 10)])
@@ -53,6 +59,7 @@ def test_every_sample_once(size: int, batch_size: int, world_size: int) -> None:
         assert result.samples == size
         assert result.confusion == expected.tolist()
         assert result.accuracy == expected.trace().item() / size
+        assert result.metrics == {"is_small": is_small(logits, labels).sum().item() / size}
         # Another order of float64 additions.
         assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
 

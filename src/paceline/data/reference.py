@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.errors import UserError
+from paceline.errors import PacelineError, UserError
 
 
 def is_reference(name: str) -> bool:
@@ -53,6 +53,8 @@ def resolve_reference(name: str, *, where: str) -> Callable[..., Any]:
     place, function = _split(name, where)
     try:
         module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+    except PacelineError:
+        raise
     except Exception as error:
         raise UserError(f"importing {place} failed", where=where, got=f"{type(error).__name__}: {error}") from error
     found = getattr(module, function, None)

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.fields import FieldSpec, find_field
+from paceline.checkpoints.identity import refuse_early
+from paceline.config.fields import FieldSpec, find_field, flatten
 from paceline.config.recipe_file import unknown_name
 from paceline.config.rules import check_world
 from paceline.errors import UserError
@@ -79,6 +80,8 @@ def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path
     loaded = read_request(_arguments(recipe, settings, file))
     place = decide_place(loaded)
     check_world(loaded, decide_processes(loaded))
+    if place.resume_from is not None and not source:  # a draft has another name than the file it will be
+        refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
     return place.folder
 
 
