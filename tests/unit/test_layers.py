@@ -15,7 +15,7 @@ WITHOUT_TORCH = {"errors", "config", "runs", "report", "launch", "study", "cli"}
 # Layers that hold heavy and light files: these must answer before torch is imported.
 LIGHT_FILES = {
     *("world/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
-    *("library/train.py", "library/run.py"),
+    *("library/train.py", "library/run.py", "data/pack_format.py", "world/gpus.py"),
 }
 
 

@@ -124,6 +124,8 @@ def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, A
     nodes = attempt.nodes
     # Several nodes need a port they all know; a new one for each attempt, since the last may not be free yet.
     port = nodes.port + attempt.number if nodes.port else 0
+    # Alone, a node need not know its own name, which may not even resolve.
+    own_address = "localhost" if nodes.count == 1 else None
     parameters = RendezvousParameters(
         backend="c10d",
         endpoint=f"{nodes.host}:{port}",
@@ -131,6 +133,7 @@ def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, A
         min_nodes=nodes.count,
         max_nodes=nodes.count,
         is_host=nodes.own == 0,
+        local_addr=own_address,
         join_timeout=_JOIN_TIMEOUT_S,
     )
     rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
@@ -142,6 +145,7 @@ def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, A
         rdzv_handler=rendezvous,
         max_restarts=0,
         monitor_interval=0.05,
+        local_addr=own_address,
     )
     return LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="forkserver"), rendezvous
 

@@ -76,7 +76,8 @@ def _killed(number: int, memory_mb: list[float], oom_kills: int, batch: str, mem
             return Cause("oom-killed", f"killed, {sure}{trend}{batch}", memory_hint + ", or more memory for the job")
         return Cause("killed", f"not sent by paceline{trend}", "dmesg or the scheduler's log may say who")
     if number == signal.SIGBUS:
-        return Cause("shared-memory", "ended by SIGBUS: shared memory is too small", "a larger /dev/shm")
+        what = "ended by SIGBUS: shared memory is too small, or a mapped file was cut short"
+        return Cause("shared-memory", what, "a larger /dev/shm; for packed data: paceline data check")
     return Cause("crashed", f"crashed with {name}", "the stack may be in the rank's log; PYTHONFAULTHANDLER=1 shows it")
 
 
