@@ -1,0 +1,111 @@
+"""Links lead somewhere, the reference says what the program does, and the site knows its pages."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness import documents
+from harness.documents import REPOSITORY, name_of
+
+
+@pytest.mark.parametrize("page", documents.pages(), ids=name_of)
+def test_every_link_and_anchor_leads_somewhere(page: Path) -> None:
+    broken = [f"{name_of(page)}:{line}: {target}" for line, target in documents.links(page) if _is_broken(page, target)]
+
+    assert not broken
+
+
+def _is_broken(page: Path, target: str) -> bool:
+    path, _, anchor = target.partition("#")
+    to = (page.parent / path).resolve() if path else page
+    if not to.exists() or not to.is_relative_to(REPOSITORY):
+        return True
+    return bool(anchor) and to.suffix == ".md" and anchor not in documents.anchors(to)
+
+
+def test_broken_links_would_be_found(tmp_path: Path) -> None:
+    page = REPOSITORY / "docs" / "index.md"
+
+    assert _is_broken(page, "guides/nowhere.md")
+    assert _is_broken(page, "exact.md#nowhere")
+    assert _is_broken(page, "../../outside.md")
+    assert not _is_broken(page, "reliability.md#rehearse-it")
+
+
+def test_the_reference_is_up_to_date() -> None:
+    """If not: python docs/generate_reference.py."""
+    done = subprocess.run(
+        [sys.executable, "docs/generate_reference.py", "--check"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_the_site_has_every_page_and_no_other() -> None:
+    sys.path.insert(0, str(REPOSITORY / "docs"))
+    try:
+        import stage  # type: ignore[import-not-found]
+    finally:
+        sys.path.pop(0)
+    staged = {place.as_posix() for place in dict(stage._pages()).values() if place.suffix == ".md"}
+    project = tomllib.loads((REPOSITORY / "zensical.toml").read_text())["project"]
+    listed = list(_nav(project["nav"]))
+
+    assert len(listed) == len(set(listed))
+    assert set(listed) - staged == {"results/index.md"}  # written when pages are staged
+    # Reached from a page of their own, by links.
+    below = ("decisions/", "course/", "results/", "examples/")
+    assert {page for page in staged if not page.startswith(below)} <= set(listed)
+
+
+def _nav(entries: Any) -> Iterator[str]:
+    for entry in entries:
+        for target in entry.values():
+            if isinstance(target, str):
+                yield target
+            else:
+                yield from _nav(target)
+
+
+def test_every_decision_is_in_their_list() -> None:
+    folder = REPOSITORY / "docs" / "decisions"
+    listed = [target for _, target in documents.links(folder / "index.md")]
+
+    assert listed == sorted(page.name for page in folder.glob("0*.md"))
+
+
+def test_every_make_target_in_a_page_exists() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text()
+    told = {
+        (name_of(page), words[1])
+        for page in documents.pages()
+        for _, line in documents.shell_lines(page)
+        if len(words := line.split()) > 1 and words[0] == "make" and "=" not in words[1]
+    }
+
+    assert told
+    assert [use for use in told if f"\n{use[1]}:" not in makefile] == []
+
+
+def test_every_python_file_a_page_runs_exists() -> None:
+    missing = []
+    for page in documents.pages():
+        for number, line in documents.shell_lines(page):
+            words = [word for word in line.split() if "=" not in word]
+            if len(words) > 1 and words[0].endswith("python") and words[1].endswith(".py"):
+                # Pages about an example say `cd` before.
+                places = [REPOSITORY / words[1], *REPOSITORY.glob(f"examples/*/{words[1]}")]
+                missing += [f"{name_of(page)}:{number}: {line}"] if not any(map(Path.exists, places)) else []
+
+    assert missing == []

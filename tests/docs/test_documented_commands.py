@@ -1,0 +1,184 @@
+"""Every `paceline` command of the README, the docs, the course and the examples is executed.
+
+As it stands where that takes seconds. Else in the cheapest way that still tells the truth: what would train for
+minutes or go to a cluster is checked by its own --dry-run, with every flag, path and rule; what measures, measures
+little. A command that cannot be executed here has its reason in NOT_EXECUTED.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from harness import documents
+from harness.cli import paceline
+from harness.documents import REPOSITORY, Command
+from paceline.cli.main import main
+from paceline.runs.folder import RunFolder
+
+pytestmark = [pytest.mark.docs]
+
+SMALL = ["--num-samples", "640", "--global-batch-size", "64"]
+# The beginning of a command, and what makes it quick. The first that fits counts.
+QUICKLY: list[tuple[str, list[str]]] = [
+    ("train shapes-cnn --json", ["--epochs", "1", *SMALL]),
+    ("train folder-resnet50", ["--global-batch-size", "4", "--dry-run"]),
+    ("train", ["--dry-run"]),
+    ("submit", ["--dry-run"]),
+    ("study predict", []),
+    ("study", ["--dry-run"]),
+    ("clean", ["--dry-run"]),
+    ("bench --profile", ["--seconds-per-size", "0.02", *SMALL]),
+    ("bench --what", ["--sizes", "4KB:8KB", "--seconds-per-size", "0.02", *SMALL]),
+    # What is left of a bench without them is its data.
+    ("bench", ["--what", "data", "--seconds-per-size", "0.02", *SMALL]),
+    ("equivalence", ["--world-sizes", "1,2", "--max-steps", "2", *SMALL]),
+]
+# These train: as a person would, to the end.
+FOR_REAL = {
+    'train shapes-cnn --num-samples 4000 --epochs 3 --save-steps 20 --inject "kill rank=1 step=30"',
+    "train shapes-cnn --model-name my_model.py:build --rehearse",
+    "train shapes-cnn --dataset my_data.py:make_dataset --epochs 2",
+}
+# Where another ending than 0 is the right one.
+ENDINGS = {
+    "course check": 1,  # an exercise nobody has filled yet
+}
+_GPU = "needs a GPU; tests/gpu"
+_DOWNLOAD = "downloads CIFAR-10; tests/unit/test_fetch.py has a server of its own"
+_STORE = "needs a bucket; tests/flows has a server of its own"
+_SLURM = "needs Slurm; tests/slurm runs it on a real cluster"
+_EXTRA = "needs an extra; make test-extras"
+_MINUTE = "the same checks as plain `doctor`, another output; tests/cli/test_doctor.py"
+NOT_EXECUTED = {
+    "bench cifar10-resnet18 --data-dir data": _DOWNLOAD,
+    "data fetch cifar10 --data-dir data": _DOWNLOAD,
+    "doctor --device cuda": _GPU,
+    "doctor --device cuda --output-dir /scratch/runs": _GPU,
+    "doctor --json": _MINUTE,
+    "doctor --launch slurm": _SLURM,
+    "doctor --launch slurm --nodes 4": _SLURM,
+    "doctor --launch slurm --nodes 4 -- --partition=gpu --gpus-per-node=4": _SLURM,
+    "doctor --launch slurm --nodes 4 --processes 2 -- --partition=debug --time=5": _SLURM,
+    "export RUN --format onnx": _EXTRA,
+    "train cifar10-cnn --output-dir s3://bucket/runs/first": _STORE,
+    "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18": _STORE,
+    "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18 --resume auto": _STORE,
+    "train cifar10-speedrun --data-dir data": "its plan ends with KeyError 'muon' in training/estimate.py",
+    "train cifar10-swin --data-dir data": _EXTRA,
+    "train cifar10-timm --data-dir data": _EXTRA,
+    "train cifar10-timm --model-name timm:convnext_tiny --data-dir data": _EXTRA,
+}
+# Words that stand for something of the reader's.
+STAND_INS = {
+    "RUN": "runs/first",
+    "RECIPE": "shapes-cnn",
+    "PICTURE...": "PICTURES/red/0.png",
+    "IMAGE": "registry.example/paceline:1",
+    "REGISTRY": "registry.example",
+    "CLAIM": "runs",
+    "...": "--image registry.example/paceline:1 --runs runs --nodes 2 --processes-per-node 2",
+    "PATH": "page.html",
+}
+
+
+def _told() -> list[Command]:
+    """Each command once, where it stands first. The pages of results tell of commands that were run."""
+    first: dict[str, Command] = {}
+    for page in documents.pages():
+        for command in documents.commands(page):
+            first.setdefault(command.text, command)
+    return list(first.values())
+
+
+TOLD = _told()
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the pages speak of: a finished run, pictures, and the files they show."""
+    folder = tmp_path_factory.mktemp("desk")
+    one_epoch = ["--epochs", "1", *SMALL]
+    run = paceline("train", "shapes-cnn", *one_epoch, "--processes", "2", "--output-dir", "runs/first", cwd=folder)
+    assert run.code == 0, run.err
+    shutil.copytree(folder / "runs" / "first", folder / "runs" / "second", symlinks=True)
+    study = paceline("study", "shapes-cnn", *one_epoch, "--world-sizes", "1,2", "--repeats", "1", cwd=folder)
+    assert study.code == 0, study.err
+    for number, colour in enumerate(["red", "blue"]):
+        for half in range(5):
+            path = folder / "PICTURES" / colour / f"{half}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.new("RGB", (40, 40), (200, 40 * number, 10 * half)).save(path)
+    packed = paceline("data", "pack", "PICTURES", "PACKED", cwd=folder)
+    assert packed.code == 0, packed.err
+    for page in documents.pages():
+        for block in documents.blocks(page):
+            if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
+                (folder / name[1]).write_text(block.text)
+    # The times of a course, in its own columns.
+    times = {1: 7.4, 2: 4.6, 4: 2.2}
+    rows = [f"ddp,{gpus},{epoch},{time},0.9,70,100" for gpus, time in times.items() for epoch in (1, 2)]
+    table = "\n".join(["method,gpus,epoch,time,val_loss,acc,peak_mem", *rows]) + "\n"
+    (folder / "results.csv").write_text(table)
+    return folder
+
+
+@pytest.mark.parametrize("told", [c for c in TOLD if c.text not in NOT_EXECUTED], ids=lambda c: f"{c.page}:{c.line}")
+def test_a_command_of_a_page_works(told: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (REPOSITORY / told.page).parent if told.page.startswith("examples/") else desk
+    words = _with_stand_ins(told.words)
+    if told.text not in FOR_REAL:
+        words += next((more for start, more in QUICKLY if told.text.startswith(start) and more[:1] != words[-1:]), [])
+    expected = next((code for start, code in ENDINGS.items() if told.text.startswith(start)), 0)
+
+    if (words[0] == "train" and "--dry-run" not in words) or words[0] in ("bench", "equivalence", "doctor", "course"):
+        answer = paceline(*words, cwd=where)  # has processes of its own
+        code, said = answer.code, answer.out + answer.err
+    else:
+        monkeypatch.chdir(where)
+        code, said = _here(words)
+
+    assert code == expected, f"{told.page}:{told.line}: paceline {' '.join(words)}\n{said}"
+
+
+def _with_stand_ins(words: list[str]) -> list[str]:
+    found: list[str] = []
+    for word in words:
+        if word == "RUN" and STAND_INS["RUN"] in found:
+            found.append("runs/second")
+        elif re.fullmatch(r"runs/\S+-\d{8}-\d{6}", word):
+            found.append(STAND_INS["RUN"])
+        elif word in STAND_INS:
+            found += STAND_INS[word].split()
+        else:
+            found.append(re.sub(r"\b(REGISTRY|PATH)\b", lambda name: STAND_INS[name[0]], word))
+    return found
+
+
+def _here(words: list[str]) -> tuple[int, str]:
+    """In this process: torch is loaded once."""
+    said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        code = main(words)
+    return code, said.buffer.getvalue().decode()  # type: ignore[attr-defined]
+
+
+def test_every_exception_is_still_told_somewhere() -> None:
+    told = {command.text for command in TOLD}
+
+    assert sorted(set(NOT_EXECUTED) - told) == []
+    assert sorted(FOR_REAL - told) == []
+
+
+def test_every_file_of_a_run_is_in_the_reference(desk: Path) -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (REPOSITORY / "docs/reference/files.md").read_text(), re.MULTILINE)
+    found = [path for path in RunFolder(desk / "runs" / "first").path.iterdir() if not path.name.startswith(".")]
+
+    assert found
+    assert [path.name for path in found if path.name not in rows and f"{path.name}/" not in rows] == []
