@@ -1,0 +1,150 @@
+"""What cifar10-speedrun stands on: the whitening network, Muon, gentle pixels, several views, no validation."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from harness.ranks import make_world, run_ranks
+from harness.runs import train_in
+from paceline.config.schema import OptimConfig
+from paceline.data.augment import Pipeline
+from paceline.errors import UserError
+from paceline.metrics.recorder import read_rows
+from paceline.models.sprint import Sprint
+from paceline.training.evaluate import look_often
+from paceline.training.muon import Muon, orthogonal
+from paceline.training.schedule import learning_rate
+from paceline.world.gpus import count_gpus_without_torch
+
+    "--train-split=1",
+    "--augment=gentle",
+    "--test-views=6",
+    "--optimizer=muon",
+    "--base-lr=0.05",
+    "--schedule=linear",
+)
+
+PLAIN = ("--train-split=1", "--augment=gentle", "--test-views=6")
+MUON = ("--optimizer=muon", "--base-lr=0.05", "--schedule=linear", "--epochs=1")
+
+
+def gentle() -> Pipeline:
+    return Pipeline("gentle", 7, (3, 32, 32), 224, flip=True, cutout=0, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+
+
+def test_the_first_layer_makes_patches_uncorrelated_and_of_equal_size() -> None:
+    torch.manual_seed(0)
+    inputs = F.avg_pool2d(torch.randn(64, 3, 34, 34), 3, 1)  # neighbours resemble each other, as in pictures
+    model = Sprint("sprint", (3, 32, 32), 10)
+    model.look_at(inputs)
+    outputs = model.whiten(inputs).permute(1, 0, 2, 3).flatten(1)
+    assert torch.equal(outputs[:12], -outputs[12:])
+    products = outputs[:12] @ outputs[:12].T / outputs.shape[1]
+    # A direction's variance comes out as v / (v + 5e-4): just below one.
+    assert torch.allclose(products, torch.eye(12), atol=0.05)
+
+
+def test_small_pictures_are_refused() -> None:
+    with pytest.raises(UserError, match="too small for sprint"):
+        Sprint("sprint", (3, 16, 16), 10)
+
+
+def test_muons_updates_turn_all_directions_alike() -> None:
+    torch.manual_seed(0)
+    for shape in ((2, 30, 80), (1, 80, 30)):
+        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+        # Three iterations bring singular values near one, as these coefficients do; before, they differed by 4 times.
+        assert values.min() > 0.6
+        assert values.max() < 1.3
+
+
+def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:
+    torch.manual_seed(0)
+    model = Sprint("sprint", (3, 32, 32), 10)
+    optimizer = Muon(model, lr=0.0, momentum=0.6, weight_decay=0.0)
+    hidden, vectors, last = (group["params"] for group in optimizer.param_groups)
+    assert [tuple(weight.shape) for weight in last] == [(10, 256)]
+    assert len(hidden) == 6
+    assert all(parameter.dim() == 1 for parameter in vectors)
+    F.cross_entropy(model(torch.randn(4, 3, 32, 32)), torch.arange(4)).backward()
+    optimizer.step()
+    for weight in hidden:
+        assert float(weight.norm().detach()) == pytest.approx(len(weight) ** 0.5, rel=1e-5)
+
+
+def test_a_gentle_flip_alternates_from_epoch_to_epoch() -> None:
+    samples = torch.zeros(200, 3, 32, 32, dtype=torch.uint8)
+    samples[..., :16] = 255  # bright on the left
+    ids = torch.arange(200)
+    left = [gentle().for_training(samples, ids, epoch)[:, 0, 16, 0] > 0 for epoch in range(4)]
+    assert torch.equal(left[0], ~left[1])
+    assert torch.equal(left[0], left[2])
+    assert 60 < int(left[0].sum()) < 140
+
+
+def test_gentle_borders_continue_the_picture() -> None:
+    samples = torch.arange(32, dtype=torch.uint8).expand(1, 3, 32, 32).contiguous()
+    rows = {
+        tuple(row.tolist()) for e in range(40) for row in gentle().for_training(samples, torch.tensor([3]), e)[0, 0]
+    }
+    shifted = set()
+    for shift in range(-2, 3):
+        places = [abs(place + shift) for place in range(32)]
+        row = [float(min(place, 62 - place)) for place in places]
+        shifted |= {tuple(row), tuple(reversed(row))}
+    assert rows <= shifted
+    assert len(rows) >= 6
+
+
+def test_views_are_averaged() -> None:
+    torch.manual_seed(0)
+    inputs = torch.randn(2, 3, 8, 8)
+
+    def corner(images: torch.Tensor) -> torch.Tensor:
+        return images[:, 0, :1, 0]
+
+    assert torch.equal(look_often(corner, inputs, 1), inputs[:, 0, :1, 0])
+    assert torch.equal(look_often(corner, inputs, 2), (inputs[:, 0, :1, 0] + inputs[:, 0, :1, 7]) / 2)
+    six = inputs[:, 0, 0, [0, 7]].mean(1) / 2 + (inputs[:, 0, 1, [1, 6]].mean(1) + inputs[:, 0, 1, [1, 6]].mean(1)) / 4
+    assert torch.allclose(look_often(corner, inputs, 6)[:, 0], six)
+
+
+def test_linear_schedule_ends_at_zero() -> None:
+    config = OptimConfig(schedule="linear", warmup_epochs=1.0)
+    rates = [learning_rate(s, config=config, peak=1.0, steps_per_epoch=4, total_steps=12) for s in range(13)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == [(12 - step) / 8 for step in range(4, 13)]
+
+
+def test_a_run_on_everything_has_no_validation_and_saves_when_told(tmp_path: Path) -> None:
+    results = train_in(make_world(0, 1), str(tmp_path), (*PLAIN, "--epochs=3", "--save-epochs=2", "--keep-last=9"))
+    assert results["best_epoch"] == 0
+    assert {row["phase"] for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "epoch"} == {
+        "train",
+        "test",
+    }
+    assert results["samples_seen"] == 3 * 640
+    saved = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
+    assert saved == ["step-00000020", "step-00000030"]  # the second epoch's, and the last
+
+
+def test_muon_on_two_ranks_follows_one(tmp_path: Path) -> None:
+    alone = train_in(make_world(0, 1), str(tmp_path / "one"), MUON)
+    together = run_ranks(2, train_in, str(tmp_path / "two"), MUON)[0]
+    # Sums over ranks are in another order, and an orthogonal update lets small differences grow.
+    assert together["performance"]["avg_final_loss"] == pytest.approx(alone["performance"]["avg_final_loss"], rel=1e-3)
+
+
+def test_gpus_are_counted_without_torch() -> None:
+    assert count_gpus_without_torch() is None  # torch is here: it shall tell
+    ask = "import sys; from paceline.world import gpus; print(gpus.count_gpus_without_torch(), 'torch' in sys.modules)"
+    answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    assert answer[1] == "False"
+    if not torch.cuda.is_available() and not Path("/dev/nvidiactl").exists():
+        assert answer[0] == "0"
