@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import linecache
 import subprocess
@@ -142,6 +143,20 @@ def test_metrics_are_rows_that_other_tables_take(trained: paceline.Run) -> None:
         trained.metrics("validation")
     with pytest.raises(UserError, match="no column"):
         rows.column("top_3")
+
+
+def test_a_table_becomes_a_dataframe_where_there_is_pandas(trained: paceline.Run) -> None:
+    rows = trained.metrics()
+    if importlib.util.find_spec("pandas") is None:
+        with pytest.raises(UserError) as caught:
+            rows.to_pandas()
+        assert caught.value.hint == "pip install pandas"
+        return
+    import pandas
+
+    for frame in (pandas.DataFrame(rows), rows.to_pandas()):
+        assert list(frame.columns) == rows.columns
+        assert frame["loss"].tolist() == rows.column("loss")
 
 
 def test_a_run_goes_on_with_its_own_loss_only_and_with_any_metrics(trained: paceline.Run) -> None:

@@ -57,6 +57,7 @@ def evaluate_run(run: OpenRun) -> Evaluation:
         batch_size=run.config.train.test_batch_size,
         objective=run.rig.step.objective,
         shares_per_rank=run.rig.step.lanes_per_rank,
+        views=run.config.train.test_views,
     )
 
 
