@@ -30,7 +30,7 @@ def _is_broken(page: Path, target: str) -> bool:
     return bool(anchor) and to.suffix == ".md" and anchor not in documents.anchors(to)
 
 
-def test_broken_links_would_be_found(tmp_path: Path) -> None:
+def test_broken_links_would_be_found() -> None:
     page = REPOSITORY / "docs" / "index.md"
 
     assert _is_broken(page, "guides/nowhere.md")

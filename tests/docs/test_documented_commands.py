@@ -85,6 +85,7 @@ STAND_INS = {
     "CLAIM": "runs",
     "...": "--image registry.example/paceline:1 --runs runs --nodes 2 --processes-per-node 2",
     "PATH": "page.html",
+    "studies/shapes-cnn": "studies/measured",
 }
 
 
@@ -108,7 +109,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = paceline("train", "shapes-cnn", *one_epoch, "--processes", "2", "--output-dir", "runs/first", cwd=folder)
     assert run.code == 0, run.err
     shutil.copytree(folder / "runs" / "first", folder / "runs" / "second", symlinks=True)
-    study = paceline("study", "shapes-cnn", *one_epoch, "--world-sizes", "1,2", "--repeats", "1", cwd=folder)
+    cells = ["--world-sizes", "1,2", "--repeats", "1", "--epochs", "1", "--num-samples", "2000"]
+    study = paceline("study", "shapes-cnn", *cells, "--output-dir", "studies/measured", cwd=folder)
     assert study.code == 0, study.err
     for number, colour in enumerate(["red", "blue"]):
         for half in range(5):
