@@ -22,14 +22,6 @@ from paceline.training.muon import Muon, orthogonal
 from paceline.training.schedule import learning_rate
 from paceline.world.gpus import count_gpus_without_torch
 
-    "--train-split=1",
-    "--augment=gentle",
-    "--test-views=6",
-    "--optimizer=muon",
-    "--base-lr=0.05",
-    "--schedule=linear",
-)
-
 PLAIN = ("--train-split=1", "--augment=gentle", "--test-views=6")
 MUON = ("--optimizer=muon", "--base-lr=0.05", "--schedule=linear", "--epochs=1")
 
