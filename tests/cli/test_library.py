@@ -25,6 +25,8 @@ from paceline.errors import CheckpointError, DataError, UserError
 from paceline.library.notebook_source import write_down
 from paceline.library.ride import _error
 from paceline.metrics.recorder import read_rows
+from paceline.runs.folder import RunFolder
+from paceline.training.objective import Objective, UserFunction
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_model"
@@ -219,14 +221,29 @@ def test_a_rank_that_imports_the_script_does_not_train_again(monkeypatch: pytest
         paceline.train()
 
 
-def test_a_wrong_loss_is_told_as_an_exception(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text("def loss(logits, labels):\n    return logits[:, 0].sum(0, keepdim=True)\n")
-    with pytest.raises(UserError) as caught:
-        paceline.train(loss="mine.py:loss", processes=1, num_samples=640, global_batch_size=64, quiet=True)
-    assert caught.value.what == "mine.py:loss returns something else than it should"
-    assert caught.value.got == "a tensor of shape [1]"
-    assert caught.value.allowed == "one value per sample, a tensor of shape [64], or their mean"
+def test_what_a_function_returns_is_checked() -> None:
+    logits, labels = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
+    loss = Objective(loss=UserFunction("mine.py:loss", lambda logits, labels: logits.sum(0), may_be_mean=True))
+    with pytest.raises(UserError, match=r"mine.py:loss returns something else") as caught:
+        loss.mean_loss(logits, labels)
+    assert caught.value.got == "a tensor of shape [3]"
+    assert caught.value.allowed == "one value per sample, a tensor of shape [4], or their mean"
+    metric = Objective(metrics={"mean": UserFunction("mine.py:mean", lambda logits, labels: logits.mean())})
+    with pytest.raises(UserError, match=r"mine.py:mean returns"):
+        metric.sums(logits, labels)
+    broken = Objective(loss=UserFunction("mine.py:loss", lambda logits, labels: logits[:, 7], may_be_mean=True))
+    with pytest.raises(UserError, match=r"mine.py:loss failed") as caught:
+        broken.mean_loss(logits, labels)
+    assert Path(__file__).name in str(caught.value.where)
+
+
+def test_what_the_command_refuses_is_raised_here(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    with folder.owned(), pytest.raises(UserError) as caught:
+        paceline.train(output_dir=folder.path, quiet=True)
+    assert str(folder.path) in caught.value.screen()
+    assert caught.value.exit_code == 2
 
 
 def test_a_screen_becomes_the_error_it_was(tmp_path: Path) -> None:
@@ -284,15 +301,22 @@ def test_cells_of_the_notebook_run(tmp_path: Path) -> None:
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] for cell in cells if "print" in "".join(cell["source"]))
     assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
-    answer = run_cells(path, tmp_path)
+    small = tmp_path / "small.ipynb"
+    small.write_text(
+        path.read_text().replace("epochs=4", "epochs=1, track=()").replace("num_samples=2500", "num_samples=640")
+    )
+    answer = run_cells(small, tmp_path)
     assert answer.code == 0, answer.err
+    assert "data      shapes: 576 train" in answer.out
     assert "of this notebook, written to" in answer.out
 
 
 def test_guide_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert len(read_cells(ROOT / "docs" / "guides" / "library.md")) >= 5
-    answer = run_cells(ROOT / "docs" / "guides" / "library.md", tmp_path)
-    assert answer.code == 0, answer.err
     guide = (ROOT / "docs" / "guides" / "library.md").read_text()
+    small = tmp_path / "small.md"
+    small.write_text(guide.replace("global_batch_size=100", "global_batch_size=100, track=()"))  # TensorBoard is slow
+    answer = run_cells(small, tmp_path)
+    assert answer.code == 0, answer.err
     screen = answer.out[answer.out.index("error: unknown key") :].partition("\nfinished")[0]
     assert screen in guide
