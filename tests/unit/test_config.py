@@ -25,8 +25,8 @@ FLAGS = (
     "epochs max_steps global_batch_size accumulate test_batch_size test_views loss metrics "
     "seed deterministic amp amp_dtype compile "
     "strategy processes lanes exact sync_bn cpu_offload device omp_num_threads "
-    "output_dir resume load_policy best_is_latest init_from save_frequency save_epochs save_steps keep_last keep_best async_save "
-    "log_frequency metric_lines track rehearse profile "
+    "output_dir resume load_policy best_is_latest init_from save_frequency save_epochs save_steps "
+    "keep_last keep_best async_save log_frequency metric_lines track rehearse profile "
     "max_restarts hang_timeout stop_signals notice on_nonfinite skip_nonfinite spike_factor auto_microbatch inject"
 )
 
