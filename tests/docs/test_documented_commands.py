@@ -70,7 +70,6 @@ NOT_EXECUTED = {
     "train cifar10-cnn --output-dir s3://bucket/runs/first": _STORE,
     "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18": _STORE,
     "train cifar10-resnet18 --output-dir s3://my-bucket/night/resnet18 --resume auto": _STORE,
-    "train cifar10-speedrun --data-dir data": "its plan ends with KeyError 'muon' in training/estimate.py",
     "train cifar10-swin --data-dir data": _EXTRA,
     "train cifar10-timm --data-dir data": _EXTRA,
     "train cifar10-timm --model-name timm:convnext_tiny --data-dir data": _EXTRA,

@@ -44,7 +44,7 @@ def run(arguments: list[str]) -> int:
     if wants_help(arguments, "train", _HELP):
         return 0
     if "--dry-run" in arguments:
-        return plan.run([argument for argument in arguments if argument != "--dry-run"])
+        return plan.run([argument for argument in arguments if argument not in ("--dry-run", "--quiet", "--json")])
     arguments = _take_output(arguments)
     # Read when torch is loaded: its profiler would announce itself between our lines.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -37,7 +37,7 @@ class FieldSpec:
     @property
     def choices(self) -> tuple[str, ...]:
         inner = get_args(self.type)[0] if self.is_tuple else self.type
-        return get_args(inner) if get_origin(inner) is Literal else ()
+        return tuple(map(str, get_args(inner))) if get_origin(inner) is Literal else ()
 
     @property
     def expects(self) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from paceline.models.registry import build_model
 from paceline.training.plan import RunPlan
 
-_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2}
+_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
