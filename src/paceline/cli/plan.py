@@ -5,6 +5,7 @@ from __future__ import annotations
 from paceline.cli.help import wants_help
 from paceline.config.fields import field_table
 from paceline.config.load import LoadedConfig
+from paceline.config.schema import Config
 from paceline.config.rules import check_world
 from paceline.launch.request import check_joined_world, decide_processes, read_request
 from paceline.runs.place import decide_place
@@ -61,7 +62,7 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
         "data": describe_data(plan),
         "batch": describe_batch(plan),
         "steps": describe_steps(plan),
-        "rate": f"{config.optim.base_lr:g} x {config.train.global_batch_size} / 256 = {plan.peak_lr:g}; "
+        "rate": f"{_describe_peak(config, plan.peak_lr)}; "
         f"{config.optim.schedule}: {first:.4g} at first, {middle:.4g} halfway, {last:.4g} at last",
         "precision": str(precision or "float32").removeprefix("torch."),
         "parameters": f"{memory.num_parameters:,}",
@@ -77,3 +78,9 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
 
 def _mb(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:,.0f} MB" if size_bytes >= 2**20 else f"{size_bytes / 2**10:,.0f} KB"
+
+
+def _describe_peak(config: Config, peak: float) -> str:
+    if config.optim.optimizer == "muon":  # its updates have one size, whatever the batch
+        return f"{peak:g}"
+    return f"{config.optim.base_lr:g} x {config.train.global_batch_size} / 256 = {peak:g}"
