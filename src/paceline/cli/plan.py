@@ -5,8 +5,8 @@ from __future__ import annotations
 from paceline.cli.help import wants_help
 from paceline.config.fields import field_table
 from paceline.config.load import LoadedConfig
-from paceline.config.schema import Config
 from paceline.config.rules import check_world
+from paceline.config.schema import Config
 from paceline.launch.request import check_joined_world, decide_processes, read_request
 from paceline.runs.place import decide_place
 from paceline.world.detect import read_rank_environment
