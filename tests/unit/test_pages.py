@@ -310,7 +310,7 @@ def test_compare_writes_a_page_if_asked(
         folder = RunFolder(Path(name))
         folder.config.write_text(to_yaml(quick_config(*flags)))  # by a rank's own main, in a real run
         folder.write_status("finished")
-        assert f"{name}/report.html    all of it on one page" in capsys.readouterr().out
+        assert f"everything is in {name}: report.html" in capsys.readouterr().out
     assert main(["compare", "one", "twin"]) == 0
     assert not Path("compare.html").exists()
     capsys.readouterr()
