@@ -29,7 +29,8 @@ def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
     plan = rig.plan
     riders = f"{world}{_device_name(world.device)}"
     if place.is_restart:
-        return [f"paceline  going on with {riders}"]
+        batch = [f"batch     {describe_batch(plan)}"] if plan.config.train.accumulate > 1 else []  # it may be new
+        return [f"paceline  going on with {riders}", *batch]
     precision = str(rig.model.autocast_dtype or "float32").removeprefix("torch.")
     return [
         f"paceline  {paceline.__version__}: {recipe_of(place.folder)} on {riders}",
