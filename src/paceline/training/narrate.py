@@ -74,6 +74,7 @@ def describe_steps(plan: RunPlan) -> str:
 def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
     path = shlex.quote(str(folder.path))
     page = "report.html, " if folder.report.exists() else ""
+    weights = "best" if results["best_epoch"] else "latest"
     commands = {
         f"paceline predict {path} PICTURE": "label pictures",
         f"paceline export {path}": "for other programs",
@@ -87,7 +88,7 @@ def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
         f" on {results['world_size']} rank{'s' if results['world_size'] > 1 else ''},"
         f" {results['samples_per_second']:,.0f} samples/s with validation and saving",
         *_limit_lines(results, folder),
-        f"everything is in {folder.path}: {page}results.json, metrics.csv, checkpoints/best",
+        f"everything is in {folder.path}: {page}results.json, metrics.csv, checkpoints/{weights}",
         "",
         *(f"  {command:<{widest}}  {text}" for command, text in commands.items()),
     ]
