@@ -28,9 +28,9 @@ LONG = "--inject=slow rank=0 step=1 steps=40 seconds=0.15"  # so that there is t
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The same ride on this machine alone."""
+    """The same ride on this machine alone, whose four ranks add up as ranks of several nodes do."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    answer = paceline("train", *RIDE, "--processes=4", cwd=folder)
+    answer = paceline("train", *RIDE, "--processes=4", cwd=folder, PACELINE_NODE_MEMORY="off")
     assert answer.code == 0, answer
     return outcome(folder / "run")
 
