@@ -140,7 +140,8 @@ def undisturbed(place: Place) -> FlowRun:
 @pytest.fixture(scope="module")
 def trained_without_a_flow(place: Place) -> Path:
     flags = ["--epochs=2", "--global-batch-size=64", "--processes=2", "--output-dir=alone"]
-    answer = paceline("train", "tiny.yaml", *flags, cwd=place.path)
+    # Ranks of one node would add up in memory they share, whose norm of the gradients is rounded otherwise.
+    answer = paceline("train", "tiny.yaml", *flags, cwd=place.path, PACELINE_NODE_MEMORY="off")
     assert answer.code == 0, answer
     return place.path / "alone"
 
