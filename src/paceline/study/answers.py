@@ -178,7 +178,7 @@ _REMEDIES = {
     "bandwidth. Try fewer ranks per machine, or pin them; a GPU per rank does not have this.",
     "waiting for data": "Try `--num-workers`, lighter augmentation, or data that fits into memory.",
     "work that does not shrink": "What a step costs whatever its batch - launches, the update, bookkeeping - weighs "
-    "more the smaller a rank's share is. Try more samples per rank, or `--compile`.",
+    "more the smaller a rank's share is. Try more samples per rank, or `--compile always`.",
 }
 
 
