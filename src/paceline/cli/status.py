@@ -16,7 +16,7 @@ from paceline.launch.slurm import JobState, read_state
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.find import find_run
-from paceline.runs.folder import CHECKPOINT_MARK, RunFolder
+from paceline.runs.folder import CHECKPOINT_MARK, RunFolder, read_json
 from paceline.runs.lock import Owner
 from paceline.runs.mirror_note import read_note
 
@@ -131,7 +131,7 @@ def look(folder: RunFolder) -> RunView:
         job=job,
         trouble=trouble,
         owner=read_owner(folder.path),
-        failure=_read_json(folder.failure),
+        failure=read_json(folder.failure),
         saved_step=max(steps, default=0),
         entry=read_entry(folder.path),
         now=read_last_step(folder.metrics_jsonl),
@@ -279,11 +279,3 @@ def _failure_line(view: RunView) -> str:
 
 def _checkpoints(folder: RunFolder) -> list[Path]:
     return list(folder.checkpoints.glob(f"step-[0-9]*/{CHECKPOINT_MARK}"))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.runs.folder import MIRROR_NOTE
+from paceline.runs.folder import MIRROR_NOTE, read_json
 from paceline.runs.lock import Owner
 from paceline.runs.notes import NOTES, Notes, read_notes
 
@@ -109,7 +109,7 @@ def is_run(names: set[str]) -> bool:
 
 
 def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
-    status = _read_json(path / "status.json") if "status.json" in files else {}
+    status = read_json(path / "status.json") if "status.json" in files else {}
     updated = _time_of(status.get("updated")) or _time_of_folder(path)
     is_open = status.get("status") == "running" or not status
     owner = read_owner(path) if is_open else None
@@ -131,7 +131,7 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
         restarts=restarts,
         updated=updated,
         owner=str(owner or ""),
-        mirror=str(_read_json(path / MIRROR_NOTE).get("url", "")) if MIRROR_NOTE in files else "",
+        mirror=str(read_json(path / MIRROR_NOTE).get("url", "")) if MIRROR_NOTE in files else "",
         notes=read_notes(path) if NOTES in files else Notes(),
     )
 
@@ -154,7 +154,7 @@ def read_owner(folder: Path) -> Owner | None:
     """Who holds the folder, or held it when it died: a clean release empties the file."""
     for name in _LOCKS:
         try:
-            return Owner(**_read_json(folder / name))
+            return Owner(**read_json(folder / name))
         except TypeError:
             continue
     return None
@@ -171,7 +171,7 @@ def _is_left(folder: Path) -> bool:
 
 def recipe_of(path: Path) -> str:
     """As the run wrote it down; of older ones the folder's name, less its time."""
-    recipe = _read_json(path / "environment.json").get("recipe")
+    recipe = read_json(path / "environment.json").get("recipe")
     return recipe if isinstance(recipe, str) and recipe else _STAMP.sub("", path.absolute().name)
 
 
@@ -180,7 +180,7 @@ def find_by_job(root: Path, job: str) -> Path | None:
     for path, files in _find(root, _DEEPEST):
         if JOB not in files:
             continue
-        record = _read_json(path / JOB)
+        record = read_json(path / JOB)
         if job in (record.get("job_id"), *(record.get("earlier") or ())) or job == _job_name(record):
             return path
     return None
@@ -246,14 +246,6 @@ def _count(path: Path, what: str) -> int:
         return path.read_text(encoding="utf-8", errors="replace").count(what)
     except OSError:
         return 0
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _whole(value: object) -> int | None:

@@ -182,7 +182,7 @@ class RunFolder:
             _log.warning("warning: %s cannot be written: %s; training goes on without it", what, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
-        return _read_json(self.status)
+        return read_json(self.status)
 
     def tell_mirror(self) -> None:
         """Bring what status.json says of the mirror up to date, when nobody writes it any more."""
@@ -192,7 +192,7 @@ class RunFolder:
 
     def _mirror_line(self) -> dict[str, Any]:
         """How far the mirror has come: told by whoever mirrors, which may be another process."""
-        says = _read_json(self.path / MIRROR_NOTE).get("says")
+        says = read_json(self.path / MIRROR_NOTE).get("says")
         return {"mirror": says} if says else {}
 
     def owned(self) -> AbstractContextManager[None]:
@@ -204,9 +204,10 @@ class RunFolder:
         lock.refuse_if_owned(self.lock)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file of a run holds; nothing where it is missing or not whole."""
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
