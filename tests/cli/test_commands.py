@@ -31,6 +31,19 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_an_interrupt_inside_exec_keeps_its_exit_code(tmp_path: Path) -> None:
+    # As classes are made by dataclasses: Python itself would end by the signal, whatever main returned.
+    program = """
+import paceline.launch.words, paceline.metrics.screen  # loaded later, they would hide it
+import paceline.cli.main as m
+m._dispatch = lambda given: exec("raise KeyboardInterrupt")
+m.leave()
+"""
+    (tmp_path / "interrupted.py").write_text(program)
+    answer = command(sys.executable, "-m", "interrupted", cwd=tmp_path)
+    assert (answer.code, answer.err) == (130, "\ninterrupted\n")
+
+
 def test_help_is_quick_and_light(tmp_path: Path) -> None:
     def seconds_of_help() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -22,7 +22,7 @@ import pytest
 
 import paceline as package
 from harness.cli import Answer, command, environment, paceline
-from harness.processes import seconds_until_empty, started
+from harness.processes import processes_in, seconds_until_empty, started
 from paceline.cli.main import main
 from paceline.doctor.known_training import KNOWN_HASH
 
@@ -275,9 +275,12 @@ def test_it_joins_the_ranks_of_torchrun_and_speaks_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_interrupt_leaves_at_once_and_no_orphan(tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, 3, 5], ids=["before the ranks", "while torch is loaded", "with ranks"])
+def test_interrupt_leaves_at_once_and_no_orphan(processes: int, tmp_path: Path) -> None:
     with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
         doctor.wait_for("now 2 ranks together")
+        while len(processes_in(tmp_path)) < processes:  # itself, the resource tracker, the server of ranks, the ranks
+            assert doctor.process.poll() is None, doctor.err
         os.killpg(doctor.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
         assert doctor.wait(timeout_s=20) == 130
         assert doctor.err == "\ninterrupted\n"

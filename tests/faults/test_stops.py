@@ -11,7 +11,7 @@ import pytest
 
 from faults.ride import FLAGS, outcome, read_json, ride_undisturbed
 from harness.cli import paceline
-from harness.processes import Started, seconds_until_empty, started
+from harness.processes import Started, processes_in, seconds_until_empty, started
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.world.requeue import job_to_requeue, returns_without_progress
 
@@ -116,6 +116,30 @@ def test_interrupt_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
         assert run.wait() == 130
         check_saved_stop(run, tmp_path, "interrupted by the user")
         assert [line.partition(" ")[0] for line in run.err.split("\n") if line] == ["stopping", "stopped"], run.err
+
+
+def wait_for_processes(run: Started, number: int) -> None:
+    """Two: the server of ranks has just been started, and torch is being loaded. Four and more: newborn ranks."""
+    deadline = time.monotonic() + 60
+    while len(processes_in(run.folder)) < number:
+        assert time.monotonic() < deadline, run.err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("processes", [2, 3, 4, 5], ids=["tracker", "server", "first-rank", "second-rank"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+def test_a_stop_before_the_first_step_is_neither_lost_nor_a_failure(
+    number: signal.Signals, code: int, processes: int, tmp_path: Path
+) -> None:
+    with started(*FLAGS, cwd=tmp_path) as run:
+        wait_for_processes(run, processes)
+        os.killpg(run.process.pid, number)
+        # TERM this early may still find no handler, or ranks that have one already and save.
+        early = {-signal.SIGTERM, 75} if number is signal.SIGTERM else set()
+        assert run.wait(timeout_s=30) in {code, *early}, run.err
+        assert "Traceback" not in run.err
+        assert "failed" not in run.err
+        seconds_until_empty(tmp_path, limit_s=10)
 
 
 def interrupt_while_it_hangs(run: Started) -> None:

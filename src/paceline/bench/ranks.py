@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED
-from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
+from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain, interrupts_held_back, load_agent
 from paceline.launch.report import report_failure
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
@@ -39,37 +39,32 @@ class LocalRanks:
 
 def run_ranks(ranks: LocalRanks) -> int:
     """Returns the exit code for the shell. Nothing is saved, so a stop is immediate and nothing is tried again."""
-    attempts = _start_server(ranks.threads)
+    attempts = Attempts(ranks.threads)
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        attempts.signal_ranks(signal.SIGKILL)
+        attempts.stop_ranks(signal.SIGKILL)
         if not asked:  # the agent's own cleaning up, which follows, must not be torn
             asked.append(number)
             raise _Stopped
 
-    for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(name, stop)
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as scratch:
-        folder = RunFolder(Path(scratch))
-        try:
+    try:
+        with interrupts_held_back():
+            load_agent()
+            for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(name, stop)
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as scratch:
+            folder = RunFolder(Path(scratch))
             end = attempts.run(
                 Attempt(1, ranks.processes, ranks.rank_main, ranks.arguments, folder.log_of, ranks.nodes)
             )
-        except _Stopped:
-            pass
-        else:
             if not asked:
                 return EXIT_FINISHED if end.is_finished else _tell_failure(end, folder)
+    except _Stopped:
+        pass
     _end_the_unborn()
     print("\ninterrupted" if asked == [signal.SIGINT] else "\nstopped", file=sys.stderr)
     return EXIT_INTERRUPTED if asked == [signal.SIGINT] else _SIGNAL_EXIT + asked[0]
-
-
-def _start_server(threads: int) -> Attempts:
-    """Ctrl-C reaches the whole terminal, but is this process's business: whom it starts inherits a deaf ear."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    return Attempts(threads)
 
 
 def _end_the_unborn() -> None:

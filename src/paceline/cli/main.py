@@ -92,10 +92,12 @@ def _speak_any_language() -> None:
 def leave() -> NoReturn:
     """The command itself. Ranks and supervisors leave without unloading torch.
 
-    A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it.
+    A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it. What is more,
+    a Python that was interrupted inside `exec`, as classes are made by dataclasses, forgets the exit code it is given.
     """
     code = main()
-    if "RANK" not in os.environ and "torch.distributed.elastic.agent.server.api" not in sys.modules:
+    is_supervisor = "torch.distributed.elastic.agent.server.api" in sys.modules
+    if "RANK" not in os.environ and not is_supervisor and code != EXIT_INTERRUPTED:
         sys.exit(code)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,11 +11,12 @@ import logging
 import multiprocessing
 import os
 import shutil
+import signal
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ class AttemptEnd:
 
     @property
     def is_finished(self) -> bool:
-        return all(code == 0 for code in self.exit_codes.values())
+        return bool(self.exit_codes) and all(code == 0 for code in self.exit_codes.values())
 
 
 class Attempts:
@@ -62,11 +63,14 @@ class Attempts:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by libraries while they are loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a closed socket is told in our own words
         self._watch: Watch | None = None
+        self._is_asked_to_stop = False
         _start_fork_server()
 
-    def signal_ranks(self, number: int) -> None:
+    def stop_ranks(self, number: int) -> None:
+        """Send a signal that asks for the end, now or as soon as there are ranks. There will be no new ones."""
+        self._is_asked_to_stop = True
         if self._watch is not None:
-            self._watch.signal_all(number)
+            self._watch.stop_all(number)
 
     def run(self, attempt: Attempt) -> AttemptEnd:
         attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
@@ -85,7 +89,8 @@ class Attempts:
         self._watch = watch = Watch(attempt_dir, attempt.stacks_of, read_pids)
         watch.start()
         try:
-            agent.run()
+            if not self._is_asked_to_stop:  # while torch was loaded, say
+                agent.run()
         except _rendezvous_errors() as error:
             raise PacelineError(
                 f"the agents of {attempt.nodes.count} nodes did not meet",
@@ -104,9 +109,30 @@ class Attempts:
 
 
 def _start_fork_server() -> None:
-    """In the background: it loads torch while this process does."""
+    """In the background: it loads torch while this process does.
+
+    Ctrl-C reaches every process of a terminal, but is this one's business: whom it starts inherits a deaf ear.
+    """
     multiprocessing.set_forkserver_preload(_PRELOADED)
-    forkserver.ensure_running()
+    resource_tracker.ensure_running()  # by itself it would be started in there, and end the holding back
+    with interrupts_held_back():
+        forkserver.ensure_running()
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """Ctrl-C comes a moment later, at the end of this block."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def load_agent() -> None:
+    """Takes a second, and must not be broken off in the middle."""
+    import torch.distributed.elastic.agent.server.local_elastic_agent
+    import torch.distributed.elastic.rendezvous.registry  # noqa: F401
 
 
 def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, Any]:

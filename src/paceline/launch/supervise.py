@@ -173,6 +173,8 @@ class Supervisor:
         sys.stderr.flush()
 
     def _is_stopped(self, end: AttemptEnd) -> bool:
+        if self._stop is not None and all(sight.beat is None and sight.words is None for sight in end.ranks.values()):
+            return True  # before they had begun
         left = [sight.words is not None and sight.words.exit_code == EXIT_PREEMPTED for sight in end.ranks.values()]
         return (bool(left) and all(left)) or self._stop is signal.SIGINT
 
@@ -180,7 +182,8 @@ class Supervisor:
         folder = self._job.folder
         status = folder.read_status()
         saved, step = status.get("status") == "preempted", self._saved_step()
-        reason = "interrupted by the user" if self._stop is signal.SIGINT else status.get("reason", "")
+        asked = self._stop.name if self._stop is not None else ""
+        reason = "interrupted by the user" if self._stop is signal.SIGINT else status.get("reason", asked)
         if saved:
             what = f"stopped at step {status.get('step')} and saved ({reason})"
         else:
@@ -224,7 +227,7 @@ class Supervisor:
         self._stop = self._stop or signal.Signals(number)
         self._pause.set()
         name = signal.Signals(number).name
-        self._attempts.signal_ranks(number if name in self._job.guard.stop_signals else signal.SIGTERM)
+        self._attempts.stop_ranks(number if name in self._job.guard.stop_signals else signal.SIGTERM)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
         """Ctrl-C: save if that takes no longer than a moment; a second one does not wait."""
@@ -232,12 +235,12 @@ class Supervisor:
         self._stop = signal.SIGINT
         self._pause.set()
         if is_second:
-            self._attempts.signal_ranks(signal.SIGKILL)
+            self._attempts.stop_ranks(signal.SIGKILL)
             return
         erase_live_line()
         os.write(2, b"\nstopping and saving; Ctrl-C again stops at once\n")  # print is not for signal handlers
-        self._attempts.signal_ranks(signal.SIGTERM)
-        timer = threading.Timer(_INTERRUPT_GRACE_S, self._attempts.signal_ranks, (signal.SIGKILL,))
+        self._attempts.stop_ranks(signal.SIGTERM)
+        timer = threading.Timer(_INTERRUPT_GRACE_S, self._attempts.stop_ranks, (signal.SIGKILL,))
         timer.daemon = True
         timer.start()
 

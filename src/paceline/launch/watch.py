@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -62,6 +63,7 @@ class Watch:
         self._stacks_of = stacks_of
         self._read_pids = read_pids
         self._over = threading.Event()
+        self._is_asked_to_stop = False
         self._first_end_at: float | None = None
         self._memory_at = 0.0
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
@@ -74,15 +76,18 @@ class Watch:
         self._thread.join()
         self._look()
 
-    def signal_all(self, number: int) -> None:
-        """Send a signal to every rank that is still there."""
+    def stop_all(self, number: int) -> None:
+        """Send a signal that asks for the end. A rank without a pulse would not hear it, and has nothing to save."""
+        self._is_asked_to_stop = True
         for rank, pid in self._read_pids().items():
             sight = self.ranks.setdefault(rank, RankSight(rank, pid))
-            try:
-                os.kill(pid, number)
-            except ProcessLookupError:
-                continue
-            sight.was_ended_by_us |= number == signal.SIGKILL
+            sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
+            _signal(sight, number if sight.beat is not None else signal.SIGKILL)
+
+    def _signal_all(self, number: int) -> None:
+        """Send a signal to every rank that is still there."""
+        for rank, pid in self._read_pids().items():
+            _signal(self.ranks.setdefault(rank, RankSight(rank, pid)), number)
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):
@@ -94,9 +99,12 @@ class Watch:
         now = time.monotonic()
         wants_memory = now - self._memory_at > _MEMORY_S
         for rank, pid in self._read_pids().items():
+            is_new = rank not in self.ranks
             sight = self.ranks.setdefault(rank, RankSight(rank, pid))
             if not sight.is_alive or self.hung:
                 continue
+            if is_new and self._is_asked_to_stop:
+                _signal(sight, signal.SIGKILL)
             sight.seen_at_s = now
             # Alive is asked first: what a dead rank left behind is then complete.
             sight.is_alive = _is_alive(pid)
@@ -118,7 +126,7 @@ class Watch:
             self._first_end_at = now
         is_lost = any(sight.is_lost for sight in ended)
         if now - self._first_end_at > (_FAILURE_GRACE_S if is_lost else _POLITE_GRACE_S):
-            self.signal_all(signal.SIGKILL)
+            self._signal_all(signal.SIGKILL)
 
     def _look_for_hangs(self) -> None:
         now = time.monotonic()
@@ -131,11 +139,11 @@ class Watch:
             return
         self.hung = late  # what was seen now counts: the signal for the stacks may wake a sleeper up
         self._collect_stacks()
-        self.signal_all(signal.SIGKILL)
+        self._signal_all(signal.SIGKILL)
 
     def _collect_stacks(self) -> None:
         """Every rank writes its own; a C handler does it, so a rank that holds Python's lock does too."""
-        self.signal_all(STACKS_SIGNAL)
+        self._signal_all(STACKS_SIGNAL)
         deadline = time.monotonic() + _STACKS_S
         sizes: list[int] = []
         while time.monotonic() < deadline:
@@ -143,6 +151,12 @@ class Watch:
             if all(sizes) and sizes == before:
                 return
             self._over.wait(_LOOK_S)
+
+
+def _signal(sight: RankSight, number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(sight.pid, number)
+        sight.was_ended_by_us |= number == signal.SIGKILL
 
 
 def _size(path: Path) -> int:

@@ -56,12 +56,16 @@ class Guards:
 
 
 def open_guards(config: Config, environment: RankEnvironment) -> Guards:
-    """Before anything else: from here on the rank has a pulse and survives signals."""
+    """Before anything else: from here on the rank survives signals and has a pulse, in this order.
+
+    A rank without a pulse is deaf still, and who wants it to end does not ask.
+    """
+    stop = StopRequest()
+    stop.listen({*config.guard.stop_signals, "SIGTERM"})
     attempt_dir = os.environ.get(ATTEMPT_DIR) if environment.is_supervised else None
     pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else None)
     watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout, is_supervised=environment.is_supervised)
-    guards = Guards(watchdog)
-    guards.stop.listen({*config.guard.stop_signals, "SIGTERM"})
+    guards = Guards(watchdog, stop)
     if environment.is_supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the supervisor decides
         guards.stop.watch_supervisor(int(os.environ[SUPERVISOR_PID]), guards.is_over)
