@@ -180,7 +180,7 @@ def test_card_tells_what_is_known(exports: dict[str, Answer], run_folder: Path) 
     rows = [
         *("# shapes-cnn-20260102-030405", "| recipe | shapes-cnn |", f"SHA-256 `{digest}`", "moving average"),
         *("576 train, 64 validation, 1,000 test samples", "| epochs | 2 |", "| steps | 18 |"),
-        *("| global batch size | 64 |", "| optimizer | sgd, momentum 0.9", "| learning rate | 0.0125 at its peak"),
+        *("| global batch size | 64 |", "| optimizer | nesterov, momentum 0.9", "| learning rate | 0.025 at its peak"),
         *("| precision | float32 |", "| world size | 1 |", "| strategy | single |", "| seed | 42 |"),
         *(f"| test accuracy | {results['test_accuracy']:.2%}", f"| test loss | {results['test_loss']:.4f} |"),
         *(f"| best epoch | {results['best_epoch']} |", "| run | finished", f"torch {torch.__version__}"),

@@ -33,7 +33,7 @@ def test_another_config_is_named_on_every_rank() -> None:
     assert len(set(screens)) == 1
     assert "the ranks do not have the same config" in screens[0]
     assert "rank 2 on testhost" in screens[0]
-    assert "has base_lr 0.7, the others 0.05" in screens[0]
+    assert "has base_lr 0.7, the others 0.1" in screens[0]
     assert run_ranks(2, join_with, [["--data-dir=a"], ["--data-dir=b"]]) == ["the same"] * 2
 
 

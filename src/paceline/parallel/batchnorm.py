@@ -54,7 +54,7 @@ class CrossRankBatchNorm(nn.modules.batchnorm._BatchNorm):
         centred = values - mean.view(shape)
         squares: Tensor = _SumOverRanks.apply(centred.square().sum(axes))  # type: ignore[no-untyped-call]
         variance = squares / total[-1]
-        self._update_running(mean.detach(), variance.detach(), float(total[-1]))
+        self._update_running(mean.detach(), variance.detach(), float(total.detach()[-1]))
         normal = centred * torch.rsqrt(variance + self.eps).view(shape)
         if self.affine:
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
