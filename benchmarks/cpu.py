@@ -240,7 +240,7 @@ def main() -> None:
     for name in CONTESTANTS:
         work = WORKS[name]
         lines += compare(name, rounds, work.warmup + 20 if arguments.quick else work.steps)
-    lines += measure_sizes(1 if arguments.quick else 2, 60 if arguments.quick else 600)
+    lines += measure_sizes(1 if arguments.quick else rounds, 60 if arguments.quick else 600)
     report = "\n".join([*header(rounds, load, time.monotonic() - began), *lines])
     print("\n" + report)
     if not arguments.quick:

@@ -73,6 +73,26 @@ def test_a_total_is_scaled_once_for_all() -> None:
     assert run_ranks(3, scale) == [[1.5] * 40] * 3
 
 
+def gather(world: World) -> list[list[list[float]]]:
+    node_sum = opened(5, world)
+    node_sum.mine.fill_(1.0)
+    answers = []
+    for turn in range(50):  # one right after the other: nobody may overwrite what another has not read yet
+        answers.append(
+            node_sum.gather(torch.tensor([turn + world.rank / 7, -1e300, world.rank], dtype=torch.float64)).tolist()
+        )
+        if turn % 10 == 0:
+            assert node_sum.add_up(measured=1) > 0
+            node_sum.mine.fill_(1.0)
+    return answers
+
+
+def test_few_numbers_of_all_ranks_reach_everybody_as_they_are() -> None:
+    answers = run_ranks(3, gather)
+    expected = [[[turn + rank / 7, -1e300, float(rank)] for rank in range(3)] for turn in range(50)]
+    assert answers == [expected] * 3
+
+
 def see_a_bad_number(world: World) -> float:
     node_sum = opened(100, world)
     node_sum.mine.fill_(float("nan") if world.rank == 1 else 1.0)

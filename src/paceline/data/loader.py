@@ -19,8 +19,10 @@ from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
 from paceline.data.order import epoch_order, even_shares
 from paceline.world.detect import World
+from paceline.world.heap import return_freed_memory
 from paceline.world.recorded import Recorded
 
+_MANY = 100_000  # samples, whose order takes memory worth giving back
 _COPIED_AT_ONCE = 1024  # samples on their way to a GPU that will hold all of them
 
 
@@ -66,34 +68,42 @@ class Loader:
 
     def train_epoch(self, *, seed: int, epoch: int, global_batch_size: int, first_step: int) -> Iterator[Batch]:
         """This rank's batches of an epoch, from any step of it on. A last partial batch is left out."""
-        # Sorting takes a GPU a moment, and a CPU as long as some steps.
-        order = self.ids[epoch_order(len(self.ids), seed, epoch, self._labels.device).cpu()]
-        share = global_batch_size // self._world.world_size
-        starts = [
-            step * global_batch_size + self._world.rank * share
-            for step in range(first_step, len(order) // global_batch_size)
-        ]
-        shares = [order[start : start + share] for start in starts]
+        shares = self._own_shares(seed, epoch, global_batch_size)[first_step:]
         make_batches = self._gather_batches if isinstance(self._dataset, ResidentDataset) else self._read_batches
         asked = time.perf_counter()
         for ids, inputs, labels in make_batches(shares, epoch):
             yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked)
             asked = time.perf_counter()
 
-    def _gather_batches(self, shares: list[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    def _own_shares(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
+        """The ids of this rank's samples, a row for each step of the epoch."""
+
+        def draw() -> Tensor:
+            # Sorting takes a GPU a moment, and a CPU as long as some steps.
+            order = self.ids[epoch_order(len(self.ids), seed, epoch, self._labels.device).cpu()]
+            steps, ranks = len(order) // global_batch_size, self._world.world_size
+            batches = order[: steps * global_batch_size].view(steps, ranks, global_batch_size // ranks)
+            return batches[:, self._world.rank].contiguous()
+
+        shares = draw()
+        if len(self.ids) >= _MANY:
+            return_freed_memory()  # eighty megabytes for the order of a million samples
+        return shares
+
+    def _gather_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """From a data set that lies on the device: on a GPU the whole making of a batch is recorded."""
         device = self._labels.device
         keys = self._pipeline.keys_of(epoch).to(device)
-        there = torch.cat(shares).to(device).split(len(shares[0])) if shares else ()  # one copy for the whole epoch
-        for ids, ids_there in zip(shares, there, strict=True):
-            inputs, labels = self._gather(ids_there, keys)
-            yield ids, inputs, labels
+        there = shares.to(device)  # one copy for the whole epoch
+        for number in range(len(shares)):
+            inputs, labels = self._gather(there[number], keys)
+            yield shares[number], inputs, labels
 
     def _gather_plainly(self, ids: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
         return self._pipeline.augment(self._dataset.read(ids), ids, keys), self._labels[ids]
 
-    def _read_batches(self, shares: list[Tensor], epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for ids, samples in self._read_ahead(shares):
+    def _read_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for ids, samples in self._read_ahead(list(shares)):
             yield ids, self._pipeline.for_training(samples, ids, epoch), self._labels[ids.to(self._labels.device)]
 
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:

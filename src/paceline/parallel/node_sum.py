@@ -12,6 +12,7 @@ import math
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from paceline.parallel.collectives import gather_texts
 from paceline.parallel.meeting import Meeting, bytes_to_meet, can_meet
@@ -48,8 +49,10 @@ class NodeSum:
         self._meeting = Meeting(shared, world)
         length = _padded(size)
         start = HEADER_BYTES + bytes_to_meet(self._ranks)
-        norms = torch.frombuffer(shared.memory, dtype=torch.float64, count=self._ranks * _LINE, offset=start)
-        self._norms = norms.view(self._ranks, _LINE)[:, 0]
+        slips = torch.frombuffer(shared.memory, dtype=torch.float64, count=self._ranks * _LINE, offset=start)
+        # A line of each rank: the norm of its part of the total, and room for a few numbers.
+        self._norms, self._board = slips.view(self._ranks, _LINE).tensor_split([1], dim=1)
+        self._norms = self._norms[:, 0]
         start = HEADER_BYTES + _bytes_before(self._ranks)
         rows = torch.frombuffer(
             shared.memory, dtype=torch.float32, count=(self._ranks + 1) * length, offset=start
@@ -82,6 +85,16 @@ class NodeSum:
         return math.hypot(*self._norms.tolist()) if measured else 0.0
 
     @torch.no_grad()
+    def gather(self, numbers: Tensor) -> Tensor:
+        """Up to fifteen numbers of each rank, a row for each, in float64. Collective."""
+        board = self._board[:, : len(numbers)]
+        board[self._rank] = numbers
+        self._meeting.attend()
+        everybody = board.clone()
+        self._meeting.attend()  # all have read it
+        return everybody
+
+    @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the total. Collective."""
         self._meeting.attend()  # nobody still reads it as it was
@@ -94,5 +107,5 @@ def _padded(size: int) -> int:
 
 
 def _bytes_before(ranks: int) -> int:
-    """The meeting place, and a norm of each rank."""
+    """The meeting place, and a line of numbers of each rank."""
     return bytes_to_meet(ranks) + ranks * _LINE * 8

@@ -65,6 +65,10 @@ class SharedGradients:
             parameter.grad = gradient
         return mean.clone()
 
+    def gather(self, numbers: Tensor) -> Tensor:
+        """A few numbers of every rank, a row for each. Collective."""
+        return self._sum.gather(numbers)
+
     def scale(self, factor: float) -> None:
         """Multiply every gradient, once for all ranks. Collective."""
         self._sum.scale(factor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
@@ -9,13 +10,14 @@ import torch
 from paceline.data.loader import Batch
 from paceline.errors import Preempted
 from paceline.metrics.throughput import Stopwatch, read_memory
-from paceline.parallel.collectives import gather_lanes, gather_texts, tree_sum, wait_for_all
+from paceline.parallel.collectives import gather_texts, tree_sum, wait_for_all
 from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.ride import Ride
 from paceline.training.state import EpochSums
 from paceline.training.step import StepReport
 from paceline.world.requeue import requeue_job
 
+_STATUS_EVERY_S = 0.25
 _COLUMNS = 4  # of the sums over an interval: loss, correct answers, samples, seconds of the rank's own work
 
 
@@ -112,7 +114,7 @@ def leave(ride: Ride) -> None:
 
 def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch) -> None:
     """Bring an interval's sums to the host, add them up over ranks, and tell."""
-    rows = gather_lanes(sums, ride.world)
+    rows = ride.rig.step.gather(sums)
     loss, correct, samples, _ = tree_sum(rows).tolist()
     state, last_step = ride.state, ride.rig.plan.last_step
     state.epoch_sums.add(loss, correct, samples)
@@ -132,10 +134,20 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
     }
     if ride.recorder is not None:
         ride.recorder.step(state.step, **values)
-        eta_s = round(ride.console.remaining_s(state.step, last_step), 1)
-        save_s = round(ride.checkpoints.last_save_s, 3)
-        ride.folder.write_status("running", step=state.step, last_step=last_step, eta_s=eta_s, save_s=save_s)
+        _tell_status(ride)
     ride.console.step(state.step, last_step, values)
+
+
+def _tell_status(ride: Ride) -> None:
+    """For whoever looks on from outside; nobody looks more often than this."""
+    now = time.monotonic()
+    if now - ride.status_told_at < _STATUS_EVERY_S:
+        return
+    ride.status_told_at = now
+    step, last_step = ride.state.step, ride.rig.plan.last_step
+    eta_s = round(ride.console.remaining_s(step, last_step), 1)
+    save_s = round(ride.checkpoints.last_save_s, 3)
+    ride.folder.write_status("running", step=step, last_step=last_step, eta_s=eta_s, save_s=save_s)
 
 
 def is_save_due(ride: Ride) -> bool:

@@ -39,6 +39,7 @@ class Ride:
     place: RunPlace
     stragglers: Stragglers
     is_leaving: bool = False  # the ranks have agreed to stop
+    status_told_at: float = 0.0  # by the monotonic clock
     rollbacks: dict[int, int] = field(default_factory=dict)  # how often the run went back to which checkpoint
 
 

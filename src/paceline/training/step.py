@@ -18,7 +18,7 @@ from torch import Tensor
 from paceline.config.schema import Config
 from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel
-from paceline.parallel.collectives import sum_over_ranks
+from paceline.parallel.collectives import gather_lanes, sum_over_ranks
 from paceline.parallel.exact import LaneReducer
 from paceline.training.guards import Guards
 from paceline.training.objective import build_objective
@@ -66,6 +66,7 @@ class TrainStep:
         self._busy_s = 0.0
         # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
         self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
+        self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._buffers = list(model.module.buffers())
         self._before = [buffer.clone() for buffer in self._buffers]
 
@@ -118,7 +119,7 @@ class TrainStep:
             self.scaler.update()
         else:
             self._apply_update()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if self._average is not None:
             self._average.update(step)
 
@@ -127,7 +128,17 @@ class TrainStep:
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._before)
         self.scaler.update()
-        self._optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
+
+    def gather(self, sums: Tensor) -> Tensor:
+        """Everybody's sums over some steps, lane by lane in the order of ranks. Collective."""
+        if self._model.shared is not None:
+            return self._model.shared.gather(sums[0])  # there are no lanes then
+        return gather_lanes(sums, self._world)
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._updated:  # the optimizer's own way takes as long as ten small operations
+            parameter.grad = None
 
     def warm_up(self, inputs: Tensor) -> None:
         """Before the first step, with inputs of its shape: what need be done only once. Leaves no trace."""
@@ -179,8 +190,7 @@ class TrainStep:
         Returns the sums and this part's passengers: whether to stop, and its mean loss.
         """
         accumulate = self._config.train.accumulate
-        sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
-        mine = None
+        sums = mine = None
         parts = zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True)
         for number, (part, answers) in enumerate(parts, start=1):
             began = time.perf_counter()
@@ -189,7 +199,7 @@ class TrainStep:
                 self.guards.faults.take_memory(len(part), step + 1)
             self._model.reduce_gradients(number == accumulate)
             loss, counted = self._forward(part, answers)
-            sums += counted
+            sums = counted if sums is None else sums + counted
             share = weight / accumulate
             objective = self.scaler.scale(loss * share if share != 1 else loss)
             if number == accumulate:
@@ -200,6 +210,7 @@ class TrainStep:
             self.guards.enter("backward", step + 1)
             self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
+        assert sums is not None
         assert mine is not None
         return sums, mine
 
