@@ -33,6 +33,7 @@ from paceline.models.cnn import CNN
 from paceline.models.mlp import MLP
 from paceline.parallel.node_sum import open_node_sum
 from paceline.world.detect import World
+from paceline.world.heap import keep_freed_memory
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,7 @@ def like_the_seed(work: Work, marks: Marks) -> None:
 
 def same_means(work: Work, marks: Marks) -> None:
     """What Paceline does to be fast, in a bare loop: resident samples, channels-last, shared memory, a fused update."""
+    keep_freed_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()
     world = World(rank, ranks, rank, ranks, "the benchmark", "here", "cpu", "gloo", 1)

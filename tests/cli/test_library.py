@@ -84,6 +84,17 @@ def test_a_metric_is_the_mean_over_every_sample_and_the_loss_is_ones_own(trained
     assert trained.evaluate().metrics["top_2"] == expected
 
 
+def test_own_metrics_stand_on_the_runs_page(trained: paceline.Run) -> None:
+    page = (trained.path / "report.html").read_text()
+    specs = json.loads(page.partition('id="chart-specs">')[2].partition("</script>")[0])
+    charts = {spec["id"]: spec for spec in specs}
+    for name in ("top_2", "confidence"):
+        assert charts[f"own-{name}"]["title"] == f"{name} by epoch"
+        (series,) = charts[f"own-{name}"]["series"]
+        assert series["y"] == [row[name] for row in trained.metrics("val")]
+        assert f"test {name}" in page
+
+
 def answers_of(run: paceline.Run) -> tuple[np.ndarray, torch.Tensor, torch.Tensor]:
     """The test half, and the model's logits for it."""
     sys.path.insert(0, str(EXAMPLE))

@@ -29,6 +29,7 @@ from paceline.training.rig import Rig, build_rig
 from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world, usable_cores
 from paceline.world.group import process_group
+from paceline.world.heap import keep_freed_memory
 from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
 from paceline.world.signals import SUPERVISOR_PID, StopRequest
 
@@ -84,6 +85,8 @@ def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Repo
     torch.set_num_threads(world.threads)
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
+    else:
+        keep_freed_memory()
     needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
     with process_group(world, environment, needed=needs_group):
         require_same_ranks(config, world)

@@ -49,6 +49,7 @@ _FIRST = {
     "recipes": ("recipes", "what else can be trained out of the box"),
     "doctor": ("doctor", "is this machine fit to train"),
     "runs": ("runs", "what you have trained so far"),
+    "course": ("course start", "ten lessons in distributed training, for one laptop"),
 }
 
 

@@ -23,6 +23,23 @@ def epoch_charts(run: RunFiles) -> list[Chart]:
     return [
         Chart("epoch-loss", "Loss by epoch", "epoch", "loss", loss),
         Chart("epoch-accuracy", "Accuracy by epoch", "epoch", "accuracy", accuracy, y_format="percent"),
+        *_own_charts(run),
+    ]
+
+
+def _own_charts(run: RunFiles) -> list[Chart]:
+    """Of the user's own metrics, which are taken of the validation set."""
+    rows = run.epochs("val")
+    return [
+        Chart(
+            f"own-{name}",
+            f"{name} by epoch",
+            "epoch",
+            name,
+            [_series("validation", rows, name, "epoch", has_points=True)],
+        )
+        for name in run.own_metrics
+        if _has(rows, name)
     ]
 
 

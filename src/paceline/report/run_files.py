@@ -43,6 +43,11 @@ class RunFiles:
         return [row for row in self.rows if row.get("kind") == "epoch" and row.get("phase") == phase]
 
     @property
+    def own_metrics(self) -> list[str]:
+        """Names of the user's own, in rows and results: what stands behind the colon of FILE.py:FUNCTION."""
+        return [str(name).rpartition(":")[2] for name in self.config.get("metrics", ())]
+
+    @property
     def restarts(self) -> list[Row]:
         """Failures the run went on from. Of a failed run, the last one was the end."""
         return self.failures[:-1] if self.state == "failed" else self.failures

@@ -97,6 +97,7 @@ def _key_figures(run: RunFiles) -> list[Block]:
     results = run.results
     tiles = [
         _tile("test accuracy", results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
+        *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.own_metrics),
         _best_tile(run),
         _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
         limit_tile(run),

@@ -32,6 +32,7 @@ from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
 from paceline.world.group import process_group
+from paceline.world.heap import keep_freed_memory
 
 _log = logging.getLogger("paceline")
 
@@ -44,6 +45,8 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
     torch.set_num_threads(world.threads)
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
+    else:
+        keep_freed_memory()
     needs_group = resolve_strategy(config, world.world_size) == "fsdp"
     with ExitStack() as held:
         with process_group(world, environment, needed=needs_group):
