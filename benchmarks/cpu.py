@@ -91,11 +91,13 @@ def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int) -
                 continue
             if not memory_mb and int(found[1]) >= warmup - LOG_EVERY:  # before the clock starts
                 memory_mb = max(map(own_memory_mb, processes_in(folder)))
-            seen.append((int(found[1]), time.perf_counter(), sum(map(cpu_seconds, processes_in(folder)))))
+            step, now = int(found[1]), time.perf_counter()
+            if (step >= warmup and not seen) or step == steps:  # looking at all processes takes time that ranks need
+                seen.append((step, now, sum(map(cpu_seconds, processes_in(folder)))))
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{(folder / 'errors').read_text()}")
     results = json.loads((folder / "run" / "results.json").read_text())
-    (first, began, cpu_before), (last, ended, cpu_after) = next(mark for mark in seen if mark[0] >= warmup), seen[-1]
+    (first, began, cpu_before), (last, ended, cpu_after) = seen
     steps_seen = last - first
     own_step_ms = statistics.fmean(entry["step_ms"]["mean"] for entry in results["process_metrics"])
     cpu_s = (cpu_after - cpu_before) / steps_seen

@@ -22,7 +22,7 @@ from paceline.world.detect import World
 from paceline.world.heap import return_freed_memory
 from paceline.world.recorded import Recorded
 
-_MANY = 100_000  # samples, whose order takes memory worth giving back
+_MANY = 20_000  # samples, whose order takes memory worth giving back
 _COPIED_AT_ONCE = 1024  # samples on their way to a GPU that will hold all of them
 
 

@@ -18,7 +18,6 @@ from paceline.training.step import StepReport
 from paceline.world.requeue import requeue_job
 
 _STATUS_EVERY_S = 0.25
-_COLUMNS = 4  # of the sums over an interval: loss, correct answers, samples, seconds of the rank's own work
 
 
 def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
@@ -34,7 +33,8 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
         first_step=first_step,
     )
     interval, epoch_watch = Stopwatch(), Stopwatch()
-    sums = torch.zeros(rig.step.lanes_per_rank, _COLUMNS, dtype=torch.float64, device=ride.world.device)
+    sums = torch.zeros(rig.step.lanes_per_rank, 3, dtype=torch.float64, device=ride.world.device)
+    busy_s = 0.0  # this rank's own work since the last line
     last_step = min(plan.last_step, (epoch + 1) * plan.steps_per_epoch)
     while state.step < last_step:
         ride.guards.enter("data", state.step + 1)
@@ -44,16 +44,17 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
         ride.guards.phases.enter("other")
         state.step += 1
         if report is not None:
-            sums[:, :3] += report.sums
-            sums[0, 3] += report.busy_s + batch.wait_s
+            sums += report.sums
+            busy_s += report.busy_s + batch.wait_s
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
         ride.is_leaving |= report is not None and report.is_stop_wanted and state.step < plan.last_step
         is_due = config.run.save_steps > 0 and state.step % config.run.save_steps == 0
         is_saved = (is_due or ride.is_leaving) and state.step != last_step  # the last one is saved with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
-            _log_step(ride, sums, report, lr, interval)
+            _log_step(ride, _with_column(sums, busy_s), report, lr, interval)
             sums.zero_()
+            busy_s = 0.0
             interval.restart()
         if is_saved:
             state.epoch_sums.seconds += epoch_watch.seconds
@@ -110,6 +111,13 @@ def leave(ride: Ride) -> None:
     raise Preempted(
         f"stopped at step {ride.state.step} and saved ({reason})", hint=f"go on with --resume {ride.folder.path}"
     )
+
+
+def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:
+    """The sums of an interval, lane by lane, and the seconds of work behind them, which the first lane stands for."""
+    column = torch.zeros_like(sums[:, :1])
+    column[0] = busy_s
+    return torch.cat([sums, column], dim=1)
 
 
 def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch) -> None:

@@ -18,6 +18,7 @@ from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel
 from paceline.training.optim import MovingAverage
 from paceline.training.step import StepReport, TrainStep, total_norm
+from paceline.training.tally import DeviceTally
 from paceline.world.detect import World
 from paceline.world.recorded import Recorded
 from paceline.world.seeds import seed_step
@@ -105,13 +106,13 @@ class RecordedStep(TrainStep):
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         accumulate = self._config.train.accumulate
-        sums = torch.zeros(3, dtype=torch.float64, device=labels.device)
+        tally = DeviceTally(str(labels.device))
         for part, answers in zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True):
-            loss, counted = self._forward(part, answers)
-            sums += counted
+            loss, correct = self._forward(part, answers)
+            tally.add(loss, correct, len(answers))
             (loss * (1.0 / accumulate)).backward()
         norm = total_norm(self._model.local_gradients())
-        return sums[None], torch.stack([norm.float(), (sums[0] / sums[2]).float()])
+        return tally.sums()[None], torch.stack([norm.float(), tally.mean_loss()])
 
     def _apply_gradients(self) -> None:
         if self._config.optim.clip_norm:

@@ -23,6 +23,7 @@ from paceline.parallel.exact import LaneReducer
 from paceline.training.guards import Guards
 from paceline.training.objective import build_objective
 from paceline.training.optim import MovingAverage, bare_step
+from paceline.training.tally import DeviceTally, HostTally
 from paceline.world.detect import World
 from paceline.world.seeds import seed_step
 
@@ -62,7 +63,6 @@ class TrainStep:
         self.objective = build_objective(config)
         self.guards = Guards()  # the ride's own, once it is open
         self._bytes_to_sum = model.bytes_to_sum()
-        self._flags = torch.tensor([0.0, 1.0], device=world.device)
         self._busy_s = 0.0
         # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
         self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
@@ -190,7 +190,8 @@ class TrainStep:
         Returns the sums and this part's passengers: whether to stop, and its mean loss.
         """
         accumulate = self._config.train.accumulate
-        sums = mine = None
+        tally = HostTally() if self._world.device == "cpu" else DeviceTally(self._world.device)
+        mine = None
         parts = zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True)
         for number, (part, answers) in enumerate(parts, start=1):
             began = time.perf_counter()
@@ -198,31 +199,28 @@ class TrainStep:
             if self.guards.faults:
                 self.guards.faults.take_memory(len(part), step + 1)
             self._model.reduce_gradients(number == accumulate)
-            loss, counted = self._forward(part, answers)
-            sums = counted if sums is None else sums + counted
+            loss, correct = self._forward(part, answers)
+            tally.add(loss, correct, len(answers))
             share = weight / accumulate
             objective = self.scaler.scale(loss * share if share != 1 else loss)
             if number == accumulate:
-                mine = torch.stack([self._flags[int(wants_stop)], (sums[0] / sums[2]).float()])
+                mine = tally.passengers(wants_stop)
             self._busy_s += time.perf_counter() - began
             if self._world.device == "cpu":
                 self._tell_waiting()  # sharded weights were waited for on the way
             self.guards.enter("backward", step + 1)
             self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
-        assert sums is not None
         assert mine is not None
-        return sums, mine
+        return tally.sums(), mine
 
     def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean loss, and what is counted: the sum of losses, correct answers, samples."""
+        """The mean loss, and the number of correct answers."""
         with autocast(self._model, self._world):
             logits = self._model(inputs)
             loss = self.objective.mean_loss(logits.float(), labels)
         with torch.no_grad():
-            correct = (logits.argmax(1) == labels).sum()
-            count = torch.full((), len(labels), dtype=torch.float64, device=labels.device)
-            return loss, torch.stack([loss.double() * count, correct.double(), count])
+            return loss, (logits.argmax(1) == labels).sum()
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
         passenger = self._model.passenger
