@@ -1,0 +1,34 @@
+"""What a step counts has the same bits, whether as plain numbers or on the device."""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.training.tally import DeviceTally, HostTally
+
+
+def test_plain_numbers_and_tensors_agree_to_the_bit() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for parts in (1, 2, 7):
+        host, device = HostTally(), DeviceTally("cpu")
+        for _ in range(parts):
+            loss = torch.rand((), generator=generator).requires_grad_() * 3
+            correct, samples = torch.randint(0, 50, (), generator=generator), 50
+            for tally in (host, device):
+                tally.add(loss, correct, samples)
+        assert torch.equal(host.sums(), device.sums())
+        assert host.sums()[2] == 50 * parts
+        for wants_stop in (False, True):
+            told = host.passengers(wants_stop)
+            assert told.dtype == torch.float32
+            assert torch.equal(told, device.passengers(wants_stop))
+            assert told[0] == wants_stop
+
+
+def test_one_part_tells_the_very_loss() -> None:
+    # Multiplied by the samples and divided again, in float64: no bit of a float32 is lost on the way.
+    for number in range(1000):
+        loss = torch.rand((), generator=torch.Generator().manual_seed(number))
+        tally = HostTally()
+        tally.add(loss, torch.tensor(1), 48)
+        assert tally.passengers(False)[1] == loss
