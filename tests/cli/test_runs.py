@@ -199,7 +199,7 @@ def test_a_name_the_terminal_cannot_spell_ends_nothing(tmp_path: Path) -> None:
 
 def test_first_words_are_few(tmp_path: Path) -> None:
     lines = paceline(cwd=tmp_path).out.splitlines()
-    assert len(lines) <= 7
+    assert len(lines) <= 8
     assert "paceline train shapes-cnn" in lines[2]
     assert "paceline --help" in lines[-1]
 
