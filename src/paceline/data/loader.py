@@ -86,7 +86,7 @@ class Loader:
             return batches[:, self._world.rank].contiguous()
 
         shares = draw()
-        if len(self.ids) >= _MANY:
+        if len(self.ids) >= _MANY and self._world.device == "cpu":
             return_freed_memory()  # eighty megabytes for the order of a million samples
         return shares
 
