@@ -1,9 +1,12 @@
-"""One thread per process: threads are part of what makes results equal to the bit."""
+"""One thread per process: threads are part of what makes results equal to the bit. And Ctrl-C is heard."""
 
 from __future__ import annotations
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
+# A shell that starts a command in the background has it ignore Ctrl-C, and so would all that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -86,9 +86,11 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_checkpoints(stories: 
     assert [line.partition(": no room for 5 MB ")[2] for line in failed] == [
         *("(failure 1 of 3 in a row)", "(failure 2 of 3 in a row)"),
     ]
-    for name in ("metrics.jsonl", "status.json"):  # once each, and once when it is over
-        assert sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines) == 1
-        assert lines.count(f"note: {name} can be written again") == 1
+    # Once, and once when it is over. The status is written four times a second, and may have missed it all.
+    for name, times in (("metrics.jsonl", {1}), ("status.json", {0, 1})):
+        told = sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines)
+        assert told in times
+        assert lines.count(f"note: {name} can be written again") == told
     assert story["rows"] == list(range(1, 19))  # they waited in memory
     assert (story["steps"], story["leftovers"]) == ([18], [])
     assert "warning" not in undisturbed["out"]

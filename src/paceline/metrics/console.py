@@ -13,7 +13,17 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from paceline.metrics.screen import LiveLine, can_show, fit_to, is_live, output_mode, paint, speech, width_of
+from paceline.metrics.screen import (
+    LiveLine,
+    can_show,
+    fit_to,
+    is_live,
+    output_mode,
+    paint,
+    speech,
+    width_of,
+    write_line,
+)
 
 _HEADING = ["  epoch", "train loss", "    acc", "val loss", "    acc", "    img/s", "   time"]
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
@@ -50,7 +60,7 @@ class Console:
     def note(self, text: str, *, style: str | None = None) -> None:
         if self._is_speaking:
             out = speech()
-            print(paint(fit_to(out, text), style, out), file=out, flush=True)
+            write_line(paint(fit_to(out, text), style, out), out)
 
     def start(self, *, first_step: int, total_steps: int) -> None:
         """The first step is about to be taken."""

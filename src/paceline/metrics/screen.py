@@ -38,7 +38,13 @@ def speech() -> TextIO:
 def say(text: str) -> None:
     """One line of the story, from whoever is not the console."""
     if output_mode() != "quiet":
-        print(text, file=speech(), flush=True)
+        write_line(text, speech())
+
+
+def write_line(text: str, stream: TextIO) -> None:
+    """In one piece: killed in between, a rank would leave a line without its end, and the next would begin in it."""
+    stream.write(text + "\n")
+    stream.flush()
 
 
 def is_live(stream: TextIO) -> bool:
@@ -198,6 +204,6 @@ class ScreenLog(logging.Handler):
         # Asked to be quiet, standard output has one line, which scripts take.
         stream = sys.stderr if output_mode() == "quiet" else speech()
         try:
-            print(paint(self.format(record), "yellow" if is_warning else None, stream), file=stream, flush=True)
+            write_line(paint(self.format(record), "yellow" if is_warning else None, stream), stream)
         except Exception:  # a closed pipe, a full disk: logging's own way to tell, which never raises
             self.handleError(record)

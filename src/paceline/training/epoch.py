@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from typing import Any
 
@@ -147,9 +148,9 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
 
 
 def _tell_status(ride: Ride) -> None:
-    """For whoever looks on from outside; nobody looks more often than this."""
+    """For whoever looks on from outside, and nobody looks so often. A folder that is lost is noticed at once."""
     now = time.monotonic()
-    if now - ride.status_told_at < _STATUS_EVERY_S:
+    if now - ride.status_told_at < _STATUS_EVERY_S and os.access(ride.folder.path, os.W_OK):
         return
     ride.status_told_at = now
     step, last_step = ride.state.step, ride.rig.plan.last_step
