@@ -76,7 +76,7 @@ def test_environment_wins_and_may_name_anything_a_recipe_may(tmp_path: Path) -> 
     config = loaded.config
     assert (loaded.recipe_name, config.train.epochs, config.optim.optimizer) == ("shapes-cnn", 7, "adamw")
     assert (config.data.flip, config.guard.stop_signals) == (False, ("SIGTERM", "SIGUSR1"))
-    assert config.optim.base_lr == 0.05  # the recipe's own
+    assert config.optim.base_lr == 0.1  # the recipe's own
 
 
 def test_a_step_reads_what_the_file_says(tmp_path: Path) -> None:
