@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -121,6 +122,21 @@ def test_speedup_and_efficiency_are_against_one_rank_of_the_same_strategy() -> N
         (2, 1.666667, 0.833333),
         (4, 2.5, 0.625),
     ]
+
+
+def test_a_loss_of_accuracy_needs_repeats_to_be_told() -> None:
+    def words_for(accuracies: dict[int, list[float]]) -> str:
+        cells = [
+            dataclasses.replace(made_cell(n, 256, 0.1 / n, 0.0, repeat=number), test_accuracy=accuracy)
+            for n, repeats in accuracies.items()
+            for number, accuracy in enumerate(repeats, start=1)
+        ]
+        return {answer.question: answer.words for answer in answer_all(find(cells))}["Does accuracy hold?"]
+
+    assert words_for({1: [0.151], 2: [0.149]}).startswith("**Yes, for DDP**")
+    assert words_for({1: [0.90], 2: [0.87]}).startswith("**Not told by one run each, for DDP**: 87.00% on 2 ranks")
+    assert words_for({1: [0.90, 0.901, 0.899], 2: [0.87, 0.871, 0.869]}).startswith("**Not quite, for DDP**")
+    assert words_for({1: [0.90, 0.80, 0.85], 2: [0.82, 0.83, 0.84]}).startswith("**Yes, for DDP**")
 
 
 def test_the_words_follow_the_numbers() -> None:

@@ -8,6 +8,7 @@ from paceline.study.findings import Findings, Kind, Scaled
 from paceline.study.statistics import Estimate, ratio
 
 _LINEAR, _GOOD = 0.95, 0.80
+_SAME_ACCURACY = 0.0025
 _NAMES = {"ddp": "DDP", "fsdp": "FSDP"}
 _WORK = ("forward", "backward")
 
@@ -218,10 +219,15 @@ def _accuracy(findings: Findings) -> str:
         spread = max(_half(estimate) for _, estimate in known)
         where = f"{lowest.value:.2%} on {_ranks(worst.world_size)} against {base.value:.2%} on "
         where += _ranks(first.world_size)
-        if change >= -max(spread, 0.002):
+        less = f"{-100 * change:.1f} points less"
+        if change >= -max(spread, _SAME_ACCURACY):
             parts.append(f"**Yes, for {_name(strategy)}**: at its lowest {where}, within what repeats differ by.")
+        elif not spread:
+            parts.append(
+                f"**Not told by one run each, for {_name(strategy)}**: {where}, {less}. `--repeats 3` would tell."
+            )
         else:
-            parts.append(f"**Not quite, for {_name(strategy)}**: {where}, {-100 * change:.1f} points less.")
+            parts.append(f"**Not quite, for {_name(strategy)}**: {where}, {less}.")
     if not parts:
         return ""
     if findings.scalings == ["strong"]:
