@@ -61,8 +61,9 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
 
 def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, home: Path) -> None:
     terminal = open_terminal(160)
-    fault = "--inject 'kill rank=0 step=12; nan rank=0 step=4' --skip-nonfinite 1 --save-steps 5 --output-dir run"
-    terminal.type(f"{SHORT} --processes=2 {fault}")
+    fault = "--inject 'kill rank=0 step=12; nan rank=0 step=4' --skip-nonfinite 1"
+    # Saved before the next step begins: written beside training, step 10 may not be there yet at step 12.
+    terminal.type(f"{SHORT} --processes=2 {fault} --save-steps 5 --no-async-save --output-dir run")
     screen = terminal.wait_for_prompt()
     rows = screen.splitlines()
     assert max(map(len, rows)) <= 160
