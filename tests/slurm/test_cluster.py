@@ -94,6 +94,19 @@ def test_a_reboot_too_short_to_be_missed_still_ends_its_jobs(cluster: Cluster, t
     assert cluster.node_state("n1") == "idle"
 
 
+def test_a_node_comes_back_with_the_network_card_its_neighbours_know(cluster: Cluster) -> None:
+    """With another one n1 would send to the old card for half a minute, and srun would not start its tasks."""
+
+    def card() -> str:
+        return cluster.run("srun", "--nodelist=n2", "ip", "-brief", "link", "show", "eth0").split()[2]
+
+    before = card()
+    cluster.power_off("n2")
+    cluster.boot("n2")
+    assert card() == before
+    assert sorted(cluster.run("srun", "--nodes=2", "--nodelist=n1,n2", "hostname").split()) == ["n1", "n2"]
+
+
 def test_a_lost_controller_stalls_no_test_and_comes_back(cluster: Cluster) -> None:
     cluster.power_off("ctl")
     with pytest.raises(subprocess.TimeoutExpired):

@@ -53,8 +53,12 @@ machine_names() { # ctl n1 n2 ...
 }
 
 address_of() {
-  case $1 in ctl) echo "$NET.253" ;; *) echo "$NET.${1#n}" ;; esac
+  case $1 in ctl) echo "$NET.253" ;; host) echo "$NET.254" ;; *) echo "$NET.${1#n}" ;; esac
 }
+
+# A machine keeps its network card over a power loss. With another one its neighbours, who remember the old card for
+# half a minute, could not reach it: jobs that start meanwhile fail, and are requeued.
+card_of() { printf '02:70:%02x:%02x:00:%02x\n' $((ID / 256)) $((ID % 256)) "$(address_of "$1" | cut -d. -f4)"; }
 
 is_machine() { machine_names | grep -qxF -- "$1"; }
 
@@ -110,7 +114,8 @@ boot() {
   for name in "$@"; do
     await "$name to start" alive "$name"
     ip link del "$BRIDGE-$name" 2>/dev/null || true # a dead machine's end of the cable goes away late
-    ip link add "$BRIDGE-$name" master "$BRIDGE" up type veth peer name eth0 netns "$(cat "$S/run/$name.pid")"
+    ip link add "$BRIDGE-$name" master "$BRIDGE" up type veth \
+      peer name eth0 address "$(card_of "$name")" netns "$(cat "$S/run/$name.pid")"
   done
   await "the nodes to take jobs" boot_done "$@"
 }
