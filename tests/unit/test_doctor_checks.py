@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from harness.ranks import run_ranks
 from paceline.bench.collectives import Row
@@ -327,6 +328,24 @@ def test_the_slow_rank_is_named() -> None:
         "rank 1 on b is slow: 3.0 times the others' time for the same work",
     )
     assert check_pace([1.0, 1.0, 1.7], ["a", "b", "c"]).status == "warn"
+    both = check_pace([1.0, 1.0, 3.0, 1.7], ["a", "b", "c", "d"])  # d alone would only be warned of
+    assert (both.status, both.nodes) == ("fail", ("c",))
+
+
+def test_pace_is_taken_on_one_thread_and_the_others_come_back() -> None:
+    seen: set[int] = set()
+
+    class Watched(Planted):
+        def burn(self, seconds: float) -> None:
+            seen.add(torch.get_num_threads())
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        measure_pace(World(0, 1, 0, 1, "a test", "here", "cpu", "gloo", 3), Watched())
+        assert (seen, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_slow_way_counts_when_both_ends_find_it_slow() -> None:

@@ -96,7 +96,20 @@ def _swap(mine: Tensor, theirs: Tensor, partner: int, world: World) -> None:
 
 
 def measure_pace(world: World, planted: Planted) -> float:
-    """Seconds of one piece of arithmetic while every rank is at it. Collective."""
+    """Seconds of one piece of arithmetic while every rank is at it. Collective.
+
+    On one thread of each rank: threads that wait for one another on shared cores make a sound rank look ten times
+    slower than its neighbour. That a machine is busy, the check of its cores says.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure_pace_of_one_thread(world, planted)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure_pace_of_one_thread(world: World, planted: Planted) -> float:
     side = _SIDES[torch.device(world.device).type]
     left, right = (torch.full((side, side), 0.5, device=world.device) for _ in range(2))
     work: Callable[[], object] = lambda: torch.mm(left, right)  # noqa: E731

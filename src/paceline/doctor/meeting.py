@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -20,9 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from paceline.world.detect import RankEnvironment
+from paceline.world.group import ANSWER_TIMEOUT_S, open_store
 
 _ARRIVE_S = 25.0  # for ranks that import torch on a slow disk
-_ANSWER_S = 8.0
 _POLL_S = 0.1
 
 
@@ -71,9 +68,9 @@ class Meeting:
         with suppress(dist.DistError):
             if self._rank == 0:
                 self.store.set("told", "")
-                self.store.wait([f"bye/{rank}" for rank in range(1, self._size)], timedelta(seconds=_ANSWER_S))
+                self.store.wait([f"bye/{rank}" for rank in range(1, self._size)], timedelta(seconds=ANSWER_TIMEOUT_S))
             else:
-                self.store.wait(["told"], timedelta(seconds=_ANSWER_S))
+                self.store.wait(["told"], timedelta(seconds=ANSWER_TIMEOUT_S))
                 self.store.set(f"bye/{self._rank}", "")
 
 
@@ -83,7 +80,7 @@ def _open(environment: RankEnvironment) -> TCPStore:
     if not is_server:
         _wait_for_listener(environment, address)
     try:
-        return _within(_ANSWER_S, lambda: _connect(environment, is_server=is_server))
+        return open_store(environment, is_server=is_server)
     except (dist.DistError, TimeoutError) as error:
         if is_server:
             raise MeetingError(
@@ -96,41 +93,11 @@ def _open(environment: RankEnvironment) -> TCPStore:
         ) from error
 
 
-def _connect(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
-    return TCPStore(
-        environment.store_host,
-        environment.store_port,
-        is_master=is_server,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=_ANSWER_S),
-    )
-
-
-def _within(seconds: float, work: Callable[[], TCPStore]) -> TCPStore:
-    """In a thread: a stranger that takes the connection and says nothing would hold us for ever."""
-    answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
-
-    def do_it() -> None:
-        try:
-            answers.put(work())
-        except Exception as error:
-            answers.put(error)
-
-    threading.Thread(target=do_it, name="meeting", daemon=True).start()
-    try:
-        answer = answers.get(timeout=1.2 * seconds)
-    except Empty:
-        raise TimeoutError(f"no answer within {seconds:.0f} s") from None
-    if isinstance(answer, BaseException):
-        raise answer
-    return answer
-
-
 def _wait_for_listener(environment: RankEnvironment, address: str) -> None:
     deadline = time.monotonic() + _ARRIVE_S
     while True:
         try:
-            socket.create_connection((environment.store_host, environment.store_port), timeout=_ANSWER_S).close()
+            socket.create_connection((environment.store_host, environment.store_port), timeout=ANSWER_TIMEOUT_S).close()
             return
         except socket.gaierror as error:
             raise MeetingError(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,7 @@ import torch
 
 from paceline.metrics.timing import gather_numbers, repeat
 from paceline.parallel.collectives import wait_for_all
+from paceline.runs.cache import cache_folder
 from paceline.runs.folder import write_json
 from paceline.world.detect import World, usable_cores
 
@@ -99,12 +99,6 @@ def _name_processor() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
-
-
-def cache_folder() -> Path:
-    """$PACELINE_CACHE, else $XDG_CACHE_HOME/paceline, else ~/.cache/paceline."""
-    base = os.environ.get("PACELINE_CACHE")
-    return Path(base) if base else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline"
 
 
 def cache_file(conditions: Conditions) -> Path:

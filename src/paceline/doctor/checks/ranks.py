@@ -76,7 +76,10 @@ def check_pace(seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
         what = f"{1000 * work:.2f} ms for a piece of work on {len(seconds)} rank{'s' if len(seconds) > 1 else ''}"
         return passed("pace", what + slowest, **told)
     worst = max(slow, key=lambda rank: factors[rank])
-    report = failed if factors[worst] >= SLOW_FAIL else warned
+    is_failure = factors[worst] >= SLOW_FAIL
+    if is_failure:  # a node is left out for its own failure, not for being a little slow beside it
+        slow = [rank for rank in slow if factors[rank] >= SLOW_FAIL]
+    report = failed if is_failure else warned
     what = f"{name_ranks([worst], hosts)} is slow: {factors[worst]:.1f} times the others' time for the same work"
     remedy = "on that node: top for other programs, nvidia-smi -q -d PERFORMANCE for throttling, the CPU governor and "
     remedy += "cores bound twice; or leave it out (--exclude)"
