@@ -116,10 +116,12 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
     # The kernel's killer cannot be called here without a memory cgroup of our own; what it leaves behind can:
     # memory that grew, and a SIGKILL nobody of us sent.
-    flags = [*FLAGS, "--max-restarts=0", "--inject=leak rank=1 step=12 megabytes=1500; kill rank=1 step=13"]
-    answer = paceline(*flags, cwd=tmp_path)
+    # Memory is looked at twice a second: pauses before and after it grows let that be seen.
+    pauses = [f"slow rank=1 step={step} seconds=2" for step in (4, 12)]
+    faults = [pauses[0], "leak rank=1 step=12 megabytes=1500", pauses[1], "kill rank=1 step=13"]
+    answer = paceline(*FLAGS, "--max-restarts=0", f"--inject={'; '.join(faults)}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert len(faults_struck(tmp_path / "run")) == 2
+    assert len(faults_struck(tmp_path / "run")) == len(faults)
     assert re.search(r"killed, likely out of memory \(memory went from [\d,]+ to 1,[\d,]+ MB\)", answer.err), answer.err
     assert "the largest microbatch that fitted had 32 samples" in answer.err
     assert "--auto-microbatch" in answer.err

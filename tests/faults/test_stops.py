@@ -142,6 +142,21 @@ def test_a_stop_before_the_first_step_is_neither_lost_nor_a_failure(
         seconds_until_empty(tmp_path, limit_s=10)
 
 
+@pytest.mark.faults
+def test_a_stop_just_after_resuming_gives_its_own_reason(tmp_path: Path) -> None:
+    with started(*FLAGS, cwd=tmp_path) as run:
+        run.wait_for("step 12/")
+        os.kill(run.process.pid, signal.SIGUSR1)
+        assert run.wait() == 75, run.err
+    with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
+        wait_for_processes(run, 4)  # the first rank is born, and has said nothing yet
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait(timeout_s=30) == 75, run.err
+    assert "(SIGTERM)" in run.err
+    assert "SIGUSR1" not in run.err
+    assert read_json(tmp_path / "run" / "status.json")["reason"] == "SIGTERM"
+
+
 def interrupt_while_it_hangs(run: Started) -> None:
     """Ctrl-C once the fault has struck; returns when the supervisor has taken note, since two at once count as one."""
     run.wait_for("step 11/")

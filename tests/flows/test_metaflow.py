@@ -224,10 +224,14 @@ def disturbed(place: Place, tmp_path_factory: pytest.TempPathFactory) -> FlowRun
     broken = Place(tmp_path_factory.mktemp("disturbed"))
     shutil.copy(place.path / "tiny.yaml", broken.path)
     extra = {"PATH": own_disks(broken)} if can_mount() else {}
-    flags = "--save-steps 5 --inject 'kill rank=1 step=13'"
+    # A checkpoint must have reached the datastore before each end, and steps take milliseconds: first the rank that
+    # is not killed pauses; in the second attempt, which rehearses no faults, all ranks are held meanwhile.
+    flags = "--save-steps 5 --inject 'kill rank=1 step=13; slow rank=0 step=12 seconds=6'"
     with broken.started("flow.py", "run", *PARAMETERS, "--flags", flags, **extra) as process:
         main = wait_until_trained(broken, process, attempt=2, step=23)
-        os.kill(main, signal.SIGKILL)
+        with ranks_held(broken):
+            wait_for_checkpoint_in_store(broken, process, attempt=2)
+            os.kill(main, signal.SIGKILL)
         code = process.wait(560)
     out = (broken.path / "out.txt").read_text()
     assert code == 0, out
@@ -267,6 +271,32 @@ def wait_until_trained(place: Place, process: subprocess.Popen[str], *, attempt:
             return int(starts[-1])
         time.sleep(0.01)
     raise AssertionError((place.path / "out.txt").read_text())
+
+
+@contextmanager
+def ranks_held(place: Place) -> Iterator[None]:
+    """Stopped in their tracks, the ranks of all nodes; whoever saves and sends for them is not."""
+    ranks = []
+    for pid in processes_in(place.path):
+        with suppress(OSError):  # it ended meanwhile
+            if b"forkserver" in (Path("/proc") / str(pid) / "cmdline").read_bytes():
+                ranks.append(pid)
+    assert len(ranks) >= 2
+    for pid in ranks:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+
+
+def wait_for_checkpoint_in_store(place: Place, process: subprocess.Popen[str], *, attempt: int) -> None:
+    notes = place.path / "store" / ".metaflow" / "mf.checkpoints" / "checkpoints" / "metadata"
+    while not list(notes.rglob(f"{attempt - 1}.paceline.*.metadata")):
+        assert process.poll() is None, (place.path / "out.txt").read_text()
+        time.sleep(0.01)
 
 
 def metrics_files(place: Place) -> set[Path]:

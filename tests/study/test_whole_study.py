@@ -8,12 +8,13 @@ import json
 import os
 import signal
 import statistics
+import time
 from pathlib import Path
 
 import pytest
 
 from harness.cli import paceline
-from harness.processes import processes_in, started
+from harness.processes import parent_of, processes_in, started
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -50,13 +51,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _kill_the_cell(folder: Path, study_pid: int) -> None:
     """As the machine's memory killer would, without a word: the study's one child, whose ranks die with it."""
-    children = [pid for pid in processes_in(folder) if parent_of(pid) == study_pid]
+    deadline = time.monotonic() + 60
+    children: list[int] = []
+    while not children:  # the line that says it runs is a moment ahead of it
+        assert time.monotonic() < deadline, "the study starts no cell"
+        children = [pid for pid in processes_in(folder) if parent_of(pid) == study_pid]
     assert len(children) == 1
     os.kill(children[0], signal.SIGKILL)
-
-
-def parent_of(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def read_results(folder: Path) -> list[dict[str, str]]:

@@ -59,6 +59,7 @@ class Supervisor:
         self._accumulate = job.accumulate
         self._pause = threading.Event()
         self._is_first = job.nodes.own == 0
+        self._status_before = job.folder.read_status()  # of an earlier run that this one goes on with
 
     def run(self) -> int:
         """Returns the exit code for the shell."""
@@ -183,8 +184,11 @@ class Supervisor:
         status = folder.read_status()
         saved, step = status.get("status") == "preempted", self._saved_step()
         asked = self._stop.name if self._stop is not None else ""
-        reason = "interrupted by the user" if self._stop is signal.SIGINT else status.get("reason", asked)
-        if saved:
+        is_told = status != self._status_before  # else the ranks had not begun to write
+        reason = status.get("reason", asked) if is_told else asked
+        if self._stop is signal.SIGINT:
+            reason = "interrupted by the user"
+        if saved and is_told:
             what = f"stopped at step {status.get('step')} and saved ({reason})"
         else:
             newest = f"the newest checkpoint is of step {step}" if step else "nothing was saved"

@@ -26,6 +26,7 @@ _DEFAULT_PHASE = "forward"
 _BATCH_FAULTS = ("nan", "spike", "inf-gradient", "oom")
 _SAVE_FAULTS = ("full-disk", "slow-disk")
 _FOR_EVER_S = 10**6
+_leaked: list[bytearray] = []
 
 
 class Faults:
@@ -165,8 +166,7 @@ def _spoil_gradients(model: nn.Module) -> torch.utils.hooks.RemovableHandle:
 
 
 def _leak(megabytes: float) -> None:
-    """Touched, so that it is resident. Slowly enough to be seen."""
-    kept = []
+    """Touched, so that it is resident, and never given back. Slowly enough to be seen."""
     for _ in range(int(megabytes) // 32):
-        kept.append(bytearray(os.urandom(4096)) * (32 * 2**20 // 4096))
+        _leaked.append(bytearray(os.urandom(4096)) * (32 * 2**20 // 4096))
         time.sleep(0.01)
