@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
+import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from paceline.config.sites import Given, JobSetting, JobSettings, split_words
 from paceline.errors import UserError
+from paceline.launch.job import RECORD, JobRecord
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
@@ -107,6 +111,39 @@ def require_writable(folder: Path) -> None:
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
         got = f"{there} is not a folder" if not there.is_dir() else f"{there} is not yours to write"
         raise UserError("the run folder cannot be created", where=str(folder), got=got, hint="--output-dir PATH")
+
+
+def refuse_second_job(folder: RunFolder, job: str, state: str) -> NoReturn:
+    raise UserError(
+        "this run has a job already",
+        where=str(folder.path),
+        got=f"{job}, {state.lower()}",
+        hint=f"paceline status {folder.path}, or paceline cancel {folder.path}",
+    )
+
+
+def seconds_to_save(folder: RunFolder) -> tuple[float, int]:
+    """Of the run's last save, 0 if there was none; and what a warning must leave for the next one."""
+    save_s = float(folder.read_status().get("save_s") or 0.0)
+    return save_s, math.ceil(2 * save_s + 10)
+
+
+def keep_record(record: JobRecord, folder: RunFolder) -> None:
+    try:
+        record.write(folder.path)
+    except OSError as error:  # the job is with the scheduler all the same, and its name must not be lost
+        print(f"warning: {RECORD} cannot be written: {error.strerror}; remember job {record.job_id}", file=sys.stderr)
+
+
+def count_ranks(world_size: int, nodes: int) -> str:
+    return f"{world_size} rank{'s' if world_size > 1 else ''} on {nodes} node{'s' if nodes > 1 else ''}"
+
+
+def tell_how_to_go_on(folder: RunFolder, files: str) -> None:
+    path = shlex.quote(os.path.relpath(folder.path))
+    print(f"  folder:  {path} {files}")
+    print(f"  follow:  paceline status {path}\n           paceline logs {path} --follow")
+    print(f"  stop:    paceline cancel {path}")
 
 
 def default_threads(loaded: LoadedConfig, *, has_gpus: bool) -> int:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import math
-import os
 import re
-import shlex
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +11,16 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.submit_common import (
     check_ranks,
+    count_ranks,
     default_threads,
     is_finished,
+    keep_record,
     list_flags,
+    refuse_second_job,
     require_writable,
+    seconds_to_save,
     split_flags,
+    tell_how_to_go_on,
 )
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.job import RECORD, JobRecord, read_record
@@ -157,12 +158,7 @@ def _earlier_job(folder: RunFolder) -> JobRecord | None:
         return record
     state = read_kubernetes_state(record)
     if state.is_active:
-        raise UserError(
-            "this run has a job already",
-            where=str(folder.path),
-            got=f"{record.job_id}, {state.state.lower()}",
-            hint=f"paceline status {folder.path}, or paceline cancel {folder.path}",
-        )
+        refuse_second_job(folder, record.job_id, state.state)
     return record
 
 
@@ -176,8 +172,7 @@ def _job_name(job: KubernetesJob, folder: RunFolder, earlier: JobRecord | None) 
 
 def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:
     """Enough to save: a run that has saved before knows how long that takes."""
-    save_s = float(folder.read_status().get("save_s") or 0.0)
-    needed_s = math.ceil(2 * save_s + 10)
+    save_s, needed_s = seconds_to_save(folder)
     if not job.grace_s:
         return max(_DEFAULT_GRACE_S, 2 * needed_s) if save_s else _DEFAULT_GRACE_S
     if save_s and job.grace_s < needed_s:
@@ -289,15 +284,7 @@ def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: 
         api=job.api,
         earlier=[*earlier.earlier, earlier.job_id] if earlier else [],
     )
-    try:
-        record.write(folder.path)
-    except OSError as error:  # the job is in the cluster all the same
-        print(f"warning: {RECORD} cannot be written: {error.strerror}; remember {job.name}", file=sys.stderr)
-    ranks = f"{job.world_size} rank" + ("s" if job.world_size > 1 else "")
-    nodes = f"{job.nodes} node" + ("s" if job.nodes > 1 else "")
-    path = shlex.quote(os.path.relpath(folder.path))
-    print(f"{job.api} {job.name} is in namespace {cluster.namespace}: {ranks} on {nodes}")
-    print(f"  folder:  {path} ({MANIFEST}, {RECORD}); in the pods {RUNS_PATH}/{folder.path.absolute().name}")
-    print(f"  follow:  paceline status {path}\n           paceline logs {path} --follow")
-    print(f"  stop:    paceline cancel {path}")
+    keep_record(record, folder)
+    print(f"{job.api} {job.name} is in namespace {cluster.namespace}: {count_ranks(job.world_size, job.nodes)}")
+    tell_how_to_go_on(folder, f"({MANIFEST}, {RECORD}); in the pods {RUNS_PATH}/{folder.path.absolute().name}")
     return EXIT_FINISHED

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import os
-import shlex
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -13,11 +10,16 @@ from typing import TYPE_CHECKING
 
 from paceline.cli.submit_common import (
     check_ranks,
+    count_ranks,
     default_threads,
     is_finished,
+    keep_record,
     list_flags,
+    refuse_second_job,
     require_writable,
+    seconds_to_save,
     split_flags,
+    tell_how_to_go_on,
 )
 from paceline.config.sites import Given, JobSettings, job_settings, read_site
 from paceline.errors import EXIT_FINISHED, UserError
@@ -124,8 +126,7 @@ def _check_paths(spec: JobSpec, settings: JobSettings) -> None:
 
 def _check_notice(folder: RunFolder, spec: JobSpec) -> None:
     """A run that has saved before knows how long that takes; the warning must leave time for it."""
-    save_s = float(folder.read_status().get("save_s") or 0.0)
-    needed_s = math.ceil(2 * save_s + 10)
+    save_s, needed_s = seconds_to_save(folder)
     if save_s and 0 < spec.signal_notice_s < needed_s:
         raise UserError(
             "the warning before the time limit leaves too little time to save",
@@ -143,12 +144,7 @@ def _is_over(folder: RunFolder, loaded: LoadedConfig, *, asks_slurm: bool) -> bo
     if record is not None and record.scheduler == "slurm":
         state = read_state(record.job_id, record.cluster)
         if state.is_active:
-            raise UserError(
-                "this run has a job already",
-                where=str(folder.path),
-                got=f"job {record.job_id}, {state.state.lower()}",
-                hint=f"paceline status {folder.path}, or paceline cancel {folder.path}",
-            )
+            refuse_second_job(folder, f"job {record.job_id}", state.state)
     return is_finished(folder, loaded)
 
 
@@ -233,17 +229,9 @@ def _submit(spec: JobSpec, folder: RunFolder, command: list[str]) -> int:
             _remove_empty(folder)
         raise
     before = [*earlier.earlier, earlier.job_id] if earlier else []
-    try:
-        JobRecord(job_id, cluster, str(script), command, array=spec.array, earlier=before).write(folder.path)
-    except OSError as error:  # the job is in the queue all the same, and its id must not be lost
-        print(f"warning: {RECORD} cannot be written: {error.strerror}; remember job {job_id}", file=sys.stderr)
-    ranks = f"{spec.world_size} rank" + ("s" if spec.world_size > 1 else "")
-    nodes = f"{spec.nodes} node" + ("s" if spec.nodes > 1 else "")
-    path = shlex.quote(os.path.relpath(folder.path))
-    print(f"job {job_id} is in the queue: {spec.name}, {ranks} on {nodes}")
-    print(f"  folder:  {path} ({SCRIPT}, {RECORD})")
-    print(f"  follow:  paceline status {path}\n           paceline logs {path} --follow")
-    print(f"  stop:    paceline cancel {path}")
+    keep_record(JobRecord(job_id, cluster, str(script), command, array=spec.array, earlier=before), folder)
+    print(f"job {job_id} is in the queue: {spec.name}, {count_ranks(spec.world_size, spec.nodes)}")
+    tell_how_to_go_on(folder, f"({SCRIPT}, {RECORD})")
     return EXIT_FINISHED
 
 

@@ -18,6 +18,7 @@ from paceline.config.load import LoadedConfig
 from paceline.config.processes import parse_processes
 from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.launch.bytecode import keep_bytecode
 from paceline.launch.request import allowed_worlds, check_joined_world, decide_processes, read_request
 from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.screen import OUTPUT, output_mode, say
@@ -48,6 +49,7 @@ def run(arguments: list[str]) -> int:
     arguments = _take_output(arguments)
     # Read when torch is loaded: its profiler would announce itself between our lines.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    keep_bytecode()
     environment = read_rank_environment()
     loaded = read_request(arguments)
     check_whole_job(environment)

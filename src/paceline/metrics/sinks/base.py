@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 
@@ -11,6 +16,43 @@ class Sink(Protocol):
     def write(self, row: dict[str, Any]) -> None: ...
 
     def close(self) -> None: ...
+
+
+class CarefulSink(ABC):
+    """A tracker of somebody else's, which may fail in any way: it never ends a run, and says once that it stopped."""
+
+    name: str  # as a person knows it
+
+    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+        self._is_quiet = False
+        self._try(partial(self._open, folder, config))
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._try(partial(self._log, row))
+
+    def close(self) -> None:
+        self._try(self._end)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        if self._is_quiet:
+            return
+        try:
+            work()
+        except Exception as error:
+            self._is_quiet = True
+            reason = str(error).strip().partition("\n")[0]
+            logging.getLogger("paceline").warning(
+                "%s gets no more rows (%s: %s); metrics.jsonl has them all", self.name, type(error).__name__, reason
+            )
+
+    @abstractmethod
+    def _open(self, folder: Path, config: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _log(self, row: dict[str, Any]) -> None: ...
+
+    @abstractmethod
+    def _end(self) -> None: ...
 
 
 def scalars_of(row: dict[str, Any]) -> dict[str, float]:

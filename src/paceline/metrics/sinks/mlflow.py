@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.metrics.sinks.base import scalars_of
+from paceline.metrics.sinks.base import CarefulSink, scalars_of
 
 EXPERIMENT = "paceline"
 # MLflow's own limits, from mlflow.utils.validation; beyond them a server refuses the whole batch.
@@ -19,7 +19,7 @@ MAX_PARAM_LENGTH = 6000
 MAX_PARAMS_PER_BATCH = 100
 
 
-class MlflowSink:
+class MlflowSink(CarefulSink):
     """One MLflow run per run folder; a resumed run goes on in the same one.
 
     The recorder never repeats a row up to the resumed step. Rows after it are another matter: MLflow
@@ -28,30 +28,12 @@ class MlflowSink:
     the values of its first time. `metrics.jsonl` has those of the second.
     """
 
+    name = "MLflow"
+
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self._is_quiet = False
         self._run_id = ""
         self._points: set[tuple[str, int]] = set()  # what an earlier process wrote
-        try:
-            self._open(folder, config)
-        except Exception as error:
-            self._go_quiet(error)
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self._is_quiet:
-            return
-        try:
-            self._log(row)
-        except Exception as error:
-            self._go_quiet(error)
-
-    def close(self) -> None:
-        if self._is_quiet:
-            return
-        try:
-            self._client.set_terminated(self._run_id)
-        except Exception as error:
-            self._go_quiet(error)
+        super().__init__(folder, config)
 
     def _open(self, folder: Path, config: dict[str, Any]) -> None:
         # A training run calls nobody but the tracker it was told of, and does not wait minutes for it:
@@ -138,10 +120,5 @@ class MlflowSink:
         if metrics:
             self._client.log_batch(self._run_id, metrics=metrics)
 
-    def _go_quiet(self, error: Exception) -> None:
-        """A tracker never ends a run: say once that it stopped."""
-        self._is_quiet = True
-        reason = str(error).strip().partition("\n")[0]
-        logging.getLogger("paceline").warning(
-            "MLflow gets no more rows (%s: %s); metrics.jsonl has them all", type(error).__name__, reason
-        )
+    def _end(self) -> None:
+        self._client.set_terminated(self._run_id)

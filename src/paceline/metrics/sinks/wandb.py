@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from pathlib import Path
 from typing import Any
 
-from paceline.metrics.sinks.base import scalars_of
+from paceline.metrics.sinks.base import CarefulSink, scalars_of
 from paceline.runs.folder import write_json
 
 PROJECT = "paceline"
 
 
-class WandbSink:
+class WandbSink(CarefulSink):
     """One W&B run per run folder; a resumed run goes on under the same id.
 
     Offline, every process leaves its own `offline-run-*` folder, and `wandb sync` joins those with one id.
@@ -25,30 +24,12 @@ class WandbSink:
     leave a gap of its last second and its last step, never a step twice.
     """
 
+    name = "W&B"
+
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
-        self._is_quiet = False
         self._file = folder / ".wandb-run"
         self._written: dict[str, int] = {}  # the last step of each kind of row, kept for the next process
-        try:
-            self._open(folder, config)
-        except Exception as error:
-            self._go_quiet(error)
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self._is_quiet:
-            return
-        try:
-            self._log(row)
-        except Exception as error:
-            self._go_quiet(error)
-
-    def close(self) -> None:
-        if self._is_quiet:
-            return
-        try:
-            self._run.finish()
-        except Exception as error:
-            self._go_quiet(error)
+        super().__init__(folder, config)
 
     def _open(self, folder: Path, config: dict[str, Any]) -> None:
         mode = None  # as WANDB_MODE says
@@ -99,10 +80,5 @@ class WandbSink:
     def _keep(self) -> None:
         write_json(self._file, {"id": self._run.id, "written": self._written})
 
-    def _go_quiet(self, error: Exception) -> None:
-        """A tracker never ends a run: say once that it stopped."""
-        self._is_quiet = True
-        reason = str(error).strip().partition("\n")[0]
-        logging.getLogger("paceline").warning(
-            "W&B gets no more rows (%s: %s); metrics.jsonl has them all", type(error).__name__, reason
-        )
+    def _end(self) -> None:
+        self._run.finish()
