@@ -2,7 +2,8 @@
 
     python benchmarks/gpu.py --data-dir data --rounds 3 --output benchmarks/results/gpu-DATE.md
 
-Contenders take turns, each in a fresh process; the table has medians and the spread over rounds. Ours is the command a
+Contenders take turns, each in a fresh process; the table has medians and the spread over rounds (the limit, a bare step
+on one batch, hardly moves and is measured once). Ours is the command a
 user would give, `paceline train`, with metrics, checkpoints, validation and guards as they come; its figure is that of
 whole epochs after the first. The peers (benchmarks/gpu_peers.py; they need torchvision, lightning and accelerate)
 neither log nor save nor validate while they are timed.
@@ -113,20 +114,27 @@ def main() -> None:
     for number in range(given.rounds):
         for work in (WORKS[name] for name in given.works.split(",")):
             for name in contenders:
+                if name == "limit" and number:
+                    continue
                 is_ours = name == "ours"
                 rate = run_ours(work, given.data_dir) if is_ours else run_peer(name, work, given.data_dir, given.steps)
                 found.setdefault(work.title, {}).setdefault(name, []).append(rate)
                 print(f"round {number + 1}  {work.title}  {name:<10} {rate:,.0f} images/s", flush=True)
-    real = (Path(given.data_dir) / "cifar-10-batches-bin").is_dir()
+        write_page(found, given.data_dir, given.output)
+
+
+def write_page(found: dict[str, dict[str, list[float]]], data_dir: str, output: str | None) -> None:
+    """What is known so far."""
+    real = (Path(data_dir) / "cifar-10-batches-bin").is_dir()
     lines = [
         *("# One GPU, ours and the peers", "", f"{describe_machine()}; {'CIFAR-10' if real else 'CIFAR-shaped data'}."),
         *("", f"    python {' '.join(sys.argv)}", ""),
         "Images per second, median over rounds (smallest - largest).",
         *("", *make_table(found), ""),
     ]
-    print("\n".join(lines))
-    if given.output:
-        Path(given.output).write_text("\n".join(lines))
+    print("\n".join(lines), flush=True)
+    if output:
+        Path(output).write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -191,6 +191,10 @@ def files() -> str:
                     {
                         "~/.config/paceline/sites.yaml": "profiles of your clusters ([Slurm](../guides/slurm.md))",
                         "~/.cache/paceline/ceilings/": "limits of devices ([performance](../guides/performance.md))",
+                        "~/.cache/paceline/compiled/": "what torch.compile made (`--compile`)",
+                        "~/.cache/paceline/weights/": "published weights, downloaded",
+                        "~/.cache/paceline/bytecode/": "Python's compiled modules, where an image keeps Python from"
+                        " storing its own ([why](../decisions/0016-bytecode-in-our-cache.md))",
                         "packed.json, *.u8": "a packed data set ([data](../guides/own-data.md))",
                     }
                 ),

@@ -314,7 +314,7 @@ def test_cells_of_the_notebook_run(tmp_path: Path) -> None:
     assert not any(output["output_type"] == "error" for cell in cells for output in cell["outputs"])
     small = tmp_path / "small.ipynb"
     small.write_text(
-        path.read_text().replace("epochs=4", "epochs=1, track=()").replace("num_samples=2500", "num_samples=640")
+        path.read_text().replace("epochs=10", "epochs=1, track=()").replace("num_samples=2500", "num_samples=640")
     )
     answer = run_cells(small, tmp_path)
     assert answer.code == 0, answer.err

@@ -170,6 +170,17 @@ def window(sample: torch.Tensor, row: int, column: int, flip: bool) -> torch.Ten
     return part.flip(-1) if flip else part
 
 
+@pytest.mark.parametrize("kind", ["light", "gentle"])
+def test_an_epoch_is_drawn_at_once_or_batch_by_batch(kind: str) -> None:
+    """On a GPU all choices of an epoch are drawn together: they must be those of its batches."""
+    pipeline = Pipeline(kind, 7, (3, 32, 32), 224, flip=True, cutout=4, mean=(0.0,) * 3, std=(1.0,) * 3)
+    ids, keys = torch.randperm(60).view(5, 12), pipeline.keys_of(3)
+    together = pipeline.draw(ids, keys)
+    assert together.shape == (5, 5, 12)
+    for batch, drawn in zip(ids, together.unbind(-2), strict=True):
+        assert torch.equal(drawn, pipeline.draw(batch, keys))
+
+
 def test_epochs_differ_and_flip_can_be_switched_off() -> None:
     samples = torch.randint(0, 256, (50, 3, 32, 32), dtype=torch.uint8)
     ids = torch.arange(50)

@@ -26,8 +26,8 @@ PLAIN = ("--train-split=1", "--augment=gentle", "--test-views=6")
 MUON = ("--optimizer=muon", "--base-lr=0.05", "--schedule=linear", "--epochs=1")
 
 
-def gentle() -> Pipeline:
-    return Pipeline("gentle", 7, (3, 32, 32), 224, flip=True, cutout=0, mean=(0.0,) * 3, std=(1 / 255,) * 3)
+def mirrored(kind: str = "gentle") -> Pipeline:
+    return Pipeline(kind, 7, (3, 32, 32), 224, flip=True, cutout=0, mean=(0.0,) * 3, std=(1 / 255,) * 3)
 
 
 def test_the_first_layer_makes_patches_uncorrelated_and_of_equal_size() -> None:
@@ -45,6 +45,20 @@ def test_the_first_layer_makes_patches_uncorrelated_and_of_equal_size() -> None:
 def test_small_pictures_are_refused() -> None:
     with pytest.raises(UserError, match="too small for sprint"):
         Sprint("sprint", (3, 16, 16), 10)
+
+
+def test_the_wide_network_has_a_way_around_its_last_convolutions() -> None:
+    torch.manual_seed(0)
+    group = Sprint("sprint-wide", (3, 32, 32), 10).groups[1].eval()
+    assert [tuple(conv.weight.shape[:2]) for conv in (group.conv1, group.conv2, group.conv3)] == [
+        (384, 128),
+        (384, 384),
+        (384, 384),
+    ]
+    inputs = torch.randn(2, 128, 16, 16)
+    torch.nn.init.zeros_(group.conv3.weight)
+    first = F.gelu(group.norm1(F.max_pool2d(group.conv1(inputs), 2)))
+    assert torch.equal(group(inputs), F.gelu(first))
 
 
 def test_muons_updates_turn_all_directions_alike() -> None:
@@ -70,28 +84,49 @@ def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:
         assert float(weight.norm().detach()) == pytest.approx(len(weight) ** 0.5, rel=1e-5)
 
 
-def test_a_gentle_flip_alternates_from_epoch_to_epoch() -> None:
+def test_muon_goes_against_the_gradient() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
+    hidden, bias, last = model[0].weight, model[0].bias, model[1].weight
+    optimizer = Muon(model, lr=0.1, momentum=0.6, weight_decay=0.5)
+    F.cross_entropy(model(torch.randn(5, 6)), torch.tensor([0, 1, 2, 0, 1])).backward()
+    before = [parameter.detach().clone() for parameter in (hidden, bias, last)]
+    gradients = [parameter.grad.clone() for parameter in (hidden, bias, last)]
+    optimizer.step()
+    turned = before[0] * (1 - 0.1 * 0.5) - 0.1 * orthogonal(gradients[0][None] * 1.6)[0]
+    assert torch.allclose(hidden, turned, atol=1e-6)
+    for parameter, was, gradient in zip((bias, last), before[1:], gradients[1:], strict=True):
+        # Adam's first step has one size everywhere: the rate of its group.
+        rate = 0.1 * (0.125 if parameter is bias else 0.01)
+        assert torch.allclose(parameter, was - rate * gradient.sign(), atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["gentle", "lively"])
+def test_flips_alternate_from_epoch_to_epoch(kind: str) -> None:
     samples = torch.zeros(200, 3, 32, 32, dtype=torch.uint8)
     samples[..., :16] = 255  # bright on the left
     ids = torch.arange(200)
-    left = [gentle().for_training(samples, ids, epoch)[:, 0, 16, 0] > 0 for epoch in range(4)]
+    left = [mirrored(kind).for_training(samples, ids, epoch)[:, 0, 16, 0] > 0 for epoch in range(4)]
     assert torch.equal(left[0], ~left[1])
     assert torch.equal(left[0], left[2])
     assert 60 < int(left[0].sum()) < 140
 
 
-def test_gentle_borders_continue_the_picture() -> None:
+@pytest.mark.parametrize(("kind", "border"), [("gentle", 2), ("lively", 4)])
+def test_borders_continue_the_picture(kind: str, border: int) -> None:
     samples = torch.arange(32, dtype=torch.uint8).expand(1, 3, 32, 32).contiguous()
     rows = {
-        tuple(row.tolist()) for e in range(40) for row in gentle().for_training(samples, torch.tensor([3]), e)[0, 0]
+        tuple(row.tolist())
+        for e in range(60)
+        for row in mirrored(kind).for_training(samples, torch.tensor([3]), e)[0, 0]
     }
     shifted = set()
-    for shift in range(-2, 3):
+    for shift in range(-border, border + 1):
         places = [abs(place + shift) for place in range(32)]
         row = [float(min(place, 62 - place)) for place in places]
         shifted |= {tuple(row), tuple(reversed(row))}
     assert rows <= shifted
-    assert len(rows) >= 6
+    assert len(rows) >= 3 * border
 
 
 def test_views_are_averaged() -> None:

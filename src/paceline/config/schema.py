@@ -66,9 +66,9 @@ class DataConfig:
     train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.9
     """Share of the training set that is trained on; the rest is the validation set. 1: no validation."""
 
-    augment: Literal["none", "light", "gentle", "imagenet"] = "light"
+    augment: Literal["none", "light", "gentle", "lively", "imagenet"] = "light"
     """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates from epoch
-    to epoch. imagenet: resize, random crop to image-size, flip."""
+    to epoch. lively: as gentle, with the whole shift. imagenet: resize, random crop to image-size, flip."""
 
     image_size: Annotated[int, Range(low=8, high=2048)] = 224
     """Side of the model's input under the imagenet pipeline and for folders."""

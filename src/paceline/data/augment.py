@@ -16,11 +16,13 @@ from torch.nn import functional as F
 
 from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo
-from paceline.data.draws import below, draw_bits_from, start_of
+from paceline.data.draws import below, draw_bits_from, start_of, turn_even
 from paceline.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
+SHIFTED = {"light": 8, "gentle": 16, "lively": 8}  # crops move by this part of a side
+MIRRORED = ("gentle", "lively")  # borders, and every other epoch
 _ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN = _DRAWS = range(10, 15)  # draw numbers
 
 
@@ -28,7 +30,7 @@ _ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN = _DRAWS = range(10, 15)  # draw num
 class Pipeline:
     """How one data set's samples are turned into inputs, for training and for evaluation."""
 
-    kind: str  # "none", "light", "gentle" or "imagenet"
+    kind: str  # "none", one of SHIFTED, or "imagenet"
     seed: int
     raw_shape: tuple[int, ...]
     image_size: int
@@ -53,28 +55,36 @@ class Pipeline:
         """Augmented, normalised float inputs; ids are the samples' numbers in the data set."""
         if samples.dim() != 4:
             return samples
-        return self.augment(samples, ids.to(samples.device), self.keys_of(epoch).to(samples.device))
+        return self.augment(samples, self.draw(ids.to(samples.device), self.keys_of(epoch).to(samples.device)))
 
     def keys_of(self, epoch: int) -> Tensor:
-        """What an epoch's choices are drawn with: a number per draw, and 1 in epochs that mirror the others' rest."""
-        alternates = self.kind == "gentle"  # then the draw itself is the same in every epoch
+        """What an epoch's choices are drawn with: a number per draw, and what mirrors the others' rest."""
+        alternates = self.kind in MIRRORED  # then the draw itself is the same in every epoch
         starts = [start_of(draw, self.seed, 0 if draw == _FLIP and alternates else epoch) for draw in _DRAWS]
-        return torch.tensor([*starts, epoch % 2 if alternates else 0])
+        return torch.tensor([*starts, turn_even(epoch) if alternates else 0])
 
-    def augment(self, samples: Tensor, ids: Tensor, keys: Tensor) -> Tensor:
-        """The same with the epoch's keys; everything lies on one device."""
+    def draw(self, ids: Tensor, keys: Tensor) -> Tensor:
+        """Random bits for the choices made for these samples, a layer per choice. Any shape of ids: a whole epoch's."""
+        if len(self.raw_shape) != 3:
+            return ids
+        count = len(_DRAWS) if self.cutout else 3
+        bits = draw_bits_from(ids, keys[:count].view(-1, *[1] * ids.dim()))
+        bits[_DRAWS.index(_FLIP)] ^= keys[-1]
+        return bits
+
+    def augment(self, samples: Tensor, drawn: Tensor) -> Tensor:
+        """The same with what was drawn for them; everything lies on one device."""
         if samples.dim() != 4:
             return samples
-        count = len(_DRAWS) if self.cutout else 3
-        bits = dict(zip(_DRAWS, draw_bits_from(ids, keys[:count, None]), strict=False))
-        if self.kind in ("light", "gentle"):
-            border = self.raw_shape[1] // (8 if self.kind == "light" else 16)
-            bordered = F.pad(samples, [border] * 4) if self.kind == "light" else _mirror_borders(samples, border)
+        bits = dict(zip(_DRAWS, drawn, strict=False))
+        if self.kind in SHIFTED:
+            border = self.raw_shape[1] // SHIFTED[self.kind]
+            bordered = _mirror_borders(samples, border) if self.kind in MIRRORED else F.pad(samples, [border] * 4)
             samples = _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
         elif self.kind == "imagenet":
             samples = _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
         if self.flip and self.kind != "none":
-            mirrored = (below(2, bits[_FLIP]) ^ keys[-1]).bool()
+            mirrored = below(2, bits[_FLIP]).bool()
             samples = torch.where(mirrored[:, None, None, None], samples.flip(-1), samples)
         inputs = self._normalise(samples)
         return self._cut_out(inputs, bits) if self.cutout else inputs
@@ -144,7 +154,7 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     kind = config.augment
     if kind == "imagenet" and not info.is_image:
         raise UserError("the imagenet pipeline needs images", got=f"{info.name} has vectors", hint="--augment none")
-    if kind in ("light", "gentle") and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
+    if kind in SHIFTED and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
         raise UserError(f"the {kind} pipeline needs square images", got=info.sample_shape, hint="--augment none")
     is_imagenet = kind == "imagenet" and info.sample_shape[0] == 3
     return Pipeline(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _WORD = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
+_UNUSED = 33  # the lower bits of a draw
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -35,7 +36,12 @@ def draw_bits_from(keys: Tensor, starts: int | Tensor) -> Tensor:
 
 def below(limit: int, bits: Tensor) -> Tensor:
     """A whole number in [0, limit) for each 64 random bits."""
-    return _shift(bits, 33) % limit
+    return _shift(bits, _UNUSED) % limit
+
+
+def turn_even(number: int) -> int:
+    """Bits that, by exclusive or, turn what `below` makes of others from even to odd if this number is odd."""
+    return (number % 2) << _UNUSED
 
 
 def draw_below(limit: int, keys: Tensor, *context: int) -> Tensor:

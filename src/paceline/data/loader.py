@@ -32,7 +32,7 @@ class Batch:
 
     inputs: Tensor
     labels: Tensor
-    ids: Tensor  # sample numbers in the data set, on the CPU
+    ids: Tensor  # sample numbers in the data set
     wait_s: float  # how long the loop stood still for it
 
 
@@ -75,12 +75,21 @@ class Loader:
             yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked)
             asked = time.perf_counter()
 
+    def warm_up(self, batch_size: int) -> None:
+        """On a GPU the making of a batch is recorded, and kernels are loaded, here and not in the first steps."""
+        if isinstance(self._gather, Recorded) and isinstance(self._dataset, ResidentDataset):
+            shares = self._own_shares(0, 0, batch_size * self._world.world_size)
+            if len(shares):
+                drawn = self._pipeline.draw(shares, self._pipeline.keys_of(0).to(shares.device))
+                self._gather.prepare(shares[0], drawn.unbind(-2)[0])
+
     def _own_shares(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
-        """The ids of this rank's samples, a row for each step of the epoch."""
+        """The ids of this rank's samples, a row for each step of the epoch, on the device."""
+        device = self._labels.device
 
         def draw() -> Tensor:
-            # Sorting takes a GPU a moment, and a CPU as long as some steps.
-            order = self.ids[epoch_order(len(self.ids), seed, epoch, self._labels.device).cpu()]
+            # Sorting takes a GPU a moment, which nobody waits for, and a CPU as long as some steps.
+            order = self.ids.to(device)[epoch_order(len(self.ids), seed, epoch, device)]
             steps, ranks = len(order) // global_batch_size, self._world.world_size
             batches = order[: steps * global_batch_size].view(steps, ranks, global_batch_size // ranks)
             return batches[:, self._world.rank].contiguous()
@@ -94,16 +103,18 @@ class Loader:
         """From a data set that lies on the device: on a GPU the whole making of a batch is recorded."""
         device = self._labels.device
         keys = self._pipeline.keys_of(epoch).to(device)
-        there = shares.to(device)  # one copy for the whole epoch
+        # To a GPU a draw for all samples costs as much as one for a batch; to a CPU, memory it need not take.
+        drawn = self._pipeline.draw(shares, keys).unbind(-2) if device.type == "cuda" else None
         for number in range(len(shares)):
-            inputs, labels = self._gather(there[number], keys)
-            yield shares[number], inputs, labels
+            ids = shares[number]
+            inputs, labels = self._gather(ids, drawn[number] if drawn else self._pipeline.draw(ids, keys))
+            yield ids, inputs, labels
 
-    def _gather_plainly(self, ids: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        return self._pipeline.augment(self._dataset.read(ids), ids, keys), self._labels[ids]
+    def _gather_plainly(self, ids: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        return self._pipeline.augment(self._dataset.read(ids), drawn), self._labels[ids]
 
     def _read_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for ids, samples in self._read_ahead(list(shares)):
+        for ids, samples in self._read_ahead(list(shares.cpu())):
             yield ids, self._pipeline.for_training(samples, ids, epoch), self._labels[ids.to(self._labels.device)]
 
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:

@@ -48,7 +48,9 @@ class Memory:
 def read_memory(device: str) -> Memory:
     """Of the GPU this rank uses, or of the process on a CPU."""
     if device.startswith("cuda"):
-        return Memory(torch.cuda.memory_allocated(device) / 2**20, torch.cuda.max_memory_allocated(device) / 2**20)
+        seen = torch.cuda.memory_stats(device)  # makes a table of a hundred numbers: once is enough
+        now, peak = (seen.get(f"allocated_bytes.all.{name}", 0) for name in ("current", "peak"))
+        return Memory(now / 2**20, peak / 2**20)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there and kilobytes elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     statm = Path("/proc/self/statm")

@@ -11,7 +11,6 @@ import difflib
 import importlib
 import importlib.util
 import inspect
-import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.data.fetch import locked
 from paceline.data.reference import check_reference, resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
+from paceline.runs.cache import cache_folder
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +151,7 @@ def _fetching(name: str, pretrained: bool) -> Iterator[None]:
     if not pretrained:
         yield
         return
-    cache = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline")
+    cache = cache_folder()
     try:
         # The collections download without a lock of their own: whoever waited here finds the file.
         with locked(cache / "collection-weights"):

@@ -3,6 +3,7 @@
 The first layer needs no training: its 2x2 filters turn patches of the training pictures into uncorrelated numbers of
 equal size (whitening), each direction once and once with its sign turned. Three groups follow, each two 3x3
 convolutions with BatchNorm and GELU, pooled in the first; then the largest value of every channel, and a linear layer.
+`sprint-wide` has more channels and a third convolution in each group, with a way around the last two.
 
 What makes it quick to train: BatchNorm without scales and with a short memory, filters that begin as the identity as
 far as they can, a last layer that begins near zero. Ideas: Page's DAWNBench notes (2018) and Jordan's airbench (2024).
@@ -19,6 +20,7 @@ from torch.nn import functional as F
 from paceline.errors import UserError
 
 WIDTHS = {"sprint": (64, 256, 256), "sprint-wide": (128, 384, 512)}
+DEEPER = ("sprint-wide",)  # a third convolution in each group
 SMALLEST_SIDE = 17  # one pixel must be left after the first layer and three poolings
 _PATCH = 2
 _LEAST_VARIANCE = 5e-4  # directions with less are noise, and not blown up
@@ -40,7 +42,7 @@ class Sprint(nn.Module):
         self.whiten = nn.Conv2d(channels, 2 * directions, _PATCH, bias=False)
         self.whiten.weight.requires_grad_(False)
         sizes = (2 * directions, *WIDTHS[name])
-        self.groups = nn.Sequential(*(Group(a, b) for a, b in itertools.pairwise(sizes)))
+        self.groups = nn.Sequential(*(Group(a, b, name in DEEPER) for a, b in itertools.pairwise(sizes)))
         self.classifier = nn.Linear(sizes[-1], num_classes, bias=False)
         nn.init.normal_(self.classifier.weight, std=1 / sizes[-1])
 
@@ -61,14 +63,18 @@ class Sprint(nn.Module):
 
 
 class Group(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, is_deeper: bool) -> None:
         super().__init__()
-        self.conv1, self.conv2 = (_conv(size, outputs) for size in (inputs, outputs))
-        self.norm1, self.norm2 = (_norm(outputs) for _ in range(2))
+        self.conv1, self.norm1 = _conv(inputs, outputs), _norm(outputs)
+        self.conv2, self.norm2 = _conv(outputs, outputs), _norm(outputs)
+        self.is_deeper = is_deeper
+        if is_deeper:
+            self.conv3, self.norm3 = _conv(outputs, outputs), _norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
         x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
-        return F.gelu(self.norm2(self.conv2(x)))
+        further = F.gelu(self.norm2(self.conv2(x)))
+        return F.gelu(x + self.norm3(self.conv3(further))) if self.is_deeper else further
 
 
 def _conv(inputs: int, outputs: int) -> nn.Conv2d:

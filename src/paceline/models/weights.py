@@ -9,7 +9,6 @@ an error. The ImageNet files are torchvision's, fetched once per node into the c
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from paceline.data.fetch import fetch_file
 from paceline.errors import DataError
 from paceline.models.external import first_line
 from paceline.models.head import find_head
+from paceline.runs.cache import cache_folder
 
 PUBLISHED_AT = "https://download.pytorch.org/models"
 PUBLISHED = {  # the eight hex digits begin the file's SHA-256
@@ -142,7 +142,7 @@ def _first(names: tuple[str, ...], count: int = 4) -> str:
 def fetch_imagenet(model_name: str) -> Path:
     """The published ImageNet weights of a built-in model, downloaded on first use."""
     file = PUBLISHED[model_name]
-    cache = Path(os.environ.get("PACELINE_CACHE") or Path.home() / ".cache" / "paceline") / "weights"
+    cache = cache_folder() / "weights"
     checksum = Path(file).stem.rpartition("-")[2]
     try:
         return fetch_file(

@@ -116,7 +116,7 @@ def _diagnose(ride: Ride, batch: Batch) -> dict[str, Any]:
     finding: dict[str, Any] = {"rank": ride.world.rank, "first_bad": None, "ids": []}
     rows = torch.isfinite(batch.inputs.flatten(1)).all(1).cpu()
     if not bool(rows.all()):
-        return {**finding, "first_bad": "the batch's inputs", "ids": batch.ids[~rows].tolist()}
+        return {**finding, "first_bad": "the batch's inputs", "ids": batch.ids.cpu()[~rows].tolist()}
     if ride.rig.model.strategy == "fsdp":
         return finding  # a sharded forward pass needs all ranks, and one may have left already
     model = ride.rig.model.module

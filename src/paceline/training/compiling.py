@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from paceline.config.schema import Config
-from paceline.metrics.ceiling import cache_folder
 from paceline.parallel.apply import resolve_precision, resolve_strategy
 from paceline.parallel.collectives import broadcast_text
+from paceline.runs.cache import cache_folder
 from paceline.training.plan import RunPlan
 from paceline.world.detect import World
 

@@ -40,30 +40,44 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             rate = group["lr"] * group["rate"]
-            if group["held"] is None:
-                self._step_by_adam([p for p in group["params"] if p.grad is not None], rate)
+            with_gradients = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not with_gradients:
                 continue
-            held = {id(weight) for weight, is_held in zip(group["params"], group["held"], strict=True) if is_held}
-            for weights in _alike([weight for weight in group["params"] if weight.grad is not None]):
-                self._turn(weights, held, rate, group["momentum"], group["weight_decay"])
+            if group["held"] is None:
+                self._step_by_adam(with_gradients, rate)
+            else:
+                self._turn(with_gradients, group, rate)
 
-    def _turn(self, weights: list[Tensor], held: set[int], rate: Tensor, momentum: float, decay: float) -> None:
-        """Of weights of one shape: their matrices are multiplied together."""
-        gradients = _gradients_of(weights)
+    def _turn(self, weights: list[Tensor], group: dict[str, Any], rate: float | Tensor) -> None:
+        """As few operations as can be: on a GPU each of them takes longer than its arithmetic."""
+        gradients, momentum = _gradients_of(weights), group["momentum"]
         speeds = [self._remember(weight, "momentum", weight) for weight in weights]
         torch._foreach_mul_(speeds, momentum)
         torch._foreach_add_(speeds, gradients)
         ahead = torch._foreach_add(gradients, speeds, alpha=momentum)
-        for weight, update in zip(weights, orthogonal(torch.stack([a.flatten(1) for a in ahead])), strict=True):
-            if id(weight) in held:
-                weight.mul_(len(weight) ** 0.5 / (weight.norm() + _TINY))
-            elif decay:
-                weight.mul_(1 - rate * decay)
-            weight.sub_(update.view_as(weight) * rate)
+        self._hold(weights, group)
+        if group["weight_decay"]:
+            for weight in _of_group(weights, group, is_held=False):
+                weight.mul_(1 - rate * group["weight_decay"])
+        step = torch.as_tensor(rate, dtype=weights[0].dtype, device=weights[0].device)
+        for numbers in _alike(weights):  # matrices of one shape are multiplied together
+            updates = orthogonal(torch.stack([ahead[number].flatten(1) for number in numbers]))
+            for number, update in zip(numbers, updates, strict=True):
+                weights[number].addcmul_(update.view_as(weights[number]), step, value=-1)
+
+    def _hold(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """Filters in front of a BatchNorm: back to the length they began with, about."""
+        held = _of_group(weights, group, is_held=True)
+        if not held:
+            return
+        factors = torch._foreach_norm(held)
+        torch._foreach_add_(factors, _TINY)
+        torch._foreach_reciprocal_(factors)
+        torch._foreach_mul_(factors, [len(weight) ** 0.5 for weight in held])
+        for weight, factor in zip(held, factors, strict=True):
+            weight.mul_(factor)
 
     def _step_by_adam(self, parameters: list[Tensor], rate: Tensor) -> None:
-        if not parameters:
-            return
         (first, second), gradients = _BETAS, _gradients_of(parameters)
         means = [self._remember(parameter, "mean", parameter) for parameter in parameters]
         squares = [self._remember(parameter, "square", parameter) for parameter in parameters]
@@ -92,10 +106,16 @@ def _gradients_of(parameters: list[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _alike(weights: list[Tensor]) -> list[list[Tensor]]:
-    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
-    for weight in weights:
-        by_shape.setdefault(tuple(weight.shape), []).append(weight)
+def _of_group(weights: list[Tensor], group: dict[str, Any], *, is_held: bool) -> list[Tensor]:
+    wanted = {id(weight) for weight, held in zip(group["params"], group["held"], strict=True) if held is is_held}
+    return [weight for weight in weights if id(weight) in wanted]
+
+
+def _alike(weights: list[Tensor]) -> list[list[int]]:
+    """Their numbers, by shape."""
+    by_shape: dict[tuple[int, ...], list[int]] = {}
+    for number, weight in enumerate(weights):
+        by_shape.setdefault(tuple(weight.shape), []).append(number)
     return list(by_shape.values())
 
 

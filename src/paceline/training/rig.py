@@ -157,6 +157,7 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     step = build_step(parallel, optimizer, average, config, world)
     if load_weights:
+        train_data.warm_up(plan.rank_batch_size)
         step.warm_up(example.new_zeros(plan.rank_batch_size, *plan.input_shape))
     return Rig(
         plan=plan,

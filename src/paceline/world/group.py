@@ -28,7 +28,7 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the watchdog's deadlines are short
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 300.0
 _NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
-_ANSWER_TIMEOUT_S = 8.0
+ANSWER_TIMEOUT_S = 8.0
 _FAREWELL_TIMEOUT_S = 60.0
 _POLL_S = 0.1
 _FAILED = "failed"
@@ -70,7 +70,7 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
     if not is_server:
         _wait_for_server(environment, address, timeout_s)
     try:
-        server = _open_store(environment, is_server=is_server)
+        server = open_store(environment, is_server=is_server)
     except (dist.DistError, TimeoutError) as error:
         what = "it cannot be opened here" if is_server else "what listens there is not rank 0 of this run"
         reason = str(error).splitlines()[0][:200]
@@ -83,10 +83,10 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
     return store
 
 
-def _open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
+def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
     """In a thread: a stranger that takes the connection and says nothing would hold the caller for ever."""
     answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
-    timeout = timedelta(seconds=_ANSWER_TIMEOUT_S)
+    timeout = timedelta(seconds=ANSWER_TIMEOUT_S)
 
     def open_it() -> None:
         try:
@@ -97,9 +97,9 @@ def _open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
 
     threading.Thread(target=open_it, name="store", daemon=True).start()
     try:
-        answer = answers.get(timeout=1.2 * _ANSWER_TIMEOUT_S)
+        answer = answers.get(timeout=1.2 * ANSWER_TIMEOUT_S)
     except Empty:
-        raise TimeoutError(f"no answer within {_ANSWER_TIMEOUT_S:.0f} s") from None
+        raise TimeoutError(f"no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
     if isinstance(answer, BaseException):
         raise answer
     return answer
@@ -111,7 +111,7 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
     where = (environment.store_host, environment.store_port)
     while True:
         try:
-            socket.create_connection(where, timeout=_ANSWER_TIMEOUT_S).close()
+            socket.create_connection(where, timeout=ANSWER_TIMEOUT_S).close()
             return
         except OSError as error:
             is_name = isinstance(error, socket.gaierror)

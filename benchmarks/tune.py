@@ -1,0 +1,119 @@
+"""Variants of a recipe over many seeds, quickly: which rate, which batch, how many epochs.
+
+    python benchmarks/tune.py cifar10-speedrun "" "base-lr=0.26" "base-lr=0.26 global-batch-size=1920" --data-dir data
+
+A variant is a string of flags without their dashes. Its model is built and compiled once; every seed then starts it
+over and trains it with the recipe's own data, steps and evaluation, and nothing else: no checkpoints, no lines, no run
+folder. A figure worth keeping comes from benchmarks/speedrun.py, which runs the whole trainer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from paceline.config.load import load_config
+from paceline.config.schema import Config
+from paceline.models.registry import build_model
+from paceline.training.evaluate import Evaluation, evaluate
+from paceline.training.rig import Rig, build_rig
+from paceline.world.detect import ALONE, World, build_world
+from paceline.world.seeds import seed_initial_weights
+
+_LOOKED_AT = 2000  # samples, as in a run
+
+
+@torch.no_grad()
+def start_over(rig: Rig, config: Config, seed: int) -> None:
+    """Fresh weights in the memory of the old ones, so that what is compiled and recorded stays valid."""
+    seed_initial_weights(seed)
+    fresh = build_model(config.model, rig.plan.input_shape, rig.plan.info.num_classes)
+    loader = rig.train_data
+    look_at: Any = getattr(fresh, "look_at", None)
+    if look_at is not None:
+        look_at(loader._pipeline.for_evaluation(loader._dataset.read(loader.ids[:_LOOKED_AT]).cpu()))
+    for own, new in zip(rig.model.module.state_dict().values(), fresh.state_dict().values(), strict=True):
+        own.copy_(new)
+    for state in rig.optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.zero_()
+    loader._pipeline = dataclasses.replace(loader._pipeline, seed=seed)
+
+
+def train_once(rig: Rig, config: Config, world: World, seed: int, *, steps: int | None) -> tuple[float, Evaluation]:
+    """Seconds of training, and what came of it."""
+    start_over(rig, config, seed)
+    plan, step = rig.plan, 0
+    last_step = min(plan.last_step, steps or plan.last_step)
+    _wait(world)
+    began = time.perf_counter()
+    while step < last_step:
+        batches = rig.train_data.train_epoch(
+            seed=seed,
+            epoch=step // plan.steps_per_epoch,
+            global_batch_size=config.train.global_batch_size,
+            first_step=0,
+        )
+        for batch in batches:
+            report = rig.step.gradients(batch, step, wants_stop=False)
+            rig.step.update(step, plan.learning_rate(step), report)
+            step += 1
+            if step == last_step:
+                break
+    _wait(world)
+    seconds = time.perf_counter() - began
+    found = evaluate(
+        rig.model,
+        rig.test_data,
+        world,
+        num_classes=plan.info.num_classes,
+        batch_size=config.train.test_batch_size,
+        objective=rig.step.objective,
+        views=config.train.test_views,
+    )
+    return seconds, found
+
+
+def _wait(world: World) -> None:
+    if world.device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def try_variant(recipe: str, flags: list[str], seeds: int, *, steps: int | None) -> str:
+    config = load_config(recipe, [*flags, "--processes=1"]).config
+    world = build_world(config.parallel, ALONE)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+    rig = build_rig(config, world)
+    runs = [train_once(rig, config, world, seed, steps=steps) for seed in range(seeds)]
+    accuracies = [found.accuracy for _, found in runs]
+    spread = statistics.stdev(accuracies) if seeds > 1 else 0.0
+    return (
+        f"| {statistics.fmean(accuracies):.3%} | {spread:.3%} | {statistics.fmean(found.loss for _, found in runs):.4f}"
+        f" | {statistics.median(seconds for seconds, _ in runs):.3f} s |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("variants", nargs="*", default=[""], help='as "base-lr=0.3 epochs=8"')
+    parser.add_argument("--data-dir", default="data")
+    parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--steps", type=int, help="end early, to see whether it works at all")
+    given = parser.parse_intermixed_args()
+    print("| variant | mean accuracy | standard deviation | test loss | median training |\n|---|---|---|---|---|")
+    for variant in given.variants:
+        flags = [f"--data-dir={given.data_dir}", *(f"--{flag}" for flag in variant.split())]
+        row = try_variant(given.recipe, flags, given.seeds, steps=given.steps)
+        print(f"| {variant or 'as it is'} {row}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
