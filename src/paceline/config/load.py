@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import io
 from dataclasses import dataclass
@@ -84,22 +85,22 @@ def _take_values(field: FieldSpec, rest: list[str]) -> list[str]:
 
 def _parse(settings: list[Setting]) -> Config:
     """Hand everything to tyro at once; only if it refuses, find out which setting it was."""
-    latest = {setting.field.name: setting for setting in settings}
-    config = _tyro([token for setting in latest.values() for token in setting.tokens()])
+    latest = list({setting.field.name: setting for setting in settings}.values())
+    config = _tyro(latest)
     if config is not None:
         return config
-    for setting in latest.values():
-        if _tyro(setting.tokens()) is None:
-            given = " ".join(setting.values)
-            raise UserError(
-                f"{setting.field.name}: {given!r} is not valid",
-                where=setting.where,
-                allowed=setting.field.expects,
-            )
-    raise UserError("the settings are valid one by one but not together")  # pragma: no cover
+    # The first refused one by halving: a parse costs a person's patience, and a recipe has many settings.
+    counts = range(1, len(latest))
+    refused = latest[bisect.bisect_left(counts, True, key=lambda count: _tyro(latest[:count]) is None)]
+    raise UserError(
+        f"{refused.field.name}: {' '.join(refused.values)!r} is not valid",
+        where=refused.where,
+        allowed=refused.field.expects,
+    )
 
 
-def _tyro(tokens: list[str]) -> Config | None:
+def _tyro(settings: list[Setting]) -> Config | None:
+    tokens = [token for setting in settings for token in setting.tokens()]
     with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         try:
             return tyro.cli(Config, args=tokens, config=_TYRO_STYLE)
