@@ -275,7 +275,9 @@ def test_it_joins_the_ranks_of_torchrun_and_speaks_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("processes", [1, 3, 5], ids=["before the ranks", "while torch is loaded", "with ranks"])
+@pytest.mark.parametrize(
+    "processes", [1, 3, 4, 5], ids=["before the ranks", "while torch is loaded", "at a birth", "with ranks"]
+)
 def test_interrupt_leaves_at_once_and_no_orphan(processes: int, tmp_path: Path) -> None:
     with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
         doctor.wait_for("now 2 ranks together")

@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name.endswith("/log"):
             self._answer(200, self.server.logs[name.removesuffix("/log")].encode())
         elif name:
-            self._object((plural, name))
+            self._hand_out((plural, name), self.server.objects.get((plural, name)))
         else:
             self._answer(200, {"kind": "List", "items": self._select(plural, query)})
 
@@ -110,8 +110,8 @@ class _Handler(BaseHTTPRequestHandler):
         plural, name, query = self._read()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.calls.append(f"{query.get('propagationPolicy')} {body.decode()}")
-        self._object((plural, name))
-        self.server.objects.pop((plural, name), None)
+        # Gone before the answer is: who was answered may look at once.
+        self._hand_out((plural, name), self.server.objects.pop((plural, name), None))
 
     def log_message(self, format: str, *arguments: Any) -> None:
         pass
@@ -133,9 +133,9 @@ class _Handler(BaseHTTPRequestHandler):
             items = [item for item in items if item["metadata"]["name"] == name]
         return items
 
-    def _object(self, key: tuple[str, str]) -> None:
-        if key in self.server.objects:
-            self._answer(200, self.server.objects[key])
+    def _hand_out(self, key: tuple[str, str], item: dict[str, Any] | None) -> None:
+        if item is not None:
+            self._answer(200, item)
         else:
             self._fail(404, f'{key[0]} "{key[1]}" not found')
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED
-from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain, interrupts_held_back, load_agent
+from paceline.launch.attempt import (
+    Attempt,
+    AttemptEnd,
+    Attempts,
+    RankMain,
+    end_fork_server,
+    interrupts_held_back,
+    load_agent,
+)
 from paceline.launch.report import report_failure
 from paceline.runs.folder import RunFolder
 from paceline.world.detect import Nodes
@@ -46,6 +50,7 @@ def run_ranks(ranks: LocalRanks) -> int:
         attempts.stop_ranks(signal.SIGKILL)
         if not asked:  # the agent's own cleaning up, which follows, must not be torn
             asked.append(number)
+            end_fork_server()  # before anything unwinds: who is being born would miss it, and complain
             raise _Stopped
 
     try:
@@ -62,19 +67,8 @@ def run_ranks(ranks: LocalRanks) -> int:
                 return EXIT_FINISHED if end.is_finished else _tell_failure(end, folder)
     except _Stopped:
         pass
-    _end_the_unborn()
     print("\ninterrupted" if asked == [signal.SIGINT] else "\nstopped", file=sys.stderr)
     return EXIT_INTERRUPTED if asked == [signal.SIGINT] else _SIGNAL_EXIT + asked[0]
-
-
-def _end_the_unborn() -> None:
-    """Ranks that were ordered from the fork server when the stop came, and are in nobody's list yet."""
-    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
-    if server is not None:
-        with suppress(ProcessLookupError):
-            os.kill(server, signal.SIGKILL)
-    for child in multiprocessing.active_children():
-        child.kill()
 
 
 def _tell_failure(end: AttemptEnd, folder: RunFolder) -> int:

@@ -119,6 +119,27 @@ def _start_fork_server() -> None:
         forkserver.ensure_running()
 
 
+def end_fork_server() -> None:
+    """At once, with every rank it has forked: also those being born, which are in nobody's list yet."""
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    if server is None:
+        return
+    with suppress(ProcessLookupError, ChildProcessError):
+        os.kill(server, signal.SIGSTOP)
+        os.waitpid(server, os.WUNTRACED)  # now it stands still, and forks no more while its children are counted
+        for child in _children_of(server):
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        os.kill(server, signal.SIGKILL)
+
+
+def _children_of(pid: int) -> list[int]:
+    try:
+        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # no /proc here: those in the list are ended all the same
+        return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+
+
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
     """Ctrl-C comes a moment later, at the end of this block."""
