@@ -1,4 +1,4 @@
-"""What can be made again, and takes long: measured ceilings, compiled code, downloaded weights."""
+"""What can be made again, and takes long: measured ceilings, compiled code, bytecode, downloaded weights."""
 
 from __future__ import annotations
 
