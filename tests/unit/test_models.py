@@ -14,6 +14,7 @@ from torch import nn
 from harness.torchvision_shim import import_torchvision
 from paceline.config.schema import ModelConfig
 from paceline.errors import UserError
+from paceline.models.pooling import MaxPool2x2, max_pool_2x2
 from paceline.models.registry import BUILT_IN, PUBLISHED_NAMES, build_model, check_model_name
 from paceline.models.vgg import pool_to_grid
 
@@ -148,6 +149,31 @@ def test_resnet_stem_follows_the_image_size(side: int, kernel: int, after_stem: 
 def test_pooling_shortcuts_equal_adaptive_pooling(side: int) -> None:
     x = torch.randn(2, 5, side, side)
     assert torch.equal(pool_to_grid(x), F.adaptive_avg_pool2d(x, (7, 7)))
+
+
+@pytest.mark.parametrize("side", [6, 7])
+def test_max_pooling_is_torchs_on_a_cpu(side: int) -> None:
+    x = torch.randn(2, 5, side, side).contiguous(memory_format=torch.channels_last).requires_grad_()
+    assert torch.equal(MaxPool2x2()(x), F.max_pool2d(x, 2))
+    assert torch.equal(max_pool_2x2(x.detach()), F.max_pool2d(x, 2))
+
+
+def test_vgg_pools_before_relu_and_gives_the_bits_of_the_usual_order() -> None:
+    torch.manual_seed(0)
+    model, x = build("vgg11", CIFAR, dropout=0.0), torch.randn(4, *CIFAR)
+    ours = list(model.features)
+    usual = list(ours)  # torchvision's order: convolution, ReLU, pool
+    for number, layer in enumerate(ours):
+        if isinstance(layer, MaxPool2x2):
+            usual[number : number + 2] = reversed(ours[number : number + 2])
+    assert [type(layer) for layer in usual[-3:]] == [nn.Conv2d, nn.ReLU, MaxPool2x2]
+    gradients = []
+    for layers in (ours, usual):
+        model.zero_grad()
+        hidden = nn.Sequential(*layers)(x)
+        hidden.square().sum().backward()
+        gradients.append([hidden, *(parameter.grad for parameter in model.features.parameters())])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_resnet_convolutions_start_he_normal_over_the_fan_out() -> None:

@@ -51,9 +51,9 @@ def test_the_wide_network_has_a_way_around_its_last_convolutions() -> None:
     torch.manual_seed(0)
     group = Sprint("sprint-wide", (3, 32, 32), 10).groups[1].eval()
     assert [tuple(conv.weight.shape[:2]) for conv in (group.conv1, group.conv2, group.conv3)] == [
-        (384, 128),
-        (384, 384),
-        (384, 384),
+        (512, 128),
+        (512, 512),
+        (512, 512),
     ]
     inputs = torch.randn(2, 128, 16, 16)
     torch.nn.init.zeros_(group.conv3.weight)
@@ -63,11 +63,19 @@ def test_the_wide_network_has_a_way_around_its_last_convolutions() -> None:
 
 def test_muons_updates_turn_all_directions_alike() -> None:
     torch.manual_seed(0)
-    for shape in ((2, 30, 80), (1, 80, 30)):
-        values = torch.linalg.svdvals(orthogonal(torch.randn(shape)))
+    for matrices in ([torch.randn(30, 80), torch.randn(30, 80)], [torch.randn(80, 30)]):
+        values = torch.linalg.svdvals(torch.stack(orthogonal(matrices)))
         # Three iterations bring singular values near one, as these coefficients do; before, they differed by 4 times.
         assert values.min() > 0.6
         assert values.max() < 1.3
+
+
+def test_matrices_of_several_shapes_are_turned_together_as_they_are_alone() -> None:
+    torch.manual_seed(0)
+    matrices = [torch.randn(8, 20), torch.randn(30, 12), torch.randn(16, 16)]
+    for together, alone in zip(orthogonal(matrices), (orthogonal([matrix])[0] for matrix in matrices), strict=True):
+        assert together.shape == alone.shape
+        assert torch.allclose(together, alone, atol=1e-5)  # sums of more zeros may be added up in another order
 
 
 def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:
@@ -93,7 +101,7 @@ def test_muon_goes_against_the_gradient() -> None:
     before = [parameter.detach().clone() for parameter in (hidden, bias, last)]
     gradients = [parameter.grad.clone() for parameter in (hidden, bias, last)]
     optimizer.step()
-    turned = before[0] * (1 - 0.1 * 0.5) - 0.1 * orthogonal(gradients[0][None] * 1.6)[0]
+    turned = before[0] * (1 - 0.1 * 0.5) - 0.1 * orthogonal([gradients[0] * 1.6])[0]
     assert torch.allclose(hidden, turned, atol=1e-6)
     for parameter, was, gradient in zip((bias, last), before[1:], gradients[1:], strict=True):
         # Adam's first step has one size everywhere: the rate of its group.

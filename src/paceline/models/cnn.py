@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from paceline.errors import UserError
+from paceline.models.pooling import MaxPool2x2
 
 WIDTHS = (16, 32, 64)
 SMALLEST_SIDE = 2 ** len(WIDTHS)  # every max-pool halves the image, and one pixel must be left
@@ -29,7 +30,7 @@ class CNN(nn.Module):
         layers: list[nn.Module] = []
         for filters in WIDTHS:
             # Pooled first, ReLU has a quarter of the work; the largest of four is cut off at zero either way.
-            layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.MaxPool2d(2), nn.ReLU()]
+            layers += [nn.Conv2d(channels, filters, 3, padding=1), MaxPool2x2(), nn.ReLU()]
             channels, height, width = filters, height // 2, width // 2
         self.features = nn.Sequential(*layers)
         self.hidden = nn.Sequential(

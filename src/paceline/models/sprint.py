@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from paceline.errors import UserError
+from paceline.models.pooling import max_pool_2x2
 
-WIDTHS = {"sprint": (64, 256, 256), "sprint-wide": (128, 384, 512)}
+WIDTHS = {"sprint": (64, 256, 256), "sprint-wide": (128, 512, 512)}
 DEEPER = ("sprint-wide",)  # a third convolution in each group
 SMALLEST_SIDE = 17  # one pixel must be left after the first layer and three poolings
 _PATCH = 2
@@ -72,7 +73,7 @@ class Group(nn.Module):
             self.conv3, self.norm3 = _conv(outputs, outputs), _norm(outputs)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.norm1(F.max_pool2d(self.conv1(x), 2)))
+        x = F.gelu(self.norm1(max_pool_2x2(self.conv1(x))))
         further = F.gelu(self.norm2(self.conv2(x)))
         return F.gelu(x + self.norm3(self.conv3(further))) if self.is_deeper else further
 

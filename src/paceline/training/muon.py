@@ -18,6 +18,7 @@ _ITERATIONS = 3
 _TINY = 1e-7
 _BETAS = (0.8, 0.95)
 _BIAS_RATE, _HEAD_RATE = 0.125, 0.01  # of Muon's own
+_SMALL = 2**28  # multiplications in a matrix times itself: below, a GPU takes longer to begin than to multiply
 
 
 class Muon(torch.optim.Optimizer):
@@ -60,10 +61,10 @@ class Muon(torch.optim.Optimizer):
             for weight in _of_group(weights, group, is_held=False):
                 weight.mul_(1 - rate * group["weight_decay"])
         step = torch.as_tensor(rate, dtype=weights[0].dtype, device=weights[0].device)
-        for numbers in _alike(weights):  # matrices of one shape are multiplied together
-            updates = orthogonal(torch.stack([ahead[number].flatten(1) for number in numbers]))
+        for numbers in _together(weights):
+            updates = orthogonal([ahead[number].flatten(1) for number in numbers])
             for number, update in zip(numbers, updates, strict=True):
-                weights[number].addcmul_(update.view_as(weights[number]), step, value=-1)
+                weights[number].addcmul_(update.reshape(weights[number].shape), step, value=-1)
 
     def _hold(self, weights: list[Tensor], group: dict[str, Any]) -> None:
         """Filters in front of a BatchNorm: back to the length they began with, about."""
@@ -111,23 +112,38 @@ def _of_group(weights: list[Tensor], group: dict[str, Any], *, is_held: bool) ->
     return [weight for weight in weights if id(weight) in wanted]
 
 
-def _alike(weights: list[Tensor]) -> list[list[int]]:
-    """Their numbers, by shape."""
-    by_shape: dict[tuple[int, ...], list[int]] = {}
+def _together(weights: list[Tensor]) -> list[list[int]]:
+    """The numbers of those to be multiplied at once: of one shape, or on a GPU all the small ones."""
+    groups: dict[tuple[int, ...], list[int]] = {}
     for number, weight in enumerate(weights):
-        by_shape.setdefault(tuple(weight.shape), []).append(number)
-    return list(by_shape.values())
+        short, long = sorted((len(weight), weight.numel() // len(weight)))
+        is_small = weight.is_cuda and short * short * long <= _SMALL
+        groups.setdefault(() if is_small else tuple(weight.shape), []).append(number)
+    return list(groups.values())
 
 
-def orthogonal(matrices: Tensor) -> Tensor:
-    """[N, rows, columns]: roughly the orthogonal matrices nearest to these. Singular values come out near one."""
-    is_tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.bfloat16() if matrices.is_cuda else matrices  # its digits suffice, and GPUs multiply them faster
-    x = x.mT if is_tall else x
+def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
+    """Roughly the orthogonal matrices nearest to these: singular values come out near one."""
+    lying = [matrix.mT if matrix.shape[0] > matrix.shape[1] else matrix for matrix in matrices]
+    x = _pile(lying)
     x = x / (x.norm(dim=(1, 2), keepdim=True) + _TINY)
     a, b, c = _COEFFICIENTS
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    result: Tensor = (x.mT if is_tall else x).to(matrices.dtype)
-    return result
+    found = [sheet[: len(matrix), : matrix.shape[1]] for sheet, matrix in zip(x.to(lying[0].dtype), lying, strict=True)]
+    return [
+        sheet.mT if matrix.shape[0] > matrix.shape[1] else sheet for sheet, matrix in zip(found, matrices, strict=True)
+    ]
+
+
+def _pile(matrices: list[Tensor]) -> Tensor:
+    """[N, rows, columns]. Smaller ones lie in a corner; the zeros around them stay zeros."""
+    dtype = torch.bfloat16 if matrices[0].is_cuda else matrices[0].dtype  # its digits suffice, and GPUs like them
+    if len({matrix.shape for matrix in matrices}) == 1:
+        return torch.stack(matrices).to(dtype)
+    rows, columns = (max(matrix.shape[axis] for matrix in matrices) for axis in (0, 1))
+    pile = matrices[0].new_zeros(len(matrices), rows, columns, dtype=dtype)
+    for sheet, matrix in zip(pile, matrices, strict=True):
+        sheet[: len(matrix), : matrix.shape[1]] = matrix
+    return pile

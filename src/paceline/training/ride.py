@@ -20,6 +20,7 @@ from paceline.training.rig import Rig, build_rig
 from paceline.training.state import TrainState
 from paceline.training.stragglers import Stragglers
 from paceline.world.detect import World
+from paceline.world.garbage import no_search_for_garbage
 
 
 @dataclass
@@ -45,7 +46,8 @@ class Ride:
 
 def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, eval_batches: int | None) -> Ride:
     """Build everything, and start fresh or where an earlier attempt stopped."""
-    rig = build_rig(config, world)
+    with no_search_for_garbage():
+        rig = build_rig(config, world)
     rig.step.guards = guards
     console = Console(
         is_speaking=world.is_primary,

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from paceline.world.garbage import throw_away_garbage
+
 _log = logging.getLogger("paceline")
 _PLAIN_CALLS = 2  # libraries choose kernels and take workspace in the first ones, and optimizers make their state
 
@@ -54,6 +56,7 @@ class Recorded:
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(given.clone() for given in inputs)
+        throw_away_garbage()  # what is left of plain calls must not get into the recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
