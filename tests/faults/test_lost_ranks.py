@@ -19,7 +19,7 @@ from harness.cli import paceline
 from harness.processes import started
 
 RECOVERIES: list[float] = []
-PROMPT = "--no-async-save"  # written beside training, step 10 may not be there yet at step 12
+PROMPT = "--no-async-save"  # written beside training, a checkpoint may not be there yet two steps later
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_a_full_disk_a_damaged_checkpoint_and_a_kill_in_one_ride(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]
 ) -> None:
     faults = "full-disk step=10; corrupt-latest step=22; kill rank=1 step=23"
-    answer = paceline(*FLAGS, f"--inject={faults}", cwd=tmp_path)
+    answer = paceline(*FLAGS, PROMPT, f"--inject={faults}", cwd=tmp_path)
     assert answer.code == 0, answer
     assert len(faults_struck(tmp_path / "run")) == 3
     assert "a checkpoint could not be saved: No space left on device" in answer.out
