@@ -40,7 +40,8 @@ def run_seed(recipe: str, flags: list[str], seed: int, folder: Path) -> dict[str
     RunFolder(folder).create()
     with contextlib.redirect_stdout(io.StringIO()):
         results = train(config, world, RunPlace(folder, None, False))
-    flops = count_flops(config.model, (3, 32, 32), 10).per_sample or float("nan")  # a run this short does not
+    # Counted here: a run of seconds has no time for it.
+    flops = count_flops(config.model, (3, 32, 32), 10).per_sample or float("nan")
     return {
         "accuracy": results["test_accuracy"],
         "seconds": results["process_metrics"][0]["seconds_to_last_step"],

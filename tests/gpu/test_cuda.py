@@ -43,8 +43,8 @@ def test_mixed_precision_learns_like_full_precision(tmp_path: Path, dtype: str, 
 
 def test_fsdp_with_cpu_offload(tmp_path: Path) -> None:
     sharded = train(tmp_path / "offload", "--strategy", "fsdp", "--cpu-offload", "--no-amp")
-    # cuDNN picks other kernels for other layouts, and those in TF32 keep three digits of every factor.
-    assert sharded == pytest.approx(train(tmp_path / "single", "--no-amp"), abs=1e-2)
+    # cuDNN picks other kernels for other layouts: by CPU trials, TF32 in one of the two moves no loss by 0.0001.
+    assert sharded == pytest.approx(train(tmp_path / "single", "--no-amp"), abs=1e-3)
 
 
 def test_resume_on_the_gpu(tmp_path: Path) -> None:
@@ -103,6 +103,25 @@ def test_a_cpu_checkpoint_goes_on_on_the_gpu(tmp_path: Path) -> None:
     losses = train(tmp_path, *flags, "--resume", "auto")
     assert len(losses) == 18
     assert read_results(tmp_path)["process_metrics"][0]["device"] == "cuda:0"
+
+
+LOOKS_AT_VALUES = """
+from paceline.models.cnn import CNN
+class Looking(CNN):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() < 1e12 else x  # no recording can follow this
+def build(num_classes, input_shape):
+    return Looking(input_shape, num_classes)
+"""
+
+
+def test_a_model_that_cannot_be_recorded_learns_the_same(tmp_path: Path) -> None:
+    model = tmp_path / "looking.py"
+    model.write_text(LOOKS_AT_VALUES)
+    flags = ("--model-name", f"{model}:build", "--deterministic", "--no-amp")
+    plain = train(tmp_path / "plain", *flags, "--compile=never")
+    assert train(tmp_path / "refused", *flags) == plain
+    assert "not recorded as a CUDA graph" in (tmp_path / "refused" / "logs" / "rank-0.log").read_text()
 
 
 def test_a_recorded_step_is_the_plain_one(tmp_path: Path) -> None:

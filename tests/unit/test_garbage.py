@@ -5,11 +5,17 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from harness.cli import command
+from harness.ranks import make_world
+from harness.runs import train_in
+from paceline.training import ride
+from paceline.training.rig import build_rig
 from paceline.world import garbage
 from paceline.world.garbage import no_search_for_garbage
 
@@ -33,66 +39,68 @@ if __name__ == "__main__":
 """
 
 
-class Collector:
-    """Stands in for Python's own, whose frozen objects could not be told from those of other tests."""
+class Ring:
+    """Holds itself: only a search finds that nobody else does."""
 
-    def __init__(self, *, is_enabled: bool) -> None:
-        self.is_enabled = is_enabled
-        self.events: list[str] = []
-
-    def isenabled(self) -> bool:
-        return self.is_enabled
-
-    def disable(self) -> None:
-        self.is_enabled = False
-        self.events.append("disable")
-
-    def enable(self) -> None:
-        self.is_enabled = True
-        self.events.append("enable")
-
-    def collect(self, generation: int) -> None:
-        self.events.append(f"collect {generation}")
-
-    def freeze(self) -> None:
-        self.events.append("freeze")
+    def __init__(self) -> None:
+        self.itself = self
 
 
 @pytest.fixture(params=[True, False], ids=["was on", "was off"])
-def collector(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Collector:
-    stand_in = Collector(is_enabled=request.param)
-    monkeypatch.setattr(garbage, "gc", stand_in)
-    return stand_in
+def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
+    before = gc.isenabled()
+    (gc.enable if request.param else gc.disable)()
+    gc.collect()  # else what other tests have left would count
+    yield request.param
+    (gc.enable if before else gc.disable)()
 
 
-def test_it_rests_while_something_is_built_and_is_as_before_afterwards(collector: Collector) -> None:
-    before = collector.is_enabled
-    with no_search_for_garbage():
-        assert not collector.is_enabled
-        collector.events.append("built")
-    assert collector.is_enabled == before
-    assert collector.events == ["disable", "built", "collect 1", "freeze", *(["enable"] if before else [])]
+@pytest.mark.parametrize("many", [0, 10**9])
+def test_the_search_rests_and_is_made_up_for_where_much_was_built(
+    is_enabled: bool, many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(garbage, "_MANY", many)
+    searches: list[int] = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            searches.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        with no_search_for_garbage():
+            ring = weakref.ref(Ring())
+            built = [[] for _ in range(5000)]  # more than an ordinary search waits for
+            assert searches == []
+        is_found = ring() is None
+    finally:
+        gc.callbacks.remove(note)
+    assert (2 in searches) == (many == 0)
+    if many == 0:
+        assert is_found
+    assert gc.isenabled() == is_enabled
+    assert len(built) == 5000
 
 
-def test_it_is_as_before_after_a_failure(collector: Collector) -> None:
-    before = collector.is_enabled
+def test_it_is_as_before_after_a_failure(is_enabled: bool) -> None:
     with pytest.raises(ZeroDivisionError), no_search_for_garbage():
         _ = 1 / 0
-    assert collector.is_enabled == before
+    assert gc.isenabled() == is_enabled
 
 
-def test_what_nobody_holds_is_gone_before_the_rest_is_left_alone() -> None:
-    class Ring:
-        pass
+def test_of_two_rides_in_one_process_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
 
-    with no_search_for_garbage():
-        ring = Ring()
-        ring.itself = ring
-        is_gone = weakref.ref(ring)
-        del ring
-        assert is_gone() is not None  # only a search finds it
-    assert is_gone() is None
-    gc.unfreeze()
+    def open_and_note(*given: Any, **more: Any) -> Any:
+        rig = build_rig(*given, **more)
+        opened.append([weakref.ref(part) for part in (rig.model.module, rig.optimizer, rig.train_data, rig.step)])
+        return rig
+
+    monkeypatch.setattr(ride, "build_rig", open_and_note)
+    for name in ("first", "second"):
+        train_in(make_world(0, 1), str(tmp_path / name), ("--epochs=1",))
+    gc.collect()
+    assert [part() for parts in opened for part in parts] == [None] * 8
 
 
 def test_a_rank_looks_for_its_own_garbage_and_leaves_torch_alone(tmp_path: Path) -> None:

@@ -35,6 +35,33 @@ class PlayedAtOnce:
     def forget(self) -> None:
         pass
 
+    @property
+    def is_recorded(self) -> bool:
+        return True
+
+
+class RefusedAtFirst(PlayedAtOnce):
+    """Gradients cannot be recorded; an update could, and would for ever use those that lay there when it was."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        super().__init__(work)
+        self._old: list[Tensor] | None = None
+
+    @property
+    def is_recorded(self) -> bool:
+        return self._old is not None
+
+    def prepare(self, *inputs: Tensor) -> None:
+        super().prepare(*inputs)
+        if self._work.__name__ == "_apply_gradients":
+            self._old = [parameter.grad.clone() for parameter in self._work.__self__._trained]
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if self._old is not None:
+            for parameter, gradient in zip(self._work.__self__._trained, self._old, strict=True):
+                parameter.grad = gradient
+        return self._work(*inputs)
+
 
 def weights_after(folder: Path, *flags: str) -> str:
     config = load_config("shapes-cnn", [*QUICK, *flags]).config
@@ -60,3 +87,12 @@ def test_a_fake_recording_on_the_cpu_gives_the_bits_of_plain_steps(
     monkeypatch.setattr(recorded_step, "Recorded", PlayedAtOnce)
     assert weights_after(tmp_path / "recorded", *flags) == plain
     assert taken
+
+
+def test_gradients_that_cannot_be_recorded_are_used_by_plain_updates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = weights_after(tmp_path / "plain")
+    monkeypatch.setattr(recorded_step, "can_record", lambda *_: True)
+    monkeypatch.setattr(recorded_step, "Recorded", RefusedAtFirst)
+    assert weights_after(tmp_path / "refused") == plain

@@ -18,7 +18,7 @@ from paceline.errors import UserError
 from paceline.metrics.recorder import read_rows
 from paceline.models.sprint import Sprint
 from paceline.training.evaluate import look_often
-from paceline.training.muon import Muon, orthogonal
+from paceline.training.muon import Muon, _together, orthogonal
 from paceline.training.schedule import learning_rate
 from paceline.world.gpus import count_gpus_without_torch
 
@@ -76,6 +76,16 @@ def test_matrices_of_several_shapes_are_turned_together_as_they_are_alone() -> N
     for together, alone in zip(orthogonal(matrices), (orthogonal([matrix])[0] for matrix in matrices), strict=True):
         assert together.shape == alone.shape
         assert torch.allclose(together, alone, atol=1e-5)  # sums of more zeros may be added up in another order
+
+
+def test_on_a_gpu_small_matrices_are_one_group_and_large_ones_go_by_shape() -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+
+    shapes = [(64, 24, 3, 3), (512, 512, 3, 3), (256, 64, 3, 3), (10, 256), (512, 512, 3, 3), (256, 256, 3, 3)]
+    weights = [torch.empty(shape, device="meta") for shape in shapes]
+    assert _together(weights) == [[0], [1, 4], [2], [3], [5]]
+    assert _together([weight.as_subclass(OnGpu) for weight in weights]) == [[0, 2, 3, 5], [1, 4]]
 
 
 def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:

@@ -131,10 +131,14 @@ def orthogonal(matrices: list[Tensor]) -> list[Tensor]:
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    found = [sheet[: len(matrix), : matrix.shape[1]] for sheet, matrix in zip(x.to(lying[0].dtype), lying, strict=True)]
-    return [
-        sheet.mT if matrix.shape[0] > matrix.shape[1] else sheet for sheet, matrix in zip(found, matrices, strict=True)
-    ]
+    return [_cut(sheet, matrix) for sheet, matrix in zip(x.to(lying[0].dtype), matrices, strict=True)]
+
+
+def _cut(sheet: Tensor, matrix: Tensor) -> Tensor:
+    """What belongs to this matrix, standing as it does."""
+    rows, columns = sorted(matrix.shape)
+    part = sheet[:rows, :columns]
+    return part.mT if matrix.shape[0] > matrix.shape[1] else part
 
 
 def _pile(matrices: list[Tensor]) -> Tensor:

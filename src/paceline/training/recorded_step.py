@@ -74,7 +74,8 @@ class RecordedStep(TrainStep):
             self._shrink.fill_(min(1.0, limit / (report.grad_norm + 1e-6)))
         if self._average is not None:
             self._blend.fill_(self._average.weight_at(step))
-        self._record_update()
+        # A recorded update finds gradients where recorded ones lie. Others lie elsewhere at every step.
+        (self._record_update if self._record_gradients.is_recorded else self._apply_gradients)()
 
     def drop(self) -> None:
         if self._buffers:
@@ -86,7 +87,8 @@ class RecordedStep(TrainStep):
         before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step will tell
             self._record_gradients.prepare(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
-            self._record_update.prepare()
+            if self._record_gradients.is_recorded:
+                self._record_update.prepare()
         with torch.no_grad():
             torch._foreach_copy_(touched, before)
             for state in self._optimizer.state.values():  # an optimizer that has seen nothing remembers zeros

@@ -1,8 +1,7 @@
 """Python's search for garbage, kept away from where it takes time and finds none.
 
 It looks at all younger objects whenever enough new ones have been made. Loading and running torch's compiler makes
-hundreds of thousands that stay: a quarter of that time goes into looking at them again and again, and a search later,
-in the middle of training, stops it for tenths of a second.
+hundreds of thousands that stay: a quarter of that time goes into looking at them again and again.
 """
 
 from __future__ import annotations
@@ -11,21 +10,18 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+_MANY = 100_000  # objects: a search among them takes long enough to be noticed in the middle of training
+
 
 @contextmanager
 def no_search_for_garbage() -> Iterator[None]:
-    """For building what stays. One search at the end; later ones leave alone whatever there is then."""
+    """For building what stays. What was made is looked at once, at the end, if it is much."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        throw_away_garbage()
-        gc.freeze()
+        if gc.get_count()[0] > _MANY:
+            gc.collect()
         if was_enabled:
             gc.enable()
-
-
-def throw_away_garbage() -> None:
-    """What only a circle of references holds: a tensor in one keeps all that it was computed from."""
-    gc.collect(1)  # the oldest have been looked at twice, and looking at all of torch takes tenths of a second

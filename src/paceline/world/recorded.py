@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.world.garbage import throw_away_garbage
-
 _log = logging.getLogger("paceline")
 _PLAIN_CALLS = 2  # libraries choose kernels and take workspace in the first ones, and optimizers make their state
 
@@ -45,6 +43,10 @@ class Recorded:
         self._graph.replay()
         return self._outputs
 
+    @property
+    def is_recorded(self) -> bool:
+        return self._graph is not None
+
     def prepare(self, *inputs: Tensor) -> None:
         """Make the recording now, with inputs of the right shape."""
         while self._graph is None and not self._is_refused:
@@ -56,7 +58,6 @@ class Recorded:
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(given.clone() for given in inputs)
-        throw_away_garbage()  # what is left of plain calls must not get into the recording
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
