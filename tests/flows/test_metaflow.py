@@ -266,8 +266,7 @@ def wait_until_trained(place: Place, process: subprocess.Popen[str], *, attempt:
     while process.poll() is None:
         out = (place.path / "out.txt").read_text()
         starts = re.findall(r"train/2 \(pid (\d+)\)\] Task is starting", out)
-        rows = [row for path in metrics_files(place) for row in read_rows(path)]
-        if len(starts) == attempt and any(row["step"] >= step for row in rows):
+        if len(starts) == attempt and any(row["step"] >= step for row in metrics_rows(place)):
             return int(starts[-1])
         time.sleep(0.01)
     raise AssertionError((place.path / "out.txt").read_text())
@@ -299,14 +298,15 @@ def wait_for_checkpoint_in_store(place: Place, process: subprocess.Popen[str], *
         time.sleep(0.01)
 
 
-def metrics_files(place: Place) -> set[Path]:
+def metrics_rows(place: Place) -> list[dict[str, Any]]:
     """Of whichever node has rank 0, on its own disk or on ours."""
     roots = {Path("/proc") / str(pid) / "root" for pid in processes_in(place.path)}
-    found = set()
+    rows: list[dict[str, Any]] = []
     for root in roots:
-        with suppress(OSError):  # it ended meanwhile
-            found |= set((root / str(place.path / "tmp").lstrip("/")).glob("*/run/metrics.jsonl"))
-    return found
+        with suppress(OSError):  # it ended meanwhile, and its disk is gone
+            for path in (root / str(place.path / "tmp").lstrip("/")).glob("*/run/metrics.jsonl"):
+                rows += read_rows(path)
+    return rows
 
 
 def test_killed_attempts_go_on_from_the_datastore_and_end_with_the_same_bits(
