@@ -147,8 +147,9 @@ def test_a_store_that_is_gone_stops_nothing_and_is_pushed_to_later(
     s3: FaultyS3, bucket: str, tmp_path: Path, undisturbed: Path
 ) -> None:
     gone = Fault("gone", r".", times=10**6, after=r"PUT .*/mirror.json")  # from the claim on, which is the start's last
+    held = "--inject=slow rank=0 step=13 seconds=6"  # so that the run is under way when the store has failed
     with s3.failing(gone):
-        answer = train(s3, bucket, tmp_path, PACELINE_STORE_TIMEOUT_S="1")
+        answer = train(s3, bucket, tmp_path, held, PACELINE_STORE_TIMEOUT_S="1")
     assert answer.code == 0, answer.err
     assert gone.fired
     folder = working_copy(tmp_path, bucket)
