@@ -84,15 +84,18 @@ class Clock:
 
     def __init__(self, steps: int, batch: int) -> None:
         self._steps, self._batch, self._seen, self._began = steps, batch, 0, 0.0
+        self.all_steps = WARMUP_STEPS + steps
         self.images_per_s = 0.0
 
     def tick(self) -> bool:
         """A step was taken; True when it was the last."""
         self._seen += 1
+        if self._seen > self.all_steps:
+            raise RuntimeError(f"step {self._seen} of {self.all_steps}: its time would count, its images would not")
         if self._seen == WARMUP_STEPS:
             torch.cuda.synchronize()
             self._began = time.perf_counter()
-        if self._seen < WARMUP_STEPS + self._steps:
+        if self._seen < self.all_steps:
             return False
         torch.cuda.synchronize()
         self.images_per_s = self._steps * self._batch / (time.perf_counter() - self._began)
@@ -143,9 +146,8 @@ def run_lightning(name: str, batch: int, data_dir: str, clock: Clock) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
 
-    class Stop(lightning.Callback):
-        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            trainer.should_stop = clock.tick()
+        def on_train_batch_end(self, *_: Any) -> None:
+            clock.tick()
 
     quiet = {
         "logger": False,
@@ -154,7 +156,7 @@ def run_lightning(name: str, batch: int, data_dir: str, clock: Clock) -> None:
         "enable_model_summary": False,
     }
     trainer = lightning.Trainer(
-        accelerator="gpu", devices=1, precision="bf16-mixed", max_epochs=-1, min_steps=1, callbacks=[Stop()], **quiet
+        accelerator="gpu", devices=1, precision="bf16-mixed", max_epochs=-1, max_steps=clock.all_steps, **quiet
     )
     trainer.fit(Module(), make_loader(name, batch, data_dir))
 

@@ -14,6 +14,7 @@ import torch
 from harness.ranks import make_world
 from harness.runs import quick_config
 from paceline.metrics.ceiling import measure_matmul_flops
+from paceline.metrics.phases import WARMUP_STEPS, PhaseClock
 from paceline.metrics.profile import StepProfiler
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
@@ -62,3 +63,23 @@ def test_a_profiled_run_knows_its_limits_and_how_busy_the_gpu_was(
     (file,) = (tmp_path / "cache" / "ceilings").iterdir()
     assert json.loads(file.read_text())["device"] == torch.cuda.get_device_name(0)
     print(json.dumps({**found, "profile": results["profile"]}, indent=1))
+
+
+def test_phases_are_timed_on_the_gpu_and_no_step_waits_for_its_update() -> None:
+    clock, cycles = PhaseClock("cuda:0"), 5_000_000  # a few milliseconds
+    for _ in range(WARMUP_STEPS + 20):
+        clock.enter("data")
+        clock.enter("forward")
+        torch.cuda._sleep(cycles)
+        torch.cuda.synchronize()  # the loss is read
+        clock.enter("update")
+        torch.cuda._sleep(3 * cycles)
+        updated = torch.cuda.Event()
+        updated.record()
+        clock.enter("evaluate")
+        assert not updated.query()
+    told = clock.summary()
+    breakdown = told["breakdown_ms"]
+    assert breakdown["forward"] > 1
+    assert breakdown["update"] == pytest.approx(3 * breakdown["forward"], rel=0.1)  # the GPU's pace is not constant
+    assert abs(breakdown["other"]) < 0.1 * told["step_ms"]["mean"]  # between the host's clock and the GPU's

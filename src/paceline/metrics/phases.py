@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from array import array
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # studies know the phases' names without it
@@ -31,7 +32,8 @@ class PhaseClock:
         self._bytes = 0
         self._counted = 0  # steps in the totals
         self._phase, self._since, self._step_began = "", 0.0, 0.0
-        self._marks: list[tuple[str, torch.cuda.Event]] = []
+        self._marks: list[tuple[str, torch.cuda.Event]] = []  # of the current step
+        self._unread: list[tuple[str, torch.cuda.Event]] = []  # of the marked step before
         self._is_paused = False
 
     def enter(self, phase: str) -> None:
@@ -76,9 +78,10 @@ class PhaseClock:
     def _end_step(self, now: float) -> None:
         self._step_s.append(now - self._step_began)
         if self._is_cuda:
+            self._read_marks()
             if self._marks:
                 self._mark("other")
-                self._read_marks()
+                self._unread, self._marks = self._marks, []
         else:
             self._totals[self._phase] += now - self._since
             self._counted += 1
@@ -94,16 +97,19 @@ class PhaseClock:
         self._marks.append((phase, event))
 
     def _read_marks(self) -> None:
-        """The update of a marked step may still run: wait for it. One step in a few pays for that."""
-        self._marks[-1][1].synchronize()
-        for (phase, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+        """At the end of the step after the marked one, which has waited for the device: nobody waits once more."""
+        if not self._unread:
+            return
+        self._unread[-1][1].synchronize()
+        for (phase, begin), (_, end) in pairwise(self._unread):
             self._totals[phase] += begin.elapsed_time(end) / 1000
         self._counted += 1
-        self._marks = []
+        self._unread = []
 
     def summary(self, *, is_waiting_known: bool = True) -> dict[str, Any]:
         """Milliseconds per step, after the warm-up where the attempt had one."""
         self.enter("end")
+        self._read_marks()
         has_warmed_up = len(self._step_s) > WARMUP_STEPS
         steps = [1000 * seconds for seconds in self._step_s[WARMUP_STEPS if has_warmed_up else 0 :]]
         if not steps:
