@@ -60,7 +60,7 @@ address_of() {
 # half a minute, could not reach it: jobs that start meanwhile fail, and are requeued.
 card_of() { printf '02:70:%02x:%02x:00:%02x\n' $((ID / 256)) $((ID % 256)) "$(address_of "$1" | cut -d. -f4)"; }
 
-is_machine() { machine_names | grep -qxF -- "$1"; }
+is_machine() { grep -qxF -- "$1" <<<"$(machine_names)"; } # no pipe: grep leaves at the first match, and the writer would fail
 
 # Live processes of this cluster, as this machine numbers them. A zombie's environment is empty: it does not count.
 processes() {
