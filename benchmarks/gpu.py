@@ -109,6 +109,8 @@ def main() -> None:
     parser.add_argument("--contenders", default=",".join(("ours", *PEERS)))
     parser.add_argument("--output")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this compares trainers on a GPU, and there is none; for CPUs: make bench-cpu")
     contenders = given.contenders.split(",")
     found: dict[str, dict[str, list[float]]] = {}
     for number in range(given.rounds):

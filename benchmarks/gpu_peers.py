@@ -183,6 +183,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--data-dir", default="data")
     given = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("the peers are timed on a GPU, and there is none")
     clock = Clock(given.steps, given.batch)
     run = {"seed": run_seed, "lightning": run_lightning, "accelerate": run_accelerate, "limit": run_limit}
     run[given.contender](given.model, given.batch, given.data_dir, clock)

@@ -57,6 +57,42 @@ def test_a_run_without_steps_has_nothing_to_tell() -> None:
     assert PhaseClock().summary() == {}
 
 
+def test_fake_gpu_marks_are_read_a_step_later_and_none_is_lost(
+    clock: HandClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, waits = 0, []
+
+    class Event:
+        """Knows when it was recorded, and after how many whole steps somebody waited for it."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at, self.step = clock.now, ended
+
+        def synchronize(self) -> None:
+            waits.append((self.step, ended))
+
+        def elapsed_time(self, end: Event) -> float:
+            return 1000 * (end.at - self.at)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    phases = PhaseClock("cuda:0")
+    for number in range(17):  # the steps 0, 8 and 16 are marked
+        phases.enter("data")
+        ended = number
+        for phase, length in (("forward", 2.0), ("update", 1.0), ("other", 0.5)):
+            phases.enter(phase)
+            clock.now += length if number != 16 else 10 * length
+    told = phases.summary()
+    # Step 8 is of the warm-up. Of the last one everything is told, at the end, when nobody is held up by it.
+    assert waits == [(0, 1), (8, 9), (16, 16)]
+    assert told["steps"] == 7
+    assert told["breakdown_ms"]["forward"] == 20_000
+    assert told["breakdown_ms"]["update"] == 10_000
+
+
 def test_what_is_only_launched_is_not_waited_for(clock: HandClock) -> None:
     exposed = Exposed(torch.device("cpu"))
     clock.now = 3.0
