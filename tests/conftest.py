@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import suppress
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
 # A shell that starts a command in the background has it ignore Ctrl-C, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+with suppress(ImportError):  # the venv of the flow engines has no hypothesis
+    from hypothesis import settings
+
+    # The same examples in every run, and no time limit per example: CI machines are slow and shared.
+    settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
+    settings.load_profile("repeatable")
