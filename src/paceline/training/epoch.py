@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.config.schema import RunConfig
 from paceline.data.loader import Batch
 from paceline.errors import Preempted
 from paceline.metrics.throughput import Stopwatch, read_memory
@@ -50,8 +51,8 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
         ride.is_leaving |= report is not None and report.is_stop_wanted and state.step < plan.last_step
-        is_due = config.run.save_steps > 0 and state.step % config.run.save_steps == 0
-        is_saved = (is_due or ride.is_leaving) and state.step != last_step  # the last one is saved with its validation
+        is_due = ride.is_leaving or is_save_due(state.step, plan.steps_per_epoch, plan.last_step, config.run)
+        is_saved = is_due and state.step != last_step  # the loop saves the last one, with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
             _log_step(ride, _with_column(sums, busy_s), report, lr, interval)
             sums.zero_()
@@ -159,22 +160,26 @@ def _tell_status(ride: Ride) -> None:
     ride.folder.write_status("running", step=step, last_step=last_step, eta_s=eta_s, save_s=save_s)
 
 
-def is_save_due(ride: Ride) -> bool:
-    """At the end of an epoch."""
-    plan, run = ride.rig.plan, ride.config.run
-    epoch = ride.state.step // plan.steps_per_epoch
-    is_kept = run.save_frequency > 0 and epoch % run.save_frequency == 0
-    return is_kept or epoch % run.save_epochs == 0 or ride.state.step == plan.last_step
+def is_save_due(step: int, steps_per_epoch: int, last_step: int, run: RunConfig) -> bool:
+    """Whether any schedule asks for a checkpoint after this step: the one rule, inside an epoch and at its end."""
+    if step == last_step or (run.save_steps > 0 and step % run.save_steps == 0):
+        return True
+    epoch, inside = divmod(step, steps_per_epoch)
+    return inside == 0 and (epoch % run.save_epochs == 0 or _is_kept_for_ever(epoch, run))
+
+
+def _is_kept_for_ever(epoch: int, run: RunConfig) -> bool:
+    return run.save_frequency > 0 and epoch % run.save_frequency == 0
 
 
 def save(ride: Ride, *, is_best: bool) -> None:
     """Hand the whole state to the checkpoint manager. Collective."""
     ride.guards.enter("save", ride.state.step)
-    state, every = ride.state, ride.config.run.save_frequency
+    state = ride.state
     epoch, inside = divmod(state.step, ride.rig.plan.steps_per_epoch)
     if inside:
         state.validation = None
-    keep = every > 0 and inside == 0 and epoch % every == 0
+    keep = inside == 0 and _is_kept_for_ever(epoch, ride.config.run)
     ride.checkpoints.save(
         ride.rig.payload(ride.world),
         ride.rig.state_json(state, keep=keep),

@@ -47,7 +47,8 @@ def train(
                 roll_back(ride, cause)
                 continue
             is_best = _look(ride, train_row) if ride.state.step % plan.steps_per_epoch == 0 else False
-            if is_best or ride.is_leaving or is_save_due(ride):
+            is_due = is_save_due(ride.state.step, plan.steps_per_epoch, plan.last_step, config.run)
+            if is_best or ride.is_leaving or is_due:
                 save(ride, is_best=is_best)
             if ride.is_leaving:
                 leave(ride)
