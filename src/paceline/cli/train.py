@@ -19,6 +19,7 @@ from paceline.config.processes import parse_processes
 from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.bytecode import keep_bytecode
+from paceline.launch.policy import samples_to_cut
 from paceline.launch.request import allowed_worlds, check_joined_world, decide_processes, read_request
 from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.screen import OUTPUT, output_mode, say
@@ -122,7 +123,7 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments:
         read_worlds=lambda: allowed_worlds(loaded),
         nodes=nodes,
         accumulate=config.train.accumulate,
-        largest_accumulate=config.train.global_batch_size // max(config.parallel.lanes, nodes.count * most),
+        samples_to_cut=lambda processes: samples_to_cut(config, nodes.count * processes),
     )
     code = Supervisor(job).run()
     if output_mode() == "json" and code != EXIT_FINISHED and nodes.own == 0:

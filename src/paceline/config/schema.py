@@ -283,7 +283,8 @@ class GuardConfig:
     """Treat a loss this many times the median of the last 50 steps like one that is not finite; 0: never."""
 
     auto_microbatch: bool = False
-    """When a rank runs out of memory, halve the microbatch on all ranks and keep the global batch."""
+    """When a rank runs out of memory, halve the microbatch on all ranks (to the next equal part that is small enough)
+    and keep the global batch."""
 
     inject: str = ""
     """Faults to rehearse: "kill rank=1 step=50; hang rank=0 step=80" (docs/reliability.md has the list)."""

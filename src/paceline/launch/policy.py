@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.config.schema import Config
 from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_USER
 
 FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE)  # would fail again in the same way
@@ -49,6 +50,17 @@ def decide(
         return Decision(False, f"{max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0")
     pause = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
     return Decision(True, "", _choose_world(stuck, worlds), pause)
+
+
+def samples_to_cut(config: Config, ranks: int) -> int:
+    """Samples of the part that is cut into microbatches: of a lane under --exact, else of a rank's share."""
+    lanes = config.parallel.lanes or ranks
+    return config.train.global_batch_size // (lanes if config.parallel.exact else ranks)
+
+
+def fewest_microbatches(samples: int, largest: int) -> int:
+    """The fewest equal parts of at most `largest` samples each. Unequal parts would need weights of their own."""
+    return next(parts for parts in range(1, samples + 1) if samples % parts == 0 and samples // parts <= largest)
 
 
 def _failures_without_progress(failures: list[Failure]) -> list[Failure]:

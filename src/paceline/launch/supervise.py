@@ -23,7 +23,7 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.config.schema import GuardConfig
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
-from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide
+from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.screen import erase_live_line, fit_to
 from paceline.report.run_page import write_run_page
@@ -47,7 +47,7 @@ class Job:
     read_worlds: Callable[[], list[int]]  # the numbers of ranks that are possible now, smallest first
     nodes: Nodes
     accumulate: int
-    largest_accumulate: int  # a microbatch of one sample
+    samples_to_cut: Callable[[int], int]  # into microbatches, on this many local ranks
 
 
 class Supervisor:
@@ -56,7 +56,7 @@ class Supervisor:
         self._attempts = Attempts(job.threads)
         self._stop: signal.Signals | None = None  # the first signal that asked for the end
         self._failures: list[Failure] = []
-        self._accumulate = job.accumulate
+        self._largest_microbatch: int | None = None  # samples; None until a rank runs out of memory
         self._pause = threading.Event()
         self._is_first = job.nodes.own == 0
         self._status_before = job.folder.read_status()  # of an earlier run that this one goes on with
@@ -84,13 +84,13 @@ class Supervisor:
                 )
                 worlds = self._job.read_worlds()
                 decision = self._decide(report, worlds, processes)
-                self._tell_failure(report, decision, number)
+                self._tell_failure(report, decision, number, processes)
                 if not decision.restart:
                     return report.exit_code
                 self._pause.wait(decision.pause_s)
-                processes = decision.processes
                 if decision.halve_microbatch:
-                    self._accumulate *= 2
+                    self._largest_microbatch = self._microbatch(processes) // 2
+                processes = decision.processes
         raise AssertionError("unreachable")
 
     @contextmanager
@@ -105,8 +105,9 @@ class Supervisor:
     def _attempt(self, number: int, processes: int) -> AttemptEnd:
         folder = self._job.folder
         arguments = list(self._job.arguments)
-        if self._accumulate != self._job.accumulate:
-            arguments += ["--accumulate", str(self._accumulate)]
+        accumulate = self._accumulate(processes)
+        if accumulate != self._job.accumulate:
+            arguments += ["--accumulate", str(accumulate)]
         stacks_of = partial(folder.stacks_of, number)
         try:
             return self._attempts.run(
@@ -133,8 +134,18 @@ class Supervisor:
             max_restarts=self._job.guard.max_restarts,
             worlds=worlds,
             auto_microbatch=self._job.guard.auto_microbatch,
-            can_halve=self._accumulate * 2 <= self._job.largest_accumulate,
+            can_halve=self._microbatch(processes) > 1,
         )
+
+    def _accumulate(self, processes: int) -> int:
+        """Microbatches of a rank or lane: as the user says, or as few as fit into memory."""
+        if self._largest_microbatch is None:
+            return self._job.accumulate
+        return fewest_microbatches(self._job.samples_to_cut(processes), self._largest_microbatch)
+
+    def _microbatch(self, processes: int) -> int:
+        """Samples."""
+        return self._job.samples_to_cut(processes) // self._accumulate(processes)
 
     def _saved_step(self) -> int:
         """Of the newest checkpoint; the ranks verify it before they use it."""
@@ -143,7 +154,7 @@ class Supervisor:
 
     # --- What a person reads
 
-    def _tell_failure(self, report: FailureReport, decision: Decision, number: int) -> None:
+    def _tell_failure(self, report: FailureReport, decision: Decision, number: int, processes: int) -> None:
         saved = self._saved_step()
         report.lost_steps = max(0, report.step - saved)
         folder = self._job.folder
@@ -153,7 +164,9 @@ class Supervisor:
             again = "1 step is" if report.lost_steps == 1 else f"{report.lost_steps} steps are"
             report.done = f"started again {start} on {ranks} (attempt {number + 1}); {again} computed again"
             if decision.halve_microbatch:
-                report.done += f"; {self._accumulate * 2} microbatches instead of {self._accumulate} on every rank"
+                samples, before = self._job.samples_to_cut(processes), self._accumulate(processes)
+                now = fewest_microbatches(samples, self._microbatch(processes) // 2)
+                report.done += f"; {now} microbatches instead of {before} on every rank"
         else:
             report.done = f"not started again: {decision.reason}"
             report.done += f"; --resume {folder.path} goes on from step {saved}" if saved else ""

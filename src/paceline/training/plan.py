@@ -41,7 +41,7 @@ class RunPlan:
 
 
 def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
-    """Divisibility was checked by the config rules; what depends on the data is checked here."""
+    """What depends on the data or on the ranks that are there is checked here; the config rules check the rest."""
     train, validation = split_train_validation(info.num_train, config.data.train_split)
     batch = config.train.global_batch_size
     if len(train) < batch:
@@ -59,6 +59,7 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
         )
     steps_per_epoch = len(train) // batch
     total_steps = steps_per_epoch * config.train.epochs
+    _require_equal_parts(config, world_size)
     rank_batch = batch // world_size
     return RunPlan(
         config=config,
@@ -75,3 +76,17 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
         last_step=min(total_steps, config.train.max_steps or total_steps),
         peak_lr=peak_learning_rate(config.optim, batch),
     )
+
+
+def _require_equal_parts(config: Config, world_size: int) -> None:
+    """Every rank, lane and microbatch has equally many samples, whichever launcher started the ranks."""
+    batch, accumulate = config.train.global_batch_size, config.train.accumulate
+    lanes = config.parallel.lanes or world_size
+    parts = accumulate * (lanes if config.parallel.exact else world_size)
+    if lanes % world_size or batch % world_size or batch % parts:
+        raise UserError(
+            "the global batch does not fall into equal parts",
+            got=f"global_batch_size {batch} over {world_size} ranks, {lanes} lanes, {accumulate} microbatches",
+            allowed=f"a multiple of {parts}",
+            hint="another --global-batch-size or --accumulate",
+        )

@@ -17,7 +17,7 @@ from paceline.config.schema import Config
 from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel
 from paceline.training.optim import MovingAverage
-from paceline.training.step import StepReport, TrainStep, total_norm
+from paceline.training.step import StepReport, TrainStep, cut, total_norm
 from paceline.training.tally import DeviceTally
 from paceline.world.detect import World
 from paceline.world.recorded import Recorded
@@ -109,10 +109,10 @@ class RecordedStep(TrainStep):
             torch._foreach_copy_(self._before, self._buffers)
         accumulate = self._config.train.accumulate
         tally = DeviceTally(str(labels.device))
-        for part, answers in zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True):
+        for part, answers, weight in cut(inputs, labels, accumulate):
             loss, correct = self._forward(part, answers)
             tally.add(loss, correct, len(answers))
-            (loss * (1.0 / accumulate)).backward()
+            (loss * weight).backward()
         norm = total_norm(self._model.local_gradients())
         return tally.sums()[None], torch.stack([norm.float(), tally.mean_loss()])
 

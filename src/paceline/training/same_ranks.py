@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections import Counter
@@ -31,12 +32,21 @@ def hash_code() -> str:
     return digest.hexdigest()[:16]
 
 
-def require_same_ranks(config: Config, world: World) -> None:
-    """Collective: compares everybody's config and code before anything is built."""
+def require_same_ranks(config: Config, world: World) -> Config:
+    """Collective: compares everybody's config and code before anything is built. Returns the config they agree on.
+
+    Under --auto-microbatch only the node whose rank ran out of memory asks for more microbatches: all take the most.
+    """
     values = {name: value for name, value in flatten(config).items() if name not in _OWN}
     mine = {"config": values, "code": hash_code(), "paceline": paceline.__version__, "torch": torch.__version__}
     everyone = [json.loads(text) for text in gather_texts(json.dumps({**mine, "host": world.host}), world)]
+    if all(entry["config"]["auto_microbatch"] for entry in everyone):
+        most = max(entry["config"]["accumulate"] for entry in everyone)
+        for entry in everyone:
+            entry["config"]["accumulate"] = most
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=most))
     require_equal(everyone)
+    return config
 
 
 def require_same_data(fingerprint: str, world: World) -> None:

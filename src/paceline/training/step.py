@@ -192,8 +192,7 @@ class TrainStep:
         accumulate = self._config.train.accumulate
         tally = HostTally() if self._world.device == "cpu" else DeviceTally(self._world.device)
         mine = None
-        parts = zip(inputs.chunk(accumulate), labels.chunk(accumulate), strict=True)
-        for number, (part, answers) in enumerate(parts, start=1):
+        for number, (part, answers, part_weight) in enumerate(cut(inputs, labels, accumulate), start=1):
             began = time.perf_counter()
             self.guards.enter("forward", step + 1)
             if self.guards.faults:
@@ -201,7 +200,7 @@ class TrainStep:
             self._model.reduce_gradients(number == accumulate)
             loss, correct = self._forward(part, answers)
             tally.add(loss, correct, len(answers))
-            share = weight / accumulate
+            share = weight * part_weight
             objective = self.scaler.scale(loss * share if share != 1 else loss)
             if number == accumulate:
                 mine = tally.passengers(wants_stop)
@@ -234,6 +233,12 @@ class TrainStep:
 
     def _tell_waiting(self) -> None:
         self.guards.phases.waited(*self._model.exposed.take())
+
+
+def cut(inputs: Tensor, labels: Tensor, parts: int) -> list[tuple[Tensor, Tensor, float]]:
+    """Microbatches, each with its share of the samples: the weight of its mean loss in the mean of all."""
+    pieces = zip(inputs.tensor_split(parts), labels.tensor_split(parts), strict=True)
+    return [(part, answers, len(answers) / len(labels)) for part, answers in pieces]
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

@@ -50,7 +50,8 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
     needs_group = resolve_strategy(config, world.world_size) == "fsdp"
     with ExitStack() as held:
         with process_group(world, environment, needed=needs_group):
-            require_same_ranks(config, world)
+            config = require_same_ranks(config, world)
+            loaded = dataclasses.replace(loaded, config=config)
             place = _agree_on_place(loaded, world, environment)
             folder = RunFolder(place.folder)
             folder.create()

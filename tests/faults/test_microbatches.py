@@ -1,0 +1,72 @@
+"""A rank that runs out of memory: the microbatches of all ranks on all nodes become smaller, the run stays the same."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from faults.ride import faults_struck
+from harness.cli import environment, paceline
+from harness.runs import read_results, step_losses
+from paceline.world.detect import Nodes, agent_variables
+
+# Ten samples per rank: a quarter of them is not a whole number.
+RIDE = [
+    *("train", "shapes-cnn", "--num-samples=300", "--global-batch-size=20", "--epochs=1", "--log-frequency=1"),
+    *("--track", "--save-steps=5", "--output-dir=run", "--auto-microbatch"),
+]
+MEMORY = "--inject=oom rank=1 step=7 above=3 times=9"
+# Sums of floats in another order; over 13 steps that stays below this.
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    answer = paceline(*RIDE, "--processes=2", cwd=folder)
+    assert answer.code == 0, answer
+    return step_losses(folder / "run")
+
+
+@pytest.mark.faults
+def test_a_share_without_a_quarter_is_cut_into_fifths(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Ten samples that fit three at a time become five microbatches of two, and no loss changes."""
+    answer = paceline(*RIDE, "--processes=2", MEMORY, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert len(faults_struck(tmp_path / "run")) == 2  # of ten, and of five
+    assert "accumulate: 5" in (tmp_path / "run" / "config.yaml").read_text()
+    assert step_losses(tmp_path / "run") == pytest.approx(undisturbed, abs=TOLERANCE)
+
+
+@pytest.mark.faults
+def test_the_ranks_of_all_nodes_take_the_smaller_microbatch(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Only the node of the failed rank knows why the attempt ended; the ranks agree at the next start."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ExitStack() as stack:
+        nodes = []
+        for number in range(2):
+            variables = agent_variables(Nodes(2, number, "127.0.0.1", port))
+            log = stack.enter_context((tmp_path / f"node-{number}.log").open("wb"))
+            process = subprocess.Popen(
+                [sys.executable, "-m", "paceline", *RIDE, "--processes=1", MEMORY],
+                cwd=tmp_path,
+                env=environment(**variables, PYTHONUNBUFFERED="1"),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            stack.callback(process.kill)
+            nodes.append(process)
+        codes = [process.wait(timeout=150) for process in nodes]
+    logs = [(tmp_path / f"node-{number}.log").read_text() for number in range(2)]
+    assert codes == [0, 0], "\n".join(logs)
+    assert read_results(tmp_path / "run")["world_size"] == 2
+    assert "accumulate: 5" in (tmp_path / "run" / "config.yaml").read_text()
+    assert step_losses(tmp_path / "run") == pytest.approx(undisturbed, abs=TOLERANCE)
