@@ -15,7 +15,7 @@ from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
 from paceline.integrations.runnable_parameters import fit_world, make_request, name_parameters, read_parameters
 from paceline.integrations.runnable_start import see_through
-from paceline.world.detect import usable_cores
+from paceline.world.cores import usable_cores
 
 pytestmark = pytest.mark.flows
 NEEDS = ("runnable",)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from paceline.errors import UserError
+from paceline.world.cores import usable_cores
 from paceline.world.detect import RankEnvironment, check_whole_job, read_nodes, read_rank_environment
 from paceline.world.group import require_own_gpus
-from paceline.world.slurm import expand_counts, expand_hosts, read_slurm_task
+from paceline.world.slurm import count_granted_cpus, expand_counts, expand_hosts, read_slurm_task
 
 STEP = {
     "SLURM_JOB_ID": "71",
@@ -90,3 +93,25 @@ def test_half_an_environment_is_refused() -> None:
             continue
         with pytest.raises(UserError, match="Slurm's environment"):
             read_slurm_task({key: value for key, value in STEP.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    ("job", "cpus"),
+    [
+        ({}, None),
+        ({**STEP, "SLURM_CPUS_PER_TASK": "3", "SLURM_CPUS_ON_NODE": "64"}, 3),
+        ({**STEP, "SLURM_CPUS_ON_NODE": "8"}, 4),  # two tasks share them
+        ({**AGENT, "SLURM_CPUS_ON_NODE": "8"}, 8),
+        ({"SLURM_JOB_ID": "71", "SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "2"}, 8),  # a batch script
+        ({**STEP, "SLURM_CPUS_ON_NODE": "many"}, None),
+    ],
+)
+def test_cpus_that_slurm_granted(job: dict[str, str], cpus: int | None) -> None:
+    assert count_granted_cpus(job) == cpus
+
+
+def test_an_allocation_counts_where_the_site_does_not_bind_tasks_to_cores() -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert usable_cores({}) <= cores
+    assert usable_cores({**STEP, "SLURM_CPUS_PER_TASK": "1"}) == 1
+    assert usable_cores({**STEP, "SLURM_CPUS_PER_TASK": "1000"}) <= cores

@@ -27,7 +27,8 @@ from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text, wait_for_all
 from paceline.training.rig import Rig, build_rig
 from paceline.training.same_ranks import require_same_ranks
-from paceline.world.detect import RankEnvironment, World, build_world, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import RankEnvironment, World, build_world
 from paceline.world.group import process_group
 from paceline.world.heap import keep_freed_memory
 from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.data.pack_format import is_packed
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.world.detect import usable_cores
+from paceline.world.cores import usable_cores
 
 _USAGE = """\
 usage: paceline data pack PICTURES PACKED [--image-size 224] [--unreadable 0] [--workers N] [--shard-mb N]

@@ -24,7 +24,8 @@ from paceline.doctor.examine import NodeReport
 from paceline.doctor.hand_in import TO, read_folder, read_lines
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
 from paceline.launch.attempt import RankMain
-from paceline.world.detect import Nodes, threads_per_rank, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import Nodes, threads_per_rank
 from paceline.world.slurm import expand_hosts
 
 _MOST_CPU_RANKS = 4

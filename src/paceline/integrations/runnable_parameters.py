@@ -25,7 +25,8 @@ from paceline.config.recipe_file import Setting, unknown_name
 from paceline.config.rules import check_world, fitting_worlds
 from paceline.errors import UserError
 from paceline.launch.request import check_loaded
-from paceline.world.detect import count_gpus, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import count_gpus
 
 DEFAULT_RECIPE = "synthetic-mlp"
 PREFIX = "RUNNABLE_PRM_"

@@ -12,7 +12,8 @@ from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
 from paceline.runs.place import check_init_from
 from paceline.runs.stores import is_url
-from paceline.world.detect import RankEnvironment, count_gpus, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import RankEnvironment, count_gpus
 
 DEFAULT_RECIPE = "shapes-cnn"
 _MOST_CPU_RANKS = 4

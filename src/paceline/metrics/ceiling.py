@@ -22,7 +22,8 @@ from paceline.metrics.timing import gather_numbers, repeat
 from paceline.parallel.collectives import wait_for_all
 from paceline.runs.cache import cache_folder
 from paceline.runs.folder import write_json
-from paceline.world.detect import World, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import World
 
 _FIRST_SIDE, _LAST_SIDE = 256, 16384
 _LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.004}  # for a matrix product to be at its best

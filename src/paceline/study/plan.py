@@ -8,7 +8,8 @@ from pathlib import Path
 from paceline.config.load import LoadedConfig, parse_flags
 from paceline.errors import UserError
 from paceline.study.grid import SCALINGS, STRATEGIES, TAKEN, StudySpec
-from paceline.world.detect import count_gpus, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import count_gpus
 
 _MOST_RANKS = 4096
 _MOST_REPEATS = 100

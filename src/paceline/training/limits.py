@@ -16,7 +16,8 @@ from paceline.metrics.flops import FlopCount, count_flops
 from paceline.metrics.verdict import LEAST_STEPS, RankTime, Setting, Speed, judge_run, split_time
 from paceline.parallel.collectives import broadcast_text
 from paceline.training.rig import Rig
-from paceline.world.detect import World, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import World
 
 # Counting a model's arithmetic takes most of a second, measuring the ceiling about one more: not in a run of seconds.
 WORTH_COUNTING_S, WORTH_MEASURING_S = 10.0, 20.0

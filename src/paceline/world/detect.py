@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
+from paceline.world.cores import usable_cores
 from paceline.world.gpus import count_gpus_without_torch
 from paceline.world.slurm import read_slurm_task
 
@@ -192,17 +193,11 @@ def _read_slurm_rank(environment: Mapping[str, str]) -> RankEnvironment | None:
 ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, launcher="this process")
 
 
-def usable_cores() -> int:
-    """Cores this process may run on, which in a container or a job is fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_per_rank(config: ParallelConfig, local_world_size: int) -> int:
+def threads_per_rank(config: ParallelConfig, ranks_sharing: int) -> int:
+    """`ranks_sharing`: how many ranks share the cores of this process; 1 where each rank is a Slurm task of its own."""
     if config.exact:  # the number of threads decides how sums are cut, so it must not follow the ranks
         return config.omp_num_threads or 1
-    return config.omp_num_threads or max(1, usable_cores() // local_world_size)
+    return config.omp_num_threads or max(1, usable_cores() // ranks_sharing)
 
 
 def count_gpus(config: ParallelConfig) -> int:
@@ -239,5 +234,5 @@ def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
         host=socket.gethostname(),
         device=f"cuda:{0 if sees_own else environment.local_rank}" if gpus else "cpu",
         backend="nccl" if gpus else "gloo",
-        threads=threads_per_rank(config, environment.local_world_size),
+        threads=threads_per_rank(config, 1 if environment.launcher == "srun" else environment.local_world_size),
     )

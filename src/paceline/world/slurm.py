@@ -59,6 +59,23 @@ def read_slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
         ) from error
 
 
+def count_granted_cpus(environment: Mapping[str, str]) -> int | None:
+    """CPUs that Slurm granted to this process; None outside of a job, or where Slurm does not say.
+
+    A task of a step has its `--cpus-per-task`. Without that, the tasks of a node share the step's CPUs on it. A batch
+    script and the processes it starts itself have all CPUs of the job on their node.
+    """
+    if "SLURM_JOB_ID" not in environment:
+        return None
+    per_task, on_node = (environment.get(name, "") for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"))
+    task = read_slurm_task(environment)
+    if task is not None and per_task.isdecimal():
+        return int(per_task)
+    if not on_node.isdecimal():
+        return None
+    return int(on_node) // (task.local_tasks if task is not None else 1)
+
+
 def _port(job_id: int, restarts: int) -> int:
     return _FIRST_PORT + (job_id * 64 + restarts) % _PORTS
 

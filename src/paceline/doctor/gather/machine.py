@@ -7,7 +7,7 @@ import resource
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.world.detect import usable_cores
+from paceline.world.cores import usable_cores
 
 _SHM = Path("/dev/shm")
 _CGROUP = Path("/sys/fs/cgroup")

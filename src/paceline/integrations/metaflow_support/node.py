@@ -28,7 +28,8 @@ from paceline.integrations.metaflow_support.courier import Courier, Datastore, P
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, free_port, meet
 from paceline.integrations.metaflow_support.request import Request
 from paceline.runs.folder import RunFolder
-from paceline.world.detect import Nodes, agent_variables, count_gpus, usable_cores
+from paceline.world.cores import usable_cores
+from paceline.world.detect import Nodes, agent_variables, count_gpus
 
 _LOOK_S = 0.1
 _LOST_GRACE_S = 10.0  # the ranks notice a lost peer by themselves, and have more to say about it
