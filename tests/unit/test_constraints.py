@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(ROOT.glob("constraints*.txt"))
-PIN = re.compile(r"[A-Za-z0-9._-]+(\[[a-z,]+\])?==[0-9][A-Za-z0-9.]*")  # no "+cpu": a public index has no local versions
+PIN = re.compile(r"[A-Za-z0-9._-]+(\[[a-z,]+\])?==[0-9][A-Za-z0-9.]*")  # no local versions, such as +cpu
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
