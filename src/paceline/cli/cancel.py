@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 from dataclasses import replace
 from datetime import datetime
@@ -11,6 +10,7 @@ from paceline.cli.status import RunView, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.kubernetes_client import cluster_of
 from paceline.launch.slurm import cancel_job
+from paceline.runs.process_handle import ProcessHandle
 
 _USAGE = """\
 usage: paceline cancel RUN
@@ -61,7 +61,10 @@ def _stop_process(view: RunView) -> None:
             hint=f"ssh {owner.host} kill -TERM {owner.pid}",
         )
     try:
-        os.kill(owner.pid, signal.SIGTERM)
+        ProcessHandle(owner.pid, start=owner.process_start).send(signal.SIGTERM)
+    except ProcessLookupError:
+        print(f"{view.folder.path} is not running any more; nothing to cancel")
+        return
     except PermissionError as error:
         raise UserError("this run belongs to somebody else", where=str(view.folder.path), got=str(owner)) from error
     print(f"SIGTERM to {owner}: it saves and ends; paceline status {view.folder.path} tells")

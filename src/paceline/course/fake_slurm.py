@@ -13,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from paceline.runs.process_handle import end_group
+
 _TIMEOUT_S = 110
 _WITH_VALUE = {
     *("-n", "-N", "-c", "-t", "-p", "-w", "-o", "-e", "-J"),
@@ -53,7 +55,7 @@ def run_script(script: Path, folder: Path, nodes: int, tasks_per_node: int, **va
         try:
             said, _ = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            end_group(process, ask=signal.SIGKILL, grace_s=0.0)
             said, _ = process.communicate()
     return said
 

@@ -11,6 +11,7 @@ import linecache
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import socket
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from paceline.course.verdict import Failed
+from paceline.runs.process_handle import find_forked
 
 Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
 
@@ -98,9 +100,16 @@ def try_ranks(
             return _follow(lines, processes, kill_after_s)
         finally:
             for process, line in zip(processes, lines, strict=True):
-                process.kill()
+                _kill(process)
                 process.join()
                 line.close()
+
+
+def _kill(process: Any) -> None:
+    """Not `process.kill()`: it signals the bare number, which may belong to another process after the rank ended."""
+    rank = find_forked(process.pid)
+    if rank is not None:
+        rank.send(signal.SIGKILL)
 
 
 def require_values(endings: list[Ending]) -> list[Any]:
@@ -167,7 +176,7 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
     deadline = begin + _DEADLINE_S
     while len(endings) < len(lines) and time.monotonic() < deadline:
         if kill_after_s is not None and time.monotonic() - begin >= kill_after_s:
-            processes[0].kill()
+            _kill(processes[0])
             kill_after_s = None
         open_lines = [line for rank, line in enumerate(lines) if rank not in endings]
         for line in multiprocessing.connection.wait(open_lines, timeout=0.05 if kill_after_s is not None else _TICK_S):

@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline.errors import PacelineError
 from paceline.launch.watch import RankSight, Watch
+from paceline.runs.process_handle import ProcessHandle, identity_of_this_process
 from paceline.world.detect import ATTEMPT, OWN_LAUNCHER, Nodes
 from paceline.world.pulse import ATTEMPT_DIR
 from paceline.world.signals import SUPERVISOR_PID
@@ -76,7 +77,7 @@ class Attempts:
         attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
         surroundings = {
             OWN_LAUNCHER: "paceline",
-            SUPERVISOR_PID: str(os.getpid()),
+            SUPERVISOR_PID: identity_of_this_process(),
             ATTEMPT_DIR: str(attempt_dir),
             ATTEMPT: str(attempt.number),
         }
@@ -125,12 +126,13 @@ def end_fork_server() -> None:
     if server is None:
         return
     with suppress(ProcessLookupError, ChildProcessError):
-        os.kill(server, signal.SIGSTOP)
+        handle = ProcessHandle(server)
+        handle.send(signal.SIGSTOP)
         os.waitpid(server, os.WUNTRACED)  # now it stands still, and forks no more while its children are counted
         for child in _children_of(server):
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-        os.kill(server, signal.SIGKILL)
+                ProcessHandle(child, parent=server).send(signal.SIGKILL)
+        handle.send(signal.SIGKILL)
 
 
 def _children_of(pid: int) -> list[int]:

@@ -27,6 +27,7 @@ from types import FrameType
 
 from paceline.errors import EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError
 from paceline.launch.kubernetes_gang import Event, Events, Line, Place, Verdict, judge, listen_at, read_place
+from paceline.runs.process_handle import ProcessHandle, end_group, exit_code_of
 from paceline.world.detect import Nodes, agent_variables
 
 _RETRY_S = 0.2
@@ -46,6 +47,7 @@ class Pod:
         self._early: list[Event] = []  # who has come for the next gathering already
         self._lines: dict[int, Line] = {}  # of the leader: to its followers; of a follower: to the leader
         self._child: subprocess.Popen[bytes] | None = None
+        self._handle: ProcessHandle | None = None  # of the child
         self._stop_signal = 0
 
     def run(self) -> int:
@@ -232,32 +234,26 @@ class Pod:
         )
 
         def wait() -> None:
-            child.wait()
+            os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not reaped: `_end_child` still signals its group
             self._events.put(Event("child", None, child))
 
         threading.Thread(target=wait, daemon=True).start()
+        self._handle = ProcessHandle(child.pid)
         if self._stop_signal:  # it came between the last look and the start
-            child.send_signal(self._stop_signal)
+            self._handle.send(self._stop_signal)
 
     def _end_child(self) -> int:
         """It has ended; or its peers are gone, and it must."""
         child = self._child
         assert child is not None
-        if child.poll() is None:
-            child.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                child.wait(_STOP_GRACE_S)
-        with suppress(ProcessLookupError):
-            os.killpg(child.pid, signal.SIGKILL)  # and ranks that have outlived it
-        child.wait()
-        self._child = None
+        end_group(child, grace_s=_STOP_GRACE_S)  # and ranks that have outlived it
+        self._child = self._handle = None
         return _exit_code(child)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop_signal = self._stop_signal or number
-        if self._child is not None:
-            with suppress(ProcessLookupError):
-                self._child.send_signal(number)
+        if self._handle is not None:
+            self._handle.send(number)
         self._events.put(Event("signal"))
 
     def _tell(self, text: str) -> None:
@@ -266,7 +262,8 @@ class Pod:
 
 def _exit_code(child: subprocess.Popen[bytes]) -> int:
     """As a shell says it: a supervisor that was killed is a failure like another."""
-    code = child.returncode
+    code = exit_code_of(child)
+    assert code is not None
     return code if code >= 0 else 128 - code
 
 

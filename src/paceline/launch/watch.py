@@ -12,12 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from paceline.launch.words import LastWords, read_last_words
+from paceline.runs.process_handle import ProcessHandle, find_forked
 from paceline.world.pulse import Beat, pulse_path, read_pulse
 from paceline.world.watchdog import STACKS_SIGNAL
 
@@ -34,6 +34,7 @@ class RankSight:
 
     rank: int
     pid: int
+    process: ProcessHandle | None = field(default=None, repr=False)  # None: it had ended before it was seen
     beat: Beat | None = None
     words: LastWords | None = None
     memory_mb: deque[float] = field(default_factory=lambda: deque(maxlen=20))
@@ -80,14 +81,19 @@ class Watch:
         """Send a signal that asks for the end. A rank without a pulse would not hear it, and has nothing to save."""
         self._is_asked_to_stop = True
         for rank, pid in self._read_pids().items():
-            sight = self.ranks.setdefault(rank, RankSight(rank, pid))
+            sight = self._sight_of(rank, pid)
             sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
             _signal(sight, number if sight.beat is not None else signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
         """Send a signal to every rank that is still there."""
         for rank, pid in self._read_pids().items():
-            _signal(self.ranks.setdefault(rank, RankSight(rank, pid)), number)
+            _signal(self._sight_of(rank, pid), number)
+
+    def _sight_of(self, rank: int, pid: int) -> RankSight:
+        if rank not in self.ranks:
+            self.ranks[rank] = RankSight(rank, pid, find_forked(pid))
+        return self.ranks[rank]
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_S):
@@ -100,14 +106,14 @@ class Watch:
         wants_memory = now - self._memory_at > _MEMORY_S
         for rank, pid in self._read_pids().items():
             is_new = rank not in self.ranks
-            sight = self.ranks.setdefault(rank, RankSight(rank, pid))
+            sight = self._sight_of(rank, pid)
             if not sight.is_alive or self.hung:
                 continue
             if is_new and self._is_asked_to_stop:
                 _signal(sight, signal.SIGKILL)
             sight.seen_at_s = now
             # Alive is asked first: what a dead rank left behind is then complete.
-            sight.is_alive = _is_alive(pid)
+            sight.is_alive = sight.process is not None and sight.process.is_running
             sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
             sight.words = read_last_words(self._attempt_dir, rank)
             # From the second step on: before, a rank's memory grows by right.
@@ -154,8 +160,7 @@ class Watch:
 
 
 def _signal(sight: RankSight, number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(sight.pid, number)
+    if sight.process is not None and sight.process.send(number):
         sight.was_ended_by_us |= number == signal.SIGKILL
 
 
@@ -164,18 +169,6 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
-
-
-def _is_alive(pid: int) -> bool:
-    """A zombie is dead; its parent has only not asked yet."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (OSError, IndexError):
-        return not Path("/proc/self").exists()  # no /proc here: the signal's answer counts
 
 
 def _resident_mb(pid: int) -> float:

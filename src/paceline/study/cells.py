@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -17,6 +16,7 @@ from typing import Any
 
 from paceline.errors import EXIT_USER, UserError
 from paceline.runs.folder import RunFolder, write_json
+from paceline.runs.process_handle import end_group
 from paceline.study.collect import Measured, State, measure, note_path, read_note, state_of
 from paceline.study.grid import CELLS, Cell, StudySpec
 
@@ -98,22 +98,10 @@ def _run(folder: Path, spec: StudySpec, found: CellState) -> tuple[int, str]:
         try:
             code = process.wait()
         except BaseException:
-            _stop(process)
+            # Ctrl-C for the command of the cell, which ends its ranks.
+            end_group(process, ask=signal.SIGINT, grace_s=_STOP_GRACE_S)
             raise
     return code, "" if code == 0 else _last_words(log)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """Ctrl-C for the cell's command, which ends its ranks; what does not listen is killed."""
-    for number in (signal.SIGINT, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(_STOP_GRACE_S)
-            return
-        except ProcessLookupError:
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def _log(folder: Path, cell: Cell) -> Path:

@@ -68,5 +68,5 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
     guards = Guards(watchdog, stop)
     if environment.is_supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the supervisor decides
-        guards.stop.watch_supervisor(int(os.environ[SUPERVISOR_PID]), guards.is_over)
+        guards.stop.watch_supervisor(os.environ[SUPERVISOR_PID], guards.is_over)
     return guards

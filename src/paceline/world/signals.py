@@ -7,16 +7,16 @@ leave; nothing is torn by a signal, and a second one changes nothing.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import threading
 import time
 from collections.abc import Iterable
 from types import FrameType
 
-SUPERVISOR_PID = "PACELINE_SUPERVISOR_PID"  # set by the supervisor for the ranks it starts
+from paceline.runs.process_handle import find_process
+
+SUPERVISOR_PID = "PACELINE_SUPERVISOR_PID"  # the identity of the supervisor, for the ranks it starts
 _ORPHAN_GRACE_S = 25.0
-_POLL_S = 0.5
 
 
 class StopRequest:
@@ -46,38 +46,15 @@ class StopRequest:
         for name in names:
             signal.signal(getattr(signal, name), take_note)
 
-    def watch_supervisor(self, pid: int, after_that: threading.Event) -> None:
+    def watch_supervisor(self, identity: str, after_that: threading.Event) -> None:
         """Ask to stop when the supervisor dies; should the ranks not get there, end the process."""
 
         def watch() -> None:
-            _wait_for_death(pid)
+            supervisor = find_process(identity)
+            if supervisor is not None:
+                supervisor.wait()
             self.ask("the supervisor died")
             after_that.wait(_ORPHAN_GRACE_S)
             os._exit(75)
 
         threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
-
-
-def _wait_for_death(pid: int) -> None:
-    if hasattr(os, "pidfd_open"):
-        try:
-            descriptor = os.pidfd_open(pid)
-        except ProcessLookupError:
-            return
-        except OSError:  # a kernel that has no such call
-            pass
-        else:
-            select.select([descriptor], [], [])
-            return
-    while _is_alive(pid):
-        time.sleep(_POLL_S)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True

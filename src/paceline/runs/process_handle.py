@@ -1,0 +1,182 @@
+"""A handle on a process that cannot be confused with a later process of the same number.
+
+The kernel gives a process ID to a new process as soon as the old one is reaped. A signal to a bare ID can therefore hit
+a process of another program. On Linux the handle is a pidfd, which stays with its process. Where the system has none,
+the start time of the process is compared before each use.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import time
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_POLL_S = 0.05
+_START_TIME = 19  # position in /proc/PID/stat, counted from the state
+_STOPPED_STATES = ("T", "t")  # stopped by a signal; stopped by a debugger
+
+
+class ProcessHandle:
+    """One process, from now until it is reaped."""
+
+    def __init__(self, pid: int, *, start: str | None = None, parent: int | None = None) -> None:
+        """Raises ProcessLookupError if there is no such process, or if its start time or parent differ from these."""
+        self.pid = pid
+        self._descriptor = _open_pidfd(pid)
+        if self._descriptor is not None:
+            # Closed with the last reference. An explicit close could race with a signal sent by another thread.
+            weakref.finalize(self, os.close, self._descriptor)
+        fields = stat_fields(pid)
+        self.start = fields[_START_TIME] if len(fields) > _START_TIME else None
+        is_other = (start is not None and self.start is not None and self.start != start) or (
+            parent is not None and len(fields) > 1 and fields[1] != str(parent)
+        )
+        # The fields are those of this process only if it has not been reaped while they were read.
+        if is_other or not self._is_same_process():
+            raise ProcessLookupError(f"process {pid} has ended")
+
+    def send(self, number: int) -> bool:
+        """Send a signal; False if the process has ended. Raises PermissionError for a process of another user."""
+        try:
+            if self._descriptor is not None:
+                signal.pidfd_send_signal(self._descriptor, number)
+            elif self._is_same_process():
+                os.kill(self.pid, number)
+            else:
+                return False
+        except ProcessLookupError:
+            return False
+        return True
+
+    @property
+    def state(self) -> str | None:
+        """The letter of /proc/PID/stat, such as R, S, T or Z; None if it is reaped, or if there is no /proc."""
+        fields = stat_fields(self.pid)
+        return fields[0] if fields and self._is_same_process() else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the process has not exited. A zombie has exited but was not reaped."""
+        if self._descriptor is not None:
+            return not select.select([self._descriptor], [], [], 0)[0]
+        return self._is_same_process() and self.state != "Z"
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal (SIGSTOP, SIGTSTP) or a debugger has stopped the process."""
+        return self.state in _STOPPED_STATES
+
+    def wait(self) -> None:
+        """Return when the process has exited."""
+        if self._descriptor is not None:
+            select.select([self._descriptor], [], [])
+            return
+        while self.is_running:
+            time.sleep(_POLL_S)
+
+    def _is_same_process(self) -> bool:
+        if self._descriptor is not None:
+            try:
+                signal.pidfd_send_signal(self._descriptor, 0)
+            except ProcessLookupError:
+                return False
+            except PermissionError:
+                pass
+            return True
+        try:
+            os.kill(self.pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            pass
+        return process_start(self.pid) == self.start
+
+
+def process_start(pid: int) -> str | None:
+    """In clock ticks since the machine started; None where the system does not say."""
+    fields = stat_fields(pid)
+    return fields[_START_TIME] if len(fields) > _START_TIME else None
+
+
+def stat_fields(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on. The name before it may contain any character."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except OSError:
+        return []
+    return text.rpartition(b")")[2].decode(errors="replace").split()
+
+
+def identity_of_this_process() -> str:
+    """For the environment of a child: `PID` or `PID@START`."""
+    start = process_start(os.getpid())
+    return str(os.getpid()) if start is None else f"{os.getpid()}@{start}"
+
+
+def find_process(identity: str) -> ProcessHandle | None:
+    """The process with this identity; None if it has ended."""
+    pid, _, start = identity.partition("@")
+    try:
+        return ProcessHandle(int(pid), start=start or None)
+    except ProcessLookupError:
+        return None
+
+
+def find_forked(pid: int) -> ProcessHandle | None:
+    """A child of the fork server of this process, which reaps it as soon as it exits; None if it has ended."""
+    from multiprocessing import forkserver
+
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    try:
+        return ProcessHandle(pid, parent=server)
+    except ProcessLookupError:
+        return None
+
+
+def end_group(leader: subprocess.Popen[Any], *, ask: int = signal.SIGTERM, grace_s: float) -> None:
+    """End a child that leads its own process group, and all processes that are left in its group.
+
+    The child is reaped last. Until then its number, which is also the number of the group, belongs to nobody else.
+    """
+    if leader.returncode is None:
+        if exit_code_of(leader) is None:
+            _signal_group(leader.pid, ask)
+            deadline = time.monotonic() + grace_s
+            while exit_code_of(leader) is None and time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+        _signal_group(leader.pid, signal.SIGKILL)
+    leader.wait()
+
+
+def exit_code_of(child: subprocess.Popen[Any]) -> int | None:
+    """Like `child.poll()`, but the child stays unreaped."""
+    if child.returncode is not None:
+        return int(child.returncode)
+    end = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if end is None:
+        return None
+    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+
+
+def _signal_group(leader: int, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)
+
+
+def _open_pidfd(pid: int) -> int | None:
+    if pid <= 0:
+        raise ProcessLookupError(f"no process has the number {pid}")
+    if not hasattr(os, "pidfd_open"):
+        return None
+    try:
+        return os.pidfd_open(pid)
+    except ProcessLookupError:
+        raise
+    except OSError:  # a kernel or a sandbox without this call
+        return None

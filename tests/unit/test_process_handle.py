@@ -1,0 +1,140 @@
+"""Signals reach the process they are meant for, and never a later process with the same number."""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import paceline
+from paceline.launch.watch import Watch
+from paceline.runs import process_handle
+from paceline.runs.process_handle import ProcessHandle, end_group, find_forked, find_process, process_start
+from paceline.world.pulse import Pulse, pulse_path
+
+PAUSE = "import signal; print(flush=True); signal.pause()"
+
+
+@pytest.fixture(params=["pidfd", "start time"])
+def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With the kernel's handle, and as on a system that has none."""
+    if request.param == "start time":
+        monkeypatch.delattr(os, "pidfd_open")
+    return str(request.param)
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen([sys.executable, "-c", PAUSE], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_a_signal_arrives_until_the_process_is_reaped(kind: str, child: subprocess.Popen[str]) -> None:
+    """A handle signals a living process, and only it."""
+    handle = ProcessHandle(child.pid)
+    assert (handle.is_running, handle.is_stopped) == (True, False)
+    assert handle.send(signal.SIGKILL)
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert not handle.is_running, "a zombie has exited"
+    assert child.wait() == -signal.SIGKILL
+    assert not handle.is_running
+    assert handle.state is None
+    assert not handle.send(signal.SIGKILL)
+    assert find_process(str(child.pid)) is None
+
+
+def test_a_later_process_with_the_same_number_is_not_hit(
+    kind: str, child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of an ended process is forged onto a living one: it gets no signal."""
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        handle = ProcessHandle(ended.pid)
+    handle.pid = child.pid  # the kernel has given the number to another process
+    assert not handle.send(signal.SIGKILL)
+    assert not handle.is_running
+    assert handle.state is None
+    assert find_process(f"{child.pid}@1") is None, "another start time"
+    assert find_process(f"{child.pid}@{process_start(child.pid)}") is not None
+    with pytest.raises(ProcessLookupError):
+        ProcessHandle(child.pid, parent=1)
+    assert child.poll() is None
+
+
+@pytest.mark.parametrize("pid", [0, -1])
+def test_a_number_that_means_a_group_is_refused(pid: int) -> None:
+    """0 and negative numbers would signal groups of processes."""
+    with pytest.raises(ProcessLookupError):
+        ProcessHandle(pid)
+
+
+def test_the_watch_does_not_signal_a_recycled_number(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    """A rank was reaped by the fork server and its number belongs to a foreign process: it survives the watch."""
+    context = multiprocessing.get_context("forkserver")
+    rank = context.Process(target=os.getpid)
+    rank.start()
+    assert rank.pid is not None
+    pids = {0: rank.pid}
+    Pulse(pulse_path(tmp_path, 0))
+    watch = Watch(tmp_path, lambda number: tmp_path / "stacks", lambda: dict(pids))
+    watch._look()
+    rank.join()
+    while find_forked(rank.pid) is not None:
+        pass
+    sight = watch.ranks[0]
+    if sight.process is not None:
+        sight.process.pid = child.pid
+    pids[0] = pids[1] = child.pid  # one that was seen before it ended, and one that was not
+    watch._look()
+    watch._signal_all(signal.SIGKILL)
+    watch.stop_all(signal.SIGKILL)
+    assert [watch.ranks[number].is_alive for number in (0, 1)] == [False, False]
+    assert not any(sight.was_ended_by_us for sight in watch.ranks.values())
+    assert child.poll() is None
+
+
+GROUP = """
+import os, signal, subprocess, sys
+member = subprocess.Popen([sys.executable, "-c", "import signal; print(flush=True); signal.pause()"])
+print(member.pid, flush=True)
+if sys.argv[1] == "stays":
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("leader", ["stays", "has exited"])
+def test_a_group_is_ended_before_its_leader_is_reaped(leader: str) -> None:
+    """Members that outlive the leader are killed while the leader's number is still reserved."""
+    with subprocess.Popen(
+        [sys.executable, "-c", GROUP, leader], stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        lines = {process.stdout.readline(), process.stdout.readline()}
+        member = ProcessHandle(int(max(lines)))
+        if leader == "has exited":
+            os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        end_group(process, grace_s=0.0)
+        member.wait()
+    assert process.returncode in ((-signal.SIGTERM, -signal.SIGKILL) if leader == "stays" else (0,))
+
+
+def test_only_this_module_signals_bare_numbers() -> None:
+    """os.kill and os.killpg are called for the own process, or in process_handle.py."""
+    source = Path(paceline.__file__).parent
+    found = set()
+    for path in source.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            if ast.unparse(node.func) in ("os.kill", "os.killpg") and ast.unparse(node.args[0]) != "os.getpid()":
+                found.add(str(path.relative_to(source)))
+    assert found <= {Path(process_handle.__file__).relative_to(source).as_posix(), "runs/lock.py"}
