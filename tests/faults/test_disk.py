@@ -230,7 +230,7 @@ def test_the_last_word_of_a_failed_run_never_hides_why_it_failed(
     with pytest.raises(CheckpointError):
         folder.write_status("running", step=3)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(folder_module, "write_json", full)

@@ -33,6 +33,7 @@ except ImportError:  # pragma: no cover
 SCHEMA_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 STEP_PREFIX = "step-"
+REPLACED_PREFIX = "replaced-"  # of a checkpoint that makes room for a new one of the same step
 _FILE_NAME = re.compile(r"(model|optimizer|ema|statistics)(-[0-9]{5}-of-[0-9]{5})?\.safetensors|state\.json")
 LARGEST_JSON_BYTES = 16 * 2**20
 CHUNK_BYTES = 4 * 2**20  # what is read, written and summed at once
@@ -197,11 +198,18 @@ def step_folders(folder: Path) -> list[Path]:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return sorted((folder / name for name in names if is_step_name(name)), key=step_of, reverse=True)
+    steps = {name for name in names if is_step_name(name)}
+    # A save of a step that was there already, ended between two renames: the old checkpoint has lost its name only.
+    steps |= {name for name in names if is_replaced_name(name) and name.removeprefix(REPLACED_PREFIX) not in steps}
+    return sorted((folder / name for name in steps), key=step_of, reverse=True)
 
 
 def is_step_name(name: str) -> bool:
     return name.startswith(STEP_PREFIX) and name.removeprefix(STEP_PREFIX).isdecimal()
+
+
+def is_replaced_name(name: str) -> bool:
+    return name.startswith(REPLACED_PREFIX) and is_step_name(name.removeprefix(REPLACED_PREFIX))
 
 
 def chunks_of(data: memoryview) -> Iterator[memoryview]:

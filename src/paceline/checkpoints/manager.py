@@ -44,9 +44,18 @@ class CheckpointManager:
     """Keeps the checkpoints of one run."""
 
     def __init__(
-        self, folder: Path, world: World, *, is_sharded: bool, retention: store.Retention, is_async: bool
+        self,
+        folder: Path,
+        world: World,
+        *,
+        is_sharded: bool,
+        retention: store.Retention,
+        is_async: bool,
+        flushed_first: tuple[Path, ...] = (),
     ) -> None:
+        """`flushed_first`: files and folders that are on the disk before a checkpoint of their state is."""
         self._folder = folder
+        self._flushed_first = flushed_first
         self._world = world
         self._num_writers = world.world_size if is_sharded else 1
         self._retention = retention
@@ -175,6 +184,7 @@ class CheckpointManager:
                 seals[self._file_name(kind)] = store.with_one_retry(f"writing {kind}", write)
             if self._world.is_primary:
                 seals.update(self._collect_notes(temporary))
+                store.with_one_retry("flushing metrics", self._flush_others)
                 self._commit(temporary, seals, state, about, is_best)
             else:
                 note = {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()}
@@ -185,6 +195,8 @@ class CheckpointManager:
             self._failure = error
             if self._world.is_primary:
                 shutil.rmtree(temporary, ignore_errors=True)
+                with suppress(OSError):  # a later save, or the next start, does it as well
+                    store.settle_replaced(self._folder)
             else:
                 with suppress(OSError):  # a primary that hears nothing waits until its own deadline
                     self._leave_note(temporary, {"error": str(error)})
@@ -200,6 +212,11 @@ class CheckpointManager:
             store.with_one_retry("dropping checkpoints", lambda: store.prune(self._folder, self._retention))
         except OSError as error:  # the new one is whole and in its place
             _log.warning("warning: older checkpoints could not be dropped: %s", error.strerror or error)
+
+    def _flush_others(self) -> None:
+        for path in self._flushed_first:
+            with suppress(FileNotFoundError):  # no row was written yet
+                store.flush(path)
 
     def _require_space(self, pieces: dict[str, dict[str, Piece]]) -> None:
         mine = sum(piece.values.nbytes for part in pieces.values() for piece in part.values())

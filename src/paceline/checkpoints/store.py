@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from typing import Any, TypeVar
 
 from paceline.checkpoints.format import (
     MANIFEST,
+    REPLACED_PREFIX,
     STATE,
     STEP_PREFIX,
     DamagedCheckpoint,
@@ -40,6 +40,7 @@ from paceline.checkpoints.format import (
     verify,
 )
 from paceline.errors import CheckpointError
+from paceline.runs.folder import flush
 
 _log = logging.getLogger("paceline")
 _TEMPORARY, _DAMAGED, _SUPERSEDED = ".tmp-", "damaged-", "superseded-"
@@ -113,16 +114,25 @@ def _seal_folder(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes
 def _give_name(temporary: Path) -> Path:
     """From here on a checkpoint is visible. One of the same step, of before a resume, makes room for it."""
     final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
-    old = final.with_name(f"{_TEMPORARY}old-{final.name}")
     # A rename over a network may be done and reported as failed: at a second try there is nothing left to rename.
     if temporary.exists() or not final.exists():
         if final.exists():
-            _rename(final, f"{_TEMPORARY}old-")
+            _rename(final, REPLACED_PREFIX)
         temporary.rename(final)
     flush(final.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    settle_replaced(final.parent)
     return final
+
+
+def settle_replaced(folder: Path) -> None:
+    """Drop checkpoints that were replaced by a new one of their step. One without a successor gets its name back."""
+    for path in sorted(folder.glob(f"{REPLACED_PREFIX}{STEP_PREFIX}*")):
+        final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
+        if final.exists():
+            shutil.rmtree(path)
+        else:
+            path.rename(final)
+            flush(folder)
 
 
 def take_in(temporary: Path) -> Path:
@@ -360,7 +370,8 @@ def list_leftovers(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path, *, except_for: Path | None = None) -> None:
-    """Clear away what a killed save left behind."""
+    """Clear away what a killed save left behind. For the owner of the folder only."""
+    settle_replaced(folder)
     for path in list_leftovers(folder):
         if path == except_for:
             continue
@@ -372,12 +383,3 @@ def remove_leftovers(folder: Path, *, except_for: Path | None = None) -> None:
 
 def free_bytes(folder: Path) -> int:
     return shutil.disk_usage(folder).free
-
-
-def flush(path: Path) -> None:
-    """Make sure a file or folder entry has reached the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -101,7 +101,9 @@ class Recorder:
             if row["kind"] == "epoch":
                 lines.append(",".join(str(row[column]) for column in CSV_COLUMNS))
         text = "\n".join(lines) + "\n"
-        self._try(self._folder.metrics_csv.name, lambda: write_atomically(self._folder.metrics_csv, text))
+        self._try(
+            self._folder.metrics_csv.name, lambda: write_atomically(self._folder.metrics_csv, text, is_durable=False)
+        )
 
     def _try(self, what: str, write: Callable[[], object]) -> None:
         try:

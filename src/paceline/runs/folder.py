@@ -16,8 +16,10 @@ import json
 import logging
 import os
 import socket
+import stat
 import time
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -30,22 +32,52 @@ RUNS = Path("runs")
 ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
 MIRROR_NOTE = "mirror.json"
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
+_NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a small file in one move."""
+def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
+    """Replace a small file in one move.
+
+    Durable: after a power loss the file holds the old text or the new one. Files that are replaced while training
+    waits and that can be made again do without it, since a flush may take as long as a step.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         temporary.write_text(text, encoding="utf-8")
+        if is_durable:
+            flush(temporary)
         temporary.replace(path)
+        if is_durable:
+            flush(path.parent)
     except OSError:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
         raise
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2) + "\n")
+def write_json(path: Path, content: dict[str, Any], *, is_durable: bool = True) -> None:
+    write_atomically(path, json.dumps(content, indent=2) + "\n", is_durable=is_durable)
+
+
+def flush(path: Path) -> None:
+    """Return when a file's contents, or a folder's names, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network file systems have no fsync for folders: their server decides when names are durable.
+        if error.errno not in _NO_FSYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_drafts(folder: Path) -> None:
+    """Remove what killed processes left of files they were about to replace. Processes of this host may be alive."""
+    for path in folder.glob(".*.tmp"):
+        pid = path.name.removesuffix(".tmp").rpartition(".")[2]
+        if pid.isdecimal() and not lock.is_running(int(pid)):
+            path.unlink(missing_ok=True)
 
 
 def is_lost(folder: Path, error: OSError) -> bool:
@@ -115,8 +147,13 @@ class RunFolder:
 
     def create(self) -> None:
         try:
+            new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             for folder in (self.path, self.logs, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
+            # A checkpoint is durable only if the names of all folders around it are. Those that were there already
+            # may be as new as a start that was killed.
+            for folder in dict.fromkeys((self.path, self.path.parent, *(path.parent for path in new))):
+                flush(folder)
         except OSError as error:
             raise UserError(
                 "the run folder cannot be created",
@@ -158,7 +195,7 @@ class RunFolder:
             "updated": now,
         }
         try:
-            write_json(self.status, content)
+            write_json(self.status, content, is_durable=state != "running")
         except OSError as error:
             if state != "failed":  # that is told on the screen already
                 self.bear(self.status.name, error)
@@ -195,9 +232,12 @@ class RunFolder:
         says = read_json(self.path / MIRROR_NOTE).get("says")
         return {"mirror": says} if says else {}
 
-    def owned(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def owned(self) -> Iterator[None]:
         """Hold the folder; a second owner is refused. The lock dies with its process."""
-        return lock.owned(self.lock)
+        with lock.owned(self.lock):
+            remove_drafts(self.path)
+            yield
 
     def refuse_if_owned(self) -> None:
         """A quick look before anything is started; `owned` is what counts."""
@@ -215,7 +255,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def has_checkpoint(path: Path) -> bool:
     """Whether this is a checkpoint, or a run folder or checkpoints folder that holds one."""
-    patterns = (CHECKPOINT_MARK, f"step-*/{CHECKPOINT_MARK}", f"checkpoints/step-*/{CHECKPOINT_MARK}")
+    folders = ("", "checkpoints/")
+    steps = [f"{inside}{replaced}step-*/" for inside in folders for replaced in ("", "replaced-")]
+    patterns = [f"{step}{CHECKPOINT_MARK}" for step in ("", *steps)]
     return any(True for pattern in patterns for _ in path.glob(pattern))
 
 

@@ -49,7 +49,7 @@ class Owner:
             return False
         if self.boot_id is not None and _boot_id() is not None and self.boot_id != _boot_id():
             return True
-        if not _exists(self.pid):
+        if not is_running(self.pid):
             return True
         start = _process_start(self.pid)
         return self.process_start is not None and start is not None and start != self.process_start
@@ -244,7 +244,8 @@ def _wait_for(answer: Callable[[], str | None]) -> str | None:
     return found
 
 
-def _exists(pid: int) -> bool:
+def is_running(pid: int) -> bool:
+    """Whether a process of this host with this number runs."""
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

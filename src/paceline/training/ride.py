@@ -85,6 +85,7 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
         is_sharded=rig.model.strategy == "fsdp" and world.world_size > 1,
         retention=Retention(config.run.keep_last, config.run.keep_best),
         is_async=config.run.async_save,
+        flushed_first=(folder.metrics_jsonl, folder.path),
     )
     manager.warn_if_space_is_short(rig.checkpoint_bytes())
     return manager

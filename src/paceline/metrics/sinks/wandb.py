@@ -78,7 +78,7 @@ class WandbSink(CarefulSink):
         self._keep()
 
     def _keep(self) -> None:
-        write_json(self._file, {"id": self._run.id, "written": self._written})
+        write_json(self._file, {"id": self._run.id, "written": self._written}, is_durable=False)
 
     def _end(self) -> None:
         self._run.finish()

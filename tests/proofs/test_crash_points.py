@@ -1,0 +1,181 @@
+"""Every crash point of the operations on a run folder: a restart finds the newest reported checkpoint, and all others
+that are still kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from harness.power_loss import Crash, kills, make_folder, power_losses, replay
+from harness.recorded_disk import Record, Recorder, read_tree, recording
+from harness.run_lives import RunLife, as_another_process, check_rows, check_whole, leftovers_in, steps_in
+from paceline.checkpoints import store
+from paceline.checkpoints.store import list_checkpoints
+from paceline.runs.folder import RunFolder
+
+Story = Callable[[Path, Recorder], None]
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """In memory where possible: thousands of small folders are written and read."""
+    shared = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=shared if shared.is_dir() else None))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def record_life(disk: Path, story: Story, before: Callable[[Path], None] | None = None) -> Record:
+    """What a story does to a run folder, after something else has made it. The writer is dead afterwards."""
+    root = disk / "recorded"
+    root.mkdir()
+    with as_another_process():
+        if before is not None:
+            before(root / "run")
+        with recording(root) as recorder:
+            story(root / "run", recorder)
+    assert replay(recorder.record) == read_tree(root)
+    return recorder.record
+
+
+def saved(life: RunLife, recorder: Recorder | None = None, **flags: bool) -> None:
+    report = life.save(**flags)
+    if recorder is not None:
+        recorder.mark("saved", report)
+
+
+# --- Stories
+
+
+def first_save(run: Path, recorder: Recorder) -> None:
+    life = RunLife(run)
+    life.train(2)
+    saved(life, recorder)
+    life.close()
+
+
+def two_steps(run: Path) -> None:
+    life = RunLife(run)
+    life.train(1)
+    saved(life, is_best=True)
+    life.train(1)
+    saved(life)
+    life.close()
+
+
+def save_and_prune(run: Path, recorder: Recorder) -> None:
+    life = RunLife(run)
+    recorder.mark("saved", {"step": 2, "kept": [1, 2], "best": 1})
+    life.train(1)
+    saved(life, recorder)  # 2 is dropped
+    life.train(1)
+    saved(life, recorder, is_best=True)  # 1 and 3 are dropped, best moves
+    life.close()
+
+
+def save_same_step_again(run: Path, recorder: Recorder) -> None:
+    life = RunLife(run)
+    recorder.mark("saved", {"step": 2, "kept": [1, 2], "best": 1})
+    saved(life, recorder)
+    life.close()
+
+
+STORIES: dict[str, tuple[Story, Callable[[Path], None] | None]] = {
+    "first save": (first_save, None),
+    "save and prune": (save_and_prune, two_steps),
+    "same step again": (save_same_step_again, two_steps),
+}
+
+
+# --- What must hold after every crash
+
+
+def check_restart(run: Path, crash: Crash, coming: dict[str, Any] | None, *, goes_on: bool) -> None:
+    """A restart finds what was reported, removes leftovers, and goes on from there."""
+    folder = RunFolder(run)
+    reported = crash.last("saved", {"step": 0, "kept": [], "best": 0})
+    if run.is_dir():
+        before = read_tree(run)
+        assert [item.path.name for item in list_checkpoints(folder.checkpoints, thorough=True) if item.damage] == []
+        found = check_whole(folder)
+        assert read_tree(run) == before  # reading changes nothing
+    else:
+        found = set()
+    newest = max(found, default=0)
+    assert newest in (reported["step"], coming["step"] if coming else reported["step"])
+    is_new = coming is not None and newest == coming["step"]
+    kept = set(reported["kept"]) & set(coming["kept"]) if is_new else set(reported["kept"])
+    assert found >= kept
+
+    life = RunLife(run)
+    assert life.step == newest
+    check_rows(folder, newest)
+    if life.best_step:
+        best = store.pointed_at(folder.checkpoints, "best")
+        assert best is not None
+        assert best.name == f"step-{life.best_step:08}"
+    assert leftovers_in(folder) == []
+    if goes_on:
+        life.train(1)
+        life.save()
+        check_whole(folder)
+        check_rows(folder, newest + 1)
+        assert steps_in(folder)[0] == newest + 1
+        assert leftovers_in(folder) == []
+    life.close()
+
+
+@dataclass
+class Outcome:
+    """How many states were tried, and what went wrong in which."""
+
+    states: int = 0
+    faults: dict[str, list[str]] = field(default_factory=dict)  # by the line that failed
+
+    def require_none(self) -> None:
+        lines = [f"{len(where)} states: {fault}\n    {where[0]}" for fault, where in self.faults.items()]
+        assert not lines, "\n".join([f"of {self.states} states", *lines])
+
+
+def try_all(disk: Path, crashes: Iterable[Crash], record: Record, check: Callable[..., None]) -> Outcome:
+    """Put every state on a disk and restart from it."""
+    reports = [operation.value for operation in record.operations if getattr(operation, "what", "") == "saved"]
+    outcome = Outcome()
+    seen = set()  # going on depends on the checkpoints folder only: it is tried once for each
+    for crash in crashes:
+        checkpoints = tuple(item for item in crash.tree.items() if item[0].startswith("run/checkpoints"))
+        target = disk / f"crash-{outcome.states}"
+        make_folder(crash.tree, target)
+        number = len([mark for mark in crash.reported if mark.what == "saved"])
+        try:
+            coming = reports[number] if number < len(reports) else None
+            check(target / "run", crash, coming, goes_on=checkpoints not in seen)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)
+            ours = [frame for frame in where if frame.filename.startswith(str(Path(__file__).parents[1]))][-1]
+            fault = f"{ours.name}: {ours.line} ({type(error).__name__}: {str(error)[:300]})"
+            outcome.faults.setdefault(re.sub(r"crash-\d+", "crash", fault), []).append(str(crash))
+        shutil.rmtree(target)
+        seen.add(checkpoints)
+        outcome.states += 1
+    return outcome
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_restart_after_a_kill_at_any_point_finds_every_reported_checkpoint(disk: Path, name: str) -> None:
+    record = record_life(disk, *STORIES[name])
+    try_all(disk, kills(record), record, check_restart).require_none()
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_restart_after_power_loss_at_any_point_finds_every_reported_checkpoint(disk: Path, name: str) -> None:
+    record = record_life(disk, *STORIES[name])
+    try_all(disk, power_losses(record), record, check_restart).require_none()
