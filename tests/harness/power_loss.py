@@ -70,7 +70,7 @@ def make_folder(tree: Tree, target: Path) -> None:
         if content is None:
             os.mkdir(path)  # noqa: PTH102 - thousands of states: pathlib would take a third of the time
         elif isinstance(content, str):
-            os.symlink(content, path)
+            os.symlink(content, path)  # noqa: PTH211
         else:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT)
             os.write(descriptor, content)

@@ -1,6 +1,6 @@
 """The life of a run's primary around its saves, by the real parts and in the order of `worker` and `open_ride`.
 
-There is no training: step N costs nothing, its row in metrics.jsonl has loss N, and every weight of its checkpoint is N.
+There is no training: the row of step N in metrics.jsonl has loss N, and every weight of its checkpoint is N.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def as_another_process() -> Iterator[None]:
     """What is done here is done under the number of a process that has ended."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    with mock.patch.object(os, "getpid", lambda: ended.pid):
+    with mock.patch.object(os, "getpid", return_value=ended.pid):
         yield
 
 

@@ -30,7 +30,7 @@ from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import choose_checkpoint
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import broadcast_text, wait_for_all
-from paceline.runs.folder import is_lost, lost_folder
+from paceline.runs.folder import flush, is_lost, lost_folder
 from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
@@ -216,7 +216,7 @@ class CheckpointManager:
     def _flush_others(self) -> None:
         for path in self._flushed_first:
             with suppress(FileNotFoundError):  # no row was written yet
-                store.flush(path)
+                flush(path)
 
     def _require_space(self, pieces: dict[str, dict[str, Piece]]) -> None:
         mine = sum(piece.values.nbytes for part in pieces.values() for piece in part.values())
