@@ -188,3 +188,18 @@ def test_wrong_ways_to_start_end_in_a_second(cluster: Cluster, tmp_path: Path) -
     wrong = command(*base, *train, "--processes=2", cwd=tmp_path, **cluster.environment())
     assert wrong.code == 2, wrong
     assert "another number of ranks than asked for" in wrong.err
+
+
+@pytest.mark.parametrize("start", ["agent", "ranks"])
+def test_ranks_use_the_cpus_of_their_allocation_where_the_site_binds_none(
+    start: str, cluster: Cluster, tmp_path: Path
+) -> None:
+    """Two nodes with one granted CPU a rank: one thread a rank, though every task sees all cores of its node."""
+    flags = [word for word in RIDE if not word.startswith("--omp-num-threads")]
+    place = ["--nodes=2", "--processes-per-node=1", "--cpus-per-task=1", "--time=10:00", f"--start={start}"]
+    answer = ask(cluster, tmp_path, "submit", "slurm", *flags, *place)
+    assert answer.code == 0, answer
+    wait_for_end(cluster, tmp_path, json.loads((tmp_path / "run" / "job.json").read_text())["job_id"])
+    assert len(os.sched_getaffinity(0)) > 1  # as many as a task on this cluster sees
+    ranks = json.loads((tmp_path / "run" / "results.json").read_text())["process_metrics"]
+    assert [rank["threads"] for rank in ranks] == [1, 1]

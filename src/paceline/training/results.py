@@ -57,6 +57,7 @@ def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
         "rank": world.rank,
         "host": world.host,
         "device": world.device,
+        "threads": world.threads,
         "samples": totals.samples,
         "seconds": totals.seconds,
         "seconds_to_last_step": totals.stepping_s,
