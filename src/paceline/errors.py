@@ -2,10 +2,12 @@
 
 A message answers five questions in a fixed order: what is wrong, where it stands, what was found,
 what would have been right, and what to do next. The class decides the process's exit code. Imports
-nothing, so that every layer may raise these.
+no other module of the package, so that every layer may raise these.
 """
 
 from __future__ import annotations
+
+import re
 
 EXIT_FINISHED = 0
 EXIT_DIFFERENT = 1  # runs that were compared differ
@@ -17,6 +19,28 @@ EXIT_HANG = 6
 EXIT_INTERNAL = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
+
+
+# C0 and C1 control characters (but tab and newline), line and paragraph separators, bidirectional embeddings, overrides
+# and isolates, and lone surrogates: how Python holds bytes of a file name that are not UTF-8.
+_UNSAFE_ON_A_TERMINAL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Text from a file or a name, safe to print: escape sequences become visible, newlines and tabs stay."""
+    return _UNSAFE_ON_A_TERMINAL.sub(_escape, text)
+
+
+def printable_line(text: str) -> str:
+    """The same on one line."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
+def _escape(found: re.Match[str]) -> str:
+    code = ord(found[0])
+    if 0xDC80 <= code <= 0xDCFF:  # a byte that is not UTF-8
+        return f"\\x{code - 0xDC00:02x}"
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
 
 
 class PacelineError(Exception):
@@ -43,10 +67,10 @@ class PacelineError(Exception):
     def screen(self) -> str:
         """The message as a person reads it; parts that are not known are left out."""
         parts = [("where", self.where), ("got", self.got), ("allowed", self.allowed), ("try", self.hint)]
-        lines = [f"error: {self.what}"]
+        lines = [f"error: {printable(self.what)}"]
         for label, value in parts:
             if value is not None:
-                indented = str(value).replace("\n", "\n" + " " * 11)
+                indented = printable(str(value)).replace("\n", "\n" + " " * 11)
                 lines.append(f"  {label + ':':<8} {indented}")
         return "\n".join(lines)
 

@@ -10,7 +10,7 @@ import pytest
 
 from harness.made_runs import add_checkpoints, dead_owner, elsewhere, hold, make_run
 from paceline.cli.main import main
-from paceline.launch.job import JobRecord
+from paceline.launch.job_record import JobRecord
 from paceline.runs.lock import this_process
 
 USER, NOT_DONE = 2, 130

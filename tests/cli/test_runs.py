@@ -15,7 +15,7 @@ from harness.fake_slurm import FakeSlurm, clean_home
 from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.cli.main import main
 from paceline.cli.runs import fit_columns
-from paceline.launch.job import JobRecord
+from paceline.launch.job_record import JobRecord
 
 USER = 2
 QUICK = [

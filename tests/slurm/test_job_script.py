@@ -13,6 +13,7 @@ import pytest
 
 from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.main import main
+from paceline.errors import UserError
 from paceline.launch.job import JobSpec, count_gres_gpus, parse_time_s
 from paceline.launch.slurm import write_array_script, write_script
 
@@ -315,7 +316,7 @@ def test_array_of_commands_with_a_fake_srun(tmp_path: Path) -> None:
         words = run_script(script, tmp_path, SLURM_ARRAY_TASK_ID=str(task))["arguments"]
         assert isinstance(words, list)
         assert words[words.index("paceline") + 1 :] == [*command, "--processes", "4"]
-    with pytest.raises(ValueError, match="one line"):
+    with pytest.raises(UserError, match="contains a newline"):
         write_array_script(spec_in(tmp_path), [["a\nb"]], tmp_path / "c")
     with pytest.raises(ValueError, match="needs a command"):
         write_array_script(spec_in(tmp_path), [], tmp_path / "c")

@@ -72,10 +72,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "sbatch line that is none": ([*JOB, "--sbatch", "exclusive"], ["not an option of sbatch"]),
     "sbatch line of ours": ([*JOB, "--sbatch", "--nodes=4"], ["the script says --nodes itself"]),
     "sbatch line of ours, short": ([*JOB, "--sbatch", "-N4"], ["the script says -N", "--nodes"]),
-    "two sbatch lines in one": ([*JOB, "--sbatch", "--exclusive\n#SBATCH --x"], ["not an option of sbatch"]),
-    "variable without value": ([*JOB, "--env", "A"], ["not a variable", "NAME=VALUE"]),
+    "two sbatch lines in one": ([*JOB, "--sbatch", "--exclusive\n#SBATCH --x"], ["sbatch contains a newline"]),
+    "variable that is not set": ([*JOB, "--env", "A_VARIABLE_OF_NOBODY"], ["A_VARIABLE_OF_NOBODY is not set"]),
+    "secret of Kubernetes": ([*JOB, "--env", "A=secret:b/c"], ["only Kubernetes"]),
     "variable of the launcher": ([*JOB, "--env", "SLURM_PROCID=0"], ["belongs to the launcher"]),
-    "account on two lines": ([*JOB, "--account", "a\n#SBATCH --x"], ["account: ", "text without spaces"]),
+    "account on two lines": ([*JOB, "--account", "a\n#SBATCH --x"], ["account contains a newline", "text on one line"]),
     "array that is none": ([*JOB, "--array", "1..4"], ["array: '1..4'", "0-7"]),
     "array into one folder": ([*JOB, "--array", "0-3", "--output-dir", "x"], ["would share one run folder"]),
     "array that resumes": ([*JOB, "--array", "0-3", "--resume", "auto"], ["would share one run folder"]),
@@ -332,7 +333,7 @@ def test_refusal_of_the_fake_sbatch_leaves_nothing(
 def test_fake_sbatch_that_does_not_answer(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.launch.slurm.CLIENT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("paceline.launch.slurm_client.CLIENT_TIMEOUT_S", 0.3)
     (fake.folder / "sbatch.1.sh").write_text("exec sleep 60\n")
     assert submit(*JOB) not in (0, USER)
     screen = capsys.readouterr().err

@@ -10,7 +10,7 @@ import pytest
 
 from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.errors import UserError
-from paceline.launch.job import JobRecord
+from paceline.launch.job_record import JobRecord
 from paceline.runs.catalog import find_by_job, list_runs, read_entry, read_last_step, recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.lock import this_process

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -9,8 +11,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from paceline.cli.status import look, parse_run_arguments
-from paceline.errors import EXIT_FINISHED, UserError
-from paceline.launch.job import JobRecord, read_record
+from paceline.errors import EXIT_FINISHED, UserError, printable
+from paceline.launch.job_record import JobRecord, read_record
 from paceline.launch.kubernetes_client import cluster_of
 from paceline.runs.folder import RunFolder
 
@@ -25,6 +27,7 @@ other log yet, or none that can be seen from here (then of pod 0).
 _POLL_S = 0.5
 _LOOK_EVERY_S = 15.0  # asking the scheduler costs others' time; what is written shows at once
 _CHUNK_BYTES = 1 << 16
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def run(arguments: list[str]) -> int:
@@ -64,8 +67,9 @@ def _print_pods(record: JobRecord, flags: dict[str, str], last_lines: int | None
         for index in range(count):
             if count > 1:
                 print(f"==> pod {index} <==", flush=True)
+            output = _Output()
             for chunk in cluster.read_log(record.job_id, record.api, index, last_lines=last_lines, follow=follow):
-                _write(chunk)
+                output.write(chunk)
     except KeyboardInterrupt:
         print(f"\nno longer followed; {record.job_id} goes on", file=sys.stderr)
     return EXIT_FINISHED
@@ -115,9 +119,10 @@ def _require(jobs: list[Path], folder: RunFolder) -> Path:
 def _print_end(path: Path, last_lines: int | None, *, with_name: bool) -> None:
     if with_name:
         print(f"==> {path.name} <==", flush=True)
+    output = _Output()
     with path.open("rb") as file:
         for chunk in _end_of(file, last_lines):
-            _write(chunk)
+            output.write(chunk)
 
 
 def _end_of(file: BinaryIO, last_lines: int | None) -> Iterator[bytes]:
@@ -134,15 +139,23 @@ def _end_of(file: BinaryIO, last_lines: int | None) -> Iterator[bytes]:
         yield chunk
 
 
-def _write(chunk: bytes) -> None:
-    """As it is: a log may hold bytes that are no text."""
-    sys.stdout.flush()
-    sys.stdout.buffer.write(chunk)
-    sys.stdout.buffer.flush()
+class _Output:
+    """A log on standard output: text without control characters. A log holds whatever a program has written."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="backslashreplace")  # a chunk may end anywhere
+
+    def write(self, chunk: bytes) -> None:
+        text = self._decoder.decode(chunk)
+        # Colours are dropped. A progress bar that returns to the start of its line becomes lines.
+        text = _COLOURS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+        sys.stdout.write(printable(text))
+        sys.stdout.flush()
 
 
 def _follow(folder: RunFolder, path: Path, last_lines: int | None) -> None:
     file: BinaryIO | None = None
+    output = _Output()
     next_look_s = 0.0
     try:
         while True:
@@ -154,10 +167,10 @@ def _follow(folder: RunFolder, path: Path, last_lines: int | None) -> None:
             if file is None and path.exists():
                 file = path.open("rb")
                 for chunk in _end_of(file, last_lines):
-                    _write(chunk)
+                    output.write(chunk)
             elif file is not None:
                 for chunk in _end_of(file, None):
-                    _write(chunk)
+                    output.write(chunk)
             if is_over:
                 return
             time.sleep(_POLL_S)

@@ -127,7 +127,10 @@ def _dispatch(given: list[str]) -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"paceline {close[0]}" if close else "paceline --help"
         raise UserError(f"unknown command {verb!r}", allowed=", ".join(VERBS), hint=hint)
-    code: int = importlib.import_module(f"paceline.cli.{verb}").run(rest)
+    from paceline.cli.plain_output import plain_output
+
+    with plain_output(verb):
+        code: int = importlib.import_module(f"paceline.cli.{verb}").run(rest)
     return code
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from paceline.cli.arguments import read_words
-from paceline.errors import EXIT_FINISHED, PacelineError, UserError
-from paceline.launch.job import JobRecord, read_record
+from paceline.errors import EXIT_FINISHED, PacelineError, UserError, printable_line
+from paceline.launch.job_record import JobRecord, read_record
 from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_line
-from paceline.launch.slurm import JobState, read_state
+from paceline.launch.slurm_client import JobState, read_state
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.find import find_run
@@ -123,7 +123,8 @@ def look(folder: RunFolder) -> RunView:
             trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
     status = folder.read_status()
     is_far = record is not None and record.scheduler == "kubernetes" and not status
-    steps = [int(path.parent.name.removeprefix("step-")) for path in _checkpoints(folder)]
+    names = [path.parent.name.removeprefix("step-") for path in _checkpoints(folder)]
+    steps = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 20]
     return RunView(
         folder=folder,
         status=status,
@@ -147,7 +148,7 @@ def read_job(record: JobRecord) -> JobState:
 
 
 def describe(view: RunView) -> str:
-    lines = [f"{view.folder.path}: {view.state}{_progress(view)}"]
+    lines = [f"{printable_line(str(view.folder.path))}: {view.state}{_progress(view)}"]
     rows = [
         ("job", _job_line(view)),
         ("now", _now_line(view)),
@@ -161,7 +162,8 @@ def describe(view: RunView) -> str:
         ("tags", " ".join(view.entry.notes.tags)),
         ("note", view.entry.notes.note),
     ]
-    return "\n".join([*lines, *(f"  {label + ':':<9} {text}" for label, text in rows if text)])
+    lines += [f"  {label + ':':<9} {printable_line(text)}" for label, text in rows if text]
+    return "\n".join(lines)
 
 
 def to_json(view: RunView) -> dict[str, Any]:
@@ -185,17 +187,16 @@ def to_json(view: RunView) -> dict[str, Any]:
 
 
 def _progress(view: RunView) -> str:
-    step, last = view.status.get("step"), view.status.get("last_step")
-    if not isinstance(step, int):
+    step, last = view.entry.step, view.entry.last_step
+    if step is None:
         return ""
     text = f", step {step:,}"
-    if isinstance(last, int) and last > 0:
+    if last is not None and last > 0:
         text += f" of {last:,} ({step / last:.0%})"
-    eta_s = view.status.get("eta_s")
-    if view.state == "running" and isinstance(eta_s, int | float):
-        text += f", about {in_words_s(eta_s)} left"
-    accuracy = view.status.get("test_accuracy")
-    return text + (f", test accuracy {accuracy:.2%}" if isinstance(accuracy, float) else "")
+    if view.state == "running" and view.entry.eta_s is not None:
+        text += f", about {in_words_s(view.entry.eta_s)} left"
+    accuracy = view.entry.test_accuracy
+    return text + (f", test accuracy {accuracy:.2%}" if accuracy is not None else "")
 
 
 def _job_line(view: RunView) -> str:
@@ -234,7 +235,7 @@ def _now_line(view: RunView) -> str:
             f"loss {view.now['loss']:.4f}, acc {view.now['accuracy']:.1%}, {view.now['throughput']:,.0f} img/s,"
             f" {view.now['memory_mb']:,.0f} MB"
         )
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):  # the row may come from elsewhere
         return ""
 
 
@@ -252,8 +253,8 @@ def _mirror_line(view: RunView) -> str:
 
 def _updated(view: RunView) -> str:
     try:
-        updated = datetime.fromisoformat(str(view.status.get("updated")))
-    except ValueError:
+        updated = datetime.fromisoformat(str(view.status.get("updated"))).astimezone()
+    except (ValueError, OverflowError, OSError):
         return ""
     age_s = (datetime.now().astimezone() - updated).total_seconds()
     by = f" by {view.status.get('host')} pid {view.status.get('pid')}"

@@ -138,7 +138,7 @@ def _shapes(
 
     from paceline.cli.submit_slurm import complete, with_site
     from paceline.launch.job import parse_job
-    from paceline.launch.slurm import require_sbatch
+    from paceline.launch.slurm_client import require_sbatch
 
     job = parse_job(with_site({name: given for name, given in typed.items() if name not in _OWN}))
     if "dry_run" not in typed:

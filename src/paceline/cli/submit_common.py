@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.config.sites import Given, JobSetting, JobSettings, split_words
+from paceline.config.text import check_text
 from paceline.errors import UserError
-from paceline.launch.job import RECORD, JobRecord
+from paceline.launch.job_record import RECORD, JobRecord
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
@@ -47,6 +48,7 @@ def split_flags(arguments: list[str], own: Mapping[str, JobSetting]) -> tuple[Jo
             if not tokens or (tokens[0].startswith("--") and setting.name not in _TEXT_WITH_DASHES):
                 raise UserError(f"{setting.flag} needs a value", where="the command line", allowed=setting.help)
             value = tokens.pop(0)
+        check_text(value, setting.name, where=f"flag {setting.flag}", is_secret=setting.name == "env")
         before = typed.get(setting.name, ()) if setting.kind in ("list", "lines") else ()
         typed[setting.name] = before + split_words(setting, value)
     _refuse_unknown(rest, own)

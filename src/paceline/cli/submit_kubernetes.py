@@ -23,12 +23,12 @@ from paceline.cli.submit_common import (
     tell_how_to_go_on,
 )
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.launch.job import RECORD, JobRecord, read_record
+from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
 from paceline.launch.kubernetes_client import Cluster, read_kubernetes_state
 from paceline.launch.kubernetes_flags import kubernetes_settings, parse_kubernetes_job
 from paceline.launch.kubernetes_job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name
 from paceline.launch.kubernetes_manifest import MANIFEST, write_manifest
-from paceline.runs.folder import RUNS, RunFolder, new_run_folder, write_atomically
+from paceline.runs.folder import RUNS, RunFolder, new_run_folder
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
     from paceline.config.load import LoadedConfig
@@ -265,7 +265,7 @@ def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: 
     is_new = not folder.path.exists()
     folder.path.mkdir(parents=True, exist_ok=True)
     manifest = folder.path / MANIFEST
-    write_atomically(manifest, write_manifest(job))
+    write_private(manifest, write_manifest(job))
     try:
         cluster.create(job)
     except UserError:

@@ -23,9 +23,11 @@ from paceline.cli.submit_common import (
 )
 from paceline.config.sites import Given, JobSettings, job_settings, read_site
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.launch.job import RECORD, JobRecord, JobSpec, count_gres_gpus, parse_job, read_record
-from paceline.launch.slurm import SCRIPT, read_state, require_sbatch, submit_script, write_script
-from paceline.runs.folder import RunFolder, write_atomically
+from paceline.launch.job import JobSpec, count_gres_gpus, parse_job
+from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
+from paceline.launch.slurm import SCRIPT, write_script
+from paceline.launch.slurm_client import read_state, require_sbatch, submit_script
+from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
     from paceline.config.load import LoadedConfig
@@ -221,9 +223,9 @@ def _submit(spec: JobSpec, folder: RunFolder, command: list[str]) -> int:
     earlier = read_record(folder.path)
     folder.create()
     script = folder.path / SCRIPT
-    write_atomically(script, write_script(spec))
+    write_private(script, write_script(spec))
     try:
-        job_id, cluster = submit_script(script)
+        job_id, cluster = submit_script(script, spec)
     except UserError:
         if is_new:
             _remove_empty(folder)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from paceline.cli.plain_output import unfiltered
 from paceline.cli.status import RunView, describe, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, UserError
 from paceline.metrics.screen import FOLDED, UNFOLDED, is_live, width_of
@@ -59,7 +60,8 @@ def _show(text: str, before: str) -> str:
         rows = sum(max(len(line) - 1, 0) // width + 1 for line in before.splitlines())
         lines = [line[: width - 1] for line in text.splitlines()]
         up = f"\x1b[{rows}A" if rows else ""
-        print(up + UNFOLDED + "".join(f"\x1b[2K{line}\n" for line in lines) + FOLDED + "\x1b[J", end="", flush=True)
+        drawn = up + UNFOLDED + "".join(f"\x1b[2K{line}\n" for line in lines) + FOLDED + "\x1b[J"
+        print(drawn, end="", flush=True, file=unfiltered(sys.stdout))
         return "\n".join(lines)
     if _without_passing(text) != _without_passing(before):
         print(text, flush=True)
@@ -78,4 +80,4 @@ def _exit_code(view: RunView) -> int:
     if view.state == "preempted":
         return EXIT_PREEMPTED
     code = view.failure.get("exit_code")
-    return code if isinstance(code, int) and code else EXIT_INTERNAL
+    return code if isinstance(code, int) and 0 < code < 256 else EXIT_INTERNAL

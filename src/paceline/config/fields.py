@@ -35,6 +35,11 @@ class FieldSpec:
         return get_origin(self.type) is tuple
 
     @property
+    def is_text(self) -> bool:
+        """Free text, or a list of it: nothing to parse."""
+        return (get_args(self.type)[0] if self.is_tuple else self.type) is str
+
+    @property
     def choices(self) -> tuple[str, ...]:
         inner = get_args(self.type)[0] if self.is_tuple else self.type
         return tuple(map(str, get_args(inner))) if get_origin(inner) is Literal else ()

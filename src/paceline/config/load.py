@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 import io
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ import tyro
 from paceline.config.fields import FieldSpec, field_table, find_field, flatten
 from paceline.config.recipe_file import Setting, find_recipe, read_recipe, unknown_name
 from paceline.config.schema import Config
+from paceline.config.text import check_text
 from paceline.errors import UserError
 
 _TYRO_STYLE = (tyro.conf.OmitArgPrefixes,)
@@ -70,6 +72,8 @@ def parse_flags(arguments: list[str]) -> list[Setting]:
             values = [value]
         else:
             values = _take_values(field, rest)
+        for value in values:
+            check_text(value, field.name, where=f"flag {field.flag}")
         settings.append(Setting(field, tuple(values), "flag", f"flag {field.flag}"))
     return settings
 
@@ -86,17 +90,34 @@ def _take_values(field: FieldSpec, rest: list[str]) -> list[str]:
 def _parse(settings: list[Setting]) -> Config:
     """Hand everything to tyro at once; only if it refuses, find out which setting it was."""
     latest = list({setting.field.name: setting for setting in settings}.values())
-    config = _tyro(latest)
+    config = _build(latest)
     if config is not None:
         return config
     # The first refused one by halving: a parse costs a person's patience, and a recipe has many settings.
     counts = range(1, len(latest))
-    refused = latest[bisect.bisect_left(counts, True, key=lambda count: _tyro(latest[:count]) is None)]
+    refused = latest[bisect.bisect_left(counts, True, key=lambda count: _build(latest[:count]) is None)]
     raise UserError(
         f"{refused.field.name}: {' '.join(refused.values)!r} is not valid",
         where=refused.where,
         allowed=refused.field.expects,
     )
+
+
+def _build(settings: list[Setting]) -> Config | None:
+    """Text is taken as it is; tyro reads everything else. None if it refuses a value."""
+    texts = [setting for setting in settings if setting.field.is_text]
+    others = [setting for setting in settings if not setting.field.is_text]
+    # In a list, tyro would take a value that begins with dashes for the next flag.
+    if any(setting.field.is_tuple and not set(setting.values) <= set(setting.field.choices) for setting in others):
+        return None
+    config = _tyro(others)
+    if config is None:
+        return None
+    for setting in texts:
+        value = setting.values if setting.field.is_tuple else setting.values[-1]
+        group = dataclasses.replace(getattr(config, setting.field.group), **{setting.field.name: value})
+        config = dataclasses.replace(config, **{setting.field.group: group})
+    return config
 
 
 def _tyro(settings: list[Setting]) -> Config | None:
@@ -132,13 +153,19 @@ def _scalar(value: object) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_scalar, value)) + "]"
     if isinstance(value, str):
-        # Single quotes keep any text as it is; only the quote itself is doubled.
-        return "'" + value.replace("'", "''") + "'"
+        return _quoted(value)
     return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """Single quotes keep printable text as it is; only the quote itself is doubled. Other characters are escaped."""
+    if text.isprintable():
+        return "'" + text.replace("'", "''") + "'"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
 
 
 def _recipe_name(path: Path) -> str:
     """A run's resolved config.yaml stands for the recipe of that run, not for one named "config"."""
-    if path.name == "config.yaml":
-        return path.resolve().parent.name
-    return path.stem
+    name = path.resolve().parent.name if path.name == "config.yaml" else path.stem
+    return check_text(name, "the name of the recipe", where=str(path))

@@ -14,10 +14,11 @@ from pathlib import Path
 import yaml
 
 from paceline.config.fields import FieldSpec, field_table, find_field
+from paceline.config.small_files import YamlError, compose_yaml
+from paceline.config.text import check_text
 from paceline.errors import UserError
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
-LARGEST_RECIPE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Setting:
         if self.field.is_bool:
             name = self.field.name.replace("_", "-")
             return [f"--{name}" if self.values == ("true",) else f"--no-{name}"]
-        if self.field.is_tuple:
+        if self.field.is_tuple and not (self.field.is_text and len(self.values) == 1):
             return [self.field.flag, *self.values]
         return [f"{self.field.flag}={value}" for value in self.values]
 
@@ -45,6 +46,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def find_recipe(name: str) -> Path:
     """The file behind a shipped recipe's name or a path."""
+    check_text(name, "the name of the recipe")
     shipped = shipped_recipes()
     if name in shipped:
         return shipped[name]
@@ -63,23 +65,18 @@ def find_recipe(name: str) -> Path:
 
 def read_recipe(path: Path) -> list[Setting]:
     """The settings of a recipe file, in its order."""
-    if path.stat().st_size > LARGEST_RECIPE_BYTES:
-        raise UserError("this file is too large to be a recipe", where=str(path), allowed="up to 1 MB")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except UnicodeDecodeError as error:
-        raise UserError("the recipe is not UTF-8 text", where=f"{path}, byte {error.start}") from error
-    except yaml.MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        hint = "indent with spaces; YAML allows no tabs" if "\\t" in str(error.problem) else None
-        problem = error.problem or "the file cannot be read as YAML"
-        raise UserError(f"the recipe is not valid YAML: {problem}", where=f"{path}{line}", hint=hint) from error
-    except yaml.YAMLError as error:  # a control character, for one
-        raise UserError(f"the recipe is not valid YAML: {str(error).splitlines()[0]}", where=str(path)) from error
+        root = compose_yaml(path)
+    except YamlError as error:
+        hint = "indent with spaces; YAML allows no tabs" if "\\t" in error.problem else None
+        raise UserError(f"the recipe is not valid YAML: {error}", where=error.place(path), hint=hint) from error
+    except OSError as error:
+        raise UserError("the recipe cannot be read", where=str(path), got=error.strerror) from error
     if root is None:
         raise UserError("the recipe is empty", where=str(path), allowed="one `key: value` per line")
     if not isinstance(root, yaml.MappingNode):
-        raise UserError("a recipe must be `key: value` lines", where=str(path), got=f"a {root.id}")
+        got = "a list" if isinstance(root, yaml.SequenceNode) else "one value"
+        raise UserError("a recipe must be `key: value` lines", where=str(path), got=got)
     return list(_settings(root, path))
 
 
@@ -88,7 +85,7 @@ def _settings(root: yaml.MappingNode, path: Path) -> Iterator[Setting]:
     for key_node, value_node in root.value:
         line = key_node.start_mark.line + 1
         where = f"{path}, line {line}"
-        key = str(key_node.value)
+        key = str(key_node.value)[:200]  # a list or a mapping as a key is unknown, too
         field = find_field(key)
         if field is None:
             raise unknown_name(key, where)
@@ -100,16 +97,20 @@ def _settings(root: yaml.MappingNode, path: Path) -> Iterator[Setting]:
 
 def _values(field: FieldSpec, node: yaml.Node, where: str) -> tuple[str, ...]:
     if isinstance(node, yaml.SequenceNode) and field.is_tuple:
-        return tuple(str(item.value) for item in node.value)
-    if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
-        found = "nothing" if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
-        raise UserError(f"{field.name} needs a value", where=where, got=found, allowed=field.expects)
-    text = str(node.value)
+        return tuple(_scalar(field, item, where) for item in node.value)
+    text = _scalar(field, node, where)
     if field.is_bool:
         if text.lower() not in ("true", "false"):
             raise UserError(f"{field.name}: {text!r} is not valid", where=where, allowed=field.expects)
         return (text.lower(),)
     return (text,)
+
+
+def _scalar(field: FieldSpec, node: yaml.Node, where: str) -> str:
+    if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
+        found = "nothing" if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
+        raise UserError(f"{field.name} needs a value", where=where, got=found, allowed=field.expects)
+    return check_text(str(node.value), field.name, where=where)
 
 
 def unknown_name(key: str, where: str) -> UserError:

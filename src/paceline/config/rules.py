@@ -181,11 +181,10 @@ def nearest_multiples(value: int, of: int) -> list[int]:
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of a number just below and just above a value."""
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d <= near][-1:]
-    above = [d for d in divisors if d > near][:1]
-    return below + above
+    """The divisors of a number just below and just above a value, if they are near enough to be of use."""
+    below = next(d for d in range(min(near, number), 0, -1) if number % d == 0)
+    above = next((d for d in range(near + 1, min(number, near + 10_000) + 1) if number % d == 0), None)
+    return [below] if above is None else [below, above]
 
 
 def _either(values: list[int]) -> str:

@@ -19,11 +19,12 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
+from paceline.config.small_files import YamlError, compose_yaml
+from paceline.config.text import check_text
 from paceline.errors import UserError
 
 SITES_VARIABLE = "PACELINE_SITES"
 DEFAULT_SITE = "default"
-_LARGEST_FILE_BYTES = 1_000_000
 Kind = Literal["text", "number", "list", "lines", "switch"]
 
 
@@ -51,6 +52,13 @@ class Given:
 
 
 JobSettings = dict[str, Given]
+
+
+def check_given(settings: JobSettings) -> None:
+    """Every value must fit on one line: it becomes a line of a script, or a scalar of a manifest."""
+    for name, given in settings.items():
+        for value in given.values:
+            check_text(value, name, where=given.where, is_secret=name == "env")
 
 
 @cache
@@ -81,7 +89,7 @@ def job_settings() -> dict[str, JobSetting]:
         JobSetting("container_image", "IMAGE", "run in this container (pyxis and enroot)"),
         JobSetting("environment", "EDF", "run in the container of this environment definition file"),
         JobSetting("sbatch", '"--X=Y"', "one more #SBATCH line; may be repeated", "lines"),
-        JobSetting("env", "NAME=VALUE", "variable of the job's environment; may be repeated", "lines"),
+        JobSetting("env", "NAME[=VALUE]", "variable of the job; NAME alone: as set here; may be repeated", "lines"),
         JobSetting("array", "SPEC", "job array, as 0-3; each task has a folder of its own", in_profile=False),
         JobSetting("job_name", "NAME", "name in the queue (the recipe's)", in_profile=False),
         JobSetting("dry_run", "", "print the script, submit nothing", "switch", in_profile=False),
@@ -121,17 +129,12 @@ def _example() -> str:
 
 def _read_profiles(path: Path) -> dict[str, JobSettings]:
     """Composed, not constructed, as recipes are: every value stays the text that was typed, with its line."""
-    import yaml  # only here: most submits have flags alone
-
-    if path.stat().st_size > _LARGEST_FILE_BYTES:
-        raise UserError("this file is too large to hold site profiles", where=str(path), allowed="up to 1 MB")
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"the site profiles are not valid YAML: {problem}", where=f"{path}{line}") from error
+        root = compose_yaml(path)
+    except YamlError as error:
+        raise UserError(f"the site profiles are not valid YAML: {error}", where=error.place(path)) from error
+    except OSError as error:
+        raise UserError("the site profiles cannot be read", where=str(path), got=error.strerror) from error
     if root is None:
         return {}
     return {name: dict(_profile(name, node, path)) for name, node in _pairs(root, path, "sites.yaml")}
@@ -170,13 +173,20 @@ def _values(setting: JobSetting, node: object, where: str) -> tuple[str, ...]:
 
     is_many = setting.kind in ("list", "lines")
     if isinstance(node, yaml.SequenceNode) and is_many:
-        return tuple(str(item.value) for item in node.value)
+        return tuple(_scalar(setting, item, where) for item in node.value)
     if isinstance(node, yaml.MappingNode) and setting.name == "env":
-        return tuple(f"{key.value}={value.value}" for key, value in node.value)
+        pairs = [[_scalar(setting, part, where) for part in pair] for pair in node.value]
+        return tuple(f"{name}={value}" for name, value in pairs)
+    return split_words(setting, _scalar(setting, node, where))
+
+
+def _scalar(setting: JobSetting, node: object, where: str) -> str:
+    import yaml
+
     if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
         found = "nothing" if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
         raise UserError(f"{setting.name} needs a value", where=where, got=found, allowed="text or a number")
-    return split_words(setting, str(node.value))
+    return check_text(str(node.value), setting.name, where=where, is_secret=setting.name == "env")
 
 
 def split_words(setting: JobSetting, text: str) -> tuple[str, ...]:

@@ -8,7 +8,6 @@ Parameters come from a YAML file; the environment (`RUNNABLE_PRM_EPOCHS=3`) wins
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
 from paceline.config.recipe_file import Setting, unknown_name
 from paceline.config.rules import check_world, fitting_worlds
+from paceline.config.small_files import YamlError, compose_yaml, parse_json
 from paceline.errors import UserError
 from paceline.launch.request import check_loaded
 from paceline.world.cores import usable_cores
@@ -62,7 +62,7 @@ def read_parameters(file: str, environment: Mapping[str, str] = os.environ) -> d
     for name, text in environment.items():
         if name.startswith(PREFIX):
             try:
-                value = json.loads(text)
+                value = parse_json(text)
             except ValueError:
                 value = text
             given[name.removeprefix(PREFIX).lower()] = Given(value, f"environment variable {name}")
@@ -78,12 +78,11 @@ def _read_file(path: Path) -> dict[str, Given]:
             allowed="a YAML file of `name: value` lines",
         )
     try:
-        root = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        mark = getattr(error, "problem_mark", None)
-        line = f", line {mark.line + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or "it cannot be read"
-        raise UserError(f"the parameters are not valid YAML: {problem}", where=f"{path}{line}") from error
+        root = compose_yaml(path)
+    except YamlError as error:
+        raise UserError(f"the parameters are not valid YAML: {error}", where=error.place(path)) from error
+    except OSError as error:
+        raise UserError("the parameters cannot be read", where=str(path), got=error.strerror) from error
     if not isinstance(root, yaml.MappingNode):
         raise UserError("parameters must be `name: value` lines", where=str(path))
     given: dict[str, Given] = {}

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import difflib
-import json
+import os
 import re
-from dataclasses import asdict, dataclass, field
-from datetime import datetime
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from paceline.config.sites import Given, JobSettings, job_settings
-from paceline.errors import UserError
-from paceline.runs.folder import write_json
+from paceline.config.sites import Given, JobSettings, check_given, job_settings
+from paceline.errors import UserError, printable_line
+from paceline.launch.job_record import SECRET_PREFIX
 
 Start = Literal["agent", "ranks", "torchrun"]
-RECORD = "job.json"
+_VARIABLE_FORMS = "NAME=VALUE, or NAME alone to take its value from the environment of paceline submit"
 _STARTS: tuple[Start, ...] = get_args(Start)
 _TIME = re.compile(
     r"(?:(?P<minutes>\d+)(?::(?P<seconds>\d\d))?"
@@ -85,47 +84,9 @@ class JobSpec:
         return threads_per_rank * self.ranks_per_node // self.tasks_per_node
 
 
-@dataclass(frozen=True)
-class JobRecord:
-    """job.json of a run folder: the job it was submitted as."""
-
-    job_id: str
-    cluster: str
-    script: str
-    command: list[str]  # what was typed
-    array: str = ""
-    scheduler: str = "slurm"  # or kubernetes, where job_id is the job's name and cluster a context of the kubeconfig
-    namespace: str = ""  # of Kubernetes, as api
-    api: str = ""  # job, jobset or trainjob
-    submitted: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
-    earlier: list[str] = field(default_factory=list)  # ids of the jobs before, oldest first
-    cancelled: str = ""  # when; Kubernetes forgets a job that was deleted
-
-    def write(self, folder: Path) -> None:
-        write_json(folder / RECORD, asdict(self))
-
-
-def read_record(folder: Path) -> JobRecord | None:
-    """Of the run, or of the array it is a task of. None for a run that no scheduler knows."""
-    own = _parse_record(folder / RECORD)
-    if own is not None:
-        return own
-    around = _parse_record(folder.absolute().parent / RECORD)
-    task = folder.absolute().name.removeprefix("task-")
-    if around is None or not around.array or not task.isdecimal():
-        return None
-    return JobRecord(**{**asdict(around), "job_id": f"{around.job_id}_{task}", "array": ""})
-
-
-def _parse_record(path: Path) -> JobRecord | None:
-    try:
-        return JobRecord(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def parse_job(settings: JobSettings) -> JobSpec:
     """The cluster's part of a spec. Every value, and what contradicts what, is judged here."""
+    check_given(settings)
     gpus, ranks = _parse_ranks(settings)
     spec = JobSpec(
         name=_text(settings, "job_name") or "paceline",
@@ -258,10 +219,15 @@ def _parse_line(line: str, settings: JobSettings) -> str:
 def _parse_variable(text: str, settings: JobSettings) -> str:
     where = settings["env"].where
     name, is_set, value = text.partition("=")
-    if not is_set or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) or "\n" in value or "\0" in value:
-        raise UserError("this is not a variable", where=where, got=repr(text), allowed="NAME=VALUE on one line")
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise UserError("this is not a variable", where=where, got=printable_line(name), allowed=_VARIABLE_FORMS)
     if name in _OWN_VARIABLES or name.startswith("SLURM_"):
-        raise UserError(f"{name} belongs to the launcher", where=where, got=text, hint="leave it out")
+        raise UserError(f"{name} belongs to the launcher", where=where, got=name, hint="leave it out")
+    if value.startswith(SECRET_PREFIX):
+        hint = f"--env {name}: its value is taken from the environment of paceline submit"
+        raise UserError("only Kubernetes has Secrets to refer to", where=where, got=name, hint=hint)
+    if not is_set and name not in os.environ:
+        raise UserError(f"{name} is not set", where=where, hint=f"export {name}, or --env {name}=VALUE")
     return text
 
 

@@ -16,10 +16,10 @@ from functools import cached_property
 from typing import Any
 
 from paceline.errors import PacelineError, UserError
-from paceline.launch.job import JobRecord
+from paceline.launch.job_record import JobRecord
 from paceline.launch.kubernetes_job import KubernetesJob
 from paceline.launch.kubernetes_manifest import CONTAINER, INDEX, NAME_LABEL, build_objects
-from paceline.launch.slurm import JobState
+from paceline.launch.slurm_client import JobState
 
 _TIMEOUT_S = (5, 20)  # to connect, and between two bytes
 _KINDS = {  # group, version, plural

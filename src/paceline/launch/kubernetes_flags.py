@@ -7,9 +7,10 @@ import re
 from functools import cache
 from pathlib import PurePosixPath
 
-from paceline.config.sites import JobSetting, JobSettings
-from paceline.errors import UserError
+from paceline.config.sites import JobSetting, JobSettings, check_given
+from paceline.errors import UserError, printable_line
 from paceline.launch.job import parse_time_s
+from paceline.launch.job_record import SECRET_PREFIX
 from paceline.launch.kubernetes_job import (
     APIS,
     DATA_PATH,
@@ -30,6 +31,8 @@ _SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
 _KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(SECRET_PREFIX + r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}")
+_VARIABLE_FORMS = "NAME=VALUE, or NAME=secret:SECRET/KEY for a key of a Secret in the namespace"
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[KMGTP]i|[kMGTP])?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BYTES |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTP")}
@@ -62,9 +65,7 @@ def kubernetes_settings() -> dict[str, JobSetting]:
         JobSetting("shm", "SIZE", "/dev/shm of each pod, out of its memory (1Gi; 8Gi with GPUs)"),
         JobSetting("gpu_resource", "NAME", "what the cluster calls a GPU (nvidia.com/gpu)"),
         JobSetting("time", "LIMIT", "the job is ended after: MINUTES, HH:MM:SS or D-HH:MM:SS"),
-        JobSetting(
-            "grace", "S", "seconds to save after SIGTERM (measured if the run has saved before, else 120)", "number"
-        ),
+        JobSetting("grace", "S", "seconds to save after SIGTERM (measured by an earlier save, else 120)", "number"),
         JobSetting("start_timeout", "S", "seconds pods wait until all of them are there (900)", "number"),
         JobSetting("retries", "N", "pods replaced after failures of their own; lost nodes do not count (3)", "number"),
         JobSetting("namespace", "NAME", "namespace (the kubeconfig's)"),
@@ -74,7 +75,12 @@ def kubernetes_settings() -> dict[str, JobSetting]:
         JobSetting("service_account", "NAME", "service account of the pods; they get no token"),
         JobSetting("image_pull_secret", "NAME", "secret for the image's registry; may be repeated", "list"),
         JobSetting("secret", "NAME", "secret whose keys become variables; may be repeated", "list"),
-        JobSetting("env", "NAME=VALUE", "variable of the pods' environment; may be repeated", "lines"),
+        JobSetting(
+            "env",
+            "NAME=VALUE",
+            "variable of the pods; NAME=secret:SECRET/KEY refers to a Secret; may be repeated",
+            "lines",
+        ),
         JobSetting("node_selector", "KEY=VALUE", "label a node must have; may be repeated", "lines"),
         JobSetting("toleration", "KEY[=VALUE][:EFFECT]", "taint to bear; may be repeated", "lines"),
         JobSetting("user", "UID[:GID]", "who the pods are; never root (10001)"),
@@ -87,6 +93,7 @@ def kubernetes_settings() -> dict[str, JobSetting]:
 
 def parse_kubernetes_job(settings: JobSettings) -> KubernetesJob:
     """The cluster's part of a job. Every value, and what contradicts what, is judged here."""
+    check_given(settings)
     nodes = _number(settings, "nodes", 1, low=1, high=10_000)
     ranks, has_gpus = _parse_ranks(settings, nodes)
     user, group = _parse_user(settings)
@@ -242,12 +249,14 @@ def _parse_key(settings: JobSettings, name: str, default: str) -> str:
 
 
 def _parse_variable(text: str, settings: JobSettings) -> tuple[str, str]:
+    """A name and a value, or a name and `secret:SECRET/KEY`. Error screens do not repeat values."""
     name, is_set, value = text.partition("=")
     where = settings["env"].where
-    if not is_set or not _VARIABLE.fullmatch(name) or "\0" in value:
-        raise UserError("this is not a variable", where=where, got=repr(text), allowed="NAME=VALUE")
+    is_secret = value.startswith(SECRET_PREFIX)
+    if not is_set or not _VARIABLE.fullmatch(name) or (is_secret and not _SECRET.fullmatch(value)):
+        raise UserError("this is not a variable", where=where, got=printable_line(name), allowed=_VARIABLE_FORMS)
     if name in _OWN_VARIABLES or name.startswith(("SLURM_", "PET_")):
-        raise UserError(f"{name} belongs to the launcher", where=where, got=text, hint="leave it out")
+        raise UserError(f"{name} belongs to the launcher", where=where, got=name, hint="leave it out")
     return name, value
 
 

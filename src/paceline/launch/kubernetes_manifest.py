@@ -10,7 +10,9 @@ import shlex
 from typing import Any
 
 import paceline
+from paceline.config.text import check_fields, check_text
 from paceline.errors import EXIT_PREEMPTED
+from paceline.launch.job_record import SECRET_PREFIX, hide_values
 from paceline.launch.kubernetes_gang import MEET, NODE, NODES, START_TIMEOUT
 from paceline.launch.kubernetes_job import FILES_PATH, KubernetesJob, Volume
 from paceline.launch.policy import FINAL_CODES
@@ -21,6 +23,7 @@ INDEX = "batch.kubernetes.io/job-completion-index"
 REPLICATED_JOB = "node"  # as Kubeflow's runtimes call theirs, so that host names are the same
 CONTAINER = {"job": "train", "jobset": "train", "trainjob": "node"}
 _KEEP_FINISHED_S = 7 * 86_400
+_OTHER_BREAKS = frozenset("\r\x85\u2028\u2029\ufeff")
 
 Object = dict[str, Any]
 
@@ -28,6 +31,11 @@ Object = dict[str, Any]
 def write_manifest(job: KubernetesJob) -> str:
     """All objects of a job as one YAML text."""
     import yaml
+
+    # A newline in a text, or in the comment with the command, could begin another document.
+    check_fields(job, secret=("env", "command"), exempt=("files",))
+    for name, _ in job.files:
+        check_text(name, "the name of a file")
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:
@@ -37,7 +45,8 @@ def write_manifest(job: KubernetesJob) -> str:
             super().increase_indent(flow, False)  # lists stand below their key, indented
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        style = "|" if "\n" in value else None
+        # Line by line, unless YAML would change one of its other line breaks.
+        style = '"' if _OTHER_BREAKS & set(value) else "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
     Dumper.add_representer(str, text)
@@ -71,7 +80,7 @@ def _header(job: KubernetesJob) -> str:
     namespace = f" --namespace {job.namespace}" if job.namespace else ""
     lines = [
         f"{job.name}: {ranks} on {nodes}. Written by paceline {paceline.__version__}:",
-        f"  {shlex.join(job.command)}",
+        f"  {shlex.join(hide_values(job.command))}",
         *_about_failures(job),
         "Follow and remove it:",
         f"  kubectl logs{namespace} --follow --selector {NAME_LABEL}={job.name} --prefix",
@@ -336,7 +345,14 @@ def _environment(job: KubernetesJob) -> list[Object]:
             {"name": MEET, "value": f"{leader_host(job)}:{job.port}"},
             {"name": START_TIMEOUT, "value": str(job.start_timeout_s)},
         ]
-    return rows + [{"name": name, "value": _literal(value)} for name, value in job.env]
+    return rows + [_variable(name, value) for name, value in job.env]
+
+
+def _variable(name: str, value: str) -> Object:
+    if not value.startswith(SECRET_PREFIX):
+        return {"name": name, "value": _literal(value)}
+    secret, _, key = value.removeprefix(SECRET_PREFIX).partition("/")
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
 
 
 def _volume_names(job: KubernetesJob) -> list[tuple[str, Volume]]:

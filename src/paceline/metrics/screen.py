@@ -15,12 +15,15 @@ import threading
 from collections.abc import Callable
 from typing import Any, TextIO, cast
 
+from paceline.errors import printable
+
 OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
 ERASE = "\r\x1b[J"
 # Between these a line that is too wide is cut by the terminal: for a moment after a window has become narrower the
 # system still tells its old width.
 UNFOLDED, FOLDED = "\x1b[?7l", "\x1b[?7h"
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
+COLOUR_CODES = (*_COLOURS.values(), "0")
 _TICK_S = 1.0  # a clock goes on, and a resized window is noticed, without a new step
 _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
 
@@ -204,6 +207,7 @@ class ScreenLog(logging.Handler):
         # Asked to be quiet, standard output has one line, which scripts take.
         stream = sys.stderr if output_mode() == "quiet" else speech()
         try:
-            write_line(paint(self.format(record), "yellow" if is_warning else None, stream), stream)
+            text = printable(self.format(record))  # names of files are part of some
+            write_line(paint(text, "yellow" if is_warning else None, stream), stream)
         except Exception:  # a closed pipe, a full disk: logging's own way to tell, which never raises
             self.handleError(record)

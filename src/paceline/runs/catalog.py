@@ -6,7 +6,6 @@ table of processes, about owners that say they live here; schedulers are asked b
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -16,11 +15,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import parse_json, read_small
+from paceline.errors import printable_line
 from paceline.runs.folder import MIRROR_NOTE, read_json
 from paceline.runs.lock import Owner
 from paceline.runs.notes import NOTES, Notes, read_notes
 
 JOB = "job.json"
+_SCRIPT = "job.sbatch"
+_LARGEST_SCRIPT_BYTES = 1_000_000
+_LARGEST_TABLE_BYTES = 100_000_000
 _LOCKS = ("run.lock", "run.owner")
 STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
 LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
@@ -130,8 +134,8 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
         eta_s=_number(status.get("eta_s")),
         restarts=restarts,
         updated=updated,
-        owner=str(owner or ""),
-        mirror=str(read_json(path / MIRROR_NOTE).get("url", "")) if MIRROR_NOTE in files else "",
+        owner=printable_line(str(owner or "")),
+        mirror=printable_line(str(read_json(path / MIRROR_NOTE).get("url", ""))) if MIRROR_NOTE in files else "",
         notes=read_notes(path) if NOTES in files else Notes(),
     )
 
@@ -153,10 +157,12 @@ def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, is_left
 def read_owner(folder: Path) -> Owner | None:
     """Who holds the folder, or held it when it died: a clean release empties the file."""
     for name in _LOCKS:
-        try:
-            return Owner(**read_json(folder / name))
-        except TypeError:
+        content = read_json(folder / name)
+        pid = _whole(content.get("pid"))
+        if pid is None or not 0 < pid < 2**31 or not isinstance(content.get("host"), str):
             continue
+        with suppress(TypeError):
+            return Owner(**content)
     return None
 
 
@@ -172,7 +178,7 @@ def _is_left(folder: Path) -> bool:
 def recipe_of(path: Path) -> str:
     """As the run wrote it down; of older ones the folder's name, less its time."""
     recipe = read_json(path / "environment.json").get("recipe")
-    return recipe if isinstance(recipe, str) and recipe else _STAMP.sub("", path.absolute().name)
+    return printable_line(recipe if isinstance(recipe, str) and recipe else _STAMP.sub("", path.absolute().name))
 
 
 def find_by_job(root: Path, job: str) -> Path | None:
@@ -181,17 +187,21 @@ def find_by_job(root: Path, job: str) -> Path | None:
         if JOB not in files:
             continue
         record = read_json(path / JOB)
-        if job in (record.get("job_id"), *(record.get("earlier") or ())) or job == _job_name(record):
+        earlier = record.get("earlier")
+        if job in (record.get("job_id"), *(earlier if isinstance(earlier, list) else ())):
+            return path
+        if _SCRIPT in files and job == _job_name(path / _SCRIPT):
             return path
     return None
 
 
-def _job_name(record: dict[str, Any]) -> str | None:
+def _job_name(script: Path) -> str | None:
+    """From the script in the run folder itself: job.json may come from elsewhere and name any file."""
     try:
-        script = Path(str(record.get("script"))).read_text(encoding="utf-8")
+        text = read_small(script, _LARGEST_SCRIPT_BYTES).decode()
     except (OSError, ValueError):
         return None
-    named = re.search(r"^#SBATCH --job-name=['\"]?([^\s'\"]+)", script, re.MULTILINE)
+    named = re.search(r"^#SBATCH --job-name=['\"]?([^\s'\"]+)", text, re.MULTILINE)
     return named[1] if named else None
 
 
@@ -208,8 +218,8 @@ def _read_epochs(path: Path) -> _Epochs:
     """From metrics.csv, which has two lines an epoch: metrics.jsonl may be a hundred times as long."""
     best = speed = None
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()[1:]
-    except (OSError, UnicodeDecodeError):
+        lines = read_small(path, _LARGEST_TABLE_BYTES).decode().splitlines()[1:]
+    except (OSError, ValueError):
         return _Epochs()
     for line in lines:
         cells = line.split(",")
@@ -227,6 +237,8 @@ def _read_epochs(path: Path) -> _Epochs:
 
 def read_last_step(path: Path) -> dict[str, Any]:
     """The newest whole row of a step in metrics.jsonl, read from its end."""
+    if not path.is_file():
+        return {}
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
@@ -236,30 +248,34 @@ def read_last_step(path: Path) -> dict[str, Any]:
     for line in reversed(lines):
         if line.startswith(b'{"kind": "step"'):
             with suppress(ValueError):  # torn by a crash: the one before
-                row: dict[str, Any] = json.loads(line)
+                row: dict[str, Any] = parse_json(line)
                 return row
     return {}
 
 
 def _count(path: Path, what: str) -> int:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").count(what)
-    except OSError:
+        return read_small(path, _LARGEST_TABLE_BYTES).decode(errors="replace").count(what)
+    except (OSError, ValueError):
         return 0
 
 
 def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A count of steps. One that no double holds is not a number of ours."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    return value if is_whole and abs(value) < 2**53 else None  # type: ignore[arg-type, return-value]
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < 1e300 else None  # neither infinite, nor NaN, nor larger than a double
 
 
 def _time_of(text: object) -> float | None:
     try:
-        return datetime.fromisoformat(str(text)).timestamp()
-    except ValueError:
+        return datetime.fromisoformat(str(text)).astimezone().timestamp()
+    except (ValueError, OverflowError, OSError):
         return None
 
 

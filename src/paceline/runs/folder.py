@@ -24,6 +24,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import read_json_object
 from paceline.errors import CheckpointError, UserError
 from paceline.runs import lock
 
@@ -247,10 +248,9 @@ class RunFolder:
 def read_json(path: Path) -> dict[str, Any]:
     """What a file of a run holds; nothing where it is missing or not whole."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        return read_json_object(path)
     except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}
 
 
 def has_checkpoint(path: Path) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from paceline.config.small_files import parse_json, read_small
 from paceline.runs.folder import MIRROR_NOTE, write_json
+
+_LARGEST_NOTE_BYTES = 100_000
 
 
 @dataclass(frozen=True)
@@ -24,15 +26,18 @@ class MirrorNote:
 def read_note(folder: Path) -> MirrorNote | None:
     """None for a run that lives on this disk only."""
     try:
-        return parse_note((folder / MIRROR_NOTE).read_text(encoding="utf-8"))
-    except OSError:
+        return parse_note(read_small(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES).decode())
+    except (OSError, ValueError):
         return None
 
 
 def parse_note(text: str) -> MirrorNote | None:
     try:
-        values = dict(json.loads(text))
+        values = dict(parse_json(text))
         known = {field.name: values[field.name] for field in fields(MirrorNote) if field.name in values}
-        return MirrorNote(**known)
+        note = MirrorNote(**known)
     except (ValueError, TypeError):
         return None
+    texts, counts = (note.url, note.token, note.says), (note.keep_last, note.keep_best)
+    is_sound = all(isinstance(text, str) for text in texts) and all(type(count) is int for count in counts)
+    return note if is_sound else None

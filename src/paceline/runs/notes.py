@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.errors import UserError
-from paceline.runs.folder import write_json
+from paceline.config.text import check_text
+from paceline.errors import UserError, printable_line
+from paceline.runs.folder import read_json, write_json
 
 NOTES = "notes.json"
 _TAG = re.compile(r"[\w][\w.+/-]{0,39}")
@@ -24,15 +24,16 @@ class Notes:
 
 
 def read_notes(folder: Path) -> Notes:
-    """Nothing, where there are none or somebody broke the file."""
-    try:
-        content = json.loads((folder / NOTES).read_text(encoding="utf-8"))
-        return Notes(tuple(str(tag) for tag in content.get("tags", ())), str(content.get("note", "")))
-    except (OSError, ValueError, AttributeError, TypeError):
+    """Nothing, where there are none or the file is not ours. Its text may come from anybody: control characters go."""
+    content = read_json(folder / NOTES)
+    tags, note = content.get("tags", ()), content.get("note", "")
+    if not isinstance(tags, list | tuple) or not isinstance(note, str):
         return Notes()
+    return Notes(tuple(printable_line(tag) for tag in tags if isinstance(tag, str)), printable_line(note))
 
 
 def write_notes(folder: Path, notes: Notes) -> None:
+    check_text(notes.note, "the note")
     try:
         if notes == Notes():
             (folder / NOTES).unlink(missing_ok=True)

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from paceline.launch.job import JobSpec
-from paceline.launch.slurm import SlurmUnavailable, read_state, submit_script, write_array_script
+from paceline.launch.job_record import write_private
+from paceline.launch.slurm import write_array_script
+from paceline.launch.slurm_client import SlurmUnavailable, read_state, submit_script
 from paceline.runs.folder import write_atomically
 from paceline.study.cells import CellState, open_cells, prepare
 from paceline.study.collect import measure, note_path, state_of
@@ -74,9 +76,9 @@ def run_queue(
         prepare(folder, found)
     for path, mine, script, lines in write_scripts(folder, spec, shapes, todo):
         (path.parent / "logs").mkdir(parents=True, exist_ok=True)
-        write_atomically(path.with_suffix(".commands"), lines)
-        write_atomically(path, script)
-        job_id, cluster = submit_script(path)
+        write_private(path.with_suffix(".commands"), lines)
+        write_private(path, script)
+        job_id, cluster = submit_script(path, shapes[mine[0].cell.world_size])
         jobs.append(ArrayJob(job_id, cluster, tuple(found.cell.name for found in mine)))
         _keep(folder, jobs)
         say(f"job {job_id}: an array of {len(mine)} cells, {mine[0].cell.world_size} ranks each")

@@ -1,0 +1,104 @@
+"""Small YAML and JSON files that may come from elsewhere: bounded in size and depth, and without YAML aliases.
+
+A recipe, a site file, status.json or notes.json can be written by anybody. A few hundred bytes of nested aliases
+describe billions of nodes, and deep nesting overflows the stack. Every reader here raises OSError or ValueError only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import yaml
+
+LARGEST_YAML_BYTES = 200_000
+LARGEST_JSON_BYTES = 20_000_000
+_DEEPEST_YAML = 10
+
+
+class YamlError(ValueError):
+    """The text is not YAML that we accept; `line` counts from 1, 0 if it is not known."""
+
+    def __init__(self, problem: str, line: int = 0) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.line = line
+
+    def place(self, path: Path) -> str:
+        return f"{path}, line {self.line}" if self.line else str(path)
+
+
+def compose_yaml(path: Path) -> yaml.Node | None:
+    """The nodes of a file, not constructed: every scalar stays the text that was typed. None for an empty file."""
+    import yaml
+
+    class Loader(yaml.SafeLoader):
+        depth = 0
+
+        def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+                raise YamlError("anchors and aliases are not allowed", event.start_mark.line + 1)
+            if self.depth >= _DEEPEST_YAML:
+                raise YamlError("nested too deeply", event.start_mark.line + 1)
+            self.depth += 1
+            try:
+                return super().compose_node(parent, index)
+            finally:
+                self.depth -= 1
+
+    try:
+        text = read_small(path, LARGEST_YAML_BYTES).decode()
+        root: yaml.Node | None = yaml.compose(text, Loader=Loader)
+        return root
+    except UnicodeDecodeError as error:
+        raise YamlError(f"it is not UTF-8 text at byte {error.start}") from error
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 0
+        raise YamlError(error.problem or "it cannot be read as YAML", line) from error
+    except yaml.YAMLError as error:  # a control character, for example
+        raise YamlError(str(error).splitlines()[0]) from error
+    except YamlError:
+        raise
+    except ValueError as error:
+        raise YamlError(str(error)) from error
+    except (RecursionError, IndexError, AttributeError, TypeError) as error:
+        # What the parser itself raises for some malformed texts.
+        raise YamlError("it cannot be read as YAML") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Any JSON value; ValueError for everything that is not one, and for nesting deeper than the stack."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
+def read_json_value(path: Path, at_most_bytes: int = LARGEST_JSON_BYTES) -> Any:
+    return parse_json(read_small(path, at_most_bytes))
+
+
+def read_json_object(path: Path, at_most_bytes: int = LARGEST_JSON_BYTES) -> dict[str, Any]:
+    """The object in a file."""
+    content = read_json_value(path, at_most_bytes)
+    if not isinstance(content, dict):
+        raise ValueError(f"a {type(content).__name__}, not an object")
+    return content
+
+
+def read_small(path: Path, at_most_bytes: int) -> bytes:
+    """All of a regular file; ValueError if it is something else, or larger."""
+    # Without O_NONBLOCK, opening a FIFO would wait for a writer.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        content = file.read(at_most_bytes + 1)
+    if len(content) > at_most_bytes:
+        raise ValueError(f"larger than {at_most_bytes:,} bytes")
+    return content

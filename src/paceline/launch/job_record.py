@@ -1,0 +1,92 @@
+"""job.json: the job that a run was submitted as. And how files of a job are written: for their owner alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from pathlib import Path
+
+from paceline.config.small_files import read_json_object
+
+RECORD = "job.json"
+SECRET_PREFIX = "secret:"  # of a variable's value: a reference to a Secret of Kubernetes
+HIDDEN = "..."
+# What may be handed to scancel and its siblings: a text that begins with a dash would be an option to them.
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]*")
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """job.json of a run folder: the job it was submitted as."""
+
+    job_id: str
+    cluster: str
+    script: str
+    command: list[str]  # what was typed
+    array: str = ""
+    scheduler: str = "slurm"  # or kubernetes, where job_id is the job's name and cluster a context of the kubeconfig
+    namespace: str = ""  # of Kubernetes, as api
+    api: str = ""  # job, jobset or trainjob
+    submitted: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
+    earlier: list[str] = field(default_factory=list)  # ids of the jobs before, oldest first
+    cancelled: str = ""  # when; Kubernetes forgets a job that was deleted
+
+    def write(self, folder: Path) -> None:
+        command = hide_values(self.command)
+        write_private(folder / RECORD, json.dumps({**asdict(self), "command": command}, indent=2) + "\n")
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replace a file that may hold secrets: nobody but its owner can read it, from its first byte on."""
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)  # has mode 0600
+    temporary = Path(name)
+    try:
+        with open(descriptor, "w", encoding="utf-8") as file:  # noqa: PTH123 - a descriptor
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def hide_values(command: Sequence[str]) -> list[str]:
+    """A command line without the values of its variables, which may be secrets. References stay."""
+    shown: list[str] = []
+    for word in command:
+        flag = "--env=" if word.startswith("--env=") else ""
+        name, is_set, value = word.removeprefix(flag).partition("=")
+        is_variable = flag or (shown and shown[-1] == "--env")
+        is_hidden = is_variable and is_set and not value.startswith(SECRET_PREFIX)
+        shown.append(f"{flag}{name}={HIDDEN}" if is_hidden else word)
+    return shown
+
+
+def read_record(folder: Path) -> JobRecord | None:
+    """Of the run, or of the array it is a task of. None for a run that no scheduler knows."""
+    own = _parse_record(folder / RECORD)
+    if own is not None:
+        return own
+    around = _parse_record(folder.absolute().parent / RECORD)
+    task = folder.absolute().name.removeprefix("task-")
+    if around is None or not around.array or not task.isdecimal():
+        return None
+    return JobRecord(**{**asdict(around), "job_id": f"{around.job_id}_{task}", "array": ""})
+
+
+def _parse_record(path: Path) -> JobRecord | None:
+    try:
+        record = JobRecord(**read_json_object(path))
+    except (OSError, ValueError, TypeError):
+        return None
+    # The file may come from elsewhere: a value of another type would fail far from here.
+    for value in asdict(record).values():
+        if not isinstance(value, str | list) or not all(isinstance(item, str) for item in value):
+            return None
+    return record if isinstance(record.job_id, str) and _JOB_ID.fullmatch(record.job_id) else None
