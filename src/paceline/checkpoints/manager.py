@@ -66,6 +66,8 @@ class CheckpointManager:
         self._failures_in_a_row = 0
         self.before_write: Callable[[int], None] | None = None  # told the step: where a rehearsed fault comes in
         self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
+        self.started_step: int | None = None  # of the last save, which may be under way or have failed
+        self.saved_step: int | None = None  # of the last save that succeeded; the primary's is the one that counts
         self.last_save_s = 0.0  # from the call to the commit, of the last save that succeeded
         if world.is_primary:
             folder.mkdir(parents=True, exist_ok=True)
@@ -83,8 +85,13 @@ class CheckpointManager:
 
     def rewind_to(self, step: int) -> None:
         """A run goes on from this step: later checkpoints are of an attempt it has left."""
+        self.stands_at(step)
         if self._world.is_primary:
             store.supersede_after(self._folder, step)
+
+    def stands_at(self, step: int) -> None:
+        """The run goes on from the checkpoint of this step, which lies in this folder."""
+        self.started_step = self.saved_step = step
 
     @property
     def is_saving(self) -> bool:
@@ -96,6 +103,7 @@ class CheckpointManager:
         started = time.monotonic()
         try:
             self._settle()
+            self.started_step = about["step"]
             self._start(payload, state, about, is_best)
         finally:
             self.stall_s += time.monotonic() - started
@@ -191,6 +199,7 @@ class CheckpointManager:
                 store.with_one_retry("leaving a note", lambda: self._leave_note(temporary, note))
             self._failures_in_a_row = 0
             self.last_save_s = time.monotonic() - started
+            self.saved_step = about["step"]
         except Exception as error:  # not Ctrl-C, which ends the run
             self._failure = error
             if self._world.is_primary:

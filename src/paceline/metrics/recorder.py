@@ -47,10 +47,13 @@ def inherit_rows(source: RunFolder, folder: RunFolder) -> None:
 class Recorder:
     """Appends rows and keeps the derived files in step. Only the primary has one."""
 
-    def __init__(self, folder: RunFolder, *, resume_step: int) -> None:
+    def __init__(self, folder: RunFolder, *, resume_step: int, is_validation_due: bool = False) -> None:
+        """`is_validation_due`: the epoch that ends at this step will be validated, and recorded, by this run."""
         self._folder = folder
         self._sinks: list[Sink] = []
         self._rows = [row for row in read_rows(folder.metrics_jsonl) if row["step"] <= resume_step]
+        if is_validation_due:
+            self._rows = [row for row in self._rows if row["kind"] != "epoch" or row["step"] < resume_step]
         # The test rows of an earlier finish belong to that finish.
         self._rows = [row for row in self._rows if row.get("phase") != "test"]
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in self._rows))

@@ -42,6 +42,13 @@ def gather_texts(text: str, world: World) -> list[str]:
     return [bytes(part[:size].tolist()).decode() for part, size in zip(everyone, sizes, strict=True)]
 
 
+def is_true_on_any(flag: bool, world: World) -> bool:
+    """Whether the flag is set on at least one rank. In CPU memory: a GPU is not waited for."""
+    if world.world_size == 1:
+        return flag
+    return bool(sum_over_ranks(torch.tensor([int(flag)]), world).item())
+
+
 def wait_for_all(world: World) -> None:
     """No rank goes on before every rank is here."""
     if world.world_size > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -12,7 +12,7 @@ from paceline.config.schema import RunConfig
 from paceline.data.loader import Batch
 from paceline.errors import Preempted
 from paceline.metrics.throughput import Stopwatch, read_memory
-from paceline.parallel.collectives import gather_texts, tree_sum, wait_for_all
+from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum, wait_for_all
 from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.ride import Ride
 from paceline.training.state import EpochSums
@@ -22,8 +22,12 @@ from paceline.world.requeue import requeue_job
 _STATUS_EVERY_S = 0.25
 
 
-def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
-    """Train to the end of the current epoch, or of the run; returns the epoch's train row."""
+class StopAgreed(Exception):
+    """The ranks agreed to stop. Raised on all of them at the same batch."""
+
+
+def train_epoch(ride: Ride, run_watch: Stopwatch) -> None:
+    """Train to the end of the current epoch, or of the run."""
     config, rig, state, plan = ride.config, ride.rig, ride.state, ride.rig.plan
     epoch, first_step = divmod(state.step, plan.steps_per_epoch)
     if first_step == 0:
@@ -50,7 +54,7 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
             busy_s += report.busy_s + batch.wait_s
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
-        ride.is_leaving |= report is not None and report.is_stop_wanted and state.step < plan.last_step
+        ride.is_leaving |= report is not None and report.is_stop_wanted
         is_due = ride.is_leaving or is_save_due(state.step, plan.steps_per_epoch, plan.last_step, config.run)
         is_saved = is_due and state.step != last_step  # the loop saves the last one, with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
@@ -63,13 +67,18 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> dict[str, Any]:
             epoch_watch.restart()
             save(ride, is_best=False)
             if ride.is_leaving:
-                leave(ride)
+                raise StopAgreed
     state.epoch_sums.seconds += epoch_watch.seconds
+
+
+def epoch_row(ride: Ride) -> dict[str, Any]:
+    """What the epoch so far gave in training, also if an earlier attempt trained it."""
+    sums = ride.state.epoch_sums
     return {
-        "loss": state.epoch_sums.mean_loss,
-        "accuracy": state.epoch_sums.accuracy,
-        "throughput": state.epoch_sums.samples / state.epoch_sums.seconds,
-        "seconds": state.epoch_sums.seconds,
+        "loss": sums.mean_loss,
+        "accuracy": sums.accuracy,
+        "throughput": sums.samples / max(sums.seconds, 1e-9),
+        "seconds": sums.seconds,
         "memory_peak_mb": read_memory(ride.world.device).peak_mb,
     }
 
@@ -81,8 +90,9 @@ def _take_step(ride: Ride, batch: Batch, lr: float) -> StepReport | None:
         return None
     if guards.faults:
         batch = guards.faults.touch(batch, ride.rig.model.module, state.step + 1)
-    wants_stop = guards.stop.is_due(ride.config.guard.notice, _seconds_to_leave(ride))
-    report = step.gradients(batch, state.step, wants_stop=wants_stop)
+    report = step.gradients(batch, state.step, wants_stop=_is_stop_due(ride))
+    if report.is_stop_wanted and _is_saved(ride):
+        raise StopAgreed  # this very step is on disk: training one more would only cost a second save
     fault = find_fault(ride, report)
     if fault is not None:
         leave_out(ride, batch, fault)
@@ -92,27 +102,50 @@ def _take_step(ride: Ride, batch: Batch, lr: float) -> StepReport | None:
     return report
 
 
+def _is_stop_due(ride: Ride) -> bool:
+    return ride.guards.stop.is_due(ride.config.guard.notice, _seconds_to_leave(ride))
+
+
+def require_no_stop(ride: Ride) -> None:
+    """Between batches of an evaluation, and before the first step. Collective."""
+    if is_true_on_any(_is_stop_due(ride), ride.world):
+        raise StopAgreed
+
+
+def _is_saved(ride: Ride) -> bool:
+    """Whether a checkpoint of this step is on disk. Waits for a save that is under way. Collective."""
+    step = ride.state.step
+    if step != ride.checkpoints.started_step:  # the same on all ranks
+        return False
+    ride.guards.enter("save", step)
+    ride.checkpoints.finish()
+    return is_true_on_any(ride.world.is_primary and ride.checkpoints.saved_step == step, ride.world)
+
+
 def _seconds_to_leave(ride: Ride) -> float:
     """What one more step and a save will take, generously."""
     return 2 * ride.checkpoints.last_save_s + 2 * ride.guards.watchdog.longest_step_s + 1.0
 
 
-def leave(ride: Ride) -> None:
-    """Asked to stop: everything is saved, every rank knows it, and says so."""
-    ride.guards.enter("save", ride.state.step)
+def leave(ride: Ride, *, can_save: bool = True) -> NoReturn:
+    """Asked to stop: save what is not saved yet, tell it, and end on every rank."""
     ride.console.stop()
-    ride.checkpoints.finish()
+    step = ride.state.step
+    if can_save and step > 0 and not _is_saved(ride):
+        save(ride, is_best=False)
+    ride.guards.enter("save", step)
+    is_saved = step > 0 and _is_saved(ride)
     reason = next((text for text in gather_texts(ride.guards.stop.reason or "", ride.world) if text), "asked to stop")
     if ride.recorder is not None:
         ride.recorder.close()
         save_s = round(ride.checkpoints.last_save_s, 3)
-        ride.folder.write_status("preempted", step=ride.state.step, reason=reason, save_s=save_s)
+        ride.folder.write_status("preempted" if is_saved else "failed", step=step, reason=reason, save_s=save_s)
         # Before anybody leaves: srun may end the other tasks of a job as soon as the first one is gone.
-        requeue_job(reason, ride.folder.requeues, ride.state.step)
+        requeue_job(reason, ride.folder.requeues, step)
     wait_for_all(ride.world)
-    raise Preempted(
-        f"stopped at step {ride.state.step} and saved ({reason})", hint=f"go on with --resume {ride.folder.path}"
-    )
+    if is_saved:
+        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=f"go on with --resume {ride.folder.path}")
+    raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=str(ride.folder.path))
 
 
 def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:

@@ -51,25 +51,30 @@ def evaluate(
     on_batch: Callable[[], None] | None = None,
     examples: Examples | None = None,
 ) -> Evaluation:
-    """Run a part of the data through the model. Collective: every rank must call it."""
+    """Run a part of the data through the model. Collective: every rank must call it.
+
+    `on_batch` is called before each batch. It may raise, on all ranks at the same batch, to end the evaluation there.
+    """
     watch = Stopwatch()
     objective = objective or Objective()
     sums = torch.zeros(shares_per_rank, 1 + len(objective.metrics), dtype=torch.float64, device=world.device)
     confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=world.device)
     model.module.eval()
     batches = loader.evaluation_batches(batch_size, shares_per_rank=shares_per_rank)
-    for batch in itertools.islice(batches, max_batches):
-        if on_batch is not None:
-            on_batch()
-        with autocast(model, world):
-            logits = look_often(model.module, batch.inputs, views).float()
-        if batch.is_counted:
-            sums[batch.share] += objective.sums(logits, batch.labels)
-            cells = batch.labels * num_classes + logits.argmax(1)
-            confusion += torch.bincount(cells, minlength=len(confusion))
-            if examples is not None:
-                examples.look(batch.inputs, batch.labels, logits)
-    model.module.train()
+    try:
+        for batch in itertools.islice(batches, max_batches):
+            if on_batch is not None:
+                on_batch()
+            with autocast(model, world):
+                logits = look_often(model.module, batch.inputs, views).float()
+            if batch.is_counted:
+                sums[batch.share] += objective.sums(logits, batch.labels)
+                cells = batch.labels * num_classes + logits.argmax(1)
+                confusion += torch.bincount(cells, minlength=len(confusion))
+                if examples is not None:
+                    examples.look(batch.inputs, batch.labels, logits)
+    finally:
+        model.module.train()
     sum_over_ranks(confusion, world)
     totals = sum_lanes(sums, world).tolist()
     return _finish(totals, list(objective.metrics), confusion.view(num_classes, num_classes).cpu(), watch)

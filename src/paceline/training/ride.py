@@ -62,7 +62,7 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     if note is not None:
         console.note(f"store     {note.url}, mirrored beside training")
     checkpoints = _open_checkpoints(config, folder, rig, world)
-    state = _resume_or_start(config, world, place, rig, console)
+    state = _resume_or_start(config, world, place, rig, console, checkpoints)
     recorder = _open_recorder(config, place, state) if world.is_primary else None
     if guards.faults:
         checkpoints.before_write = guards.faults.before_write
@@ -91,7 +91,9 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
     return manager
 
 
-def _resume_or_start(config: Config, world: World, place: RunPlace, rig: Rig, console: Console) -> TrainState:
+def _resume_or_start(
+    config: Config, world: World, place: RunPlace, rig: Rig, console: Console, checkpoints: CheckpointManager
+) -> TrainState:
     if place.resume_from is None:
         return TrainState()
     prefer_best = config.run.best_is_latest and not place.is_restart
@@ -100,6 +102,8 @@ def _resume_or_start(config: Config, world: World, place: RunPlace, rig: Rig, co
         console.note(f"note      no whole checkpoint is left in {place.resume_from}; starting from the beginning")
         return TrainState()
     state = rig.resume(checkpoint, world)
+    if checkpoint.path.parent.resolve() == RunFolder(place.folder).checkpoints.resolve():
+        checkpoints.stands_at(state.step)
     console.note(f"resumed   at step {state.step} from {checkpoint.path}")
     if world.is_primary:
         best_step = state.best_epoch * rig.plan.steps_per_epoch
@@ -111,6 +115,6 @@ def _open_recorder(config: Config, place: RunPlace, state: TrainState) -> Record
     folder = RunFolder(place.folder)
     if place.resume_from is not None:
         inherit_rows(RunFolder(owner_of(place.resume_from)), folder)
-    recorder = Recorder(folder, resume_step=state.step)
+    recorder = Recorder(folder, resume_step=state.step, is_validation_due=state.is_validation_due)
     recorder.open_trackers(config.run.track, flatten(config))
     return recorder

@@ -39,6 +39,7 @@ class TrainState:
     best_loss: float = float("inf")
     epoch_sums: EpochSums = field(default_factory=EpochSums)
     validation: dict[str, float] | None = None  # at this very step; None inside an epoch
+    is_validation_due: bool = False  # the epoch is trained; a stop came before its validation was finished
     skipped: list[int] = field(default_factory=list)  # steps (from 0) whose update was left out
     jumped: list[int] = field(default_factory=list)  # steps left out altogether after a roll-back
     recent_losses: list[float] = field(default_factory=list)  # what a spike is measured against
@@ -63,6 +64,7 @@ class TrainState:
             best_loss=float("inf") if loss is None else float(loss),
             epoch_sums=EpochSums(**values["epoch_sums"]),
             validation=values["validation"],
+            is_validation_due=bool(values.get("is_validation_due", False)),
             skipped=list(values.get("skipped", [])),
             jumped=list(values.get("jumped", [])),
             recent_losses=list(values.get("recent_losses", [])),
