@@ -45,6 +45,7 @@ EXIT_CODES = {
     "EXIT_CHECKPOINT": ("checkpoint", "One cannot be written, found or trusted, or belongs to another run."),
     "EXIT_NON_FINITE": ("not finite", "A loss or a gradient stopped being a number."),
     "EXIT_HANG": ("hang", "A rank stood still, and restarts did not help; `stacks/` says where."),
+    "EXIT_OWNER_LOST": ("owner lost", "Another start has taken over the run; this one stopped writing and ended."),
     "EXIT_INTERNAL": ("internal", "A rank died too often without progress, or the fault is ours."),
     "EXIT_PREEMPTED": ("stopped and saved", "Asked to stop; start it again with `--resume auto`."),
     "EXIT_INTERRUPTED": ("interrupted", "Ctrl-C: saved if there was time; or the pipe it wrote to was closed."),

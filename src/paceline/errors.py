@@ -16,6 +16,7 @@ EXIT_DATA = 3
 EXIT_CHECKPOINT = 4
 EXIT_NON_FINITE = 5
 EXIT_HANG = 6
+EXIT_OWNER_LOST = 7
 EXIT_INTERNAL = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
@@ -103,3 +104,9 @@ class NonFiniteError(PacelineError):
     """The loss or a gradient stopped being a number."""
 
     exit_code = EXIT_NON_FINITE
+
+
+class OwnerLost(PacelineError):
+    """Another process owns the run now. Nothing more may be written."""
+
+    exit_code = EXIT_OWNER_LOST

@@ -11,7 +11,7 @@ import pytest
 from harness.made_runs import add_checkpoints, dead_owner, elsewhere, hold, make_run
 from paceline.cli.main import main
 from paceline.launch.job_record import JobRecord
-from paceline.runs.lock import this_process
+from paceline.runs.owner import this_process
 
 USER, NOT_DONE = 2, 130
 DAY_S = 86400.0

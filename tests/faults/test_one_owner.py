@@ -24,9 +24,9 @@ import pytest
 
 from harness.cli import paceline
 from paceline.errors import UserError
-from paceline.runs import lock
 from paceline.runs.folder import RunFolder
-from paceline.runs.lock import Owner, this_process
+from paceline.runs.machine import THIS_MACHINE
+from paceline.runs.owner import Owner, this_process
 
 ROUNDS, CONTENDERS = 20, 3
 REFUSED_WITHIN_S = 1.0
@@ -194,6 +194,7 @@ def test_fake_no_flock_only_the_provably_dead_are_taken_over(
             assert json.loads(file.read_text()) == {
                 **asdict(this_process()),
                 "since": json.loads(file.read_text())["since"],
+                "id": json.loads(file.read_text())["id"],
             }
         assert not file.exists()
         return
@@ -241,7 +242,7 @@ def test_a_living_owner_is_seen_without_taking_the_lock(file: Path) -> None:
     folder.refuse_if_owned()
     write_owner(file, dead_owner())
     folder.refuse_if_owned()
-    write_owner(file, replace(this_process(), pid=os.getppid(), process_start=lock._process_start(os.getppid())))
+    write_owner(file, replace(this_process(), pid=os.getppid(), process_start=THIS_MACHINE.process_start(os.getppid())))
     with pytest.raises(UserError, match="another process is writing"):
         folder.refuse_if_owned()
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.checkpoints.store import point
 from paceline.runs.folder import RunFolder, write_json
-from paceline.runs.lock import Owner, this_process
+from paceline.runs.owner import Owner, this_process
 
 HEADING = "epoch,phase,loss,accuracy,throughput\n"
 

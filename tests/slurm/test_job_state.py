@@ -21,7 +21,7 @@ from paceline.cli.main import main
 from paceline.launch.job_record import JobRecord, read_record
 from paceline.launch.slurm_client import JobState, SlurmUnavailable, read_state
 from paceline.runs.folder import RunFolder
-from paceline.runs.lock import this_process
+from paceline.runs.owner import this_process
 
 USER, PREEMPTED, INTERRUPTED = 2, 75, 130
 PENDING = "4711|PENDING|Priority|2026-11-20T08:00:00|0:00|2:00:00|"

@@ -13,8 +13,8 @@ from paceline.errors import UserError
 from paceline.launch.job_record import JobRecord
 from paceline.runs.catalog import find_by_job, list_runs, read_entry, read_last_step, recipe_of
 from paceline.runs.folder import RunFolder
-from paceline.runs.lock import this_process
 from paceline.runs.notes import Notes, check_tag, read_notes, write_notes
+from paceline.runs.owner import this_process
 
 HOUR_S = 3600.0
 

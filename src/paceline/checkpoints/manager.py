@@ -28,7 +28,7 @@ from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import choose_checkpoint
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, OwnerLost
 from paceline.parallel.collectives import broadcast_text, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
 from paceline.world.detect import World
@@ -52,6 +52,7 @@ class CheckpointManager:
         retention: store.Retention,
         is_async: bool,
         flushed_first: tuple[Path, ...] = (),
+        require_owner: Callable[[], None] = lambda: None,
     ) -> None:
         """`flushed_first`: files and folders that are on the disk before a checkpoint of their state is."""
         self._folder = folder
@@ -64,12 +65,15 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
+        self._require_owner = require_owner  # raises OwnerLost: this process may write nothing more
+        self._branched_at: int | None = None
         self.before_write: Callable[[int], None] | None = None  # told the step: where a rehearsed fault comes in
         self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
         self.started_step: int | None = None  # of the last save, which may be under way or have failed
         self.saved_step: int | None = None  # of the last save that succeeded; the primary's is the one that counts
         self.last_save_s = 0.0  # from the call to the commit, of the last save that succeeded
         if world.is_primary:
+            require_owner()
             folder.mkdir(parents=True, exist_ok=True)
             store.remove_leftovers(folder)
         wait_for_all(world)
@@ -84,10 +88,13 @@ class CheckpointManager:
             )
 
     def rewind_to(self, step: int) -> None:
-        """A run goes on from this step: later checkpoints are of an attempt it has left."""
+        """The run went back to the checkpoint of this step, which lies in this folder."""
         self.stands_at(step)
-        if self._world.is_primary:
-            store.supersede_after(self._folder, step)
+        self.branch_at(step)
+
+    def branch_at(self, step: int) -> None:
+        """The run goes on from this step. The first commit after this sets later checkpoints of before aside."""
+        self._branched_at = step
 
     def stands_at(self, step: int) -> None:
         """The run goes on from the checkpoint of this step, which lies in this folder."""
@@ -144,6 +151,8 @@ class CheckpointManager:
         failure, self._failure = self._failure, None
         if failure is None:
             return
+        if isinstance(failure, OwnerLost):
+            raise failure
         if isinstance(failure, OSError) and is_lost(self._folder, failure):
             raise lost_folder(self._folder, failure) from failure
         self._failures_in_a_row += 1
@@ -183,6 +192,7 @@ class CheckpointManager:
         try:
             if self.before_write is not None:
                 self.before_write(about["step"])
+            self._require_owner()
             self._require_space(pieces)
             temporary.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted stays deleted
             seals = {}
@@ -200,6 +210,8 @@ class CheckpointManager:
             self._failures_in_a_row = 0
             self.last_save_s = time.monotonic() - started
             self.saved_step = about["step"]
+        except OwnerLost as error:  # what lies under the temporary name may be the new owner's
+            self._failure = error
         except Exception as error:  # not Ctrl-C, which ends the run
             self._failure = error
             if self._world.is_primary:
@@ -213,8 +225,13 @@ class CheckpointManager:
     def _commit(
         self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool
     ) -> None:
+        self._require_owner()
         final = store.commit(temporary, seals, state, about)
-        store.with_one_retry("setting aside", lambda: store.supersede_after(self._folder, about["step"]))
+        if self._branched_at is not None:
+            supersede = partial(store.supersede_after, self._folder, self._branched_at, keep=final)
+            store.with_one_retry("setting aside", supersede)
+            self._branched_at = None
+        self._require_owner()
         for name in ("latest", "best") if is_best else ("latest",):
             store.with_one_retry(f"pointing {name}", partial(store.point, self._folder, name, final))
         try:

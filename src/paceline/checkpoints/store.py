@@ -282,10 +282,10 @@ def list_set_aside(folder: Path) -> list[Path]:
     return sorted(path for prefix in (_DAMAGED, _SUPERSEDED) for path in folder.glob(f"{prefix}{STEP_PREFIX}*"))
 
 
-def supersede_after(folder: Path, step: int) -> None:
-    """A run that went back to this step must never again go on from a later one of before."""
+def supersede_after(folder: Path, step: int, *, keep: Path | None = None) -> None:
+    """A run that went back to this step must never again go on from a later one of before; `keep` is of after."""
     for path in step_folders(folder):
-        if step_of(path) > step:
+        if step_of(path) > step and path != keep:
             with suppress(FileNotFoundError):  # a listing may be older than our own last rename
                 _rename(path, _SUPERSEDED)
 

@@ -17,8 +17,8 @@ from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.find import find_run
 from paceline.runs.folder import CHECKPOINT_MARK, RunFolder, read_json
-from paceline.runs.lock import Owner
 from paceline.runs.mirror_note import read_note
+from paceline.runs.owner import Owner
 
 _USAGE = """\
 usage: paceline status RUN [--json]

@@ -15,7 +15,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class Attempt:
     arguments: list[str]
     stacks_of: Callable[[int], Path]  # where a rank's stacks go
     nodes: Nodes
+    environment: dict[str, str] = field(default_factory=dict)  # for its ranks
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Attempts:
             SUPERVISOR_PID: identity_of_this_process(),
             ATTEMPT_DIR: str(attempt_dir),
             ATTEMPT: str(attempt.number),
+            **attempt.environment,
         }
         agent, rendezvous = _build_agent(attempt, surroundings)
 

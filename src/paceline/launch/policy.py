@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
-from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_USER
+from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER
 
-FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE)  # would fail again in the same way
+# These would fail again in the same way.
+FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)
 _MOST_AT_ONE_STEP = 3
 _FAILURES_TO_SHRINK = 2
 _LONGEST_PAUSE_S = 30.0

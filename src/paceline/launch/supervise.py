@@ -21,13 +21,14 @@ from types import FrameType
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
 from paceline.config.schema import GuardConfig
-from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.screen import erase_live_line, fit_to
 from paceline.report.run_page import write_run_page
 from paceline.runs.folder import RunFolder
+from paceline.runs.members import OWNER_ID, drop_dead_members
 from paceline.world.detect import Nodes
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
@@ -59,6 +60,8 @@ class Supervisor:
         self._largest_microbatch: int | None = None  # samples; None until a rank runs out of memory
         self._pause = threading.Event()
         self._is_first = job.nodes.own == 0
+        self._owner_id = ""  # only the first node's supervisor owns the folder
+        self._lost: OwnerLost | None = None
         self._status_before = job.folder.read_status()  # of an earlier run that this one goes on with
 
     def run(self) -> int:
@@ -69,7 +72,9 @@ class Supervisor:
         with self._listening(), self._owning() if self._is_first else nullcontext():
             for number in itertools.count(1):
                 oom_kills = _count_oom_kills()
+                self._require_owner()
                 end = self._attempt(number, processes)
+                self._require_owner()
                 if end.is_finished:
                     return EXIT_FINISHED
                 if self._is_stopped(end):
@@ -97,8 +102,22 @@ class Supervisor:
     def _owning(self) -> Iterator[None]:
         """The folder, and its mirror in a store if it has one. After Ctrl-C nobody waits for a store."""
         folder = self._job.folder
-        with folder.owned(), mirrored(folder, gives_up=lambda: self._stop is signal.SIGINT):
-            yield
+        with folder.owned(self._lose) as owner:
+            self._owner_id = owner.id
+            with mirrored(folder, gives_up=lambda: self._stop is signal.SIGINT):
+                yield
+
+    def _lose(self, lost: OwnerLost) -> None:
+        """Another host owns the folder now, which shares no locks with this one: these ranks end at once."""
+        self._lost = lost
+        self._pause.set()
+        self._attempts.stop_ranks(signal.SIGKILL)
+
+    def _require_owner(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+        with suppress(OSError):  # a lock file that cannot be read now says nothing
+            self._job.folder.require_owner()
 
     # --- An attempt
 
@@ -109,12 +128,15 @@ class Supervisor:
         if accumulate != self._job.accumulate:
             arguments += ["--accumulate", str(accumulate)]
         stacks_of = partial(folder.stacks_of, number)
+        environment = {OWNER_ID: self._owner_id}
+        drop_dead_members(folder.path)
         try:
             return self._attempts.run(
-                Attempt(number, processes, self._job.rank_main, arguments, stacks_of, self._job.nodes)
+                Attempt(number, processes, self._job.rank_main, arguments, stacks_of, self._job.nodes, environment)
             )
         finally:
             folder.drop_empty_stacks()
+            drop_dead_members(folder.path)
 
     def _decide(self, report: FailureReport, worlds: list[int], processes: int) -> Decision:
         if self._stop is not None:

@@ -49,6 +49,7 @@ class Recorder:
 
     def __init__(self, folder: RunFolder, *, resume_step: int, is_validation_due: bool = False) -> None:
         """`is_validation_due`: the epoch that ends at this step will be validated, and recorded, by this run."""
+        folder.require_owner()
         self._folder = folder
         self._sinks: list[Sink] = []
         self._rows = [row for row in read_rows(folder.metrics_jsonl) if row["step"] <= resume_step]
@@ -104,9 +105,11 @@ class Recorder:
             if row["kind"] == "epoch":
                 lines.append(",".join(str(row[column]) for column in CSV_COLUMNS))
         text = "\n".join(lines) + "\n"
-        self._try(
-            self._folder.metrics_csv.name, lambda: write_atomically(self._folder.metrics_csv, text, is_durable=False)
-        )
+        self._try(self._folder.metrics_csv.name, lambda: self._replace_csv(text))
+
+    def _replace_csv(self, text: str) -> None:
+        self._folder.require_owner()
+        write_atomically(self._folder.metrics_csv, text, is_durable=False)  # it is made from metrics.jsonl
 
     def _try(self, what: str, write: Callable[[], object]) -> None:
         try:

@@ -109,7 +109,7 @@ def write_page(
 ) -> Path:
     """Write a page; `verdict` is its one sentence, in the colour of `tone`."""
     text = render_page(title, sections, subtitle=subtitle, verdict=verdict, tone=tone, footer=footer)
-    write_atomically(path, text)
+    write_atomically(path, text, is_durable=False)
     return path
 
 

@@ -18,14 +18,15 @@ from typing import Any
 from paceline.config.small_files import parse_json, read_small
 from paceline.errors import printable_line
 from paceline.runs.folder import MIRROR_NOTE, read_json
-from paceline.runs.lock import Owner
+from paceline.runs.machine import read_text
 from paceline.runs.notes import NOTES, Notes, read_notes
+from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner
 
 JOB = "job.json"
 _SCRIPT = "job.sbatch"
 _LARGEST_SCRIPT_BYTES = 1_000_000
 _LARGEST_TABLE_BYTES = 100_000_000
-_LOCKS = ("run.lock", "run.owner")
+_LOCKS = (LOCK, OWNER_FILE)
 STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
 LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
 _DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
@@ -117,7 +118,7 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
     updated = _time_of(status.get("updated")) or _time_of_folder(path)
     is_open = status.get("status") == "running" or not status
     owner = read_owner(path) if is_open else None
-    is_left = is_open and "run.lock" in files and _is_left(path)
+    is_left = is_open and LOCK in files and _is_left(path)
     epochs = _read_epochs(path / "metrics.csv") if "metrics.csv" in files else _Epochs()
     restarts = _count(path / "failures.jsonl", _RESTARTED) if "failures.jsonl" in files else 0
     restarts += _count(path / "requeues.jsonl", "\n") if "requeues.jsonl" in files else 0
@@ -157,12 +158,9 @@ def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, is_left
 def read_owner(folder: Path) -> Owner | None:
     """Who holds the folder, or held it when it died: a clean release empties the file."""
     for name in _LOCKS:
-        content = read_json(folder / name)
-        pid = _whole(content.get("pid"))
-        if pid is None or not 0 < pid < 2**31 or not isinstance(content.get("host"), str):
-            continue
-        with suppress(TypeError):
-            return Owner(**content)
+        owner = parse_owner(read_text(folder / name))
+        if owner is not None:
+            return owner
     return None
 
 

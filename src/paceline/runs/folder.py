@@ -18,15 +18,18 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from paceline.config.small_files import read_json_object
-from paceline.errors import CheckpointError, UserError
+from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
+from paceline.runs.machine import THIS_MACHINE
+from paceline.runs.members import Member
+from paceline.runs.owner import LOCK
 
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
@@ -77,7 +80,7 @@ def remove_drafts(folder: Path) -> None:
     """Remove what killed processes left of files they were about to replace. Processes of this host may be alive."""
     for path in folder.glob(".*.tmp"):
         pid = path.name.removesuffix(".tmp").rpartition(".")[2]
-        if pid.isdecimal() and not lock.is_running(int(pid)):
+        if pid.isdecimal() and not THIS_MACHINE.exists(int(pid)):
             path.unlink(missing_ok=True)
 
 
@@ -122,14 +125,15 @@ class RankLog(logging.Handler):
 
 
 class RunFolder:
-    """Paths and small files of one run."""
+    """Paths and small files of one run. A process of the run is a member: it writes only while its owner owns it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, member: Member | None = None) -> None:
         self.path = path
+        self.member = member
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
         self.status = path / "status.json"
-        self.lock = path / "run.lock"
+        self.lock = path / LOCK
         self.metrics_jsonl = path / "metrics.jsonl"
         self.metrics_csv = path / "metrics.csv"
         self.results = path / "results.json"
@@ -182,7 +186,8 @@ class RunFolder:
             self.stacks.rmdir()
 
     def write_status(self, state: str, **details: Any) -> None:
-        """state: running, preempted, finished or failed."""
+        """state: running, preempted, finished or failed. Raises OwnerLost."""
+        self._require_owner_if_known()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if state != "running" and "last_step" not in details:  # how far it was on its way, for whoever lists runs
             kept = self.read_status().get("last_step")
@@ -224,6 +229,7 @@ class RunFolder:
 
     def tell_mirror(self) -> None:
         """Bring what status.json says of the mirror up to date, when nobody writes it any more."""
+        self._require_owner_if_known()
         status = self.read_status()
         if status:
             write_json(self.status, {**status, **self._mirror_line()})
@@ -234,11 +240,30 @@ class RunFolder:
         return {"mirror": says} if says else {}
 
     @contextmanager
-    def owned(self) -> Iterator[None]:
-        """Hold the folder; a second owner is refused. The lock dies with its process."""
-        with lock.owned(self.lock):
+    def owned(self, on_lost: Callable[[OwnerLost], None] | None = None) -> Iterator[Member]:
+        """Hold the folder; a second owner is refused. The lock dies with its process.
+
+        on_lost: called, in another thread, if another host takes the folder over all the same.
+        """
+        before = self.member
+        with lock.owned(self.lock) as owner_id:
             remove_drafts(self.path)
-            yield
+            self.member = member = Member(self.path, owner_id, on_lost)
+            try:
+                member.join()
+                yield member
+            finally:
+                member.leave()
+                self.member = before
+
+    def require_owner(self) -> None:
+        """Before a change that must last. Raises OwnerLost; OSError if the lock file cannot be read now."""
+        if self.member is not None:
+            self.member.require()
+
+    def _require_owner_if_known(self) -> None:
+        with suppress(OSError):  # the write that follows tells what is wrong with the disk
+            self.require_owner()
 
     def refuse_if_owned(self) -> None:
         """A quick look before anything is started; `owned` is what counts."""

@@ -14,6 +14,7 @@ from paceline.config.schema import Config
 from paceline.metrics.phases import PhaseClock
 from paceline.metrics.profile import StepProfiler
 from paceline.runs.folder import RunFolder
+from paceline.runs.members import Member
 from paceline.training.inject import Faults
 from paceline.world.detect import RankEnvironment, World
 from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
@@ -30,6 +31,7 @@ class Guards:
     phases: PhaseClock = field(default_factory=PhaseClock)
     faults: Faults | None = None
     profiler: StepProfiler | None = None
+    member: Member | None = None  # who owns the run folder; None: nobody asks
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def enter(self, phase: str, step: int) -> None:

@@ -82,6 +82,7 @@ def train(
     # --- What came of it
     results = make_results(rig, world, state, test, epoch_row(ride), gather_ranks(world, totals), hashes)
     if recorder is not None:
+        ride.folder.require_owner()
         epoch = state.step // plan.steps_per_epoch
         values = {"loss": test.loss, "accuracy": test.accuracy, "throughput": test.throughput, **test.metrics}
         recorder.epoch(state.step, epoch=epoch, phase="test", **values)

@@ -57,13 +57,14 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     )
     for line in describe_run(rig, world, place):
         console.note(line)
-    folder = RunFolder(place.folder)
+    folder = RunFolder(place.folder, guards.member)
     note = read_note(place.folder)
     if note is not None:
         console.note(f"store     {note.url}, mirrored beside training")
     checkpoints = _open_checkpoints(config, folder, rig, world)
     state = _resume_or_start(config, world, place, rig, console, checkpoints)
-    recorder = _open_recorder(config, place, state) if world.is_primary else None
+    checkpoints.branch_at(state.step)
+    recorder = _open_recorder(config, folder, place, state) if world.is_primary else None
     if guards.faults:
         checkpoints.before_write = guards.faults.before_write
     guards.enter("start", state.step)
@@ -75,7 +76,7 @@ def reopen_recorder(ride: Ride) -> None:
     """The run went back: rows after its step are cut off."""
     if ride.recorder is not None:
         ride.recorder.close()
-        ride.recorder = _open_recorder(ride.config, ride.place, ride.state)
+        ride.recorder = _open_recorder(ride.config, ride.folder, ride.place, ride.state)
 
 
 def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World) -> CheckpointManager:
@@ -85,7 +86,8 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
         is_sharded=rig.model.strategy == "fsdp" and world.world_size > 1,
         retention=Retention(config.run.keep_last, config.run.keep_best),
         is_async=config.run.async_save,
-        flushed_first=(folder.metrics_jsonl, folder.path),
+        flushed_first=(folder.metrics_jsonl, folder.status, folder.path),
+        require_owner=folder.require_owner,
     )
     manager.warn_if_space_is_short(rig.checkpoint_bytes())
     return manager
@@ -111,8 +113,7 @@ def _resume_or_start(
     return state
 
 
-def _open_recorder(config: Config, place: RunPlace, state: TrainState) -> Recorder:
-    folder = RunFolder(place.folder)
+def _open_recorder(config: Config, folder: RunFolder, place: RunPlace, state: TrainState) -> Recorder:
     if place.resume_from is not None:
         inherit_rows(RunFolder(owner_of(place.resume_from)), folder)
     recorder = Recorder(folder, resume_step=state.step, is_validation_due=state.is_validation_due)

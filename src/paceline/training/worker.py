@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.mirror import mirrored
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
-from paceline.errors import PacelineError, Preempted
+from paceline.errors import OwnerLost, PacelineError, Preempted, UserError
 from paceline.metrics.screen import ScreenLog, say
 from paceline.parallel.apply import resolve_strategy
-from paceline.parallel.collectives import broadcast_text
+from paceline.parallel.collectives import broadcast_text, gather_texts
 from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
+from paceline.runs.members import OWNER_ID, Member, drop_dead_members
 from paceline.runs.place import RunPlace, decide_place
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
@@ -55,11 +57,9 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             place = _agree_on_place(loaded, world, environment)
             folder = RunFolder(place.folder)
             folder.create()
+            guards.member = folder.member = _join_owner(folder, world, environment, held)
             _open_log(folder, world, environment.attempt)
             guards.open_folder(config, world, folder, environment.attempt)
-            if world.is_primary and not environment.is_supervised:  # a supervisor holds it over all attempts
-                held.enter_context(folder.owned())
-                held.enter_context(mirrored(folder))
             if world.is_primary:
                 _write_identity(folder, loaded, environment.attempt)
             results = _train_with_status(config, world, place, guards)
@@ -68,7 +68,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
 
 
 def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
-    folder = RunFolder(place.folder)
+    folder = RunFolder(place.folder, guards.member)
     try:
         run = rehearse if config.run.rehearse else train
         results = run(config, world, place, guards)
@@ -80,7 +80,7 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         what = _in_words(error)
         _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
         if world.is_primary:
-            with suppress(OSError):  # the folder may be what failed
+            with suppress(OSError, OwnerLost):  # the folder may be what failed, or belong to another
                 folder.write_status("failed", reason=what)
         raise
     if world.is_primary:
@@ -117,6 +117,43 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
         sys.exit(2)
     resume = answer["resume_from"]
     return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, is_restart)
+
+
+def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, held: ExitStack) -> Member:
+    """This rank becomes a part of the ownership: of its supervisor's, or under another launcher of the primary's.
+
+    The supervisor of the first node tells the id to its own ranks, which pass it on. The lock file is not asked: by now
+    it may carry the id of an owner that has taken over.
+    """
+    drop_dead_members(folder.path)  # of this machine, before the primary looks for ranks of an earlier attempt
+    told = os.environ.get(OWNER_ID, "") if environment.is_supervised else ""
+    owner_id = next((text for text in gather_texts(told, world) if text), "")
+    on_lost = partial(_end_at_once, is_speaking=world.is_primary)
+    member = None
+    if world.is_primary and not environment.is_supervised:
+        try:
+            member = held.enter_context(folder.owned(on_lost))
+        except UserError:
+            broadcast_text("", world)
+            raise
+        held.enter_context(mirrored(folder))
+    if not environment.is_supervised:
+        owner_id = broadcast_text(member.id if member is not None else "", world)
+        if not owner_id:
+            sys.exit(2)
+    if member is None:
+        member = Member(folder.path, owner_id, on_lost)
+        member.join()
+        held.callback(member.leave)
+    return member
+
+
+def _end_at_once(lost: OwnerLost, *, is_speaking: bool) -> None:
+    """Called by another thread: the rank may wait in a collective, or for a disk."""
+    if is_speaking:
+        with suppress(OSError):
+            os.write(2, f"{lost.screen()}\n".encode())
+    os._exit(lost.exit_code)
 
 
 def _open_log(folder: RunFolder, world: World, attempt: int) -> None:

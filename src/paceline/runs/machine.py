@@ -1,0 +1,102 @@
+"""What ownership asks of a computer: its name, its processes, file locks, and the time.
+
+The only place where ownership touches the system. A test passes another `Machine` to run two computers in one process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.config.small_files import read_small
+from paceline.runs.process_handle import ProcessHandle, process_start, stat_fields
+
+_LARGEST_BYTES = 1_000_000
+
+
+class Machine:
+    """This computer."""
+
+    @property
+    def host(self) -> str:
+        return socket.gethostname()
+
+    @property
+    def boot_id(self) -> str | None:
+        """Changes when the machine starts again; None where the system has none."""
+        return read_text(Path("/proc/sys/kernel/random/boot_id")) or None
+
+    @property
+    def pid_namespace(self) -> str | None:
+        """Containers on one machine may share its name. Their process numbers mean nothing to each other."""
+        try:
+            return str(Path("/proc/self/ns/pid").readlink())
+        except OSError:
+            return None
+
+    @property
+    def pid(self) -> int:
+        return os.getpid()
+
+    def exists(self, pid: int) -> bool:
+        try:
+            os.kill(pid, 0)
+        except (ProcessLookupError, OverflowError):
+            return False
+        except PermissionError:
+            pass
+        return stat_fields(pid)[:1] != ["Z"]  # a zombie holds nothing and writes nothing
+
+    def process_start(self, pid: int) -> str | None:
+        """In clock ticks since the machine started. Together with the number it identifies a process."""
+        return process_start(pid)
+
+    def kill(self, pid: int, start: str) -> None:
+        """SIGKILL, but never to a later process that was given the same number."""
+        with suppress(ProcessLookupError, PermissionError):
+            ProcessHandle(pid, start=start).send(signal.SIGKILL)
+
+    def flock(self, descriptor: int, operation: int) -> None:
+        fcntl.flock(descriptor, operation)
+
+    def now_s(self) -> float:
+        return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def touch(self, path: Path) -> None:
+        """Set a file's time to now, by the clock of the file server."""
+        os.utime(path)
+
+    def changed_ns(self, path: Path) -> int | None:
+        """When a file changed last. Opened first: a network file system then asks its server."""
+        try:
+            with path.open("rb") as file:
+                return os.fstat(file.fileno()).st_mtime_ns
+        except OSError:
+            return None
+
+    def file_clock_ns(self, folder: Path) -> int:
+        """The time of the file system's own clock. Clocks of two computers may differ."""
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+            file.write(b"1")
+            file.flush()
+            return os.fstat(file.fileno()).st_mtime_ns
+
+
+THIS_MACHINE = Machine()
+
+
+def read_text(path: Path) -> str:
+    """What a small file says; empty if it cannot be read."""
+    try:
+        return read_small(path, _LARGEST_BYTES).decode(errors="replace").strip()
+    except (OSError, ValueError):
+        return ""

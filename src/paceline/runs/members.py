@@ -1,0 +1,246 @@
+"""The processes that belong to an ownership: the owner and its ranks, each with a record in `.members`.
+
+Every member holds the owner's id. It touches its record every few seconds and looks whether `run.lock` still carries
+the id. When another owner has written its own id there, a member writes nothing more and ends. A new owner lets the
+ranks of a dead one save, puts its id into the lock file, ends those ranks on this machine and waits for those
+elsewhere. Only then does it start ranks of its own. Times of files are compared with each other, never with this
+machine's clock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.errors import OwnerLost, UserError
+from paceline.runs.machine import THIS_MACHINE, Machine, read_text
+from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner, read_ids, this_process
+
+OWNER_ID = "PACELINE_OWNER_ID"  # set by the supervisor for the ranks it starts
+MEMBERS = ".members"
+BEAT_S = 2.0
+SILENT_S = 30.0  # without a sign of life for so long a process on another machine counts as dead
+_SURELY_OLD_S = 600.0  # no two clocks of file servers and clients differ by so much
+_WATCH_S = 2.5 * BEAT_S
+_SAVE_GRACE_S = 10.0  # for the last save of ranks whose owner died
+_KILL_S = 10.0
+_ELSEWHERE_S = 2 * SILENT_S
+_POLL_S = 0.02
+
+
+class Member:
+    """This process's part in a run."""
+
+    def __init__(
+        self,
+        folder: Path,
+        owner_id: str,
+        on_lost: Callable[[OwnerLost], None] | None = None,
+        machine: Machine = THIS_MACHINE,
+    ) -> None:
+        self.id = owner_id
+        self.on_lost = on_lost  # called by the thread that looks after the record
+        self._folder = folder
+        self._machine = machine
+        self._seen_in = ""  # the file that carried our id
+        self._record = folder / MEMBERS / f"{machine.host}-{machine.pid}-{owner_id[:8]}.json"
+        self._has_left = threading.Event()
+
+    def join(self, *, beats: bool = True) -> None:
+        """Before this process writes anything. Raises OwnerLost if the run has another owner already."""
+        self.require()
+        try:
+            self._record.parent.mkdir(exist_ok=True)
+            draft = self._record.with_suffix(".tmp")
+            draft.write_text(this_process(self._machine, self.id).to_json(), encoding="utf-8")
+            draft.replace(self._record)
+        except OSError:  # on a full disk the id in the lock file still keeps two owners apart
+            pass
+        if beats:
+            threading.Thread(target=self._run, name="membership", daemon=True).start()
+
+    def require(self) -> None:
+        """Raises OwnerLost if the folder has another owner; OSError if the lock file cannot be read now."""
+        ids = read_ids(self._folder)
+        for name, found in ids.items():
+            if found == self.id:
+                self._seen_in = name
+                return
+        # A lock file that was deleted names no other owner. An emptied one was held by another owner meanwhile.
+        is_gone = bool(self._seen_in) and (self._seen_in == OWNER_FILE or self._seen_in in ids)
+        if is_gone or any(ids.values()):
+            raise OwnerLost(
+                "another process has taken over this run; this one writes nothing more and ends",
+                where=str(self._folder),
+                got=_name_owner(self._folder),
+            )
+
+    def beat(self) -> None:
+        """A sign of life, and a look at the lock file. Raises OwnerLost."""
+        with suppress(OSError):
+            self._machine.touch(self._record)
+        with suppress(OSError):  # what cannot be read now says nothing
+            self.require()
+
+    def leave(self) -> None:
+        self._has_left.set()
+        with suppress(OSError):
+            self._record.unlink(missing_ok=True)
+            self._record.parent.rmdir()  # fails while others are in it
+
+    def _run(self) -> None:
+        while not self._has_left.wait(BEAT_S):
+            try:
+                self.beat()
+            except OwnerLost as lost:
+                if self.on_lost is not None and not self._has_left.is_set():
+                    self.on_lost(lost)
+                return
+
+
+def _name_owner(folder: Path) -> str:
+    owners = [parse_owner(read_text(folder / name)) for name in (LOCK, OWNER_FILE)]
+    return next((str(owner) for owner in owners if owner), "the lock file was emptied")
+
+
+def read_members(folder: Path) -> dict[Path, Owner | None]:
+    """By record; None for one that cannot be read."""
+    return {path: parse_owner(read_text(path)) for path in sorted((folder / MEMBERS).glob("*.json"))}
+
+
+def drop_dead_members(folder: Path, machine: Machine = THIS_MACHINE) -> None:
+    """Remove the records of this machine's processes that have ended. Killed ones could not do it."""
+    for path, member in read_members(folder).items():
+        if member is not None and member.is_visible_on(machine) and member.is_dead_on(machine):
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        (folder / MEMBERS).rmdir()
+
+
+# --- A new owner ------------------------------------------------------------------------------------------------------
+
+
+def is_written_elsewhere(folder: Path, machine: Machine) -> bool:
+    """Whether a process of another machine still writes here: lately, or while we watch."""
+    signs = [folder / "status.json", *(folder / MEMBERS).glob("*.json")]
+    times = {path: time for path in signs if (time := machine.changed_ns(path)) is not None}
+    if not times:
+        return False
+    silent_s = (machine.file_clock_ns(folder) - max(times.values())) / 1e9
+    if abs(silent_s) < SILENT_S:
+        return True
+    if silent_s > _SURELY_OLD_S:
+        return False
+    # Some file systems stamp files with the clock of the writer. Such a time proves nothing; a change does.
+    deadline = machine.now_s() + _WATCH_S
+    while machine.now_s() < deadline:
+        machine.sleep(_POLL_S)
+        if any(machine.changed_ns(path) not in (None, time) for path, time in times.items()):
+            return True
+    return False
+
+
+def let_members_save(folder: Path, machine: Machine) -> None:
+    """Ranks of a dead owner stop at their next step, save and leave. While they still may: give them the time."""
+    deadline = machine.now_s() + _SAVE_GRACE_S
+    is_told = False
+    while machine.now_s() < deadline:
+        living = [member for member in _others(folder, machine).values() if member and _lives_here(member, machine)]
+        if not living:
+            return
+        if not is_told:
+            is_told = True
+            _tell(f"note: waiting until {_count(len(living))} of the previous owner have saved")
+        machine.sleep(_POLL_S)
+
+
+def end_members(folder: Path, owner_id: str, machine: Machine) -> None:
+    """After the lock file carries `owner_id`: no process of an earlier owner is left when this returns.
+
+    Raises UserError if one stays.
+    """
+    _end_here(folder, owner_id, machine)
+    _wait_for_those_elsewhere(folder, owner_id, machine)
+    with suppress(OSError):
+        (folder / MEMBERS).rmdir()
+
+
+def _end_here(folder: Path, owner_id: str, machine: Machine) -> None:
+    deadline = machine.now_s() + _KILL_S
+    while True:
+        living = []
+        for path, member in _others(folder, machine, owner_id).items():
+            if member is None or not member.is_visible_on(machine):
+                continue
+            if member.is_dead_on(machine):
+                path.unlink(missing_ok=True)
+                continue
+            living.append(member)
+            if member.process_start is not None:  # else it may be another process with this number
+                machine.kill(member.pid, member.process_start)
+        if not living:
+            return
+        if machine.now_s() > deadline:
+            raise _refusal(folder, living)
+        machine.sleep(_POLL_S)
+
+
+def _wait_for_those_elsewhere(folder: Path, owner_id: str, machine: Machine) -> None:
+    """A rank that lives sees the new id at its next beat and removes its record. A dead one's record stays as it is."""
+    started_s = machine.now_s()
+    first_seen: dict[Path, tuple[int | None, float]] = {}
+    is_told = False
+    while others := _others(folder, machine, owner_id):
+        clock_ns = machine.file_clock_ns(folder)
+        for path in others:
+            time = machine.changed_ns(path)
+            if path not in first_seen or first_seen[path][0] != time:
+                first_seen[path] = (time, machine.now_s())
+            watched_s = machine.now_s() - first_seen[path][1]
+            is_old = time is None or (clock_ns - time) / 1e9 > SILENT_S
+            if watched_s > (_WATCH_S if is_old else SILENT_S):
+                path.unlink(missing_ok=True)
+        if machine.now_s() - started_s > _ELSEWHERE_S:
+            raise _refusal(folder, [member for member in others.values() if member])
+        if not is_told:
+            is_told = True
+            hosts = ", ".join(sorted({member.host if member else "unknown" for member in others.values()}))
+            _tell(f"note: waiting for {_count(len(others))} of the previous owner, on {hosts}")
+        machine.sleep(_POLL_S)
+
+
+def _others(folder: Path, machine: Machine, owner_id: str = "") -> dict[Path, Owner | None]:
+    """Members of other ownerships; never this very process, which may have owned the folder before."""
+
+    def is_other(member: Owner | None) -> bool:
+        if member is None:
+            return True
+        is_me = member.is_visible_on(machine) and member.pid == machine.pid and not member.is_dead_on(machine)
+        return member.id != owner_id and not is_me
+
+    return {path: member for path, member in read_members(folder).items() if is_other(member)}
+
+
+def _lives_here(member: Owner, machine: Machine) -> bool:
+    return member.is_visible_on(machine) and not member.is_dead_on(machine)
+
+
+def _refusal(folder: Path, living: list[Owner]) -> UserError:
+    return UserError(
+        "processes of this run's previous owner are still running",
+        where=str(folder),
+        got="\n".join(str(member) for member in living) or "unknown",
+        hint="end them, then start again",
+    )
+
+
+def _count(members: int) -> str:
+    return "1 process" if members == 1 else f"{members} processes"
+
+
+def _tell(text: str) -> None:
+    with suppress(OSError):  # a closed terminal
+        os.write(2, f"{text}\n".encode())

@@ -1,0 +1,83 @@
+"""A killed supervisor, its orphan ranks, and the next start, which comes at once."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from faults.ride import FLAGS, outcome, ride_undisturbed
+from harness.cli import paceline
+from harness.processes import Started, processes_in, started
+from harness.runs import read_results
+
+pytestmark = pytest.mark.faults
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    return ride_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@contextmanager
+def killed_supervisor(folder: Path, *flags: str, at: str = "step 12/") -> Iterator[list[int]]:
+    """Its ranks live on for a while; these are their numbers."""
+    with started(*FLAGS, *flags, cwd=folder) as run:
+        run.wait_for(at)
+        ranks = wait_for_ranks(run)
+        os.kill(run.process.pid, signal.SIGKILL)
+        run.wait()
+        yield ranks
+
+
+def wait_for_ranks(run: Started) -> list[int]:
+    ranks = run.ranks()
+    assert len(ranks) == 2
+    return ranks
+
+
+def test_a_start_after_a_killed_one_waits_for_the_last_save_of_its_ranks(
+    tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    """The orphans save at their next step while they still own the run. The new start goes on from there, alone."""
+    with killed_supervisor(tmp_path, "--inject=slow rank=1 step=13 seconds=4") as ranks:
+        assert set(ranks) <= set(processes_in(tmp_path))  # the fault fired: they are there
+        answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
+        assert answer.code == 0, answer
+        assert set(ranks).isdisjoint(processes_in(tmp_path))
+    resumed = re.search(r"^resumed   at step (\d+) ", answer.out, re.MULTILINE)
+    assert resumed is not None, answer.out
+    assert int(resumed[1]) in (13, 14)  # the checkpoint before is of step 10
+    assert "of the previous owner have saved" in answer.err
+    assert outcome(tmp_path / "run") == undisturbed
+
+
+def test_ranks_that_stand_still_are_ended_by_the_next_start(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    """Suspended ranks cannot save. They are gone before the new start begins, and never write again."""
+    with killed_supervisor(tmp_path, "--inject=hang rank=1 step=13") as ranks:
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
+        assert answer.code == 0, answer
+        assert set(ranks).isdisjoint(processes_in(tmp_path))
+    assert "resumed   at step 10" in answer.out, answer.out
+    assert outcome(tmp_path / "run") == undisturbed
+    assert read_results(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_second_start_during_a_long_save_of_orphans_loses_no_checkpoint(
+    tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    """Orphans that outlive the grace lose the run: their save changes nothing of the new one's."""
+    with killed_supervisor(tmp_path, "--inject=slow rank=0 step=13 seconds=60") as ranks:
+        answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
+        assert answer.code == 0, answer
+        assert set(ranks).isdisjoint(processes_in(tmp_path))
+    assert "resumed   at step 10" in answer.out, answer.out
+    assert outcome(tmp_path / "run") == undisturbed
+    assert not list((tmp_path / "run" / "checkpoints").glob("superseded-*"))

@@ -1,0 +1,421 @@
+"""Who owns a run: an owner and its ranks, a new owner, other machines, other clocks, and processes that end late."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.ranks import make_world
+from paceline.checkpoints.format import step_folders
+from paceline.checkpoints.manager import CheckpointManager
+from paceline.checkpoints.store import Retention
+from paceline.errors import EXIT_OWNER_LOST, OwnerLost, UserError
+from paceline.metrics.recorder import Recorder
+from paceline.runs import lock
+from paceline.runs.folder import RunFolder
+from paceline.runs.machine import Machine
+from paceline.runs.members import MEMBERS, SILENT_S, Member, drop_dead_members, read_members
+from paceline.runs.owner import Owner, new_owner, this_process
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
+
+
+class FakeTime(Machine):
+    """This machine, with a clock that only sleeping moves. The file system's clock goes with it."""
+
+    def __init__(self) -> None:
+        self.passed_s = 0.0
+        self.on_sleep: Callable[[], None] = lambda: None
+
+    def now_s(self) -> float:
+        return self.passed_s
+
+    def sleep(self, seconds: float) -> None:
+        self.passed_s += max(seconds, 0.25)  # coarser: nothing else happens meanwhile
+        self.on_sleep()
+
+    def file_clock_ns(self, folder: Path) -> int:
+        return super().file_clock_ns(folder) + int(self.passed_s * 1e9)
+
+
+class OtherHost(FakeTime):
+    """Another computer that sees the same folder, with locks of its own."""
+
+    def __init__(self, host: str = "elsewhere") -> None:
+        super().__init__()
+        self._host = host
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def boot_id(self) -> str | None:
+        return f"boot of {self._host}"
+
+    def flock(self, descriptor: int, operation: int) -> None:
+        pass
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    made = RunFolder(tmp_path / "run")
+    made.create()
+    return made
+
+
+def write_record(folder: RunFolder, member: Owner, age_s: float = 0.0) -> Path:
+    (folder.path / MEMBERS).mkdir(exist_ok=True)
+    path = folder.path / MEMBERS / f"{member.host}-{member.pid}.json"
+    path.write_text(member.to_json())
+    set_age(path, age_s)
+    return path
+
+
+def set_age(path: Path, age_s: float) -> None:
+    now_ns = path.stat().st_mtime_ns
+    os.utime(path, ns=(now_ns, now_ns - int(age_s * 1e9)))
+
+
+@contextmanager
+def sleeper() -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen([sys.executable, "-c", SLEEPER], stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def named(process: subprocess.Popen[str], owner_id: str = "before") -> Owner:
+    return replace(this_process(), pid=process.pid, process_start=Machine().process_start(process.pid), id=owner_id)
+
+
+# --- A rank whose owner lost the run ----------------------------------------------------------------------------------
+
+
+def save(manager: CheckpointManager, step: int) -> None:
+    payload = {"model": {"w": torch.full((2,), float(step))}}
+    manager.save(payload, {"step": step, "keep": False, "validation": None}, {"step": step}, is_best=False)
+    manager.wait()
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def test_a_rank_whose_owner_lost_the_lock_changes_nothing(folder: RunFolder) -> None:
+    """No checkpoint, pointer, status, metrics or record of the new owner is touched; the cause is typed."""
+    with lock.owned(folder.lock) as owner_id:
+        old = RunFolder(folder.path, Member(folder.path, owner_id))
+        old.require_owner()
+        settings = {"is_sharded": False, "retention": Retention(keep_last=1), "is_async": False}
+        manager = CheckpointManager(
+            folder.checkpoints,
+            make_world(0, 1),
+            require_owner=old.require_owner,
+            **settings,  # type: ignore[arg-type]
+        )
+        recorder = Recorder(old, resume_step=0)
+        save(manager, 5)
+    with folder.owned():
+        new = CheckpointManager(folder.checkpoints, make_world(0, 1), **settings)  # type: ignore[arg-type]
+        save(new, 8)
+        folder.write_status("running", step=8)
+        before = contents(folder.path)
+        for write in (
+            lambda: save(manager, 6),
+            lambda: old.write_status("preempted", step=6),
+            recorder._write_csv,
+            lambda: Recorder(old, resume_step=0),
+            old.tell_mirror,
+        ):
+            with pytest.raises(OwnerLost) as lost:
+                write()
+            assert lost.value.exit_code == EXIT_OWNER_LOST
+        assert contents(folder.path) == before
+        recorder.close()
+
+
+def test_a_released_run_belongs_to_no_rank_of_before(folder: RunFolder) -> None:
+    """After another owner has come and gone, ranks of the first one still write nothing."""
+    with lock.owned(folder.lock) as owner_id:
+        member = Member(folder.path, owner_id)
+        member.require()
+    with folder.owned():
+        pass
+    with pytest.raises(OwnerLost):
+        member.require()
+
+
+def test_a_deleted_lock_file_names_no_other_owner(folder: RunFolder) -> None:
+    """A run goes on when its lock file is deleted, and ends when another owner makes a new one."""
+    with folder.owned() as member:
+        folder.lock.unlink()
+        member.require()
+        with RunFolder(folder.path).owned(), pytest.raises(OwnerLost):
+            member.require()
+
+
+def test_a_lock_file_that_cannot_be_read_now_is_no_loss(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error while reading is passed on as an error: it says nothing about the owner."""
+    with folder.owned() as member:
+
+        def fail(*_: object, **__: object) -> str:
+            raise TimeoutError(110, "Connection timed out")
+
+        with monkeypatch.context() as outage:
+            outage.setattr(Path, "read_text", fail)
+            with pytest.raises(TimeoutError):
+                member.require()
+            member.beat()
+        member.require()
+
+
+def test_the_beat_tells_of_the_loss(folder: RunFolder) -> None:
+    """A member that waits for something else hears of the new owner at its next sign of life."""
+    with lock.owned(folder.lock) as owner_id:
+        member = Member(folder.path, owner_id)
+        member.join(beats=False)
+        member.beat()
+    folder.lock.write_text(new_owner(OtherHost()).to_json())
+    with pytest.raises(OwnerLost) as lost:
+        member.beat()
+    assert str(lost.value.got).startswith("elsewhere pid ")
+
+
+def test_a_rank_that_starts_after_the_takeover_does_not_join(folder: RunFolder) -> None:
+    """A rank has the id of the supervisor that started it, and not the one it finds in the folder."""
+    with folder.owned(), pytest.raises(OwnerLost):
+        Member(folder.path, "id of a killed supervisor").join()
+    assert not (folder.path / MEMBERS).exists()
+
+
+def test_an_owner_that_lost_the_run_leaves_the_new_owners_words(folder: RunFolder) -> None:
+    """A release empties only one's own lock file."""
+    with folder.owned():
+        words = new_owner(OtherHost()).to_json()
+        folder.lock.write_text(words)
+    assert folder.lock.read_text() == words
+
+
+# --- Ranks of the owner before ----------------------------------------------------------------------------------------
+
+
+def test_ranks_of_a_dead_owner_are_ended_before_the_new_one_begins(folder: RunFolder) -> None:
+    """They get time to save. Then they are killed; the record goes with them."""
+    machine = FakeTime()
+    with sleeper() as rank:
+        record = write_record(folder, named(rank))
+        with lock.owned(folder.lock, machine):
+            assert rank.wait(0) == -9
+            assert not record.exists()
+    assert machine.passed_s >= 10
+
+
+def test_ranks_that_save_and_leave_by_themselves_are_not_killed(folder: RunFolder) -> None:
+    """Until they are gone the lock file carries the id of their owner, so that their last save counts."""
+    machine = FakeTime()
+    dead = replace(this_process(), pid=2**22 + 1, process_start="1", id="before")
+    folder.lock.write_text(dead.to_json())
+    with sleeper() as rank:
+        write_record(folder, named(rank))
+        member = Member(folder.path, "before")
+        seen: list[float] = []
+
+        def leave() -> None:
+            member.require()
+            seen.append(machine.passed_s)
+            if len(seen) == 4:
+                rank.terminate()
+                rank.wait()
+
+        machine.on_sleep = leave
+        with lock.owned(folder.lock, machine):
+            assert rank.returncode == -15
+    assert len(seen) == 4
+
+
+def test_a_number_that_was_given_to_another_process_is_left_alone(folder: RunFolder) -> None:
+    """A record names a process by its number and its start. A later process with the number is not killed."""
+    with sleeper() as stranger:
+        record = write_record(folder, replace(named(stranger), process_start="17"))
+        with folder.owned():
+            assert stranger.poll() is None
+            assert not record.exists()
+
+
+def test_a_process_that_cannot_be_told_apart_is_not_killed(folder: RunFolder) -> None:
+    """Without a start time the number alone is no proof: the start is refused."""
+    with sleeper() as stranger:
+        write_record(folder, replace(named(stranger), process_start=None))
+        with pytest.raises(UserError, match="previous owner") as refused, lock.owned(folder.lock, FakeTime()):
+            pytest.fail("owned")
+        assert stranger.poll() is None
+        assert refused.value.exit_code == 2
+
+
+def test_a_silent_rank_on_another_machine_is_waited_for_and_then_left_behind(folder: RunFolder) -> None:
+    """It counts as dead when its record has not changed for a while."""
+    record = write_record(folder, this_process(OtherHost(), "before"))
+    machine = FakeTime()
+    with lock.owned(folder.lock, machine):
+        assert not record.exists()
+    assert SILENT_S <= machine.passed_s <= 1.5 * SILENT_S
+
+
+def test_a_living_rank_on_another_machine_keeps_a_new_owner_out(folder: RunFolder) -> None:
+    """Its record keeps changing: the start is refused, with its name, after a limited time."""
+    record = write_record(folder, this_process(OtherHost("node7"), "before"))
+    machine = FakeTime()
+    machine.on_sleep = lambda: os.utime(record, ns=(0, machine.file_clock_ns(folder.path)))
+    with pytest.raises(UserError, match="previous owner") as refused, lock.owned(folder.lock, machine):
+        pytest.fail("owned")
+    assert str(refused.value.got).startswith("node7 pid")
+    assert machine.passed_s <= 3 * SILENT_S
+    assert record.exists()
+
+
+def test_a_rank_elsewhere_that_sees_the_new_id_ends_and_the_owner_goes_on(folder: RunFolder) -> None:
+    """The new id is in the lock file while the new owner waits; a member elsewhere finds it there."""
+    other = OtherHost()
+    folder.lock.write_text(replace(this_process(), pid=2**22 + 1, process_start="1", id="before").to_json())
+    member = Member(folder.path, "before", machine=other)
+    member.join(beats=False)
+    machine = FakeTime()
+
+    def beat() -> None:
+        with pytest.raises(OwnerLost):
+            member.beat()
+        member.leave()
+        machine.on_sleep = lambda: None
+
+    machine.on_sleep = beat
+    with lock.owned(folder.lock, machine):
+        assert read_members(folder.path) == {}
+    assert machine.passed_s < 1
+
+
+def test_records_of_this_machines_dead_processes_are_dropped(folder: RunFolder) -> None:
+    """Killed ranks leave records. Each node drops its own, so that no other node waits for them."""
+    dead = write_record(folder, replace(this_process(), pid=2**22 + 1, process_start="1", id="before"))
+    far = write_record(folder, this_process(OtherHost(), "before"))
+    drop_dead_members(folder.path)
+    assert (dead.exists(), far.exists()) == (False, True)
+
+
+def test_a_forked_child_does_not_keep_the_lock(folder: RunFolder) -> None:
+    """A child that outlives its parent must not hold the run folder."""
+    program = (
+        "import os, sys, time; from pathlib import Path; from paceline.runs.folder import RunFolder\n"
+        f"with RunFolder(Path({str(folder.path)!r})).owned():\n"
+        "    if os.fork() == 0:\n"
+        "        os.close(1); time.sleep(600)\n"
+        "    print('forked', flush=True); os.kill(os.getpid(), 9)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.communicate()[0] == "forked\n"
+        with folder.owned():
+            pass
+    finally:
+        os.killpg(process.pid, 9)
+
+
+# --- Locks that other hosts do not see --------------------------------------------------------------------------------
+
+
+def test_fake_host_local_locks_a_recent_status_keeps_a_second_host_out(folder: RunFolder) -> None:
+    """The lock is free here, but names another host, and the run was written lately: refused, words untouched."""
+    words = this_process(OtherHost("node7")).to_json()
+    folder.lock.write_text(words)
+    folder.write_status("running", step=3)
+    for hold in (folder.owned, lambda: lock.owned(folder.lock)):
+        with pytest.raises(UserError, match="another process is writing") as refused, hold():
+            pytest.fail("two owners")
+        assert str(refused.value.got).startswith("node7 pid")
+    with pytest.raises(UserError, match="another process is writing"):
+        folder.refuse_if_owned()
+    assert folder.lock.read_text() == words
+
+
+def test_fake_host_local_locks_an_old_status_is_taken_over(folder: RunFolder) -> None:
+    """An owner elsewhere that has been silent for long is dead."""
+    folder.lock.write_text(this_process(OtherHost()).to_json())
+    folder.write_status("running", step=3)
+    set_age(folder.status, 3600)
+    machine = FakeTime()
+    with lock.owned(folder.lock, machine) as owner_id:
+        assert json.loads(folder.lock.read_text())["id"] == owner_id
+    assert machine.passed_s == 0
+
+
+@pytest.mark.parametrize("ahead_s", [-120.0, 120.0], ids=["behind", "ahead"])
+def test_fake_host_local_locks_clocks_that_differ_do_not_decide(folder: RunFolder, ahead_s: float) -> None:
+    """A status stamped by another clock tells nothing; one that changes while we watch does."""
+    folder.lock.write_text(this_process(OtherHost()).to_json())
+    folder.write_status("running", step=3)
+    set_age(folder.status, -ahead_s)
+    machine = FakeTime()
+    machine.on_sleep = lambda: os.utime(folder.status, ns=(0, folder.status.stat().st_mtime_ns + 10**9))
+    with pytest.raises(UserError, match="another process is writing"), lock.owned(folder.lock, machine):
+        pytest.fail("two owners")
+    machine.on_sleep = lambda: None
+    with lock.owned(folder.lock, machine):
+        pass
+
+
+def test_fake_host_local_locks_two_hosts_never_own_at_once(folder: RunFolder) -> None:
+    """The owner's own sign of life keeps the other host out, before the run has a status."""
+    other = OtherHost()
+    with folder.owned() as member:
+        with pytest.raises(UserError, match="another process"), lock.owned(folder.lock, other):
+            pytest.fail("two owners")
+        member.require()
+
+
+def test_containers_that_share_a_name_do_not_judge_each_others_processes(folder: RunFolder) -> None:
+    """The same host and number in another process namespace: neither dead nor alive, as far as can be seen."""
+    owner = replace(this_process(), pid=2**22 + 1, pid_namespace="pid:[17]")
+    assert (owner.is_provably_dead, owner.is_provably_alive) == (False, False)
+    folder.lock.write_text(owner.to_json())
+    folder.write_status("running", step=3)
+    with pytest.raises(UserError, match="another process"), folder.owned():
+        pytest.fail("two owners")
+
+
+# --- Going back -------------------------------------------------------------------------------------------------------
+
+
+def test_later_checkpoints_are_set_aside_at_the_first_commit_after_going_back(tmp_path: Path) -> None:
+    """Not before it, and never by a save of a run that did not go back."""
+    manager = CheckpointManager(
+        tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(keep_last=9), is_async=False
+    )
+
+    def steps() -> list[int]:
+        return [int(path.name.removeprefix("step-")) for path in step_folders(tmp_path)]
+
+    for step in (2, 4, 6, 8):
+        save(manager, step)
+    save(manager, 5)  # not this run's decision: nothing is set aside
+    assert steps() == [8, 6, 5, 4, 2]
+    manager.rewind_to(4)
+    assert steps() == [8, 6, 5, 4, 2]
+    save(manager, 7)
+    assert steps() == [7, 4, 2]
+    save(manager, 9)
+    assert steps() == [9, 7, 4, 2]
