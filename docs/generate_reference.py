@@ -55,7 +55,7 @@ RUN_FILES = {
     "config.yaml": "the resolved config; is itself a recipe for the same run",
     "environment.json": "versions, git commit, host, command",
     "status.json": "running, preempted, finished or failed; step, time left, reason",
-    "run.lock": "who owns the run: host, process, since when",
+    "run.lock": "who owns the run: host, process, since when, and the id that its ranks carry",
     "metrics.jsonl": "the truth: a row per log interval, and per epoch and phase",
     "metrics.csv": "epoch, phase, loss, accuracy, throughput",
     "results.json": "what came of it, from all ranks: accuracy, times, limits, the weights' SHA-256",

@@ -24,6 +24,7 @@ from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.resume import choose_checkpoint
 from paceline.metrics.recorder import Recorder, read_rows
 from paceline.runs.folder import RunFolder, has_checkpoint
+from paceline.runs.members import MEMBERS
 
 SHARPEST = store.Retention(keep_last=1, keep_best=1)  # nothing to spare: whatever is lost is missed
 
@@ -53,13 +54,15 @@ class RunLife:
             is_sharded=False,
             retention=retention,
             is_async=False,
-            flushed_first=(self.folder.metrics_jsonl, path),
+            flushed_first=(self.folder.metrics_jsonl, self.folder.status, path),
+            require_owner=self.folder.require_owner,
         )
         resumed = choose_checkpoint(path, world, prefer_best=False) if has_checkpoint(path) else None
         self.step = resumed.step if resumed else 0
         self.best_step = int(resumed.state["best_step"]) if resumed else 0
         if resumed:
             store.adopt_best(resumed.path.parent, self.folder.checkpoints, self.best_step)
+        self.manager.rewind_to(self.step)
         self.recorder = Recorder(self.folder, resume_step=self.step)
 
     def train(self, steps: int = 1) -> None:
@@ -114,6 +117,6 @@ def check_rows(folder: RunFolder, step: int) -> None:
 
 def leftovers_in(folder: RunFolder) -> list[str]:
     """Files and folders that no one needs any more."""
-    return sorted(
-        str(path.relative_to(folder.path)) for path in folder.path.rglob("*") if path.name.startswith((".", "damaged-"))
-    )
+    found = [path for path in folder.path.rglob("*") if path.name.startswith((".", "damaged-"))]
+    # The record of the owner, which is alive while this is asked.
+    return sorted(str(path.relative_to(folder.path)) for path in found if path.name != MEMBERS)

@@ -21,6 +21,7 @@ from paceline.checkpoints.store import Retention
 from paceline.errors import EXIT_OWNER_LOST, OwnerLost, UserError
 from paceline.metrics.recorder import Recorder
 from paceline.runs import lock
+from paceline.runs import owner as owner_module
 from paceline.runs.folder import RunFolder
 from paceline.runs.machine import Machine
 from paceline.runs.members import MEMBERS, SILENT_S, Member, drop_dead_members, read_members
@@ -172,11 +173,11 @@ def test_a_lock_file_that_cannot_be_read_now_is_no_loss(folder: RunFolder, monke
     """An error while reading is passed on as an error: it says nothing about the owner."""
     with folder.owned() as member:
 
-        def fail(*_: object, **__: object) -> str:
+        def fail(*_: object) -> bytes:
             raise TimeoutError(110, "Connection timed out")
 
         with monkeypatch.context() as outage:
-            outage.setattr(Path, "read_text", fail)
+            outage.setattr(owner_module, "read_small", fail)
             with pytest.raises(TimeoutError):
                 member.require()
             member.beat()

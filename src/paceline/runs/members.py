@@ -55,7 +55,10 @@ class Member:
         try:
             self._record.parent.mkdir(exist_ok=True)
             draft = self._record.with_suffix(".tmp")
-            draft.write_text(this_process(self._machine, self.id).to_json(), encoding="utf-8")
+            with draft.open("w", encoding="utf-8") as file:
+                file.write(this_process(self._machine, self.id).to_json())
+                file.flush()
+                os.fsync(file.fileno())  # an empty record, as a power loss leaves it, would name no process
             draft.replace(self._record)
         except OSError:  # on a full disk the id in the lock file still keeps two owners apart
             pass
@@ -165,6 +168,8 @@ def end_members(folder: Path, owner_id: str, machine: Machine) -> None:
     _end_here(folder, owner_id, machine)
     _wait_for_those_elsewhere(folder, owner_id, machine)
     with suppress(OSError):
+        for draft in (folder / MEMBERS).glob("*.tmp"):
+            draft.unlink(missing_ok=True)
         (folder / MEMBERS).rmdir()
 
 
