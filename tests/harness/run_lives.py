@@ -62,7 +62,7 @@ class RunLife:
         self.best_step = int(resumed.state["best_step"]) if resumed else 0
         if resumed:
             store.adopt_best(resumed.path.parent, self.folder.checkpoints, self.best_step)
-        self.manager.rewind_to(self.step)
+        self.manager.branch_at(self.step)
         self.recorder = Recorder(self.folder, resume_step=self.step)
 
     def train(self, steps: int = 1) -> None:
