@@ -61,6 +61,16 @@ def test_a_finished_run_keeps_its_best_one_to_resume_its_newest_too(
     assert "nothing to free" in told(capsys, "clean", "done", "failed", "new", "--yes")
 
 
+def test_what_stays_is_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A damaged checkpoint is no reason to remove a whole one; without a whole one everything stays."""
+    newest = runs / "failed/checkpoints/step-00000030/model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-1] + b"y")  # only its checksum can tell
+    for step in (10, 20):
+        (runs / f"new/checkpoints/step-{step:08}/manifest.json").unlink()
+    told(capsys, "clean", "failed", "new", "--yes")
+    assert (steps(runs / "failed"), steps(runs / "new")) == ([10, 20], [10, 20])
+
+
 def test_sizes_are_those_of_the_disk(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = [path for step in (20, 30) for path in (runs / f"done/checkpoints/step-{step:08}").rglob("*")]
     size = sum(path.stat().st_size for path in gone)

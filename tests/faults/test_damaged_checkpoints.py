@@ -20,10 +20,12 @@ from faults.finished_run import BEFORE, DAMAGED, FLAGS, NEWEST
 from harness.cli import environment
 from harness.ranks import make_world, run_ranks
 from harness.runs import QUICK, read_results, train_in
+from paceline.checkpoints import store
+from paceline.checkpoints.best import adopt_best
 from paceline.checkpoints.format import DamagedCheckpoint, NewerSchema, checksum_of, read_manifest, step_folders, verify
+from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.payload import PayloadReader
-from paceline.checkpoints.resume import choose_checkpoint
-from paceline.checkpoints.store import adopt_best, find_newest, open_checkpoint, point
+from paceline.checkpoints.store import find_newest, list_damaged, open_checkpoint, point
 from paceline.cli.checkpoints import run as list_checkpoints
 from paceline.errors import CheckpointError
 from paceline.metrics.recorder import read_rows
@@ -31,6 +33,19 @@ from paceline.metrics.recorder import read_rows
 MOST_CPU_S = 1.0
 MOST_DETECTION_S = 0.1
 MOST_MEMORY = 2**30  # address space, of which Python itself takes a part
+
+
+@pytest.fixture(autouse=True)
+def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "RETRY_PAUSE_S", 0.0)
+
+
+def open_manager(run: Path) -> CheckpointManager:
+    """The owner of a run's checkpoints."""
+    world = make_world(0, 1)
+    return CheckpointManager(
+        run / "checkpoints", world, is_sharded=False, retention=store.Retention(keep_last=4), is_async=False
+    )
 
 
 # Faults 7 (cut, deleted, zeroed) and 8 (50 single bits).
@@ -52,7 +67,7 @@ def test_damage_is_found_and_the_one_before_is_used(
     assert "expected" in out
     assert "got" in out
 
-    chosen = choose_checkpoint(run, make_world(0, 1), prefer_best=False)
+    chosen = open_manager(run).choose(run)
     assert chosen is not None
     assert (chosen.path.name, chosen.step) == (BEFORE, 16)
     (record,) = caplog.records
@@ -135,14 +150,35 @@ def test_verifying_reads_a_gigabyte_in_a_second_of_one_core(tmp_path: Path) -> N
     assert path.stat().st_size / min(seconds) >= 10**9
 
 
-def test_with_every_one_damaged_there_is_nothing_to_go_on_from(run: Path) -> None:
+def test_with_every_one_damaged_the_run_starts_over_only_if_asked(run: Path) -> None:
+    """Exit code 4 and no change on the disk, unless the user asks for a start at step 0."""
     folder = run / "checkpoints"
     for path in step_folders(folder):
         (path / "manifest.json").unlink()
-    newest, reports = find_newest(folder)
-    assert newest is None
-    assert len(reports) == 4
+    before = everything_below(run)
+    newest, rejected = find_newest(folder)
+    assert (newest, len(rejected)) == (None, 4)
+    manager = open_manager(run)
+    assert manager.choose(run) is None
+    for source in (run, None):
+        with pytest.raises(CheckpointError, match="does not start at step 0"):
+            manager.begin_at_zero(source, may_drop_damaged=False)
+    assert everything_below(run) == before
+    manager.begin_at_zero(run, may_drop_damaged=True)
     assert step_folders(folder) == []
+    assert len(list_damaged(folder)) == 4
+    with pytest.raises(CheckpointError, match="does not start at step 0"):  # set aside, and still the run's work
+        manager.begin_at_zero(run, may_drop_damaged=False)
+
+
+@pytest.mark.parametrize("may_drop_damaged", [False, True])
+def test_beside_a_whole_checkpoint_no_run_starts_at_zero(run: Path, may_drop_damaged: bool) -> None:
+    """Whole checkpoints are resumed or left alone: no flag makes a start delete them."""
+    before = everything_below(run)
+    for source in (run, None):
+        with pytest.raises(CheckpointError, match="holds checkpoints"):
+            open_manager(run).begin_at_zero(source, may_drop_damaged=may_drop_damaged)
+    assert everything_below(run) == before
 
 
 def test_a_damaged_best_gives_way_to_the_newest(run: Path) -> None:

@@ -230,7 +230,7 @@ def test_a_reader_asks_again_before_it_calls_a_checkpoint_damaged(
         patch.setattr(os, "open", stale_once)
         check_that_the_newest_is(tmp_path, 2)  # not moved aside
     assert len(fired) == 1
-    assert "Stale file handle; trying once more" in caplog.text
+    assert "Stale file handle; trying again" in caplog.text
 
 
 # --- Listings that are older than the folder --------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from harness.ranks import make_world
 from paceline.checkpoints import store
+from paceline.checkpoints.best import adopt_best
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.resume import choose_checkpoint
 from paceline.metrics.recorder import Recorder, read_rows
 from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.members import MEMBERS
@@ -57,11 +57,13 @@ class RunLife:
             flushed_first=(self.folder.metrics_jsonl, self.folder.status, path),
             require_owner=self.folder.require_owner,
         )
-        resumed = choose_checkpoint(path, world, prefer_best=False) if has_checkpoint(path) else None
+        resumed = self.manager.choose(path) if has_checkpoint(path) else None
+        if resumed is None:
+            self.manager.begin_at_zero(None, may_drop_damaged=False)
         self.step = resumed.step if resumed else 0
         self.best_step = int(resumed.state["best_step"]) if resumed else 0
         if resumed:
-            store.adopt_best(resumed.path.parent, self.folder.checkpoints, self.best_step)
+            adopt_best(resumed.path.parent, self.folder.checkpoints, self.best_step)
         self.manager.branch_at(self.step)
         self.recorder = Recorder(self.folder, resume_step=self.step)
 

@@ -25,6 +25,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from paceline.runs.patience import UnreadableNow
+
 try:
     from isal import isal_zlib as _checksums  # the same sums as zlib's, several times as fast
 except ImportError:  # pragma: no cover
@@ -41,8 +43,11 @@ _SEAL = ',\n "crc32": "%08x"\n}\n'
 _SEAL_BYTES = len(_SEAL % 0)
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_DIMENSIONS = 64
-# What a parser may raise on bytes that somebody else chose.
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
+# The name is missing, or is no plain file: a link (not followed), a folder or a pipe.
+_NOT_A_FILE = errno.EISDIR
+_NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, _NOT_A_FILE)
+# What a parser may raise on bytes from elsewhere.
+_MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ def parse_manifest(raw: bytes) -> Manifest:
         files = {
             name: FileSeal(int(entry["size_bytes"]), int(entry["crc32"], 16)) for name, entry in body["files"].items()
         }
-    except _UNREADABLE as error:
+    except _MALFORMED as error:
         raise DamagedCheckpoint(Damage(MANIFEST, "a table of files", "something unreadable")) from error
     for name in files:
         if not _FILE_NAME.fullmatch(name):
@@ -126,10 +131,8 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
     for name, seal in manifest.files.items():
         try:
             found = (folder / name).lstat()
-        except FileNotFoundError:
-            raise DamagedCheckpoint(Damage(name, f"{seal.size_bytes:,} bytes", "no such file")) from None
         except OSError as error:
-            raise DamagedCheckpoint(Damage(name, f"{seal.size_bytes:,} bytes", error.strerror or "an error")) from error
+            raise _judge_error(folder / name, f"{seal.size_bytes:,} bytes", error) from error
         if not stat.S_ISREG(found.st_mode):
             raise DamagedCheckpoint(Damage(name, "a plain file", "a link or folder"))
         if found.st_size != seal.size_bytes:
@@ -142,20 +145,25 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
         if name != STATE:
             try:
                 _check_header(folder / name, seal.size_bytes)
-            except (OSError, *_UNREADABLE) as error:
+            except OSError as error:
+                raise _judge_error(folder / name, "a plain file", error) from error
+            except _MALFORMED as error:
                 raise DamagedCheckpoint(Damage(name, "a safetensors file", "something else")) from error
 
 
 def verify(folder: Path) -> Manifest:
-    """Check a checkpoint down to its last bit; raises DamagedCheckpoint at the first fault."""
+    """Check a checkpoint down to its last bit.
+
+    Raises DamagedCheckpoint at the first fault; UnreadableNow if the storage does not give the bytes.
+    """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
     check_headers(folder, manifest)  # before the sums: what is no payload is not worth reading through
     for name, seal in manifest.files.items():
         try:
             actual = checksum_of(folder / name)
-        except OSError as error:  # a disk that cannot give the bytes back
-            raise DamagedCheckpoint(Damage(name, "a readable file", error.strerror or "an error")) from error
+        except OSError as error:
+            raise _judge_error(folder / name, "a plain file", error) from error
         if actual != seal.crc32:
             raise DamagedCheckpoint(Damage(name, f"CRC-32 {seal.crc32:08x}", f"{actual:08x}"))
     return manifest
@@ -169,7 +177,7 @@ def read_state(folder: Path) -> dict[str, Any]:
         if not 0 <= state["step"] < 2**48:
             raise ValueError("no step of a run")
         state["config"] = dict(state.get("config", {}))
-    except _UNREADABLE as error:
+    except _MALFORMED as error:
         raise DamagedCheckpoint(Damage(STATE, "a JSON object with a step", "something unreadable")) from error
     return state
 
@@ -191,13 +199,15 @@ def checksum_of(path: Path) -> int:
 def step_folders(folder: Path) -> list[Path]:
     """Committed checkpoints, newest first: by step, never by time.
 
-    A folder that cannot be listed is an error: taken for an empty one, it would start a run from the beginning.
+    A folder that cannot be listed raises UnreadableNow: taken for an empty one, it would start a run at step 0.
     """
     try:
         with os.scandir(folder) as entries:
             names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise UnreadableNow(folder, error) from error
     steps = {name for name in names if is_step_name(name)}
     # A save of a step that was there already, ended between two renames: the old checkpoint has lost its name only.
     steps |= {name for name in names if is_replaced_name(name) and name.removeprefix(REPLACED_PREFIX) not in steps}
@@ -242,7 +252,7 @@ def _check_seal(raw: bytes) -> None:
 
 
 def _check_header(path: Path, size_bytes: int) -> None:
-    """Raises one of _UNREADABLE unless tensors of known types fill the file, one after the other."""
+    """Raises one of _MALFORMED unless tensors of known types fill the file, one after the other."""
     with _open_plain(path) as file:
         length = int.from_bytes(file.read(8), "little")
         if length > min(LARGEST_JSON_BYTES, size_bytes - 8):
@@ -270,23 +280,29 @@ def _number_of_items(shape: list[int]) -> int:
 def _read_small(folder: Path, name: str) -> bytes:
     """A JSON file of a checkpoint: a plain file of a size that JSON may have."""
     try:
-        file = _open_plain(folder / name)
-    except OSError as error:
-        raise DamagedCheckpoint(Damage(name, "a plain file", error.strerror or "nothing")) from error
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        if size > LARGEST_JSON_BYTES:
-            raise DamagedCheckpoint(Damage(name, f"at most {LARGEST_JSON_BYTES:,} bytes", f"{size:,}"))
-        try:
+        with _open_plain(folder / name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > LARGEST_JSON_BYTES:
+                raise DamagedCheckpoint(Damage(name, f"at most {LARGEST_JSON_BYTES:,} bytes", f"{size:,}"))
             return file.read(LARGEST_JSON_BYTES + 1)
-        except OSError as error:
-            raise DamagedCheckpoint(Damage(name, "a readable file", error.strerror or "an error")) from error
+    except OSError as error:
+        raise _judge_error(folder / name, "a plain file", error) from error
+
+
+def _judge_error(path: Path, expected: str, error: OSError) -> DamagedCheckpoint | UnreadableNow:
+    """What an error of the storage means: a file that is missing or no file is damage, all else says nothing."""
+    if error.errno in _NO_SUCH_FILE:
+        return DamagedCheckpoint(Damage(path.name, expected, error.strerror or "nothing"))
+    return UnreadableNow(path, error)
 
 
 def _open_plain(path: Path) -> BufferedReader:
     """Open a file that is neither a link, nor a folder, nor a pipe that would never answer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(_NOT_A_FILE, "something that is no file")
+    except OSError:
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "something that is no file")
+        raise
     return os.fdopen(descriptor, "rb")

@@ -9,6 +9,7 @@ from typing import Any
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, step_folders
 from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_at
 from paceline.errors import CheckpointError
+from paceline.runs.patience import UnreadableNow
 
 # A change in one of these makes another run of it, not a continuation.
 IDENTITY = (
@@ -18,7 +19,7 @@ IDENTITY = (
 # These say where and how a run is watched, never what it computes.
 SILENT = (
     *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile"),
-    *("max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
+    *("start_over_if_damaged", "max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
 )
 _MOST_LINES = 3
 
@@ -49,15 +50,19 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
 def refuse_early(source: Path, now: dict[str, Any], *, prefer_best: bool = False) -> None:
     """The same question before torch is imported and ranks are started, of the checkpoint that would be taken.
 
-    A damaged one is left to the ranks, which verify all of it and know the one before.
+    One that is damaged or cannot be read now is left to the ranks: they verify all of it, wait for the storage, and
+    know the one before.
     """
+    try:
+        checkpoint = _look_at(source, prefer_best=prefer_best)
+    except (DamagedCheckpoint, UnreadableNow, OSError):
+        return
+    if checkpoint is not None:
+        require_same_run(checkpoint, now)
+
+
+def _look_at(source: Path, *, prefer_best: bool) -> Checkpoint | None:
     folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     best = pointed_at(folder, "best") if prefer_best else None
     path = source if (source / MANIFEST).exists() else best or next(iter(step_folders(folder)), None)
-    if path is None:
-        return
-    try:
-        checkpoint = inspect_checkpoint(path.resolve())
-    except DamagedCheckpoint:
-        return
-    require_same_run(checkpoint, now)
+    return inspect_checkpoint(path.resolve()) if path is not None else None

@@ -27,10 +27,11 @@ from paceline.checkpoints import store
 from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
-from paceline.checkpoints.resume import choose_checkpoint
+from paceline.checkpoints.resume import checkpoints_of, choose_checkpoint, decided_by_primary
 from paceline.errors import CheckpointError, OwnerLost
-from paceline.parallel.collectives import broadcast_text, wait_for_all
+from paceline.parallel.collectives import wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
+from paceline.runs.patience import UnreadableNow, read_patiently
 from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
@@ -72,20 +73,59 @@ class CheckpointManager:
         self.started_step: int | None = None  # of the last save, which may be under way or have failed
         self.saved_step: int | None = None  # of the last save that succeeded; the primary's is the one that counts
         self.last_save_s = 0.0  # from the call to the commit, of the last save that succeeded
-        if world.is_primary:
-            require_owner()
-            folder.mkdir(parents=True, exist_ok=True)
-            store.remove_leftovers(folder)
-        wait_for_all(world)
+        decided_by_primary(world, self._open_folder)
+
+    def _open_folder(self) -> dict[str, str]:
+        self._require_owner()
+
+        def open_folder() -> None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            store.remove_leftovers(self._folder)
+
+        read_patiently("opening the checkpoints folder", self._folder, open_folder)
+        return {}
 
     def warn_if_space_is_short(self, size_bytes: int) -> None:
         """Before the first step: two checkpoints must fit, the old one and the one being written."""
-        free = store.free_bytes(self._folder)
-        if self._world.is_primary and free < 2 * size_bytes:
+        if not self._world.is_primary:
+            return
+        free = read_patiently("looking for free space", self._folder, lambda: store.free_bytes(self._folder))
+        if free < 2 * size_bytes:
             _log.warning(
                 "warning: two checkpoints of %.0f MB do not fit on the disk of %s (%.0f MB free)",
                 *(size_bytes / 2**20, self._folder, free / 2**20),
             )
+
+    def choose(self, source: Path, *, prefer_best: bool = False) -> store.Checkpoint | None:
+        """The checkpoint to go on from, of this run or of another one. Collective.
+
+        Damaged ones in this run's own folder are set aside once a whole one is found; another run's stay as they are.
+        """
+        is_own = source.resolve() in (self._folder.resolve(), self._folder.resolve().parent)
+        on_damaged = self._set_aside if is_own else None
+        return choose_checkpoint(source, self._world, prefer_best=prefer_best, on_damaged=on_damaged)
+
+    def _set_aside(self, path: Path) -> str:
+        self._require_owner()
+        return store.set_aside(path)
+
+    def begin_at_zero(self, source: Path | None, *, may_drop_damaged: bool) -> None:
+        """Refuse to start at step 0 where there are checkpoints, unless all are damaged and the user asked. Collective.
+
+        The later saves of such a start would delete the work of before.
+        """
+
+        def decide() -> dict[str, str]:
+            for folder in {self._folder, *([checkpoints_of(source)] if source else [])}:
+                newest, rejected = store.find_newest(folder)
+                aside = read_patiently("listing checkpoints", folder, partial(store.list_damaged, folder))
+                if newest is not None or ((rejected or aside) and not may_drop_damaged):
+                    raise _start_refused(folder, newest, len(rejected) + len(aside))
+                for item in rejected if folder == self._folder else []:
+                    _log.warning("warning: %s; %s", item, self._set_aside(item.path))
+            return {}
+
+        decided_by_primary(self._world, decide)
 
     def rewind_to(self, step: int) -> None:
         """The run went back to the checkpoint of this step, which lies in this folder."""
@@ -174,10 +214,13 @@ class CheckpointManager:
 
     def best(self) -> store.Checkpoint | None:
         """The best checkpoint, or the newest whole one should that be damaged; None before a best. Collective."""
-        has_best = json.dumps(store.pointed_at(self._folder, "best") is not None)
-        if not json.loads(broadcast_text(has_best, self._world)):
-            return None
-        return choose_checkpoint(self._folder, self._world, prefer_best=True)
+
+        def look() -> dict[str, str]:
+            read = partial(store.pointed_at, self._folder, "best")
+            best = read_patiently("looking for the best checkpoint", self._folder, read)
+            return {"best": best.name} if best else {}
+
+        return self.choose(self._folder, prefer_best=True) if decided_by_primary(self._world, look) else None
 
     def _write(
         self,
@@ -236,8 +279,9 @@ class CheckpointManager:
             store.with_one_retry(f"pointing {name}", partial(store.point, self._folder, name, final))
         try:
             store.with_one_retry("dropping checkpoints", lambda: store.prune(self._folder, self._retention))
-        except OSError as error:  # the new one is whole and in its place
-            _log.warning("warning: older checkpoints could not be dropped: %s", error.strerror or error)
+        except (OSError, UnreadableNow) as error:  # the new one is whole and in its place
+            reason = error.got if isinstance(error, UnreadableNow) else error.strerror or error
+            _log.warning("warning: older checkpoints could not be dropped: %s", reason)
 
     def _flush_others(self) -> None:
         for path in self._flushed_first:
@@ -276,3 +320,19 @@ class CheckpointManager:
             seals.update({name: FileSeal(*values) for name, values in found.items()})
             note.unlink()
         return seals
+
+
+def _start_refused(folder: Path, newest: store.Checkpoint | None, num_damaged: int) -> CheckpointError:
+    if newest is not None:
+        return CheckpointError(
+            "this folder holds checkpoints, and the run would start at step 0",
+            where=str(folder),
+            got=f"{newest.path.name}, which is whole",
+            hint="--resume auto to go on with it, or another --output-dir",
+        )
+    return CheckpointError(
+        "no whole checkpoint is left to go on from, and the run does not start at step 0 by itself",
+        where=str(folder),
+        got=f"{num_damaged} damaged",
+        hint="restore one from a copy; or --start-over-if-damaged, or another --output-dir",
+    )

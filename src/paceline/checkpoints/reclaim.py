@@ -11,8 +11,8 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.checkpoints.format import step_folders
-from paceline.checkpoints.store import list_leftovers, list_set_aside, point, pointed_at
+from paceline.checkpoints.format import DamagedCheckpoint, step_folders, verify
+from paceline.checkpoints.store import inspect_checkpoint, list_leftovers, list_set_aside, point, pointed_at
 from paceline.errors import UserError
 from paceline.runs.catalog import LIVING, RunEntry, read_entry
 from paceline.runs.folder import RunFolder
@@ -35,8 +35,8 @@ class Reclaim:
         return not self.folders
 
 
-def plan_reclaim(entry: RunEntry, *, whole: bool) -> Reclaim:
-    """Raises UserError for a run that must not be touched."""
+def plan_reclaim(entry: RunEntry, *, whole: bool, thorough: bool = False) -> Reclaim:
+    """Raises UserError for a run that must not be touched. `thorough`: every bit of what stays is verified."""
     _refuse_living(entry)
     if entry.path.is_symlink() and whole:
         target = f"it is a link to {entry.path.resolve()}"
@@ -47,14 +47,31 @@ def plan_reclaim(entry: RunEntry, *, whole: bool) -> Reclaim:
     if checkpoints.is_symlink():  # on another disk, perhaps of somebody else's making
         return Reclaim(entry, (), 0, "checkpoints, a link to elsewhere", is_whole=False)
     steps = step_folders(checkpoints)
-    best = pointed_at(checkpoints, "best")
-    wanted = {best or (steps[0] if steps else None)}
-    if entry.state != "finished" and steps:
-        wanted.add(steps[0])
-    gone = [path for path in steps if path not in wanted]
-    gone += [*list_set_aside(checkpoints), *list_leftovers(checkpoints)]
-    kept = " and ".join(sorted(path.name for path in wanted if path is not None)) or "no checkpoint"
+    wanted = _wanted(checkpoints, steps, needs_newest=entry.state != "finished", thorough=thorough)
+    gone = [*(path for path in steps if path not in wanted), *list_set_aside(checkpoints)] if wanted else []
+    gone += list_leftovers(checkpoints)
+    none_whole = "checkpoints, of which none is whole" if steps or list_set_aside(checkpoints) else "no checkpoint"
+    kept = " and ".join(sorted(path.name for path in wanted)) or none_whole
     return Reclaim(entry, tuple(gone), sum(map(_size_of, gone)), kept, is_whole=False)
+
+
+def _wanted(checkpoints: Path, steps: list[Path], *, needs_newest: bool, thorough: bool) -> set[Path]:
+    """The best or else the newest checkpoint, and the newest if the run may be resumed. Damaged ones do not count."""
+
+    def is_whole(path: Path) -> bool:
+        try:
+            if thorough:
+                verify(path)
+            else:
+                inspect_checkpoint(path)
+        except DamagedCheckpoint:
+            return False
+        return True
+
+    best = pointed_at(checkpoints, "best")
+    whole_best = best if best is not None and is_whole(best) else None
+    newest = next(filter(is_whole, steps), None) if needs_newest or whole_best is None else None
+    return {path for path in (whole_best, newest) if path is not None}
 
 
 def _refuse_living(entry: RunEntry) -> None:
@@ -74,7 +91,8 @@ def reclaim(plan: Reclaim) -> int:
         with folder.owned():
             # While a person was thinking the run may have gone on, and ended. It is not under way: we hold its lock.
             now = read_entry(folder.path)
-            fresh = plan_reclaim(replace(now, state="lost") if now.state in LIVING else now, whole=plan.is_whole)
+            settled = replace(now, state="lost") if now.state in LIVING else now
+            fresh = plan_reclaim(settled, whole=plan.is_whole, thorough=True)
             for path in fresh.folders:
                 _remove(path)
             if not fresh.is_whole:

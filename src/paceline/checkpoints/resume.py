@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,39 +17,55 @@ from paceline.checkpoints.format import MANIFEST
 from paceline.checkpoints.payload import PayloadReader
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import broadcast_text
+from paceline.runs.patience import is_present, read_patiently
 from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
+OnDamaged = Callable[[Path], str]
 
 
-def choose_checkpoint(source: Path, world: World, *, prefer_best: bool) -> store.Checkpoint | None:
+def choose_checkpoint(
+    source: Path, world: World, *, prefer_best: bool, on_damaged: OnDamaged | None = None
+) -> store.Checkpoint | None:
     """The checkpoint behind a path: a named one, or the newest whole one of a run. Collective.
 
-    The primary verifies every bit; the others open what it found. None if a run has no good one left.
+    The primary verifies every bit; the others open what it found. None if a run has no good one. Nothing is changed on
+    the disk. The owner of a run passes `on_damaged`, which the primary calls for each damaged checkpoint on the way to
+    a whole one, and which returns what was done.
     """
-    answer: dict[str, str] = {}
+    answer = decided_by_primary(world, lambda: _choose(source, prefer_best, on_damaged))
+    return store.read_as_told(Path(answer["path"])) if "path" in answer else None
+
+
+def decided_by_primary(world: World, decide: Callable[[], dict[str, str]]) -> dict[str, str]:
+    """The primary's answer on every rank; its CheckpointError too, in the same words. Collective."""
+    answer: dict[str, dict[str, Any]] = {}
     failure: CheckpointError | None = None
     if world.is_primary:
         try:
-            answer = _choose(source, prefer_best)
+            answer = {"answer": decide()}
         except CheckpointError as error:
-            failure, answer = error, {"error": error.what}
-    answer = json.loads(broadcast_text(json.dumps(answer), world))
+            failure, answer = error, {"error": vars(error)}
+    answer = json.loads(broadcast_text(json.dumps(answer, default=str), world))
     if "error" in answer:
-        raise failure or CheckpointError(answer["error"])
-    if "path" not in answer:
-        return None
-    return store.read_as_told(Path(answer["path"]))
+        raise failure or CheckpointError(answer["error"].pop("what"), **answer["error"])
+    return answer["answer"]
 
 
-def _choose(source: Path, prefer_best: bool) -> dict[str, str]:
-    if (source / MANIFEST).exists():
+def _choose(source: Path, prefer_best: bool, on_damaged: OnDamaged | None) -> dict[str, str]:
+    if read_patiently("looking for checkpoints", source, lambda: is_present(source / MANIFEST)):
         return {"path": str(store.open_checkpoint(source).path)}
-    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    newest, reports = store.find_newest(folder, prefer_best=prefer_best)
-    for report in reports:
-        _log.warning("warning: %s", report)
+    newest, rejected = store.find_newest(checkpoints_of(source), prefer_best=prefer_best)
+    for item in rejected:
+        done = on_damaged(item.path) if on_damaged and newest else "it was left as it is"
+        _log.warning("warning: %s; %s", item, done)
     return {"path": str(newest.path)} if newest else {}
+
+
+def checkpoints_of(source: Path) -> Path:
+    """The checkpoints folder of a run folder, or the folder itself."""
+    inner = source / "checkpoints"
+    return inner if read_patiently("looking for checkpoints", source, lambda: is_present(inner)) else source
 
 
 def reader_of(checkpoint: store.Checkpoint, kind: str) -> PayloadReader:

@@ -1,5 +1,8 @@
 """Checkpoints in their folder: committed by rename, pointed at, pruned, set aside when damaged. No torch.
 
+Functions that read never rename or delete anything. `set_aside`, `prune` and `supersede_after` are for the owner of the
+run folder alone: the checkpoint manager calls them.
+
 A checkpoint is written under a temporary name; when all of it has reached the disk it is read back and verified,
 renamed to its step, then `latest` (and `best`) are pointed at it, and only then are older ones dropped. What is
 dropped loses its name first. So a folder with a step's name is whole, and there is always a good one.
@@ -24,6 +27,7 @@ from paceline.checkpoints.format import (
     REPLACED_PREFIX,
     STATE,
     STEP_PREFIX,
+    Damage,
     DamagedCheckpoint,
     FileSeal,
     Manifest,
@@ -41,6 +45,7 @@ from paceline.checkpoints.format import (
 )
 from paceline.errors import CheckpointError
 from paceline.runs.folder import flush
+from paceline.runs.patience import UnreadableNow, is_present, names_in, read_patiently
 
 _log = logging.getLogger("paceline")
 _TEMPORARY, _DAMAGED, _SUPERSEDED = ".tmp-", "damaged-", "superseded-"
@@ -77,11 +82,12 @@ class Retention:
 
 
 def with_one_retry(what: str, action: Callable[[], _T]) -> _T:
-    """Do something that can be done twice, and once more after a pause if the storage only stumbled."""
+    """Do something that can be done twice, and once more after a pause if the storage only stumbled. For writes: a
+    save that fails costs one checkpoint. Reads are repeated for longer, by `read_patiently`."""
     try:
         return action()
-    except (OSError, DamagedCheckpoint) as error:
-        cause = error.__cause__ if isinstance(error, DamagedCheckpoint) else error
+    except (OSError, UnreadableNow) as error:
+        cause = error.__cause__ if isinstance(error, UnreadableNow) else error
         if not isinstance(cause, OSError) or cause.errno not in _PASSING:
             raise
         _log.warning("warning: %s: %s; trying once more in %.1f s", what, cause.strerror or cause, RETRY_PAUSE_S)
@@ -169,28 +175,32 @@ def pointed_at(folder: Path, name: str) -> Path | None:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Verify a checkpoint completely and open it; one that is damaged is an error."""
+    """Verify a checkpoint completely and open it; one that is damaged or cannot be read is an error."""
     path = path.resolve()
     try:
-        return with_one_retry(f"reading {path.name}", lambda: _verified(path))
+        return read_patiently(f"reading {path.name}", path, partial(_verified, path))
     except DamagedCheckpoint as found:
         raise damaged_error(path, found) from found
 
 
 def read_as_told(path: Path) -> Checkpoint:
     """A checkpoint another rank has verified. On a shared disk it may take a moment until this machine sees it too."""
-    deadline = time.monotonic() + _SIGHT_S
-    while True:
-        try:
-            return Checkpoint(path, read_manifest(path), read_state(path))
-        except DamagedCheckpoint as found:
-            if time.monotonic() > deadline:
-                raise damaged_error(path, found) from found
-        time.sleep(_SIGHT_POLL_S)
+
+    def read() -> Checkpoint:
+        deadline = time.monotonic() + _SIGHT_S
+        while True:
+            try:
+                return Checkpoint(path, read_manifest(path), read_state(path))
+            except DamagedCheckpoint as found:
+                if time.monotonic() > deadline:
+                    raise damaged_error(path, found) from found
+            time.sleep(_SIGHT_POLL_S)
+
+    return read_patiently(f"reading {path.name}", path, read)
 
 
 def inspect_checkpoint(path: Path) -> Checkpoint:
-    """All that can be said of a checkpoint without reading its tensors. Raises DamagedCheckpoint."""
+    """All that can be said of a checkpoint without reading its tensors. Raises DamagedCheckpoint or UnreadableNow."""
     manifest = read_manifest(path)
     check_sizes(path, manifest)
     check_headers(path, manifest)
@@ -208,36 +218,60 @@ def damaged_error(path: Path, found: DamagedCheckpoint) -> CheckpointError:
     )
 
 
-def find_newest(folder: Path, *, prefer_best: bool = False) -> tuple[Checkpoint | None, list[str]]:
-    """The newest checkpoint that is whole. Damaged ones on the way are set aside and reported."""
-    reports: list[str] = []
-    try:
-        listed = with_one_retry("listing checkpoints", lambda: step_folders(folder))
-        latest, best = (pointed_at(folder, name) for name in ("latest", "best"))
-    except OSError as error:  # not taken for an empty folder: that would start the run from its beginning
-        raise CheckpointError("checkpoints cannot be listed", where=str(folder), got=error.strerror) from error
-    candidates = sorted({*listed, *([latest] if latest else [])}, key=step_of, reverse=True)
-    if prefer_best and best is not None:
-        candidates = [best, *(path for path in candidates if path != best)]
-    for path in candidates:
+@dataclass(frozen=True)
+class Rejected:
+    """A checkpoint whose bytes were read and are wrong."""
+
+    path: Path
+    damage: Damage
+
+    def __str__(self) -> str:
+        return f"checkpoint {self.path.name} is damaged ({self.damage})"
+
+
+def find_newest(folder: Path, *, prefer_best: bool = False) -> tuple[Checkpoint | None, list[Rejected]]:
+    """The newest checkpoint that is whole, and the damaged ones on the way to it. Changes nothing on the disk.
+
+    Raises UnreadableNow if the folder or a newer checkpoint cannot be read: an older one is no substitute for it.
+    """
+    rejected: list[Rejected] = []
+    for path in read_patiently("listing checkpoints", folder, lambda: _candidates(folder, prefer_best=prefer_best)):
         try:
-            return with_one_retry(f"reading {path.name}", partial(_verified, path)), reports
+            return read_patiently(f"reading {path.name}", path, partial(_verified, path)), rejected
         except NewerSchema as found:
             raise damaged_error(path, found) from found
         except DamagedCheckpoint as found:
-            reports.append(f"checkpoint {path.name} is damaged ({found.damage}); {_set_aside(path)}")
-    return None, reports
+            if read_patiently(f"reading {path.name}", path, partial(is_present, path)):  # a listing may be old
+                rejected.append(Rejected(path, found.damage))
+    return None, rejected
+
+
+def _candidates(folder: Path, *, prefer_best: bool) -> list[Path]:
+    """Step folders in the order in which they are tried."""
+    latest, best = (pointed_at(folder, name) for name in ("latest", "best"))
+    newest_first = sorted({*step_folders(folder), *([latest] if latest else [])}, key=step_of, reverse=True)
+    if not prefer_best or best is None:
+        return newest_first
+    return [best, *(path for path in newest_first if path != best)]
 
 
 def _verified(path: Path) -> Checkpoint:
+    """Raises DamagedCheckpoint only if a second look finds damage too: a network file system may show an old size or
+    an old listing for a moment."""
+    try:
+        return Checkpoint(path, verify(path), read_state(path))
+    except NewerSchema:
+        raise
+    except DamagedCheckpoint:
+        time.sleep(RETRY_PAUSE_S)
     return Checkpoint(path, verify(path), read_state(path))
 
 
-def _set_aside(path: Path) -> str:
-    """Rename a damaged checkpoint so that nobody takes it for a good one; says what was done."""
+def set_aside(path: Path) -> str:
+    """Rename a damaged checkpoint so that it is not taken for a good one; returns what was done. Only for the owner."""
     try:
         return f"moved to {_rename(path, _DAMAGED).name}"
-    except OSError as error:  # somebody else's run, which we may only read
+    except OSError as error:
         return f"it could not be moved aside: {error.strerror}"
 
 
@@ -251,35 +285,21 @@ def _rename(path: Path, prefix: str) -> Path:
     return target
 
 
-@dataclass(frozen=True)
-class Listed:
-    """A checkpoint as a table shows it."""
-
-    path: Path
-    manifest: Manifest | None
-    state: dict[str, Any]
-    damage: DamagedCheckpoint | None
-
-
-def list_checkpoints(folder: Path, *, thorough: bool) -> list[Listed]:
-    """Every checkpoint, oldest first, and what is wrong with it: sizes and manifests, or every bit."""
-    listed = []
-    for path in reversed(step_folders(folder)):
-        manifest, state, damage = None, {}, None
-        try:
-            manifest = read_manifest(path)
-            state = inspect_checkpoint(path).state
-            if thorough:
-                verify(path)
-        except DamagedCheckpoint as found:
-            damage = found
-        listed.append(Listed(path, manifest, state, damage))
-    return listed
-
-
 def list_set_aside(folder: Path) -> list[Path]:
     """Damaged checkpoints, and ones that a run left behind when it went back to an earlier step."""
-    return sorted(path for prefix in (_DAMAGED, _SUPERSEDED) for path in folder.glob(f"{prefix}{STEP_PREFIX}*"))
+    return list_damaged(folder) + _with_prefix(folder, _SUPERSEDED)
+
+
+def list_damaged(folder: Path) -> list[Path]:
+    """Checkpoints that an owner has set aside as damaged."""
+    return _with_prefix(folder, _DAMAGED)
+
+
+def _with_prefix(folder: Path, prefix: str) -> list[Path]:
+    try:
+        return sorted(folder / name for name in names_in(folder) if name.startswith(f"{prefix}{STEP_PREFIX}"))
+    except OSError as error:
+        raise UnreadableNow(folder, error) from error
 
 
 def supersede_after(folder: Path, step: int, *, keep: Path | None = None) -> None:
@@ -291,12 +311,14 @@ def supersede_after(folder: Path, step: int, *, keep: Path | None = None) -> Non
 
 
 def prune(folder: Path, retention: Retention) -> None:
-    """Drop what nobody wants any more. Call it only after the newest one was verified."""
-    states = {path: state for path in step_folders(folder) if (state := _state_or_none(path)) is not None}
+    """Drop what no rule keeps. Call it only after the newest one was verified. What cannot be read stays."""
+    states = _readable_states(step_folders(folder))
     kept = choose_kept(states, retention)
     kept |= {path for name in ("latest", "best") for path in [pointed_at(folder, name)] if path is not None}
-    superseded = [path for path in folder.glob(f"{_SUPERSEDED}*") if not (_state_or_none(path) or {}).get("keep")]
-    for path in [*(path for path in states if path not in kept), *superseded]:
+    superseded = _readable_states(_with_prefix(folder, _SUPERSEDED))
+    dropped = [path for path in states if path not in kept]
+    dropped += [path for path, state in superseded.items() if not state.get("keep")]
+    for path in dropped:
         # Killed halfway, this must not leave half a checkpoint under its name.
         with suppress(FileNotFoundError):  # a listing may be older than our own last rename
             shutil.rmtree(_rename(path, f"{_TEMPORARY}old-"))
@@ -321,48 +343,13 @@ def _merit(state: dict[str, Any]) -> tuple[float, float]:
     return _NO_MERIT if math.isnan(sum(merit)) else merit
 
 
-def _state_or_none(path: Path) -> dict[str, Any] | None:
-    try:
-        return read_state(path)
-    except DamagedCheckpoint:
-        return None
-
-
-def adopt_best(source: Path, folder: Path, step: int) -> None:
-    """Point `best` at the checkpoint a resumed state calls its best, taken along if it lies in another folder.
-
-    A killed save may have left the link on the one before; a run that went back, on one that is no longer its own.
-    Where the best was never saved for want of room, the link stays on the best that was.
-    """
-    best = source / f"{STEP_PREFIX}{step:08}"
-    if source.resolve() != folder.resolve() and (best / MANIFEST).exists():
-        best = _copy(best, folder) or best
-    if best.parent.resolve() == folder.resolve() and (best / MANIFEST).exists():
-        if pointed_at(folder, "best") != folder / best.name:
-            point(folder, "best", best)
-        return
-    current = pointed_at(folder, "best")
-    if current is not None and step_of(current) <= step:
-        return
-    (folder / "best").unlink(missing_ok=True)
-    if step > 0:
-        _log.warning("warning: the best checkpoint so far, of step %d, is not there any more", step)
-
-
-def _copy(path: Path, folder: Path) -> Path | None:
-    """A checkpoint in another folder, verified there before it gets its name; None if that cannot be."""
-    temporary = temporary_folder(folder, step_of(path))
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        manifest = inspect_checkpoint(path).manifest
-        temporary.mkdir(parents=True)
-        for name in (*manifest.files, MANIFEST):
-            shutil.copyfile(path / name, temporary / name, follow_symlinks=False)
-        return take_in(temporary)
-    except (DamagedCheckpoint, OSError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        _log.warning("warning: the best checkpoint %s was not taken along: %s", path, error)
-        return None
+def _readable_states(paths: list[Path]) -> dict[Path, dict[str, Any]]:
+    """Of those checkpoints whose state can be read: of the others it is not known whether they must be kept."""
+    states = {}
+    for path in paths:
+        with suppress(DamagedCheckpoint, UnreadableNow):
+            states[path] = read_state(path)
+    return states
 
 
 def list_leftovers(folder: Path) -> list[Path]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.fetch import push
-from paceline.checkpoints.store import Listed, list_checkpoints, list_set_aside, pointed_at
+from paceline.checkpoints.listing import Listed, list_checkpoints
+from paceline.checkpoints.store import list_set_aside, pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
 from paceline.runs.folder import RunFolder, require_run_folder
 
@@ -16,7 +17,7 @@ usage: paceline checkpoints RUN [--verify] [--json]
        paceline checkpoints RUN --push
 
 List the checkpoints of a run, oldest first. Manifests and sizes are always checked, with --verify every bit.
-Exit code 4 if one is damaged. What was set aside earlier is listed too, and does not count.
+Exit code 4 if one is damaged or cannot be read now. What was set aside earlier is listed too, and does not count.
 --push: send a run that is mirrored to an object store there again, if its store was left behind.
 """
 _LONGEST_WORD = 20
@@ -40,7 +41,7 @@ def run(arguments: list[str]) -> int:
         print(json.dumps({"verified": is_thorough, "checkpoints": entries, "set_aside": aside}, indent=2))
     else:
         _print_table(folder, entries, aside)
-    return EXIT_CHECKPOINT if any(item.damage for item in listed) else EXIT_FINISHED
+    return EXIT_CHECKPOINT if any(item.damage or item.unreadable for item in listed) else EXIT_FINISHED
 
 
 def _folder_of(arguments: list[str]) -> Path:
@@ -77,9 +78,16 @@ def _describe(item: Listed, folder: Path, is_thorough: bool) -> dict[str, Any]:
         "is_kept": bool(item.state.get("keep")),
         "is_best": pointed_at(folder, "best") == item.path,
         "is_latest": pointed_at(folder, "latest") == item.path,
-        "verdict": "damaged" if damage else "whole" if is_thorough else "sizes agree",
+        "verdict": _verdict(item, is_thorough),
         "damage": {"file": damage.file, "expected": damage.expected, "got": damage.got} if damage else None,
+        "unreadable": str(item.unreadable.got) if item.unreadable else None,
     }
+
+
+def _verdict(item: Listed, is_thorough: bool) -> str:
+    if item.unreadable:
+        return "unreadable now"
+    return "damaged" if item.damage else "whole" if is_thorough else "sizes agree"
 
 
 def _epoch_of(state: dict[str, Any]) -> float | None:
@@ -105,6 +113,9 @@ def _print_table(folder: Path, entries: list[dict[str, Any]], aside: list[str]) 
         damage = entry["damage"]
         print(f"damaged: {folder / entry['name'] / damage['file']}")
         print(f"  expected {damage['expected']}, got {damage['got']}")
+    for entry in entries:
+        if entry["unreadable"]:
+            print(f"cannot be read now: {folder / entry['name']}: {entry['unreadable']}")
     if bad:
         print(f"{len(bad)} of {len(entries)} damaged; --resume auto goes on from the newest that is whole")
 

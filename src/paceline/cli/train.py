@@ -25,6 +25,7 @@ from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.screen import OUTPUT, output_mode, say
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import read_note
+from paceline.runs.patience import read_patiently
 from paceline.runs.place import decide_place
 from paceline.runs.stores import is_url, local_path
 from paceline.world.detect import (
@@ -155,7 +156,7 @@ def _inspect_named_checkpoint(resume: str) -> None:
     if resume in ("", "auto") or not os.path.lexists(path / MANIFEST):
         return
     try:
-        inspect_checkpoint(path)
+        read_patiently(f"reading {path.name}", path, lambda: inspect_checkpoint(path))
     except DamagedCheckpoint as found:
         raise damaged_error(path, found) from found
 

@@ -219,6 +219,9 @@ class RunConfig:
     best_is_latest: bool = False
     """Resume from the best checkpoint instead of the newest."""
 
+    start_over_if_damaged: bool = False
+    """Start at step 0 if every checkpoint of the run is damaged; else such a run ends with exit code 4."""
+
     init_from: str = ""
     """Start a new run from the weights of a run, checkpoint or file, where names and shapes match."""
 

@@ -29,6 +29,7 @@ from paceline.metrics.screen import erase_live_line, fit_to
 from paceline.report.run_page import write_run_page
 from paceline.runs.folder import RunFolder
 from paceline.runs.members import OWNER_ID, drop_dead_members
+from paceline.runs.patience import UnreadableNow
 from paceline.world.detect import Nodes
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
@@ -62,6 +63,7 @@ class Supervisor:
         self._is_first = job.nodes.own == 0
         self._owner_id = ""  # only the first node's supervisor owns the folder
         self._lost: OwnerLost | None = None
+        self._last_saved_step = 0
         self._status_before = job.folder.read_status()  # of an earlier run that this one goes on with
 
     def run(self) -> int:
@@ -171,8 +173,10 @@ class Supervisor:
 
     def _saved_step(self) -> int:
         """Of the newest checkpoint; the ranks verify it before they use it."""
-        steps = [step_of(path) for path in step_folders(self._job.folder.checkpoints)]
-        return max(steps, default=0)
+        with suppress(UnreadableNow):  # the newest that was seen before, then
+            steps = [step_of(path) for path in step_folders(self._job.folder.checkpoints)]
+            self._last_saved_step = max(steps, default=0)
+        return self._last_saved_step
 
     # --- What a person reads
 

@@ -15,6 +15,7 @@ import errno
 import json
 import logging
 import os
+import re
 import socket
 import stat
 import time
@@ -30,6 +31,7 @@ from paceline.runs import lock
 from paceline.runs.machine import THIS_MACHINE
 from paceline.runs.members import Member
 from paceline.runs.owner import LOCK
+from paceline.runs.patience import names_in, read_patiently
 
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
@@ -37,6 +39,7 @@ ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
 MIRROR_NOTE = "mirror.json"
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_STEP_FOLDER = re.compile(r"((damaged|replaced)-)?step-[0-9]+")
 
 
 def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
@@ -169,7 +172,7 @@ class RunFolder:
 
     @property
     def holds_a_run(self) -> bool:
-        return self.config.exists() or self.metrics_jsonl.exists()
+        return self.config.exists() or self.metrics_jsonl.exists() or has_checkpoint(self.path)
 
     def log_of(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
@@ -279,11 +282,16 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def has_checkpoint(path: Path) -> bool:
-    """Whether this is a checkpoint, or a run folder or checkpoints folder that holds one."""
-    folders = ("", "checkpoints/")
-    steps = [f"{inside}{replaced}step-*/" for inside in folders for replaced in ("", "replaced-")]
-    patterns = [f"{step}{CHECKPOINT_MARK}" for step in ("", *steps)]
-    return any(True for pattern in patterns for _ in path.glob(pattern))
+    """Whether this is a checkpoint, or a run folder or checkpoints folder that holds one, also a damaged one.
+
+    A folder that cannot be read is an error: taken for an empty one, it would start a run at step 0.
+    """
+
+    def look() -> bool:
+        names = names_in(path)
+        return CHECKPOINT_MARK in names or any(map(_STEP_FOLDER.fullmatch, [*names, *names_in(path / "checkpoints")]))
+
+    return read_patiently("looking for checkpoints", path, look)
 
 
 def require_run_folder(path: Path) -> None:
@@ -315,5 +323,7 @@ def new_run_folder(recipe_name: str) -> Path:
 
 def newest_run_folder(recipe_name: str) -> Path | None:
     """The newest run of this recipe that has a checkpoint to go on from."""
-    runs = [path for path in RUNS.glob(f"{recipe_name}-[0-9]*") if has_checkpoint(path)]
-    return max(runs, key=lambda path: path.name, default=None)
+    is_run = re.compile(re.escape(recipe_name) + r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?").fullmatch
+    names = read_patiently("looking for runs", RUNS, lambda: names_in(RUNS))
+    newest_first = sorted((name for name in names if is_run(name)), reverse=True)
+    return next((RUNS / name for name in newest_first if has_checkpoint(RUNS / name)), None)

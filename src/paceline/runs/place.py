@@ -9,6 +9,7 @@ from pathlib import Path
 from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
 from paceline.runs.folder import CHECKPOINT_MARK, RunFolder, has_checkpoint, new_run_folder, newest_run_folder
+from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
 
 
@@ -26,6 +27,8 @@ def decide_place(loaded: LoadedConfig, *, is_restart: bool = False) -> RunPlace:
     """
     run = loaded.config.run
     given = local_path(run.output_dir, loaded.where("output_dir")) if run.output_dir else None
+    if given is not None:
+        read_patiently("looking for the run", given, lambda: is_present(given) and is_present(given / "checkpoints"))
     if is_restart:
         return _place_for_restart(loaded, given)
     if given is not None and given.exists() and not given.is_dir():

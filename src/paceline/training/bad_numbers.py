@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoints.payload import Piece, local_box, write_pieces
-from paceline.checkpoints.resume import choose_checkpoint
 from paceline.data.loader import Batch
 from paceline.errors import NonFiniteError
 from paceline.parallel.collectives import gather_texts
@@ -80,9 +79,9 @@ def leave_out(ride: Ride, batch: Batch, fault: str) -> None:
 
 def roll_back(ride: Ride, cause: RollBack) -> None:
     """All ranks take over the newest whole checkpoint; the step that went wrong will be jumped over."""
-    ride.checkpoints.wait()
+    ride.guards.enter("save", ride.state.step)
     ride.checkpoints.finish()
-    checkpoint = choose_checkpoint(ride.folder.checkpoints, ride.world, prefer_best=False)
+    checkpoint = ride.checkpoints.choose(ride.folder.checkpoints)
     if checkpoint is None:
         raise NonFiniteError(str(cause), got="no checkpoint to go back to", hint="--save-steps 100")
     ride.rollbacks[checkpoint.step] = ride.rollbacks.get(checkpoint.step, 0) + 1

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from paceline.checkpoints.best import adopt_best
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.resume import choose_checkpoint
-from paceline.checkpoints.store import Retention, adopt_best
+from paceline.checkpoints.store import Retention
 from paceline.config.fields import flatten
 from paceline.config.schema import Config
 from paceline.metrics.console import Console
 from paceline.metrics.recorder import Recorder, inherit_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import read_note
+from paceline.runs.patience import read_patiently
 from paceline.runs.place import RunPlace, owner_of
 from paceline.training.guards import Guards
 from paceline.training.narrate import describe_run
@@ -96,12 +97,12 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
 def _resume_or_start(
     config: Config, world: World, place: RunPlace, rig: Rig, console: Console, checkpoints: CheckpointManager
 ) -> TrainState:
-    if place.resume_from is None:
-        return TrainState()
-    prefer_best = config.run.best_is_latest and not place.is_restart
-    checkpoint = choose_checkpoint(place.resume_from, world, prefer_best=prefer_best)
+    checkpoint = None
+    if place.resume_from is not None:
+        prefer_best = config.run.best_is_latest and not place.is_restart
+        checkpoint = checkpoints.choose(place.resume_from, prefer_best=prefer_best)
     if checkpoint is None:
-        console.note(f"note      no whole checkpoint is left in {place.resume_from}; starting from the beginning")
+        checkpoints.begin_at_zero(place.resume_from, may_drop_damaged=config.run.start_over_if_damaged)
         return TrainState()
     state = rig.resume(checkpoint, world)
     if checkpoint.path.parent.resolve() == RunFolder(place.folder).checkpoints.resolve():
@@ -109,7 +110,8 @@ def _resume_or_start(
     console.note(f"resumed   at step {state.step} from {checkpoint.path}")
     if world.is_primary:
         best_step = state.best_epoch * rig.plan.steps_per_epoch
-        adopt_best(checkpoint.path.parent, RunFolder(place.folder).checkpoints, best_step)
+        own = RunFolder(place.folder).checkpoints
+        read_patiently("pointing best", own, lambda: adopt_best(checkpoint.path.parent, own, best_step))
     return state
 
 

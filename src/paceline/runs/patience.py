@@ -1,0 +1,73 @@
+"""Reads from storage that may not answer for a while: repeated for a limited time, then ended with exit code 4.
+
+An error of the storage says nothing about the bytes. It is never a reason to rename or delete a checkpoint, to take an
+older one, or to start a run at step 0. Only bytes that were read and are wrong are damage.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from paceline.errors import CheckpointError
+
+_log = logging.getLogger("paceline")
+PATIENCE = "PACELINE_READ_PATIENCE_S"
+_PATIENCE_S = 30.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
+_T = TypeVar("_T")
+
+
+class UnreadableNow(CheckpointError):
+    """The storage did not give the bytes. Whether they are good is not known."""
+
+    def __init__(self, path: Path | str, error: OSError) -> None:
+        super().__init__(
+            "checkpoints cannot be read now",
+            where=str(path),
+            got=error.strerror or str(error),
+            hint="nothing was renamed or deleted; make the path readable, then start again with --resume auto",
+        )
+
+
+def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
+    """Repeat a read until it works or the time is up; then raise UnreadableNow. A missing file is not repeated."""
+    limit_s = float(os.environ.get(PATIENCE, _PATIENCE_S))
+    deadline, pause_s, is_told = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
+    while True:
+        try:
+            return read()
+        except (FileNotFoundError, NotADirectoryError):
+            raise
+        except (OSError, UnreadableNow) as error:
+            found = error if isinstance(error, UnreadableNow) else UnreadableNow(path, error)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise found from (error if isinstance(error, OSError) else error.__cause__)
+            if not is_told:
+                is_told = True
+                _log.warning("warning: %s: %s; trying again for up to %.0f s", what, found.got, limit_s)
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+
+def is_present(path: Path) -> bool:
+    """Whether there is anything under this name. Raises OSError if the storage does not answer: `Path.exists` and
+    `Path.glob` may say no then."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True
+
+
+def names_in(folder: Path) -> list[str]:
+    """The names in a folder, none if there is no such folder. Raises OSError if the storage does not answer."""
+    try:
+        return os.listdir(folder)  # noqa: PTH208 - only the names, and its errors
+    except (FileNotFoundError, NotADirectoryError):
+        return []
