@@ -56,6 +56,13 @@ def test_resume_on_the_gpu(tmp_path: Path) -> None:
     assert hashes[0] == hashes[1]
 
 
+def test_a_model_that_counts_on_the_host_is_not_recorded(tmp_path: Path) -> None:
+    """A recording would use the same layers in every step. Warming up leaves the count as it is."""
+    flags = ("--model-name=harness.branching_model:build_counting", "--no-amp", "--deterministic")
+    recorded, plain = (train(tmp_path / mode, *flags, f"--compile={mode}") for mode in ("auto", "never"))
+    assert recorded == plain
+
+
 def test_compiled_model_trains(tmp_path: Path) -> None:
     assert train(tmp_path, "--compile", "always")[-1] < 2.4
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from paceline.config.load import load_config
@@ -14,7 +15,9 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.training import recorded_step
 from paceline.training.loop import train
+from paceline.training.rig import build_rig
 from paceline.world.detect import ALONE, build_world
+from paceline.world.recorded import Recorded
 
 QUICK = ["--num-samples=320", "--epochs=2", "--global-batch-size=64", "--track", "--device=cpu", "--omp-num-threads=1"]
 
@@ -22,7 +25,7 @@ QUICK = ["--num-samples=320", "--epochs=2", "--global-batch-size=64", "--track",
 class PlayedAtOnce:
     """Stands in for a recording where there is no GPU: the work itself, each time."""
 
-    def __init__(self, work: Callable[..., Any]) -> None:
+    def __init__(self, work: Callable[..., Any], *_: Any) -> None:
         self._work = work
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -43,7 +46,7 @@ class PlayedAtOnce:
 class RefusedAtFirst(PlayedAtOnce):
     """Gradients cannot be recorded; an update could, and would for ever use those that lay there when it was."""
 
-    def __init__(self, work: Callable[..., Any]) -> None:
+    def __init__(self, work: Callable[..., Any], *_: Any) -> None:
         super().__init__(work)
         self._old: list[Tensor] | None = None
 
@@ -96,3 +99,38 @@ def test_gradients_that_cannot_be_recorded_are_used_by_plain_updates(
     monkeypatch.setattr(recorded_step, "can_record", lambda *_: True)
     monkeypatch.setattr(recorded_step, "Recorded", RefusedAtFirst)
     assert weights_after(tmp_path / "refused") == plain
+
+
+class Stateful:
+    """Work that counts, and what of it the host can read."""
+
+    def __init__(self, changes: bool) -> None:
+        self.changes, self.count = changes, 0
+
+    def work(self, inputs: Tensor) -> Tensor:
+        self.count += self.changes
+        return inputs + 1
+
+    def read(self) -> int:
+        return self.count
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_work_that_changes_the_host_is_never_recorded(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
+    """Each of its calls may be another one; the recording itself is left out here, as it needs a GPU."""
+    stateful, recordings = Stateful(changes), []
+    work = Recorded(stateful.work, stateful.read)
+    monkeypatch.setattr(work, "_record", recordings.append)
+    for _ in range(4):
+        assert work(torch.ones(1)) == 2
+    assert len(recordings) == (0 if changes else 2)  # tried at every call from the third on
+
+
+def test_the_warm_up_of_a_fake_recording_leaves_the_counts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that counts its calls begins at zero, whether steps are recorded or not."""
+    monkeypatch.setattr(recorded_step, "can_record", lambda *_: True)
+    monkeypatch.setattr(recorded_step, "Recorded", PlayedAtOnce)
+    config = load_config("shapes-cnn", [*QUICK, "--model-name=harness.branching_model:build_counting"]).config
+    rig = build_rig(config, build_world(config.parallel, ALONE))
+    assert isinstance(rig.step, recorded_step.RecordedStep)
+    assert rig.model.module.calls == 0

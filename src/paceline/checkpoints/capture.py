@@ -95,6 +95,8 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
                 state[key] = saved.read(full_key).to(parameter.device if is_fused else "cpu")
         if state:
             optimizer.state[parameter] = state
+        else:  # a layer that no step had used by then; after a roll-back the optimizer may know of later ones
+            optimizer.state.pop(parameter, None)
 
 
 def gather_whole(tensors: Tensors, device: str) -> Tensors:

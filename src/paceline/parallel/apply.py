@@ -19,6 +19,7 @@ from paceline.config.schema import Config
 from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.exposed import Exposed, find_last_gradient
 from paceline.parallel.parts import local_part
+from paceline.parallel.presence import PASSENGERS, Presence, UnusedParameters
 from paceline.parallel.shared_gradients import SharedGradients, share_gradients
 from paceline.world.detect import World
 
@@ -34,11 +35,15 @@ class ParallelModel:
     passenger: nn.Parameter | None = None  # rides in DDP's buckets: see _WithPassenger
     shared: SharedGradients | None = None  # instead of DDP, between ranks on the CPUs of one node
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
+    shards_present: Callable[[], list[bool]] | None = None  # which gradients a sharded model's last backward pass made
     _buckets: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         # Walking through the modules takes longer than anything done with the list at a step.
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self._unused = UnusedParameters(self._trained)
+        self._presence = Presence(self._trained)
+        self._present = torch.empty(0)  # of the last step, added up over ranks
 
     def __call__(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.forward(inputs)
@@ -48,8 +53,44 @@ class ParallelModel:
         """Whether the next backward pass also sums gradients over ranks: only the last microbatch's does."""
         if isinstance(self.forward, DistributedDataParallel):
             self.forward.require_backward_grad_sync = enabled
+            if enabled:
+                self._unused.note_gradients()
         elif self.strategy == "fsdp":
             self.forward.set_requires_gradient_sync(enabled)
+
+    def finish_backward(self, objective: Tensor, mine: Tensor) -> None:
+        """After the backward pass of the last microbatch under DDP. `mine` are this rank's passengers. Collective.
+
+        Handed in as if they were gradients, this rank's share of the agreement and zeros for what its samples did not
+        use travel like gradients. They come last, when it is known what was used; DDP then finishes its sums.
+        """
+        assert self.passenger is not None
+        present = self._presence.mine()
+        unused = self._unused.find(objective)
+        numbers = torch.cat([mine.to(present), present])
+        torch.autograd.backward([self.passenger, *unused], [numbers, *(torch.zeros_like(one) for one in unused)])
+
+    def take_passengers(self) -> Tensor:
+        """After the last backward pass under DDP: the mean of the passengers, and of the missing gradients."""
+        assert self.passenger is not None
+        assert self.passenger.grad is not None
+        numbers = self.passenger.grad.clone()
+        self.passenger.grad.zero_()  # it lies in a bucket, whose norm is the gradients'
+        self.passenger.grad = None
+        self._present = numbers[-self._presence.size :]
+        return numbers[: PASSENGERS + 1]
+
+    def shard_presence(self) -> Tensor:
+        """Which gradients this rank's samples made, as numbers to be added up; under FSDP."""
+        assert self.shards_present is not None
+        return self._presence.of(self.shards_present())
+
+    def drop_absent(self, total: Tensor | None = None) -> None:
+        """Parameters that no rank has used have no gradient. `total`: of `shard_presence`, under FSDP."""
+        if self.shared is not None:
+            self.shared.drop_absent()
+        else:
+            self._presence.drop_absent(self._present if total is None else total)
 
     def bytes_to_sum(self) -> int:
         """What a rank sends per step for an all-reduce of the gradients; sharded models count by themselves."""
@@ -118,29 +159,36 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         shared = share_gradients(model, world) if dtype is not torch.float16 else None
         if shared is not None:
             return ParallelModel(model, forward, strategy, dtype, shared=shared)
-        carriage = _WithPassenger(model, forward, device)
+        trained = sum(parameter.requires_grad for parameter in model.parameters())
+        carriage = _WithPassenger(model, forward, device, numbers=PASSENGERS + 1 + trained)
         forward = _wrap_ddp(carriage, device)
         return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
     exposed = Exposed(device)
     if strategy == "fsdp":
-        from paceline.parallel.sharding import follow_shards, shard  # it takes a second, and few runs need it
+        # It takes a second, and few runs need it.
+        from paceline.parallel.sharding import ShardPresence, follow_shards, shard
 
         forward = shard(model, world, dtype, offload=config.parallel.cpu_offload)
         follow_shards(model, exposed, device)
+        present = ShardPresence(model).take if world.world_size > 1 else None
+        return ParallelModel(model, forward, strategy, dtype, exposed=exposed, shards_present=present)
     return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
 
 
 class _WithPassenger(nn.Module):
-    """A model and two more numbers, whose gradients DDP averages along with the model's.
+    """A model and a few more numbers, whose gradients DDP averages along with the model's.
 
-    A rank that gives them the "gradients" (stop wanted, loss) learns, after the backward pass, whether any rank
-    wants to stop and the mean loss of all, without a collective of their own. No optimizer knows of them.
+    A rank that gives them the "gradients" (stop wanted, loss, which gradients it has) learns, after the backward pass,
+    whether any rank wants to stop, the mean loss of all and which gradients exist, without a collective of their own.
+    No optimizer knows of them.
     """
 
-    def __init__(self, model: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, run: Callable[[Tensor], Tensor], device: torch.device, *, numbers: int
+    ) -> None:
         super().__init__()
         self.model = model
-        self.passenger = nn.Parameter(torch.zeros(2, device=device))
+        self.passenger = nn.Parameter(torch.zeros(numbers, device=device))
         self._run = [run]  # in a list: a compiled model would count as a second one
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -167,12 +215,13 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     """
     if model.passenger is None:
         return
-    before = [buffer.clone() for buffer in model.module.buffers()]
+    before, counts = [buffer.clone() for buffer in model.module.buffers()], PlainAttributes(model.module)
     # As training will run it: a compiled model would have to be compiled again for another precision.
     with torch.autocast(example.device.type, model.autocast_dtype, enabled=model.autocast_dtype is not None):
         logits = model(example)
-    objective = (logits.float().sum() + model.passenger.sum()) * 0.0
+    objective = logits.float().sum() * 0.0
     last = find_last_gradient(model.module, objective.backward)
+    model.finish_backward(objective, model.passenger.new_zeros(PASSENGERS))
     if last is not None:
         model.exposed.follow_last_gradient(last)
     model.module.zero_grad(set_to_none=True)
@@ -180,3 +229,20 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     with torch.no_grad():
         for buffer, value in zip(model.module.buffers(), before, strict=True):
             buffer.copy_(value)
+    counts.restore()
+
+
+class PlainAttributes:
+    """Numbers and words that the layers of a model keep on the host: a count of its calls, say."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers = list(model.modules())
+        self._before = self.read()
+
+    def read(self) -> list[dict[str, Any]]:
+        kinds = bool | int | float | str
+        return [{key: value for key, value in vars(part).items() if isinstance(value, kinds)} for part in self._layers]
+
+    def restore(self) -> None:
+        for layer, values in zip(self._layers, self._before, strict=True):
+            vars(layer).update(values)

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from paceline.parallel.collectives import tree_sum
 from paceline.parallel.node_sum import open_node_sum
+from paceline.parallel.presence import PASSENGERS, Presence
 from paceline.world.detect import World
-
-PASSENGERS = 2  # numbers that ride along with the gradients: whether to stop, and the loss
 
 
 class LaneReducer:
@@ -33,11 +32,13 @@ class LaneReducer:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-        size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers)) + PASSENGERS
+        self._presence = Presence(self._parameters)
+        size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers)) + PASSENGERS + self._presence.size
         self._padding = -size % world.world_size
         self._node_sum = open_node_sum(size + self._padding, world)
         self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), left to right
         self._start: list[Tensor] = []
+        self._present = torch.empty(0)  # of the last step, added up over lanes
 
     @property
     def lanes_per_rank(self) -> int:
@@ -71,7 +72,7 @@ class LaneReducer:
             for parameter in self._parameters
         ]
         parts += [buffer.reshape(-1).to(torch.float32) for buffer in self._buffers]
-        parts += [passengers.to(parts[0]), parts[0].new_zeros(self._padding)]
+        parts += [passengers.to(parts[0]), self._presence.mine().to(parts[0]), parts[0].new_zeros(self._padding)]
         vector, height = torch.cat(parts), 0
         while self._subtrees and self._subtrees[-1][0] == height:
             vector = self._subtrees.pop()[1] + vector
@@ -82,7 +83,8 @@ class LaneReducer:
     def end_step(self) -> Tensor:
         """Finish the tree over ranks and put gradients and statistics where they belong.
 
-        Returns the mean of the passengers over all lanes.
+        Returns the mean of the passengers over all lanes and, if it is not 0, that some lane misses a gradient: see
+        `drop_absent`.
         """
         ((_, vector),) = self._subtrees
         self._subtrees.clear()
@@ -98,7 +100,12 @@ class LaneReducer:
             part = vector[position : position + buffer.numel()]
             buffer.copy_(part.view(buffer.shape) / self._lanes)
             position += buffer.numel()
-        return vector[position : position + PASSENGERS] / self._lanes
+        self._present = vector[position + PASSENGERS : position + PASSENGERS + self._presence.size]
+        return vector[position : position + PASSENGERS + 1] / self._lanes
+
+    def drop_absent(self) -> None:
+        """After `end_step`: parameters that no lane has used have no gradient."""
+        self._presence.drop_absent(self._present)
 
     def _finish_tree(self, vector: Tensor) -> Tensor:
         ranks = self._world.world_size

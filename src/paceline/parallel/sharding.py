@@ -76,3 +76,57 @@ class _TimedReduceScatter(DefaultReduceScatter):
         work = super().__call__(output_tensor, input_tensor, *args, **kwargs)
         self._exposed.exchanged(began, input_tensor.nbytes - output_tensor.nbytes)
         return work
+
+
+class ShardPresence:
+    """Which parameters of a sharded model a step's samples have used.
+
+    A group of shards is summed over ranks as a whole, so ranks must agree on what it holds: where a group has run,
+    zeros stand for what this rank's samples did not use. A group that has not run here has not run on any rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._present: set[int] = set()  # identities of parameters
+        self._has_run: set[int] = set()  # identities of groups
+        for module in model.modules():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            if group is not None:
+                self._watch(module, group)
+
+    def take(self) -> list[bool]:
+        """Of the step since the last call, a value for each trained parameter."""
+        present = [id(parameter) in self._present for parameter in self._parameters]
+        self._present.clear()
+        self._has_run.clear()
+        return present
+
+    def _watch(self, module: nn.Module, group: Any) -> None:
+        module.register_forward_hook(lambda *_: self._has_run.add(id(group)))
+        sum_gradients = group.post_backward
+
+        def fill_and_sum(*unused: Any) -> None:
+            if group.reduce_grads and id(group) in self._has_run:
+                self._fill(group)
+            sum_gradients(*unused)
+
+        group.post_backward = fill_and_sum
+
+    def _fill(self, group: Any) -> None:
+        """Note what has a gradient, and give zeros to the rest."""
+        trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
+        # With microbatches and mixed precision, what earlier ones left is kept in the type in which it is summed.
+        kept = next((one.unsharded_accumulated_grad.dtype for one in trained if _has_kept(one)), None)
+        for one in trained:
+            weight = one._unsharded_param
+            if _has_kept(one) or weight.grad is not None:
+                self._present.add(id(one.sharded_param))
+            if kept is None and weight.grad is None:
+                weight.grad = torch.zeros_like(weight)
+            elif kept is not None and not _has_kept(one):
+                gradient = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                one.unsharded_accumulated_grad, weight.grad = gradient.to(kept), None
+
+
+def _has_kept(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None

@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.node_sum import NodeSum, open_node_sum
+from paceline.parallel.presence import PASSENGERS, Presence
 from paceline.world.detect import World
-
-_PASSENGERS = 2  # numbers that ride along: whether to stop, and the loss
 
 
 def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
@@ -23,11 +22,13 @@ def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or any(parameter.dtype != torch.float32 for parameter in parameters):
         return None
-    node_sum = open_node_sum(sum(parameter.numel() for parameter in parameters) + _PASSENGERS, world)
+    presence = Presence(parameters)
+    size = sum(parameter.numel() for parameter in parameters) + PASSENGERS + presence.size
+    node_sum = open_node_sum(size, world)
     if node_sum is None:
         return None
     _begin_alike(model)
-    return SharedGradients(parameters, node_sum, world.world_size)
+    return SharedGradients(parameters, presence, node_sum, world.world_size)
 
 
 @torch.no_grad()
@@ -42,8 +43,9 @@ def _begin_alike(model: nn.Module) -> None:
 class SharedGradients:
     """Of this rank's model."""
 
-    def __init__(self, parameters: list[nn.Parameter], node_sum: NodeSum, ranks: int) -> None:
+    def __init__(self, parameters: list[nn.Parameter], presence: Presence, node_sum: NodeSum, ranks: int) -> None:
         self._parameters = parameters
+        self._presence = presence
         self._sum = node_sum
         self._share = 1 / ranks
         self.norm = 0.0  # of all gradients, after the last `average`
@@ -51,19 +53,27 @@ class SharedGradients:
         places = list(zip(parameters, starts, strict=True))
         self._mine = [_view(node_sum.mine, start, parameter) for parameter, start in places]
         self._mean = [_view(node_sum.total, start, parameter) for parameter, start in places]
-        self._passengers = node_sum.mine[self._size :], node_sum.total[self._size :]
+        ends = [self._size, self._size + PASSENGERS]
+        self._row = [*self._mine, *node_sum.mine.tensor_split(ends)[1:]]
+        self._agreed = node_sum.total[self._size : ends[1] + 1]  # the passengers, and how many gradients are missing
+        self._present = node_sum.total[ends[1] :]
 
     @torch.no_grad()
     def average(self, passengers: Tensor) -> Tensor:
-        """Replace every gradient by its mean over ranks; returns the mean of the passengers. Collective."""
+        """Replace every gradient by its mean over ranks. Collective.
+
+        Returns the mean of the passengers and, if it is not 0, that some rank misses a gradient: see `drop_absent`.
+        """
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        torch._foreach_copy_(self._mine, gradients)
-        mine, mean = self._passengers
-        mine.copy_(passengers)
+        torch._foreach_copy_(self._row, [*gradients, passengers, self._presence.mine()])
         self.norm = self._sum.add_up(scale=self._share, measured=self._size)
         for parameter, gradient in zip(self._parameters, self._mean, strict=True):
             parameter.grad = gradient
-        return mean.clone()
+        return self._agreed.clone()
+
+    def drop_absent(self) -> None:
+        """After `average`: parameters that no rank has used have no gradient."""
+        self._presence.drop_absent(self._present)
 
     def gather(self, numbers: Tensor) -> Tensor:
         """A few numbers of every rank, a row for each. Collective."""

@@ -36,6 +36,7 @@ class Muon(torch.optim.Optimizer):
         # `fused` says where scalars of the state live: on the parameters' device.
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "held": None, "fused": True}
         super().__init__([group for group in groups if group["params"]], defaults)
+        self._even: dict[int, tuple[tuple[int, ...], bool]] = {}  # see _are_even
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -87,13 +88,28 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(means, gradients, 1 - first)
         torch._foreach_mul_(squares, second)
         torch._foreach_addcmul_(squares, gradients, gradients, 1 - second)
-        # Means of few steps are too small, all by the same share: every parameter has seen as many.
         sizes = torch._foreach_sqrt(squares)
         torch._foreach_add_(sizes, 1e-10)
         steps = torch._foreach_div(means, sizes)
-        full = rate * (1 - second ** counts[0]).sqrt() / (1 - first ** counts[0])
-        torch._foreach_mul_(steps, full)
+        # Means of few steps are too small, all by the same share where every parameter has seen as many.
+        if self._are_even(parameters, counts):
+            torch._foreach_mul_(steps, rate * (1 - second ** counts[0]).sqrt() / (1 - first ** counts[0]))
+        else:
+            for step, count in zip(steps, counts, strict=True):
+                step.mul_(rate * (1 - second**count).sqrt() / (1 - first**count))
         torch._foreach_sub_(parameters, steps)
+
+    def _are_even(self, parameters: list[Tensor], counts: list[Tensor]) -> bool:
+        """Whether all of them have seen as many steps; layers that some steps do not use have seen fewer.
+
+        Counts are read only where others are updated than last time, or from another place: it makes a GPU wait.
+        """
+        who = (id(counts[0]), *map(id, parameters))
+        known, is_even = self._even.get(len(parameters[0].shape), ((), False))
+        if known != who:
+            is_even = len(set(torch.stack(counts).tolist())) == 1
+            self._even[len(parameters[0].shape)] = who, is_even
+        return is_even
 
     def _remember(self, parameter: Tensor, name: str, like: Tensor) -> Tensor:
         state = self.state[parameter]

@@ -6,16 +6,18 @@ given up. Steps of several ranks, of --exact runs and under fp16 (whose scaler l
 
 from __future__ import annotations
 
+import random
 import time
 from contextlib import suppress
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from paceline.config.schema import Config
 from paceline.data.loader import Batch
-from paceline.parallel.apply import ParallelModel
+from paceline.parallel.apply import ParallelModel, PlainAttributes
 from paceline.training.optim import MovingAverage
 from paceline.training.step import StepReport, TrainStep, cut, total_norm
 from paceline.training.tally import DeviceTally
@@ -48,7 +50,7 @@ class RecordedStep(TrainStep):
         world: World,
     ) -> None:
         super().__init__(model, optimizer, average, config, world)
-        self._record_gradients = Recorded(self._make_gradients)
+        self._record_gradients = Recorded(self._make_gradients, self._host_state)
         self._record_update = Recorded(self._apply_gradients)
         # What changes from step to step lies in the GPU's memory, where recordings find it.
         self._lr, self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(3))
@@ -83,7 +85,7 @@ class RecordedStep(TrainStep):
 
     def warm_up(self, inputs: Tensor) -> None:
         """Compiling, choosing kernels and recording happen here, not in the first steps."""
-        touched = [*self._buffers, *self._trained]
+        touched, counts = [*self._buffers, *self._trained], PlainAttributes(self._model.module)
         before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step will tell
             self._record_gradients.prepare(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
@@ -97,10 +99,18 @@ class RecordedStep(TrainStep):
                         value.zero_()
             if self._average is not None:
                 self._average.restart()
+        counts.restore()
 
     def forget_recordings(self) -> None:
         self._record_gradients.forget()
         self._record_update.forget()
+
+    def _host_state(self) -> list[Any]:
+        """What a forward pass may draw or count on the host, and so run otherwise than when it was recorded."""
+        counted = PlainAttributes(self._model.module).read()
+        present = [parameter.grad is not None for parameter in self._trained]
+        drawn = [random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()]
+        return [counted, present, *drawn]
 
     def _make_gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         for parameter in self._trained:

@@ -91,19 +91,26 @@ class TrainStep:
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
         if self._model.shared is not None:
             self._tell_waiting()
-            stop, loss = agreed.tolist()
+            stop, loss, missing = agreed.tolist()
+            if missing:
+                self._model.drop_absent()
             return StepReport(sums, loss, self._model.shared.norm, stop > 0, self._busy_s)
         self.scaler.unscale_(self._optimizer)
         norm = total_norm(self._model.local_gradients())
         if self._model.strategy == "fsdp" and self._world.world_size > 1:
             # The norm of sharded gradients needs a collective anyway; the agreement rides in it.
-            row = torch.cat([norm.square().to(agreed).reshape(1), agreed])
-            norm_squared, *agreed_values = sum_over_ranks(row, self._world).tolist()
+            row = torch.cat([norm.square().to(agreed).reshape(1), agreed, self._model.shard_presence()])
+            summed = sum_over_ranks(row, self._world)
+            norm_squared, *agreed_values, missing = summed[: 2 + len(agreed)].tolist()
             norm_value = norm_squared**0.5
             stop, loss = (value / self._world.world_size for value in agreed_values)
+            if missing:
+                self._model.drop_absent(summed[1 + len(agreed) :])
         else:
             # The only moment a step waits for the device.
-            norm_value, stop, loss = torch.cat([norm.to(agreed).reshape(1), agreed]).tolist()
+            norm_value, stop, loss, *missing_count = torch.cat([norm.to(agreed).reshape(1), agreed]).tolist()
+            if any(missing_count):
+                (self._reducer or self._model).drop_absent()
         self._tell_waiting()
         return StepReport(sums, loss, norm_value, stop > 0, self._busy_s)
 
@@ -150,19 +157,12 @@ class TrainStep:
         """The rank's whole share at once; the strategy sums gradients over ranks."""
         seed_step(self._config.train.seed, step, self._world.rank)
         sums, mine = self._accumulate_gradients(batch.inputs, batch.labels, step, wants_stop, weight=1.0)
-        passenger = self._model.passenger
         if self._model.shared is not None:
             self.guards.enter("reduce", step + 1)
             agreed = self._model.shared.average(mine)
             self._model.exposed.count(self._bytes_to_sum)
             return sums[None], agreed
-        if passenger is None:
-            return sums[None], mine
-        assert passenger.grad is not None
-        agreed = passenger.grad.clone()
-        passenger.grad.zero_()  # it lies in a bucket, whose norm is the gradients'
-        passenger.grad = None
-        return sums[None], agreed
+        return sums[None], mine if self._model.passenger is None else self._model.take_passengers()
 
     def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """Lane by lane, as if each were a rank; the reducer sums them in its tree."""
@@ -222,12 +222,9 @@ class TrainStep:
             return loss, (logits.argmax(1) == labels).sum()
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
-        passenger = self._model.passenger
-        if passenger is None or mine is None:
-            objective.backward()
-        else:
-            # Handed in as if it were a gradient, the rank's share of the agreement travels like one.
-            torch.autograd.backward([objective, passenger], [None, mine])
+        objective.backward()
+        if self._model.passenger is not None and mine is not None:
+            self._model.finish_backward(objective, mine)
             self._model.exposed.backward_is_over()
             self._model.exposed.count(self._bytes_to_sum)
 

@@ -24,8 +24,10 @@ class Recorded:
     before the next one.
     """
 
-    def __init__(self, work: Callable[..., Any]) -> None:
+    def __init__(self, work: Callable[..., Any], read_host: Callable[[], Any] = lambda: None) -> None:
+        """`read_host`: what of the host the work may depend on. If the work changes it, each call is another one."""
         self._work = work
+        self._read_host = read_host
         self._calls = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._is_refused = False
@@ -37,7 +39,7 @@ class Recorded:
         if self._graph is None and self._calls > _PLAIN_CALLS and not self._is_refused:
             self._record(inputs)
         if self._graph is None:
-            return self._work(*inputs)
+            return self._work_plainly(*inputs)
         for own, given in zip(self._inputs, inputs, strict=True):
             own.copy_(given, non_blocking=True)
         self._graph.replay()
@@ -55,6 +57,16 @@ class Recorded:
     def forget(self) -> None:
         """Tensors the work uses have moved: begin again."""
         self._calls, self._graph, self._inputs, self._outputs = 0, None, (), None
+
+    def _work_plainly(self, *inputs: Tensor) -> Any:
+        if self._calls != _PLAIN_CALLS:
+            return self._work(*inputs)
+        before = self._read_host()  # in the last call before the recording: the first one may compile
+        answer = self._work(*inputs)
+        if before != self._read_host():
+            self._is_refused = True
+            _log.info("note: not recorded as a CUDA graph: each step draws or counts on the host")
+        return answer
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         self._inputs = tuple(given.clone() for given in inputs)
