@@ -8,7 +8,15 @@ from pathlib import Path
 
 from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
-from paceline.runs.folder import CHECKPOINT_MARK, RunFolder, has_checkpoint, new_run_folder, newest_run_folder
+from paceline.runs.folder import (
+    CHECKPOINT_MARK,
+    RUNS,
+    RunFolder,
+    has_checkpoint,
+    new_run_folder,
+    newest_run_folder,
+    read_json,
+)
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
 
@@ -20,17 +28,18 @@ class RunPlace:
     is_restart: bool = False  # another attempt of the same run, in its folder
 
 
-def decide_place(loaded: LoadedConfig, *, is_restart: bool = False) -> RunPlace:
+def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> RunPlace:
     """Turn output_dir and resume into paths of this machine; nothing is created yet.
 
     For a URL that is its working copy, into which `checkpoints.mirror` has fetched what the store holds.
+    restart_in: the folder of an earlier attempt of the same job.
     """
     run = loaded.config.run
     given = local_path(run.output_dir, loaded.where("output_dir")) if run.output_dir else None
     if given is not None:
         read_patiently("looking for the run", given, lambda: is_present(given) and is_present(given / "checkpoints"))
-    if is_restart:
-        return _place_for_restart(loaded, given)
+    if restart_in is not None:
+        return _place_for_restart(loaded, restart_in)
     if given is not None and given.exists() and not given.is_dir():
         raise UserError("output_dir is a file", where=loaded.where("output_dir"), got=run.output_dir)
     if not run.resume or (run.resume == "auto" and run.load_policy == "none"):
@@ -56,9 +65,26 @@ def decide_place(loaded: LoadedConfig, *, is_restart: bool = False) -> RunPlace:
     return RunPlace(given or owner_of(source), source)
 
 
-def _place_for_restart(loaded: LoadedConfig, given: Path | None) -> RunPlace:
+def find_folder_of_job(loaded: LoadedConfig, job: str) -> Path | None:
+    """The run that an earlier attempt of this job has begun and not finished.
+
+    Found by what the run itself has recorded. The newest run of the recipe may be another one, and may be finished.
+    """
+    run = loaded.config.run
+    named = [local_path(run.output_dir)] if run.output_dir else []
+    if not named:
+        named += [owner_of(local_path(run.resume))] if run.resume not in ("", "auto") else []
+        named += [loaded.recipe_path.parent] if loaded.recipe_path.name == "config.yaml" else []
+        named += sorted(RUNS.glob("*"), key=lambda path: path.name, reverse=True)
+    for path in named:
+        is_finished = RunFolder(path).read_status().get("status") == "finished"
+        if job and not is_finished and read_json(RunFolder(path).environment).get("job") == job:
+            return path
+    return None
+
+
+def _place_for_restart(loaded: LoadedConfig, folder: Path) -> RunPlace:
     """In the folder of the attempt before, from its checkpoint; without one, from where that attempt started."""
-    folder = given or newest_run_folder(loaded.recipe_name) or new_run_folder(loaded.recipe_name)
     if has_checkpoint(folder):
         return RunPlace(folder, folder, is_restart=True)
     resume = loaded.config.run.resume

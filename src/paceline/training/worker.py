@@ -26,7 +26,8 @@ from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
 from paceline.runs.members import OWNER_ID, Member, drop_dead_members
-from paceline.runs.place import RunPlace, decide_place
+from paceline.runs.place import RunPlace, decide_place, find_folder_of_job
+from paceline.runs.stores import local_path
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.narrate import tell_result
@@ -35,6 +36,7 @@ from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
 from paceline.world.group import process_group
 from paceline.world.heap import keep_freed_memory
+from paceline.world.job_identity import identify_job
 
 _log = logging.getLogger("paceline")
 
@@ -61,7 +63,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             _open_log(folder, world, environment.attempt)
             guards.open_folder(config, world, folder, environment.attempt)
             if world.is_primary:
-                _write_identity(folder, loaded, environment.attempt)
+                _write_identity(folder, loaded, environment)
             results = _train_with_status(config, world, place, guards)
         guards.close()  # a store that is behind holds up nobody but the primary, and is no hang
     return results
@@ -99,16 +101,17 @@ def _in_words(error: BaseException) -> str:
 
 def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnvironment) -> RunPlace:
     """The primary decides (its clock names the folder) and everybody follows, into its error too."""
-    is_restart = environment.attempt > 1
-    answer: dict[str, str] = {}
+    answer: dict[str, Any] = {}
     if world.is_primary:
         try:
-            is_first = not is_restart and not environment.is_supervised
+            before = _folder_of_attempt_before(loaded, environment)
+            is_first = before is None and not environment.is_supervised
             claim_store = prepare_store(loaded, tell=say) if is_first else None
-            place = decide_place(loaded, is_restart=is_restart)
+            place = decide_place(loaded, restart_in=before)
             if claim_store is not None:
                 claim_store()
-            answer = {"folder": str(place.folder), "resume_from": str(place.resume_from or "")}
+            resume = str(place.resume_from or "")
+            answer = {"folder": str(place.folder), "resume_from": resume, "is_restart": place.is_restart}
         except PacelineError:
             broadcast_text("{}", world)
             raise
@@ -116,7 +119,16 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
     if not answer:
         sys.exit(2)
     resume = answer["resume_from"]
-    return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, is_restart)
+    return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, answer["is_restart"])
+
+
+def _folder_of_attempt_before(loaded: LoadedConfig, environment: RankEnvironment) -> Path | None:
+    """None for the first attempt, and for one whose attempts before ended before they had a folder."""
+    if environment.attempt == 1:
+        return None
+    if environment.is_supervised:  # the supervisor owns the folder, and has named it
+        return local_path(loaded.config.run.output_dir)
+    return find_folder_of_job(loaded, identify_job())
 
 
 def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, held: ExitStack) -> Member:
@@ -175,7 +187,7 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
             os.dup2(file.fileno(), 2)
 
 
-def _write_identity(folder: RunFolder, loaded: LoadedConfig, attempt: int) -> None:
+def _write_identity(folder: RunFolder, loaded: LoadedConfig, environment: RankEnvironment) -> None:
     config = loaded.config
     # A rehearsed fault is not part of the run: its config must not strike again when somebody reuses it.
     plain = dataclasses.replace(config, guard=dataclasses.replace(config.guard, inject=""))
@@ -183,5 +195,6 @@ def _write_identity(folder: RunFolder, loaded: LoadedConfig, attempt: int) -> No
     # A run's own config.yaml, used again, stands for the recipe it was made from.
     is_copy = loaded.recipe_path.name == folder.config.name
     recipe = recipe_of(loaded.recipe_path.parent) if is_copy else loaded.recipe_name
-    write_json(folder.environment, {"recipe": recipe, **describe_environment()})
-    folder.write_status("running", step=0, attempt=attempt)
+    job = "" if environment.is_supervised else identify_job()
+    write_json(folder.environment, {"recipe": recipe, "job": job, **describe_environment()})
+    folder.write_status("running", step=0, attempt=environment.attempt)

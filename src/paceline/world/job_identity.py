@@ -1,0 +1,51 @@
+"""Which job of a launcher this process belongs to. All attempts of a job have one identity, and no other job has it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from paceline.runs.machine import THIS_MACHINE
+from paceline.runs.process_handle import stat_fields
+
+_RUN_ID = "TORCHELASTIC_RUN_ID"
+_NO_RUN_ID = "none"  # torchrun's default, the same for every job
+
+
+def identify_job(environment: Mapping[str, str] = os.environ) -> str:
+    """Empty where the launcher does not tell.
+
+    torchrun on one node is its agent process. On several nodes rank 0 may move to another agent: there the run id is
+    what they share.
+    """
+    slurm_job = "-".join(environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID")).strip("-")
+    run_id = environment.get(_RUN_ID, "")
+    if run_id:
+        has_other_nodes = environment.get("GROUP_WORLD_SIZE", "1") != "1"
+        if has_other_nodes and run_id != _NO_RUN_ID:
+            return f"torchrun {run_id} {slurm_job}".strip()
+        return f"torchrun {_agent()}"
+    if slurm_job and "SLURM_PROCID" in environment:
+        return f"srun {slurm_job}.{environment.get('SLURM_STEP_ID', '')}"
+    return ""
+
+
+def _agent() -> str:
+    """The first process above this one that torchrun did not start: a script may stand in between."""
+    pid = os.getppid()
+    while _is_started_by_torchrun(pid):
+        fields = stat_fields(pid)
+        parent = int(fields[1]) if len(fields) > 1 else 0
+        if parent <= 1:
+            break
+        pid = parent
+    return f"{THIS_MACHINE.host} {THIS_MACHINE.boot_id} {pid} {THIS_MACHINE.process_start(pid)}"
+
+
+def _is_started_by_torchrun(pid: int) -> bool:
+    try:
+        names = [entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
+    except OSError:
+        return False
+    return _RUN_ID.encode() in names
