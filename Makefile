@@ -25,7 +25,7 @@ FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test docs test-docs test-course test-terminal terminal-install test-extras test-faults test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
+.PHONY: help setup train test docs test-docs test-course test-terminal terminal-install test-extras test-faults test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make test        run the tests (minutes)"
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
+	@echo "make test-fuzz   read ten thousand damaged files of every format: only our own errors may appear"
 	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
 	@echo "make bench-cpu   Paceline beside DDP by hand, Lightning and Accelerate on two CPU ranks (minutes), in .venv-bench"
 	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
@@ -89,7 +90,7 @@ train: setup
 
 # Three at a time on two cores: most of a test is waiting.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz" -n 3 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
@@ -98,6 +99,10 @@ test-extras: $(EXTRAS_READY)
 # One at a time: they measure how fast a run recovers.
 test-faults: setup
 	$(BIN)/python -m pytest -m "faults" tests/faults $(ARGS)
+
+# Ten thousand damaged files of every format; two at a time, each in a process of its own.
+test-fuzz: setup
+	$(BIN)/python -m pytest -m "fuzz" tests/fuzz -n 2 --dist load $(ARGS)
 
 # One at a time: flows start processes of their own.
 test-flows: $(FLOWS_READY)

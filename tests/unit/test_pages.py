@@ -213,13 +213,15 @@ def test_a_run_cannot_break_its_page_by_its_name(tmp_path: Path) -> None:
     assert "<script>alert(1)</script>" in read.text
 
 
-def test_a_page_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_page_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_run(tmp_path / "run")
     folder.report.mkdir()
     leave_page(folder)
     assert "warning: report.html cannot be written" in caplog.text
     folder.report.rmdir()
-    folder.examples.write_text(json.dumps({"examples": [{"picture": PIXEL, "confidence": "much"}]}))
+    monkeypatch.setattr("paceline.report.run_page.verdict", lambda run: 1 / 0)
     leave_page(folder)
     assert "warning: report.html cannot be made" in caplog.text
 

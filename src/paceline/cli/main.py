@@ -5,14 +5,12 @@ from __future__ import annotations
 import importlib
 import io
 import os
-import signal
 import sys
 import traceback
 from typing import NoReturn
 
 import paceline
 from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, UserError
-from paceline.metrics.safe_output import finish_console, protect_console
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
@@ -55,21 +53,14 @@ _FIRST = {
 }
 
 
-_LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal and a closed pipe
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debugging = "--debug" in given
     given = [argument for argument in given if argument != "--debug"]
     _speak_any_language()
-    if given and given[0] in _LONG_VERBS:
-        protect_console()
     try:
-        code = _dispatch(given)
-        sys.stdout.flush()  # here, where a closed pipe is handled; Python's own flush at the end would exit with 120
-        return code
+        return _dispatch(given)
     except PacelineError as error:
         if is_debugging:
             traceback.print_exc()
@@ -77,10 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # The reader closed the pipe, as `| head` does. Nothing can be said there any more.
-        for stream in (sys.__stdout__, sys.__stderr__):
-            if stream is not None:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+        # Somebody closed the pipe we print to, as `| head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_INTERRUPTED
     except Exception as error:
         if is_debugging:
@@ -107,15 +96,12 @@ def leave() -> NoReturn:
     A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it. What is more,
     a Python that was interrupted inside `exec`, as classes are made by dataclasses, forgets the exit code it is given.
     """
-    if _LONG_VERBS & set(sys.argv[1:2]) and "RANK" not in os.environ and hasattr(signal, "SIGHUP"):
-        # A closed terminal does not end a run. (torchrun passes this signal on to its ranks before it kills them.)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     code = main()
     is_supervisor = "torch.distributed.elastic.agent.server.api" in sys.modules
     if "RANK" not in os.environ and not is_supervisor and code != EXIT_INTERRUPTED:
-        finish_console()
         sys.exit(code)
-    finish_console()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 

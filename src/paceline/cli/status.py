@@ -15,8 +15,10 @@ from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_l
 from paceline.launch.slurm_client import JobState, read_state
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
+from paceline.runs.file_shapes import FAILURE
 from paceline.runs.find import find_run
-from paceline.runs.folder import CHECKPOINT_MARK, RunFolder, read_json
+from paceline.runs.folder import CHECKPOINT_MARK, RunFolder
+from paceline.runs.json_files import read_object
 from paceline.runs.mirror_note import read_note
 from paceline.runs.owner import Owner
 
@@ -132,7 +134,7 @@ def look(folder: RunFolder) -> RunView:
         job=job,
         trouble=trouble,
         owner=read_owner(folder.path),
-        failure=read_json(folder.failure),
+        failure=read_object(folder.failure, FAILURE),
         saved_step=max(steps, default=0),
         entry=read_entry(folder.path),
         now=read_last_step(folder.metrics_jsonl),

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 LARGEST_YAML_BYTES = 200_000
 LARGEST_JSON_BYTES = 20_000_000
 _DEEPEST_YAML = 10
+_DEEPEST_JSON = 50
+_MOST_DIGITS = 20  # of a whole number of 64 bits, with its sign
+_CHUNK_BYTES = 1 << 16
 
 
 class YamlError(ValueError):
@@ -72,11 +75,37 @@ def compose_yaml(path: Path) -> yaml.Node | None:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Any JSON value; ValueError for everything that is not one, and for nesting deeper than the stack."""
+    """Any JSON value; ValueError for everything that is not one, and for what a reader could trip over."""
     try:
-        return json.loads(text)
+        value = json.loads(text, parse_int=_parse_whole)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
+    if _is_deeper(value, _DEEPEST_JSON):
+        raise ValueError("nested too deeply")
+    if _has_escaped_surrogate(text):  # half of a character: it can be neither printed nor written
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _parse_whole(digits: str) -> int:
+    """Beyond 64 bits there is no size, step or time; as a float it would overflow."""
+    if len(digits) > _MOST_DIGITS or not -(2**63) <= (number := int(digits)) < 2**63:
+        raise ValueError("a number is too large")
+    return number
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    layer = [value]
+    for _ in range(levels):
+        values = (item.values() if isinstance(item, dict) else item for item in layer if isinstance(item, dict | list))
+        layer = [inner for items in values for inner in items if isinstance(inner, dict | list)]
+        if not layer:
+            return False
+    return True
+
+
+def _has_escaped_surrogate(text: bytes | str) -> bool:
+    return b"\\ud" in text.lower() if isinstance(text, bytes) else "\\ud" in text.lower()
 
 
 def read_json_value(path: Path, at_most_bytes: int = LARGEST_JSON_BYTES) -> Any:
@@ -91,14 +120,25 @@ def read_json_object(path: Path, at_most_bytes: int = LARGEST_JSON_BYTES) -> dic
     return content
 
 
-def read_small(path: Path, at_most_bytes: int) -> bytes:
-    """All of a regular file; ValueError if it is something else, or larger."""
+def read_small(path: Path, at_most_bytes: int, *, follows_links: bool = True) -> bytes:
+    """All of a regular file; ValueError if it is something else, or larger.
+
+    A file that the user names may be a link. One in a run folder may not: it could show any file of this machine.
+    """
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
+    descriptor = os.open(path, flags)
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
             raise ValueError("not a regular file")
-        content = file.read(at_most_bytes + 1)
-    if len(content) > at_most_bytes:
-        raise ValueError(f"larger than {at_most_bytes:,} bytes")
-    return content
+        if found.st_size > at_most_bytes:
+            raise ValueError(f"larger than {at_most_bytes:,} bytes")
+        content = bytearray()
+        while chunk := os.read(descriptor, _CHUNK_BYTES):  # a file of /proc has no size, and a file may grow
+            content += chunk
+            if len(content) > at_most_bytes:
+                raise ValueError(f"larger than {at_most_bytes:,} bytes")
+        return bytes(content)
+    finally:
+        os.close(descriptor)

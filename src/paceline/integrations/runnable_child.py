@@ -15,8 +15,6 @@ from io import BufferedReader
 from pathlib import Path
 from types import FrameType
 
-from paceline.metrics.screen import pass_on
-
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
@@ -60,7 +58,7 @@ def _print_until_end(child: subprocess.Popen[bytes], source: BufferedReader) -> 
         with suppress(subprocess.TimeoutExpired):
             child.wait(_LOOK_S)
         is_over = child.returncode is not None  # before the last look, which then misses nothing
-        pass_on(decoder.decode(source.read(), final=is_over), sys.stdout)
+        print(decoder.decode(source.read(), final=is_over), end="", flush=True)
 
 
 @contextmanager
@@ -70,10 +68,10 @@ def _passing_on_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
         return
 
-    def send_on(number: int, frame: FrameType | None) -> None:
+    def pass_on(number: int, frame: FrameType | None) -> None:
         child.send_signal(number)
 
-    before = {number: signal.signal(number, send_on) for number in (getattr(signal, name) for name in _PASSED_ON)}
+    before = {number: signal.signal(number, pass_on) for number in (getattr(signal, name) for name in _PASSED_ON)}
     try:
         yield
     finally:

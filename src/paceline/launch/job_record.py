@@ -7,11 +7,12 @@ import os
 import re
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime
 from pathlib import Path
 
-from paceline.config.small_files import read_json_object
+from paceline.runs.file_shapes import JOB_RECORD
+from paceline.runs.json_files import read_object
 
 RECORD = "job.json"
 SECRET_PREFIX = "secret:"  # of a variable's value: a reference to a Secret of Kubernetes
@@ -81,12 +82,8 @@ def read_record(folder: Path) -> JobRecord | None:
 
 
 def _parse_record(path: Path) -> JobRecord | None:
-    try:
-        record = JobRecord(**read_json_object(path))
-    except (OSError, ValueError, TypeError):
-        return None
     # The file may come from elsewhere: a value of another type would fail far from here.
-    for value in asdict(record).values():
-        if not isinstance(value, str | list) or not all(isinstance(item, str) for item in value):
-            return None
-    return record if isinstance(record.job_id, str) and _JOB_ID.fullmatch(record.job_id) else None
+    values = read_object(path, JOB_RECORD)
+    if not _JOB_ID.fullmatch(values.get("job_id", "")):
+        return None
+    return JobRecord(**{field.name: values[field.name] for field in fields(JobRecord) if field.name in values})

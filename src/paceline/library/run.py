@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +14,10 @@ from paceline.library.explained import explained
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.runs.catalog import read_entry
+from paceline.runs.file_shapes import RESULTS
 from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder, require_run_folder
+from paceline.runs.json_files import read_object
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,10 +60,7 @@ class Run:
     @property
     def results(self) -> dict[str, Any]:
         """results.json: `run.results["test_accuracy"]`. Empty before the run has finished."""
-        if not self._folder.results.is_file():
-            return {}
-        results: dict[str, Any] = json.loads(self._folder.results.read_text(encoding="utf-8"))
-        return results
+        return read_object(self._folder.results, RESULTS)
 
     @property
     def report(self) -> Path:
@@ -77,7 +75,7 @@ class Run:
             kind = "step" if phase == "step" else "epoch"
             rows = [row for row in read_rows(self._folder.metrics_jsonl) if row["kind"] == kind]
             if phase in ("train", "val", "test"):
-                rows = [row for row in rows if row["phase"] == phase]
+                rows = [row for row in rows if row.get("phase") == phase]
             return Table({name: value for name, value in row.items() if name != "kind"} for row in rows)
 
     def model(self, checkpoint: str | int = "best") -> nn.Module:

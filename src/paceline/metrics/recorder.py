@@ -19,7 +19,9 @@ from typing import Any
 
 from paceline.metrics.sinks.base import Sink
 from paceline.metrics.sinks.open import open_sinks
+from paceline.runs.file_shapes import ROW
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.json_files import read_objects
 
 CSV_COLUMNS = ("epoch", "phase", "loss", "accuracy", "throughput")
 Row = dict[str, Any]
@@ -27,14 +29,7 @@ Row = dict[str, Any]
 
 def read_rows(path: Path) -> list[Row]:
     """All complete rows; a line torn by a crash is left out."""
-    rows = []
-    if path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                continue
-    return rows
+    return read_objects(path, ROW)
 
 
 def inherit_rows(source: RunFolder, folder: RunFolder) -> None:

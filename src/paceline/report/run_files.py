@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,9 @@ from paceline.config.fields import field_table, flatten
 from paceline.config.load import load_config
 from paceline.errors import PacelineError
 from paceline.metrics.recorder import read_rows
+from paceline.runs.file_shapes import ENVIRONMENT, EXAMPLES, FAILURE, FAULT, RESULTS, STATUS
 from paceline.runs.folder import RunFolder
+from paceline.runs.json_files import read_bounded, read_object, read_objects
 
 Row = dict[str, Any]
 _PLACES = ("output_dir",)  # says where, not what
@@ -65,7 +66,7 @@ class RunFiles:
 def read_run(path: Path, state: str = "") -> RunFiles:
     """`state`: what status.json is about to say, if it does not say so yet."""
     folder = RunFolder(path)
-    status = read_object(folder.status)
+    status = read_object(folder.status, STATUS)
     state = state or str(status.get("status", "unknown"))
     config_text = _read_text(folder.config)
     return RunFiles(
@@ -74,22 +75,14 @@ def read_run(path: Path, state: str = "") -> RunFiles:
         status=status,
         config=_read_config(folder.config),
         config_text=config_text,
-        environment=read_object(folder.environment),
+        environment=read_object(folder.environment, ENVIRONMENT),
         # A run that was resumed after its end has the results of that end until it ends again.
-        results=read_object(folder.results) if state in ("finished", "unknown") else {},
-        rows=[row for row in read_rows(folder.metrics_jsonl) if isinstance(row, dict) and "step" in row],
-        failures=_read_objects(folder.failures),
-        faults=_read_objects(folder.faults),
+        results=read_object(folder.results, RESULTS) if state in ("finished", "unknown") else {},
+        rows=read_rows(folder.metrics_jsonl),
+        failures=read_objects(folder.failures, FAILURE),
+        faults=read_objects(folder.faults, FAULT),
         examples=_read_examples(folder.examples) if state == "finished" else [],
     )
-
-
-def read_object(path: Path) -> Row:
-    try:
-        content = json.loads(_read_text(path))
-    except ValueError:
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def show_value(value: object) -> str:
@@ -103,26 +96,14 @@ def show_value(value: object) -> str:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_bounded(path).decode(errors="replace")
+    except (OSError, ValueError):
         return ""
 
 
-def _read_objects(path: Path) -> list[Row]:
-    found = []
-    for line in _read_text(path).splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # torn by a crash
-        if isinstance(row, dict):
-            found.append(row)
-    return found
-
-
 def _read_examples(path: Path) -> list[Row]:
-    examples = read_object(path).get("examples", [])
-    return [row for row in examples if isinstance(row, dict) and str(row.get("picture", "")).startswith("data:image/")]
+    examples = read_object(path, EXAMPLES).get("examples", [])
+    return [row for row in examples if row["picture"].startswith("data:image/")]
 
 
 def _read_config(path: Path) -> dict[str, Any]:

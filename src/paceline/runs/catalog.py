@@ -15,9 +15,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import parse_json, read_small
+from paceline.config.small_files import parse_json
 from paceline.errors import printable_line
-from paceline.runs.folder import MIRROR_NOTE, read_json
+from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, MIRROR, ROW, STATUS
+from paceline.runs.folder import MIRROR_NOTE
+from paceline.runs.json_files import fit, read_bounded, read_object
 from paceline.runs.machine import read_text
 from paceline.runs.notes import NOTES, Notes, read_notes
 from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner
@@ -114,7 +116,7 @@ def is_run(names: set[str]) -> bool:
 
 
 def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
-    status = read_json(path / "status.json") if "status.json" in files else {}
+    status = read_object(path / "status.json", STATUS) if "status.json" in files else {}
     updated = _time_of(status.get("updated")) or _time_of_folder(path)
     is_open = status.get("status") == "running" or not status
     owner = read_owner(path) if is_open else None
@@ -136,7 +138,7 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
         restarts=restarts,
         updated=updated,
         owner=printable_line(str(owner or "")),
-        mirror=printable_line(str(read_json(path / MIRROR_NOTE).get("url", ""))) if MIRROR_NOTE in files else "",
+        mirror=printable_line(read_object(path / MIRROR_NOTE, MIRROR).get("url", "")) if MIRROR_NOTE in files else "",
         notes=read_notes(path) if NOTES in files else Notes(),
     )
 
@@ -175,8 +177,8 @@ def _is_left(folder: Path) -> bool:
 
 def recipe_of(path: Path) -> str:
     """As the run wrote it down; of older ones the folder's name, less its time."""
-    recipe = read_json(path / "environment.json").get("recipe")
-    return printable_line(recipe if isinstance(recipe, str) and recipe else _STAMP.sub("", path.absolute().name))
+    recipe = read_object(path / "environment.json", ENVIRONMENT).get("recipe")
+    return printable_line(recipe or _STAMP.sub("", path.absolute().name))
 
 
 def find_by_job(root: Path, job: str) -> Path | None:
@@ -184,9 +186,8 @@ def find_by_job(root: Path, job: str) -> Path | None:
     for path, files in _find(root, _DEEPEST):
         if JOB not in files:
             continue
-        record = read_json(path / JOB)
-        earlier = record.get("earlier")
-        if job in (record.get("job_id"), *(earlier if isinstance(earlier, list) else ())):
+        record = read_object(path / JOB, JOB_IDS)
+        if job in (record.get("job_id"), *record.get("earlier", ())):
             return path
         if _SCRIPT in files and job == _job_name(path / _SCRIPT):
             return path
@@ -196,7 +197,7 @@ def find_by_job(root: Path, job: str) -> Path | None:
 def _job_name(script: Path) -> str | None:
     """From the script in the run folder itself: job.json may come from elsewhere and name any file."""
     try:
-        text = read_small(script, _LARGEST_SCRIPT_BYTES).decode()
+        text = read_bounded(script, _LARGEST_SCRIPT_BYTES).decode()
     except (OSError, ValueError):
         return None
     named = re.search(r"^#SBATCH --job-name=['\"]?([^\s'\"]+)", text, re.MULTILINE)
@@ -216,7 +217,7 @@ def _read_epochs(path: Path) -> _Epochs:
     """From metrics.csv, which has two lines an epoch: metrics.jsonl may be a hundred times as long."""
     best = speed = None
     try:
-        lines = read_small(path, _LARGEST_TABLE_BYTES).decode().splitlines()[1:]
+        lines = read_bounded(path, _LARGEST_TABLE_BYTES).decode().splitlines()[1:]
     except (OSError, ValueError):
         return _Epochs()
     for line in lines:
@@ -246,14 +247,14 @@ def read_last_step(path: Path) -> dict[str, Any]:
     for line in reversed(lines):
         if line.startswith(b'{"kind": "step"'):
             with suppress(ValueError):  # torn by a crash: the one before
-                row: dict[str, Any] = parse_json(line)
+                row: dict[str, Any] = fit(parse_json(line), ROW)
                 return row
     return {}
 
 
 def _count(path: Path, what: str) -> int:
     try:
-        return read_small(path, _LARGEST_TABLE_BYTES).decode(errors="replace").count(what)
+        return read_bounded(path, _LARGEST_TABLE_BYTES).decode(errors="replace").count(what)
     except (OSError, ValueError):
         return 0
 

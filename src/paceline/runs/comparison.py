@@ -6,7 +6,6 @@ log at different steps are compared where their intervals agree.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,9 @@ from typing import Any
 from paceline.config.fields import flatten
 from paceline.config.load import load_config
 from paceline.errors import UserError
+from paceline.runs.file_shapes import RESULTS
 from paceline.runs.folder import RunFolder, require_run_folder
+from paceline.runs.json_files import read_object
 
 Row = dict[str, Any]
 # Where and how a run is watched, never what it computes.
@@ -81,11 +82,8 @@ def read_record(path: Path, rows: list[Row]) -> RunRecord:
 def _read_results(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
-    try:
-        results = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        results = None
-    if not isinstance(results, dict) or "weights_sha256" not in results:
+    results = read_object(path, RESULTS)
+    if "weights_sha256" not in results:
         raise UserError("this run's results cannot be read", where=str(path), allowed="what paceline train wrote")
     return results
 

@@ -25,9 +25,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import read_json_object
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
+from paceline.runs.file_shapes import MIRROR, STATUS
+from paceline.runs.json_files import read_object
 from paceline.runs.machine import THIS_MACHINE
 from paceline.runs.members import Member
 from paceline.runs.owner import LOCK
@@ -228,7 +229,7 @@ class RunFolder:
             _log.warning("warning: %s cannot be written: %s; training goes on without it", what, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
-        return read_json(self.status)
+        return read_object(self.status, STATUS)
 
     def tell_mirror(self) -> None:
         """Bring what status.json says of the mirror up to date, when nobody writes it any more."""
@@ -239,7 +240,7 @@ class RunFolder:
 
     def _mirror_line(self) -> dict[str, Any]:
         """How far the mirror has come: told by whoever mirrors, which may be another process."""
-        says = read_json(self.path / MIRROR_NOTE).get("says")
+        says = read_object(self.path / MIRROR_NOTE, MIRROR).get("says")
         return {"mirror": says} if says else {}
 
     @contextmanager
@@ -271,14 +272,6 @@ class RunFolder:
     def refuse_if_owned(self) -> None:
         """A quick look before anything is started; `owned` is what counts."""
         lock.refuse_if_owned(self.lock)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file of a run holds; nothing where it is missing or not whole."""
-    try:
-        return read_json_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def has_checkpoint(path: Path) -> bool:

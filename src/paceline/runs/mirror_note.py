@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from paceline.config.small_files import parse_json, read_small
+from paceline.config.small_files import parse_json
+from paceline.runs.file_shapes import MIRROR
 from paceline.runs.folder import MIRROR_NOTE, write_json
+from paceline.runs.json_files import fit, read_bounded
 
 _LARGEST_NOTE_BYTES = 100_000
 
@@ -26,18 +28,14 @@ class MirrorNote:
 def read_note(folder: Path) -> MirrorNote | None:
     """None for a run that lives on this disk only."""
     try:
-        return parse_note(read_small(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES).decode())
+        return parse_note(read_bounded(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES))
     except (OSError, ValueError):
         return None
 
 
-def parse_note(text: str) -> MirrorNote | None:
+def parse_note(text: bytes | str) -> MirrorNote | None:
     try:
-        values = dict(parse_json(text))
-        known = {field.name: values[field.name] for field in fields(MirrorNote) if field.name in values}
-        note = MirrorNote(**known)
-    except (ValueError, TypeError):
+        values = fit(parse_json(text), MIRROR)
+    except ValueError:
         return None
-    texts, counts = (note.url, note.token, note.says), (note.keep_last, note.keep_best)
-    is_sound = all(isinstance(text, str) for text in texts) and all(type(count) is int for count in counts)
-    return note if is_sound else None
+    return MirrorNote(**{field.name: values[field.name] for field in fields(MirrorNote) if field.name in values})

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from paceline.config.text import check_text
 from paceline.errors import UserError, printable_line
-from paceline.runs.folder import read_json, write_json
+from paceline.runs.folder import write_json
+from paceline.runs.json_files import Fields, ListOf, read_object
 
 NOTES = "notes.json"
+_SHAPE = Fields(optional={"tags": ListOf(str, drops=True), "note": str})
 _TAG = re.compile(r"[\w][\w.+/-]{0,39}")
 
 
@@ -25,11 +27,8 @@ class Notes:
 
 def read_notes(folder: Path) -> Notes:
     """Nothing, where there are none or the file is not ours. Its text may come from anybody: control characters go."""
-    content = read_json(folder / NOTES)
-    tags, note = content.get("tags", ()), content.get("note", "")
-    if not isinstance(tags, list | tuple) or not isinstance(note, str):
-        return Notes()
-    return Notes(tuple(printable_line(tag) for tag in tags if isinstance(tag, str)), printable_line(note))
+    content = read_object(folder / NOTES, _SHAPE)
+    return Notes(tuple(map(printable_line, content.get("tags", ()))), printable_line(content.get("note", "")))
 
 
 def write_notes(folder: Path, notes: Notes) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
+from paceline.runs.file_shapes import ENVIRONMENT
 from paceline.runs.folder import (
     CHECKPOINT_MARK,
     RUNS,
@@ -15,8 +16,8 @@ from paceline.runs.folder import (
     has_checkpoint,
     new_run_folder,
     newest_run_folder,
-    read_json,
 )
+from paceline.runs.json_files import read_object
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
 
@@ -78,7 +79,7 @@ def find_folder_of_job(loaded: LoadedConfig, job: str) -> Path | None:
         named += sorted(RUNS.glob("*"), key=lambda path: path.name, reverse=True)
     for path in named:
         is_finished = RunFolder(path).read_status().get("status") == "finished"
-        if job and not is_finished and read_json(RunFolder(path).environment).get("job") == job:
+        if job and not is_finished and read_object(RunFolder(path).environment, ENVIRONMENT).get("job") == job:
             return path
     return None
 

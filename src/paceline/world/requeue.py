@@ -15,6 +15,8 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from paceline.runs.json_files import COUNT, Fields, read_objects
+
 MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
 _MAX_REQUEUES = 3
 _WARNINGS = ("SIGUSR1", "SIGUSR2")  # what `sbatch --signal` sends; a preempted job is requeued by Slurm itself
@@ -33,12 +35,8 @@ def job_to_requeue(signal_name: str, environment: Mapping[str, str] = os.environ
 
 def returns_without_progress(path: Path, step: int) -> int:
     """How often in a row the job went back into the queue with nothing newer than this step."""
-    try:
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-    except (OSError, ValueError):
-        return 0
     count = 0
-    for row in reversed(rows):
+    for row in reversed(read_objects(path, Fields(required={"step": COUNT}))):
         if row["step"] < step:
             break
         count += 1

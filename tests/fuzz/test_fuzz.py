@@ -1,0 +1,169 @@
+"""Files and messages from elsewhere: whatever bytes they hold, only our own errors appear, and nothing else happens.
+
+`make test` reads 200 mutations of each format, `make test-fuzz` ten thousand.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fuzz.mutations import OUTSIDE, mutate_json
+from fuzz.samples import make_samples
+from fuzz.sandbox import Finding, Format, Reader, run_cases
+from fuzz.table import FORMATS
+
+SEED = 20261116
+QUICK_CASES, ALL_CASES = 200, 10_000
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("samples")
+    make_samples(root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def server() -> Any:
+    """Forks children that have imported everything: a child per format costs little."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["fuzz.table", "torch"])
+    return context
+
+
+def _fuzz(server: Any, form: Format, samples: Path, work: Path, cases: range, limit_s: float) -> list[Finding]:
+    """In a process of its own, whose end is awaited: a crash of it is a finding, too."""
+    receiver, sender = server.Pipe(duplex=False)
+    child = server.Process(target=_child, args=(form.name, samples, work, cases, sender))
+    child.start()
+    sender.close()
+    child.join(limit_s)
+    is_late = child.is_alive()
+    if is_late:
+        child.kill()
+        child.join()
+    try:
+        findings: list[Finding] = receiver.recv()
+    except EOFError:
+        why = "did not end" if is_late else f"exit code {child.exitcode}"
+        return [Finding(form.name, "the process", -1, why, f"files in {work}")]
+    return findings
+
+
+def _child(name: str, samples: Path, work: Path, cases: range, sender: Any) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sender.send(run_cases(_find(name), samples, work, seed=SEED, cases=cases))
+
+
+def _find(name: str) -> Format:
+    return next(form for form in (*FORMATS, *PLANTED) if form.name == name)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_only_our_own_errors_appear(form: Format, samples: Path, server: Any, tmp_path: Path) -> None:
+    """A few mutations of every format, in each `make test`."""
+    findings = _fuzz(server, form, samples, tmp_path / "work", range(QUICK_CASES), 350.0)
+    assert not findings, "\n".join(map(str, findings))
+
+
+@pytest.mark.fuzz
+@pytest.mark.timeout(2000)
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_only_our_own_errors_appear_in_ten_thousand(form: Format, samples: Path, server: Any, tmp_path: Path) -> None:
+    """Ten thousand mutations of every format, in `make test-fuzz`."""
+    findings = _fuzz(server, form, samples, tmp_path / "work", range(ALL_CASES), 1900.0)
+    assert not findings, "\n".join(map(str, findings))
+
+
+# --- The fuzzer itself ------------------------------------------------------------------------------------------------
+
+
+def _build_planted(samples: Path, folder: Path) -> None:
+    (folder / "value.json").write_text('{"value": 1, "name": "x"}')
+
+
+def _planted(name: str, read: Any, **more: Any) -> Format:
+    return Format(f"planted/{name}", _build_planted, "value.json", mutate_json, (Reader("planted", read),), **more)
+
+
+def _is_valid(folder: Path) -> bool:
+    return (folder / "value.json").read_text() == '{"value": 1, "name": "x"}'
+
+
+def _read_key(folder: Path) -> None:
+    try:
+        content = json.loads((folder / "value.json").read_bytes())
+    except (ValueError, RecursionError):
+        return
+    if isinstance(content, dict):
+        str(content["value"])
+
+
+def _wait(folder: Path) -> None:
+    if not _is_valid(folder):
+        while True:
+            pass
+
+
+def _allocate(folder: Path) -> None:
+    if not _is_valid(folder):
+        len(bytearray(1 << 33))
+
+
+def _leave(folder: Path) -> None:
+    if not _is_valid(folder):
+        try:
+            (folder.parent / OUTSIDE).read_text()
+        except BaseException:  # a reader that hides it is found all the same
+            return
+
+
+def _write_outside(folder: Path) -> None:
+    if not _is_valid(folder):
+        (folder.parent / "new.txt").write_text("x")
+
+
+def _execute(folder: Path) -> None:
+    if not _is_valid(folder):
+        os.system("true")
+
+
+def _crash(folder: Path) -> None:
+    if not _is_valid(folder):
+        os.abort()
+
+
+PLANTED = (
+    _planted("KeyError", _read_key),
+    _planted("it takes too long", _wait),
+    _planted("MemoryError", _allocate),
+    _planted("reads", _leave),
+    _planted("writes", _write_outside),
+    _planted("executes", _execute),
+    _planted("exit code", _crash),
+)
+
+
+@pytest.mark.parametrize("form", PLANTED, ids=lambda form: form.name)
+def test_a_reader_that_breaks_a_promise_is_found(form: Format, samples: Path, server: Any, tmp_path: Path) -> None:
+    """The fuzzer can fail: it finds an error of another type, a hang, memory, a foreign file, a program and a crash."""
+    findings = _fuzz(server, form, samples, tmp_path / "work", range(20), 100.0)
+    kinds = {finding.kind for finding in findings}
+    assert any(kind.startswith(form.name.partition("/")[2]) for kind in kinds), findings
+
+
+def test_mutations_depend_on_the_seed_alone(tmp_path: Path) -> None:
+    """A finding can be repeated: format, seed and number of the case give the same bytes."""
+    from random import Random
+
+    valid = b'{"a": [1, 2, {"b": "c"}], "d": 1.5}'
+    first, again = ([mutate_json(valid, Random(f"x:{n}")) for n in range(300)] for _ in range(2))
+    assert first == again
+    assert len(set(first)) > 200, "most mutations differ from each other"
