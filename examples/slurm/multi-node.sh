@@ -24,6 +24,8 @@ source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1
 export PACELINE_START=agent
+# The agents prove to each other that they belong to this job.
+export PACELINE_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 
 # --kill-on-bad-exit: an agent that has lost its peers would wait for nothing.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,9 @@ from harness.fake_slurm import clean_home
 from paceline.cli.main import main
 from paceline.config.fields import find_field
 from paceline.launch.kubernetes_flags import kubernetes_settings
-from paceline.launch.kubernetes_gang import Verdict, judge, read_place
+from paceline.launch.kubernetes_gang import Verdict, judge, read_go, read_place, read_verdict
+from paceline.world.peers import MalformedMessage, Peer, connect
+from paceline.world.secret import RUN_SECRET, NotProved, create_secret
 
 USER, DATA, PREEMPTED, INTERNAL = 2, 3, 75, 70
 MOST_LINES = 12
@@ -182,7 +185,7 @@ def test_the_same_words_give_the_same_manifest(capsys: pytest.CaptureFixture[str
 
 
 def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    service, job = manifest(capsys, *JOB, "--job-name", "ride", "--output-dir", "runs/ride", "--epochs", "3")
+    service, _, job = manifest(capsys, *JOB, "--job-name", "ride", "--output-dir", "runs/ride", "--epochs", "3")
     assert service["kind"] == "Service"
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
@@ -204,20 +207,80 @@ def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str])
 
 
 def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
-    (job,) = manifest(capsys, *BARE, "--processes-per-node", "2")
+    _, job = manifest(capsys, *BARE, "--processes-per-node", "2")
     (container,) = pod_of(job)["containers"]
     assert container["command"] == ["python", "-m", "paceline"]
     assert not [item for item in container["env"] if item["name"].startswith("PACELINE_")]
     assert "successPolicy" not in job["spec"]
 
 
+@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_only_pods_of_the_same_job_reach_each_other(api: str, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """SECURITY.md: each manifest has a NetworkPolicy that selects its own pods, and lets in nothing else."""
+    words = [*BARE, "--nodes", str(nodes), "--processes-per-node", "2", "--api", api, "--job-name", "ride"]
+    objects = manifest(capsys, *words)
+    (policy,) = [item for item in objects if item["kind"] == "NetworkPolicy"]
+    assert (policy["apiVersion"], policy["spec"]["policyTypes"]) == ("networking.k8s.io/v1", ["Ingress"])
+    own = {"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "ride"}}}
+    assert policy["spec"]["podSelector"] == own["podSelector"]
+    assert policy["spec"]["ingress"] == ([{"from": [own]}] if nodes > 1 else [])
+    pods = find_all(objects[-1], "labels")
+    assert any(labels["app.kubernetes.io/instance"] == "ride" for labels in pods)
+
+
+@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
+def test_the_secret_of_a_gang_is_not_in_its_manifest(api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """SECURITY.md: the manifest refers to the Secret, and says how to create it without a command line showing it."""
+    words = ["submit", "kubernetes", *JOB, "--api", api, "--job-name", "ride", "--dry-run"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert "kind: Secret" not in text
+    assert "# " + "  openssl rand -hex 32 | kubectl create secret generic ride-secret" in text
+    assert "--from-literal" not in text
+    (job,) = list(yaml.safe_load_all(text))[-1:]
+    (env,) = find_all(job, "env")
+    (row,) = [row for row in env if row["name"] == RUN_SECRET]
+    assert row == {"name": RUN_SECRET, "valueFrom": {"secretKeyRef": {"name": "ride-secret", "key": RUN_SECRET}}}
+    assert main([*words[:-1], "--env", f"{RUN_SECRET}=x", "--dry-run"]) == USER  # it would be in the manifest
+
+
+@pytest.mark.parametrize("account", ["", "trainer"])
+def test_pods_of_a_trainjob_get_no_token(account: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A TrainJob cannot say it of its pods: their own account says it, or a mount takes the place of the token."""
+    given = ["--service-account", account] if account else []
+    *beside, job = manifest(capsys, *JOB, "--api", "trainjob", "--job-name", "ride", *given)
+    (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    pod = patch["template"]["spec"]["template"]["spec"]
+    assert pod["serviceAccountName"] == (account or "ride")
+    accounts = [item for item in beside if item["kind"] == "ServiceAccount"]
+    mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    token = "/var/run/secrets/kubernetes.io/serviceaccount"
+    if account:
+        assert accounts == []
+        assert {"name": mounts[token], "emptyDir": {}} in pod["volumes"]
+    else:
+        assert [(item["metadata"]["name"], item["automountServiceAccountToken"]) for item in accounts] == [
+            ("ride", False)
+        ]
+
+
+def find_all(item: Any, name: str) -> list[Any]:
+    """Every value under this key, however deep."""
+    if isinstance(item, list):
+        return [found for part in item for found in find_all(part, name)]
+    if not isinstance(item, dict):
+        return []
+    return ([item[name]] if name in item else []) + [found for part in item.values() for found in find_all(part, name)]
+
+
 def test_exit_codes_become_a_failure_policy(capsys: pytest.CaptureFixture[str]) -> None:
-    _, job = manifest(capsys, *JOB, "--retries", "5")
+    *_, job = manifest(capsys, *JOB, "--retries", "5")
     rules = job["spec"]["podFailurePolicy"]["rules"]
     assert rules[0]["action"] == "Ignore"
     assert rules[0]["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     by_code = {code: rule["action"] for rule in rules[1:] for code in rule["onExitCodes"]["values"]}
-    assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob"}
+    assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob", 7: "FailJob"}
     assert {rule["onExitCodes"]["containerName"] for rule in rules[1:]} == {pod_of(job)["containers"][0]["name"]}
     assert job["spec"]["backoffLimit"] == 5
     assert pod_of(job)["restartPolicy"] == "Never"  # the policy judges nothing else
@@ -225,7 +288,7 @@ def test_exit_codes_become_a_failure_policy(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_pods_may_do_little(capsys: pytest.CaptureFixture[str]) -> None:
-    _, job = manifest(capsys, *JOB, "--user", "2000:3000")
+    *_, job = manifest(capsys, *JOB, "--user", "2000:3000")
     pod = pod_of(job)
     assert pod["automountServiceAccountToken"] is False
     context = pod["securityContext"]
@@ -241,7 +304,7 @@ def test_pods_may_do_little(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_was_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
-    _, job = manifest(
+    *_, job = manifest(
         capsys,
         *("shapes-cnn", "--image", IMAGE, "--runs", "/srv/runs", "--data", "datasets", "--mount", "models:/models:ro"),
         *("--nodes", "2", "--gpus", "8", "--cpus", "16", "--memory", "96Gi", "--shm", "16Gi", "--time", "01:00:00"),
@@ -299,7 +362,7 @@ def test_data_is_looked_for_where_it_is_mounted(capsys: pytest.CaptureFixture[st
 def test_a_recipe_and_functions_of_ones_own_travel_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "mine.yaml").write_text("dataset: shapes\nmodel_name: my_model.py:build\nnum_samples: 640\n")
     (home / "my_model.py").write_text("def build(num_classes):\n    return None\n")
-    files, _, job = manifest(capsys, "mine.yaml", *JOB[1:], "--job-name", "mine")
+    files, *_, job = manifest(capsys, "mine.yaml", *JOB[1:], "--job-name", "mine")
     assert files["kind"] == "ConfigMap"
     assert files["data"] == {name: (home / name).read_text() for name in ("mine.yaml", "my_model.py")}
     (container,) = pod_of(job)["containers"]
@@ -372,11 +435,12 @@ def test_what_follows_from_how_pods_end(codes: dict[int, int], nodes: int, verdi
 
 
 def test_a_pod_that_does_not_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    place = read_place({"PACELINE_NODES": "2", "PACELINE_NODE": "1", "PACELINE_MEET": "a-0.a:29400"})
+    secret = {RUN_SECRET: create_secret()}
+    place = read_place({"PACELINE_NODES": "2", "PACELINE_NODE": "1", "PACELINE_MEET": "a-0.a:29400", **secret})
     assert (place.host, place.port, place.leads) == ("a-0.a", 29400, False)
     for wrong in ({}, {"PACELINE_NODES": "2", "PACELINE_NODE": "2", "PACELINE_MEET": "a:1"}):
         with pytest.raises(Exception, match="does not know its place"):
-            read_place(wrong)
+            read_place({**wrong, **secret})
 
 
 POD = """
@@ -398,12 +462,14 @@ class Gang:
     def __init__(self, folder: Path, script: str) -> None:
         self.folder = folder
         self.pods: list[subprocess.Popen[str]] = []
+        self.secret = create_secret()
         (folder / "train.sh").write_text(f'node=${{PACELINE_AGENT%%/*}}\necho $node >>"starts"\n{script}\n')
         with socket.create_server(("", 0)) as server:
             self.port = server.getsockname()[1]
 
     def start(self, node: int, timeout_s: float = 20, nodes: int = 2) -> subprocess.Popen[str]:
         place = {"PACELINE_NODES": str(nodes), "PACELINE_NODE": str(node), "PACELINE_MEET": f"127.0.0.1:{self.port}"}
+        place[RUN_SECRET] = self.secret
         pod = subprocess.Popen(
             [sys.executable, "-c", POD, "sh", "train.sh"],
             cwd=self.folder,
@@ -537,3 +603,76 @@ def test_strangers_at_the_door_change_nothing_for_a_stand_in_training(gangs: lis
     gang.wait_for("0", "1")
     (tmp_path / "go").touch()
     assert (first.wait(10), second.wait(10)) == (0, 0)
+
+
+def reach(gang: Gang, leader: subprocess.Popen[str], secret: str) -> Peer:
+    """A connection to the leader that has proved this secret."""
+    for _ in range(500):
+        try:
+            return connect("127.0.0.1", gang.port, secret.encode(), "pods of a job")
+        except ConnectionRefusedError:  # the leader is still starting
+            with pytest.raises(subprocess.TimeoutExpired):
+                leader.wait(0.02)
+    raise AssertionError("the leader does not listen")
+
+
+def test_a_hello_without_the_secret_does_nothing_to_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+    """SECURITY.md: `hello` and `ended` of a client without the secret neither take a place nor end the leader."""
+    gang = make_gang(gangs, tmp_path, WAIT)
+    first, second = gang.start(0), gang.start(1)
+    gang.wait_for("0", "1")
+    with pytest.raises(NotProved):
+        reach(gang, first, create_secret())
+    for words in (b'{"hello": 1}\n{"ended": 2}\n', b'{"hello": 1}\n{"ended": "x"}\n', b"x" * (1 << 20)):
+        with socket.create_connection(("127.0.0.1", gang.port), timeout=10) as stranger, suppress(ConnectionError):
+            stranger.sendall(words)
+            assert stranger.recv(10) == b""
+    with pytest.raises(subprocess.TimeoutExpired):
+        first.wait(0.3)
+    (tmp_path / "go").touch()
+    assert (first.wait(10), second.wait(10)) == (0, 0)
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]  # nothing began again
+    _, words_of_leader = first.communicate(timeout=10)
+    assert words_of_leader.count("warning: dropped what 127.0.0.1 sent: ") == 4
+
+
+def test_malformed_messages_of_a_pod_are_dropped_by_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+    """Also of a pod that knows the secret: they neither end nor crash the leader."""
+    gang = make_gang(gangs, tmp_path, WAIT)
+    first = gang.start(0, nodes=3)
+    gang.start(1, nodes=3)
+    for hello in ({"hello": 0}, {"hello": 3}, {"hello": "1"}, {"hello": True}, {"ended": 2}, {}):
+        peer = reach(gang, first, gang.secret)
+        peer.send(hello)
+        assert peer.receive() is None  # closed
+        peer.close()
+    peer = reach(gang, first, gang.secret)
+    peer.send({"hello": 2})
+    gang.wait_for("0", "1")
+    assert read_go(peer.receive() or {}) > 0
+    for message in (
+        {"ended": "x"},
+        {"ended": -1},
+        {"ended": 256},
+        {"ended": None},
+        {"hello": 2},
+        {"hello": 1},
+        {"a": []},
+    ):
+        peer.send(message)
+    peer.send({"ended": 0})
+    peer.send({"ended": 2})  # a pod ends once
+    (tmp_path / "go").touch()
+    assert read_verdict(peer.receive() or {}, 3) == Verdict("end")
+    assert first.wait(10) == 0
+    peer.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [{}, {"do": "rm"}, {"do": "end"}, {"do": "end", "code": "x", "node": 0}, {"do": "fail", "code": 1, "node": 2}],
+)
+def test_a_verdict_that_cannot_be_read_is_our_own_error(message: dict[str, Any]) -> None:
+    """A malformed verdict is refused by our own error, not by a TypeError."""
+    with pytest.raises(MalformedMessage):
+        read_verdict(message, 2)

@@ -24,6 +24,7 @@ from harness.fake_slurm import clean_home
 from harness.processes import kill_all_in
 from harness.runs import read_results, step_losses
 from paceline.cli.main import main
+from paceline.world.secret import RUN_SECRET, create_secret
 
 pytestmark = pytest.mark.flows
 NEEDS = ("kubernetes_validate", "kubeflow_trainer_api")
@@ -107,18 +108,18 @@ def test_the_schemas_would_notice(capsys: pytest.CaptureFixture[str]) -> None:
     import kubernetes_validate
     from kubeflow_trainer_api import models
 
-    _, job = manifest(capsys, *BARE, *SHAPES["CPUs"])
+    *_, job = manifest(capsys, *BARE, *SHAPES["CPUs"])
     job["spec"]["template"]["spec"]["subDomain"] = "typo"
     with pytest.raises(kubernetes_validate.ValidationError):
         validate(job)
-    (jobset,) = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset")
+    *_, jobset = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset")
     jobset["spec"]["failurePolicy"]["maxRestart"] = 3
     with pytest.raises(AssertionError):
         by_model(models.JobsetV1alpha2JobSet, jobset)
 
 
 def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    (jobset,) = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset", "--retries", "4", "--job-name", "ride")
+    *_, jobset = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset", "--retries", "4", "--job-name", "ride")
     policy, (replicated,) = jobset["spec"]["failurePolicy"], jobset["spec"]["replicatedJobs"]
     assert policy["maxRestarts"] == 4
     assert ("FailJobSet", ["PodFailurePolicy"]) in [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]]
@@ -131,7 +132,7 @@ def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_trainjob_stands_on_a_runtime(capsys: pytest.CaptureFixture[str]) -> None:
-    (trainjob,) = manifest(capsys, *BARE, *SHAPES["GPUs"], "--api", "trainjob", "--job-name", "ride")
+    *_, trainjob = manifest(capsys, *BARE, *SHAPES["GPUs"], "--api", "trainjob", "--job-name", "ride")
     spec = trainjob["spec"]
     assert spec["runtimeRef"]["name"] == "torch-distributed"
     assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (4, 8)
@@ -167,6 +168,7 @@ class Kubelet:
     def __init__(self, objects: list[dict[str, Any]], folder: Path) -> None:
         self.folder = folder
         by_kind = {item["kind"]: item for item in objects}
+        self.secret = create_secret()  # kubectl create secret, as the manifest's first lines say
         self.job, self.files = by_kind["Job"], by_kind.get("ConfigMap")
         self.spec = self.job["spec"]["template"]["spec"]
         (self.container,) = self.spec["containers"]
@@ -191,7 +193,10 @@ class Kubelet:
         variables = {"PATH": "/usr/bin:/bin"}
         for item in self.container["env"]:
             value = item.get("value")
-            if value is None:
+            if "secretKeyRef" in item.get("valueFrom", {}):
+                assert item["valueFrom"]["secretKeyRef"]["key"] == RUN_SECRET
+                value = self.secret
+            elif value is None:
                 field = item["valueFrom"]["fieldRef"]["fieldPath"]
                 assert field == "metadata.annotations['batch.kubernetes.io/job-completion-index']"
                 value = str(index)

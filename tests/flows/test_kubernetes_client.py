@@ -34,6 +34,8 @@ PLURALS = {
     "TrainJob": "trainjobs",
     "Service": "services",
     "ConfigMap": "configmaps",
+    "NetworkPolicy": "networkpolicies",
+    "ServiceAccount": "serviceaccounts",
 }
 
 
@@ -198,6 +200,12 @@ def test_submitted_to_a_fake_cluster(
         if item["kind"] != kind:  # and goes when the job goes
             assert [(owner["kind"], owner["uid"]) for owner in owners] == [(kind, "uid-of-ride")]
         assert sent == item
+    secret = fake.the("secrets")  # not written down, and gone with the job
+    assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == ["uid-of-ride"]
+    (value,) = secret["stringData"].values()
+    assert len(value) == 64
+    written = [path.read_text() for path in (tmp_path / "runs" / "ride").rglob("*") if path.is_file()]
+    assert not any(value in text for text in [*written, out])
     record = json.loads((tmp_path / "runs" / "ride" / "job.json").read_text())
     assert (record["scheduler"], record["namespace"], record["api"]) == ("kubernetes", "vision", api)
 

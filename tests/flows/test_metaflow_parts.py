@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,13 +19,16 @@ from harness.cli import paceline
 from paceline.checkpoints.format import step_folders, verify
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.integrations.metaflow_support.courier import Courier
-from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet
+from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet, read_answer
 from paceline.integrations.metaflow_support.request import check_request
 from paceline.runs.folder import RunFolder
 from paceline.training.inject import flip_a_bit
+from paceline.world.peers import MalformedMessage, connect
+from paceline.world.secret import NotProved, create_secret
 
 pytestmark = pytest.mark.flows
 NEEDS = ("metaflow", "metaflow_extensions")
+SECRET = create_secret().encode()
 
 # --- Parameters
 
@@ -86,7 +90,7 @@ def test_a_gang_starts_again_by_metaflow_and_a_lone_node_by_itself() -> None:
 
 
 def places(name: str, count: int) -> list[Place]:
-    return [Place(count, own, "127.0.0.1", name) for own in range(count)]
+    return [Place(count, own, "127.0.0.1", name, SECRET) for own in range(count)]
 
 
 def meet_all(name: str, count: int) -> list[Gang]:
@@ -138,7 +142,8 @@ def test_a_node_that_fails_is_heard_of(tmp_path: Path) -> None:
 
 def test_a_killed_node_is_heard_of_at_once(tmp_path: Path) -> None:
     main, other = places(str(tmp_path), 2)
-    code = f"from {Place.__module__} import *; meet({other!r}, {{}}, dict, 20); print('here', flush=True); input()"
+    place = f"Place(2, 1, {other.main_host!r}, {other.name!r}, {SECRET!r})"
+    code = f"from {Place.__module__} import *; meet({place}, {{}}, dict, 20); print('here', flush=True); input()"
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         gang = meet(main, {}, lambda layout: {}, timeout_s=20)
@@ -168,6 +173,77 @@ def test_strangers_on_the_first_port_are_passed_over(tmp_path: Path) -> None:
     assert gangs[1].plan == {"of": 2}
     for gang in gangs:
         gang.leave(0)
+
+
+def test_strangers_do_not_take_a_place(tmp_path: Path) -> None:
+    """SECURITY.md: a node without the secret is not heard; silent connections hold up nobody."""
+    main, other = places(str(tmp_path), 2)
+    gangs: list[Gang] = []
+    thread = threading.Thread(target=lambda: gangs.append(meet(main, {}, lambda layout: {"of": 2}, 20)))
+    thread.start()
+    port = knock(main)
+    with ExitStack() as stack:
+        for _ in range(20):
+            stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+        for words in (b'{"gang": "x", "node": 1}\n', b"x" * (1 << 20)):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            with suppress(ConnectionError):
+                stranger.sendall(words)
+                assert stranger.recv(10) == b""
+        for hello in ({"node": 2, "host": "a"}, {"node": "1", "host": "a"}, {"node": 1}, {"node": 1, "host": 3}, {}):
+            peer = connect("127.0.0.1", port, SECRET, main.context)
+            peer.send(hello)
+            assert peer.receive() is None
+            peer.close()
+        gangs.append(meet(other, {}, lambda layout: {}, timeout_s=20))
+        thread.join(20)
+    assert [gang.plan for gang in gangs] == [{"of": 2}] * 2
+    for gang in gangs:
+        gang.leave(0)
+    for gang in gangs:
+        gang.wait_for_others(20)
+
+
+def knock(main: Place) -> int:
+    """The port at which the main node listens: there, another secret is refused."""
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        for port in main.ports():
+            try:
+                connect("127.0.0.1", port, create_secret().encode(), main.context)
+            except NotProved:
+                return port
+            except OSError:
+                continue
+    raise AssertionError("nobody listens")
+
+
+def test_a_malformed_goodbye_is_dropped(tmp_path: Path) -> None:
+    """A message that cannot be read changes nothing; the connection goes on."""
+    gangs = meet_all(str(tmp_path), 2)
+    for message in ({"bye": "x"}, {"bye": None}, {"bye": 10**9}):
+        gangs[1].tell(message)
+    gangs[1].leave(70)
+    assert wait_for_loss(gangs[0]) == "node 1 ended with exit code 70"
+    gangs[0].leave(70)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"layout": [], "plan": {}}, {"layout": [{"node": 0, "host": "a"}] * 2, "plan": {}}, {"layout": 3, "plan": {}}],
+)
+def test_an_answer_that_cannot_be_read_is_our_own_error(answer: dict[str, Any]) -> None:
+    """A malformed answer of the main node is our own error, not a KeyError."""
+    with pytest.raises(MalformedMessage):
+        read_answer(answer, 2)
+
+
+def test_the_secret_travels_with_the_request_and_is_not_printed() -> None:
+    """Each flow has its own; neither the request nor a node's place shows it."""
+    first, second = check_request(recipe="shapes-cnn"), check_request(recipe="shapes-cnn")
+    assert first.secret != second.secret
+    assert first.secret not in repr(first)
+    assert SECRET.decode() not in repr(places("x", 1)[0])
 
 
 # --- Checkpoints on their way, through a stand-in for the datastore

@@ -201,11 +201,27 @@ def test_torchrun_with_a_fake_srun(tmp_path: Path) -> None:
     ]
 
 
-def test_torchrun_on_one_node_takes_any_port(tmp_path: Path) -> None:
+def test_torchrun_on_one_node_meets_without_torchs_dynamic_rendezvous(tmp_path: Path) -> None:
+    """SECURITY.md: torchrun's --standalone unpickles what anybody writes into its store."""
     script = write_script(spec_in(tmp_path, start="torchrun", nodes=1))
     check_syntax(script)
-    assert "--standalone" in script
-    assert "master" not in script
+    assert "--standalone" not in script
+    assert "rdzv" not in script
+    assert '--master-addr="${hosts[0]}" --master-port="$port"' in script
+
+
+def test_the_agents_secret_is_made_by_the_job_itself(tmp_path: Path) -> None:
+    """A fake srun gets a secret from the environment; it is new each time, and not in the script."""
+    script = write_script(spec_in(tmp_path))
+    secrets = []
+    for _ in range(2):
+        environment = run_script(script, tmp_path)["environment"]
+        assert isinstance(environment, dict)
+        secrets.append(environment["PACELINE_RUN_SECRET"])
+    assert [len(bytes.fromhex(secret)) for secret in secrets] == [32, 32]
+    assert secrets[0] != secrets[1]
+    assert not any(secret in script for secret in secrets)
+    assert "PACELINE_RUN_SECRET" not in write_script(spec_in(tmp_path, nodes=1))  # alone, it needs none
 
 
 @pytest.mark.parametrize("start", ["agent", "ranks", "torchrun"])

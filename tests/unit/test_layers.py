@@ -16,6 +16,7 @@ WITHOUT_TORCH = {"errors", "config", "runs", "report", "launch", "study", "cli"}
 LIGHT_FILES = {
     *("world/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
     *("library/train.py", "library/run.py", "data/pack_format.py", "world/gpus.py"),
+    *("world/secret.py", "world/peers.py"),
 }
 
 

@@ -17,7 +17,6 @@ from paceline.launch.attempt import (
     RankMain,
     end_fork_server,
     interrupts_held_back,
-    load_agent,
 )
 from paceline.launch.report import report_failure
 from paceline.runs.folder import RunFolder
@@ -55,7 +54,6 @@ def run_ranks(ranks: LocalRanks) -> int:
 
     try:
         with interrupts_held_back():
-            load_agent()
             for name in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(name, stop)
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as scratch:

@@ -97,7 +97,7 @@ def leave() -> NoReturn:
     a Python that was interrupted inside `exec`, as classes are made by dataclasses, forgets the exit code it is given.
     """
     code = main()
-    is_supervisor = "torch.distributed.elastic.agent.server.api" in sys.modules
+    is_supervisor = "paceline.launch.attempt" in sys.modules
     if "RANK" not in os.environ and not is_supervisor and code != EXIT_INTERRUPTED:
         sys.exit(code)
     sys.stdout.flush()

@@ -36,6 +36,7 @@ from paceline.world.detect import (
     read_rank_environment,
     threads_per_rank,
 )
+from paceline.world.secret import read_secret
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
 Also: --dry-run (print the plan, start nothing), --quiet (only warnings and the result), --json (a row per epoch and
@@ -88,6 +89,7 @@ def _check_nodes(loaded: LoadedConfig, nodes: Nodes) -> None:
     """Agents on several nodes must agree, without having met, on the folder and on the number of ranks."""
     if nodes.count == 1:
         return
+    read_secret()
     if is_url(loaded.config.run.resume):
         raise UserError(
             "a run on several nodes is fetched by one of them, the others cannot know its checkpoints",

@@ -54,9 +54,9 @@ class _Door(socketserver.BaseRequestHandler):
 class Listener:
     """Answers whoever knocks, for as long as the block lasts."""
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, clock: Callable[[], float], host: str = "") -> None:
         door = type("Door", (_Door,), {"clock": staticmethod(clock)})
-        self._server = socketserver.ThreadingTCPServer(("", 0), door)
+        self._server = socketserver.ThreadingTCPServer((host, 0), door)
         self._server.daemon_threads = True
         self.port: int = self._server.server_address[1]
 

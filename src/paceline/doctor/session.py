@@ -34,6 +34,7 @@ from paceline.errors import EXIT_HANG, UserError
 from paceline.parallel.collectives import wait_for_all
 from paceline.training.same_ranks import hash_code
 from paceline.world.detect import RankEnvironment, World, build_world
+from paceline.world.group import stay_on_loopback
 
 _DEADLINE_S = 48.0  # for everything a rank does
 _COLLECTIVE_S = 15.0
@@ -128,6 +129,8 @@ class Session:
 
     def _together(self) -> None:
         self.paper.phase = "meeting"
+        if self._environment.is_on_one_node:
+            stay_on_loopback()
         try:
             meeting = Meeting(self._environment)
             obstacle = self._compare(meeting)
@@ -146,7 +149,8 @@ class Session:
 
     def _compare(self, meeting: Meeting) -> str:
         """What nodes say of themselves, and plain connections between them. Returns why not to go on."""
-        with Listener(self._planted.wall_clock) as listener:
+        host = own_address(self._environment.store_host) if self._environment.is_on_one_node else ""
+        with Listener(self._planted.wall_clock, host) as listener:
             everyone = meeting.exchange("identity", self._identity(listener.port))
             hosts = self.paper.hosts = [identity["host"] for identity in everyone]
             self.paper.phase = "reach"

@@ -1,34 +1,34 @@
-"""One attempt: torch's elastic agent starts the ranks of this node and our watch looks after them.
+"""One attempt: the ranks of this node, started by us and looked after by our watch.
 
-Each attempt has an agent and a rendezvous of its own and the agent itself never restarts anything, so nothing
-of a broken attempt reaches the next one. Ranks are forked from a server that has torch and this package
-loaded already, which makes a new attempt a matter of tenths of a second.
+Nothing is restarted within an attempt and nothing of a broken attempt reaches the next one. Ranks are forked from a
+server that has torch and this package loaded already, which makes a new attempt a matter of tenths of a second. This
+process itself never loads torch.
 """
 
 from __future__ import annotations
 
-import logging
 import multiprocessing
 import os
 import shutil
 import signal
+import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open_meeting
 from paceline.launch.watch import RankSight, Watch
-from paceline.runs.process_handle import ProcessHandle, identity_of_this_process
-from paceline.world.detect import ATTEMPT, OWN_LAUNCHER, Nodes
-from paceline.world.pulse import ATTEMPT_DIR
+from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of_this_process
+from paceline.world.detect import ATTEMPT, STORE_FD, Nodes, RankEnvironment, rank_variables
+from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
+from paceline.world.secret import read_secret, take_secret
 from paceline.world.signals import SUPERVISOR_PID
 
 RankMain = Callable[[list[str], dict[str, str]], None]  # arguments, additions to the environment
-_JOIN_TIMEOUT_S = 300
 _PRELOADED = ["paceline.launch.server", "paceline.training.worker"]
 
 
@@ -64,6 +64,7 @@ class Attempts:
     def __init__(self, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by libraries while they are loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a closed socket is told in our own words
+        self._secret = take_secret()  # before anything inherits the environment
         self._watch: Watch | None = None
         self._is_asked_to_stop = False
         _start_fork_server()
@@ -75,50 +76,119 @@ class Attempts:
             self._watch.stop_all(number)
 
     def run(self, attempt: Attempt) -> AttemptEnd:
+        if attempt.nodes.count > 1 and self._secret is None:
+            read_secret({})  # raises, with what to do
         attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
+        ranks = _Ranks()
+        self._watch = watch = Watch(attempt_dir, attempt.stacks_of, ranks.read_pids)
+        meeting = open_meeting(
+            Request(
+                attempt.nodes,
+                attempt.number,
+                attempt.processes,
+                self._secret,
+                is_stopped=lambda: self._is_asked_to_stop,
+                on_failure=lambda: _mark(attempt_dir / PEERS_FAILED),
+            )
+        )
+        watch.start()
+        try:
+            with suppress(StoppedWaiting):
+                self._start(ranks, attempt, meeting.join(), attempt_dir)
+                ranks.wait()
+        finally:
+            ranks.end()
+            watch.stop()
+            self._watch = None
+            if any(sight.is_lost for sight in watch.ranks.values()):
+                meeting.announce_failure()
+            meeting.close()
+            shutil.rmtree(attempt_dir, ignore_errors=True)
+        return AttemptEnd(watch.ranks, {**dict.fromkeys(watch.ranks), **ranks.exit_codes()}, watch.hung)
+
+    def _start(self, ranks: _Ranks, attempt: Attempt, part: Assignment, attempt_dir: Path) -> None:
         surroundings = {
-            OWN_LAUNCHER: "paceline",
             SUPERVISOR_PID: identity_of_this_process(),
             ATTEMPT_DIR: str(attempt_dir),
             ATTEMPT: str(attempt.number),
+            # NCCL then ends the communicators of a rank whose peer is gone, instead of waiting for it.
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             **attempt.environment,
         }
-        agent, rendezvous = _build_agent(attempt, surroundings)
-
-        def read_pids() -> dict[int, int]:
-            workers = agent.get_worker_group().workers
-            return {worker.global_rank: worker.id for worker in workers if worker.id}
-
-        self._watch = watch = Watch(attempt_dir, attempt.stacks_of, read_pids)
-        watch.start()
         try:
-            if not self._is_asked_to_stop:  # while torch was loaded, say
-                agent.run()
-        except _rendezvous_errors() as error:
-            raise PacelineError(
-                f"the agents of {attempt.nodes.count} nodes did not meet",
-                where=f"{attempt.nodes.host}:{attempt.nodes.port + attempt.number}",
-                got=f"{type(error).__name__}: {error}",
-                hint="is there an agent on every node, and do all of them reach that address?",
-            ) from error
+            for local_rank in range(attempt.processes):
+                if self._is_asked_to_stop:
+                    return
+                rank = part.first_rank + local_rank
+                place = RankEnvironment(
+                    rank, part.world_size, local_rank, attempt.processes, "paceline", part.store_host, part.store_port
+                )
+                listener = part.listener if rank == 0 else None
+                ranks.start(
+                    rank, (attempt.rank_main, attempt.arguments, {**surroundings, **rank_variables(place)}, listener)
+                )
         finally:
-            watch.stop()
-            self._watch = None
-            if attempt.nodes.count > 1 and any(sight.is_lost for sight in watch.ranks.values()):
-                _tell_other_nodes(agent, attempt.number)
-            rendezvous.shutdown()
-            shutil.rmtree(attempt_dir, ignore_errors=True)
-        return AttemptEnd(watch.ranks, _exit_codes(agent, watch), watch.hung)
+            if part.listener is not None:
+                part.listener.close()  # rank 0 has its own copy
+
+
+def _mark(path: Path) -> None:
+    with suppress(OSError):  # the attempt is over here, too
+        path.touch()
+
+
+class _Ranks:
+    """The processes of this node's ranks."""
+
+    def __init__(self) -> None:
+        self._processes: dict[int, Any] = {}
+        self._handles: list[ProcessHandle | None] = []
+
+    def start(self, rank: int, arguments: tuple[Any, ...]) -> None:
+        process = multiprocessing.get_context("forkserver").Process(target=_be_a_rank, args=arguments)
+        process.start()
+        assert process.pid is not None
+        self._handles.append(find_forked(process.pid))
+        self._processes[rank] = process
+
+    def read_pids(self) -> dict[int, int]:
+        return {rank: process.pid for rank, process in dict(self._processes).items()}
+
+    def wait(self) -> None:
+        """Until all have ended. When one has, the watch sees to the others."""
+        while running := [process.sentinel for process in self._processes.values() if process.exitcode is None]:
+            connection.wait(running)
+
+    def end(self) -> None:
+        """None is left, whatever has happened."""
+        for handle in self._handles:
+            if handle is not None:
+                handle.send(signal.SIGKILL)
+        for process in self._processes.values():
+            process.join()
+
+    def exit_codes(self) -> dict[int, int | None]:
+        return {rank: process.exitcode for rank, process in self._processes.items()}
+
+
+def _be_a_rank(
+    rank_main: RankMain, arguments: list[str], surroundings: dict[str, str], listener: socket.socket | None
+) -> None:
+    """In the new process. Rank 0 gets the socket at which the ranks' store listens: nobody else can take the port."""
+    if listener is not None:
+        surroundings = {**surroundings, STORE_FD: str(listener.detach())}
+    rank_main(arguments, surroundings)
 
 
 def _start_fork_server() -> None:
-    """In the background: it loads torch while this process does.
+    """In the background: it loads torch while this process goes on.
 
-    Ctrl-C reaches every process of a terminal, but is this one's business: whom it starts inherits a deaf ear.
+    Stop signals reach every process of a terminal or of a job. This process handles them; the server starts with them
+    blocked, and ignores them when it has loaded `paceline.launch.server`.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
     resource_tracker.ensure_running()  # by itself it would be started in there, and end the holding back
-    with interrupts_held_back():
+    with _held_back(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         forkserver.ensure_running()
 
 
@@ -144,82 +214,15 @@ def _children_of(pid: int) -> list[int]:
         return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
 
 
-@contextmanager
-def interrupts_held_back() -> Iterator[None]:
+def interrupts_held_back() -> AbstractContextManager[None]:
     """Ctrl-C comes a moment later, at the end of this block."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    return _held_back(signal.SIGINT)
+
+
+@contextmanager
+def _held_back(*numbers: signal.Signals) -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def load_agent() -> None:
-    """Takes a second, and must not be broken off in the middle."""
-    import torch.distributed.elastic.agent.server.local_elastic_agent
-    import torch.distributed.elastic.rendezvous.registry  # noqa: F401
-
-
-def _build_agent(attempt: Attempt, surroundings: dict[str, str]) -> tuple[Any, Any]:
-    # Imported here: the verbs that start nothing should not wait for torch.
-    import torch.distributed.elastic.rendezvous.registry as rendezvous_registry
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-
-    for name in logging.root.manager.loggerDict:
-        if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they would say, we say in our own words
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ""  # the supervisor has handlers of its own
-    nodes = attempt.nodes
-    # Several nodes need a port they all know; a new one for each attempt, since the last may not be free yet.
-    port = nodes.port + attempt.number if nodes.port else 0
-    # Alone, a node need not know its own name, which may not even resolve.
-    own_address = "localhost" if nodes.count == 1 else None
-    parameters = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"{nodes.host}:{port}",
-        run_id=f"{nodes.run_id}-{attempt.number}",
-        min_nodes=nodes.count,
-        max_nodes=nodes.count,
-        is_host=nodes.own == 0,
-        local_addr=own_address,
-        join_timeout=_JOIN_TIMEOUT_S,
-    )
-    rendezvous = rendezvous_registry.get_rendezvous_handler(parameters)
-    spec = WorkerSpec(
-        role="paceline",
-        local_world_size=attempt.processes,
-        entrypoint=attempt.rank_main,
-        args=(attempt.arguments, surroundings),
-        rdzv_handler=rendezvous,
-        max_restarts=0,
-        monitor_interval=0.05,
-        local_addr=own_address,
-    )
-    return LocalElasticAgent(spec, DefaultLogsSpecs(), start_method="forkserver"), rendezvous
-
-
-def _rendezvous_errors() -> tuple[type[Exception], ...]:
-    from torch.distributed.elastic.rendezvous import RendezvousError
-
-    return (RendezvousError,)
-
-
-def _tell_other_nodes(agent: Any, number: int) -> None:
-    """Ranks elsewhere may be waiting for ours at the roll call: they need not."""
-    from paceline.world.group import announce_failure
-
-    group = agent.get_worker_group()
-    with suppress(RuntimeError, OSError):  # torch's DistError is one of the first
-        announce_failure(group.master_addr, group.master_port, number)
-
-
-def _exit_codes(agent: Any, watch: Watch) -> dict[int, int | None]:
-    """The agent tells the first failed rank's only; its process handles know them all."""
-    handles = getattr(getattr(agent, "_pcontext", None), "_pc", None)
-    codes: dict[int, int | None] = dict.fromkeys(watch.ranks)
-    for worker, process in zip(agent.get_worker_group().workers, getattr(handles, "processes", ()), strict=False):
-        codes[worker.global_rank] = process.exitcode
-    return codes

@@ -12,6 +12,7 @@ from typing import Literal, get_args
 from paceline.config.sites import Given, JobSettings, check_given, job_settings
 from paceline.errors import UserError, printable_line
 from paceline.launch.job_record import SECRET_PREFIX
+from paceline.world.secret import RUN_SECRET
 
 Start = Literal["agent", "ranks", "torchrun"]
 _VARIABLE_FORMS = "NAME=VALUE, or NAME alone to take its value from the environment of paceline submit"
@@ -24,7 +25,7 @@ _TIME = re.compile(
 _TIME_FORMS = "MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 _LONGEST_NOTICE_S = 65535  # Slurm keeps it in 16 bits
-_OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_START", "PACELINE_MAX_REQUEUES")
+_OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_START", "PACELINE_MAX_REQUEUES", RUN_SECRET)
 # What the script writes itself, and which flag of ours decides it.
 _OWN_LINES = {
     **{name: f"--{name}" for name in ("nodes", "gpus-per-node", "time", "account", "partition", "qos", "constraint")},

@@ -17,9 +17,11 @@ from typing import Any
 
 from paceline.errors import PacelineError, UserError
 from paceline.launch.job_record import JobRecord
+from paceline.launch.kubernetes_access import NAME_LABEL, build_secret
 from paceline.launch.kubernetes_job import KubernetesJob
-from paceline.launch.kubernetes_manifest import CONTAINER, INDEX, NAME_LABEL, build_objects
+from paceline.launch.kubernetes_manifest import CONTAINER, INDEX, build_objects
 from paceline.launch.slurm_client import JobState
+from paceline.world.secret import create_secret
 
 _TIMEOUT_S = (5, 20)  # to connect, and between two bytes
 _KINDS = {  # group, version, plural
@@ -83,11 +85,22 @@ class Cluster:
 
         return client.CoreV1Api(self._client)
 
+    @cached_property
+    def _networking(self) -> Any:
+        from kubernetes import client
+
+        return client.NetworkingV1Api(self._client)
+
     # --- Create and delete
 
     def create(self, job: KubernetesJob) -> None:
-        """The job first: what it needs belongs to it, and goes with it."""
+        """The job first: what it needs belongs to it, and goes with it.
+
+        The secret comes last. Pods do not start without it, so by then only they can reach each other.
+        """
         *needed, main = build_objects(job)
+        secret = build_secret(job, create_secret())
+        needed += [secret] if secret is not None else []
         group, version, plural = _KINDS[job.api]
         with _asking(f"create {main['kind']} {job.name} in {self.namespace}", job.api):
             created = self._objects.create_namespaced_custom_object(
@@ -101,6 +114,9 @@ class Cluster:
                 make = {
                     "Service": self._core.create_namespaced_service,
                     "ConfigMap": self._core.create_namespaced_config_map,
+                    "Secret": self._core.create_namespaced_secret,
+                    "ServiceAccount": self._core.create_namespaced_service_account,
+                    "NetworkPolicy": self._networking.create_namespaced_network_policy,
                 }[item["kind"]]
                 with _asking(f"create {item['kind']} {item['metadata']['name']} in {self.namespace}", job.api):
                     make(self.namespace, item, _request_timeout=_TIMEOUT_S)

@@ -23,6 +23,7 @@ from paceline.launch.kubernetes_job import (
     Volume,
     as_name,
 )
+from paceline.world.secret import RUN_SECRET
 
 _OWN_PATHS = ("/tmp", "/dev/shm", FILES_PATH)
 _LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
@@ -41,7 +42,7 @@ _IMAGE = re.compile(
     r"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(@sha256:(?P<digest>[0-9a-f]{64}))?"
 )
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET")
+_OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET", RUN_SECRET)
 
 
 @cache

@@ -5,25 +5,22 @@ Pure but for `Line`, a connection between two pods; `kubernetes_pod.py` is the l
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Literal
 
 from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.launch.policy import FINAL_CODES
+from paceline.world.peers import MalformedMessage, Message, Peer, integer_in, listen_on_all_addresses
+from paceline.world.secret import read_secret
 
 NODES, NODE, MEET = "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET"
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 900.0
-_LONGEST_WORDS = 4096
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a silent node is lost after half a minute
 _STOPPED = (EXIT_PREEMPTED, 128 + signal.SIGTERM)
 
 
@@ -36,6 +33,7 @@ class Place:
     host: str  # where node 0 is found
     port: int
     start_timeout_s: float
+    secret: bytes = field(repr=False)
 
     @property
     def leads(self) -> bool:
@@ -43,6 +41,7 @@ class Place:
 
 
 def read_place(environment: Mapping[str, str] = os.environ) -> Place:
+    secret = read_secret(environment)
     host, _, port = environment.get(MEET, "").rpartition(":")
     try:
         place = Place(
@@ -51,6 +50,7 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place:
             host=host,
             port=int(port),
             start_timeout_s=float(environment.get(START_TIMEOUT, _START_TIMEOUT_S)),
+            secret=secret,
         )
         if not (host and 0 <= place.node < place.nodes):
             raise ValueError(f"node {place.node} of {place.nodes}, meeting at {environment[MEET]!r}")
@@ -88,6 +88,33 @@ def judge(codes: Mapping[int, int], nodes: int) -> Verdict | None:
     return Verdict("again")
 
 
+# --- Messages ---------------------------------------------------------------------------------------------------------
+# Each raises MalformedMessage.
+
+
+def read_hello(message: Message, nodes: int) -> int:
+    """The first words of a follower: which node it is."""
+    return integer_in(message, "hello", 1, nodes - 1)
+
+
+def read_go(message: Message) -> int:
+    """The leader's answer when all are there: the first of the ports at which the supervisors meet."""
+    return integer_in(message, "go", 1, 65_000)
+
+
+def read_ended(message: Message) -> int:
+    """How a follower's training has ended."""
+    return integer_in(message, "ended", 0, 255)
+
+
+def read_verdict(message: Message, nodes: int) -> Verdict:
+    """How all go on, in the words of the leader."""
+    do = message.get("do")
+    if do not in ("end", "fail", "again"):
+        raise MalformedMessage("'do' of a message is not one of end, fail, again")
+    return Verdict(do, integer_in(message, "code", 0, 255), integer_in(message, "node", -1, nodes - 1))
+
+
 # --- Connections ------------------------------------------------------------------------------------------------------
 
 
@@ -104,36 +131,23 @@ Events = SimpleQueue[Event]
 
 
 class Line:
-    """A connection between two pods: words are JSON, one to a line. Its end is an event, too."""
+    """A connection to a pod that has proved the run's secret. Its messages and its end are events."""
 
-    def __init__(self, connection: socket.socket, events: Events) -> None:
+    def __init__(self, peer: Peer, events: Events) -> None:
         self.node = -1  # who is at the other end; known after its hello
         self.is_open = True
-        self._connection = connection
+        self.address = peer.address
+        self._peer = peer
         self._events = events
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        threading.Thread(target=self._listen, daemon=True).start()
+        peer.listen(lambda message: events.put(Event("word", self, message)), self._end)
 
     def say(self, **words: Any) -> None:
-        with suppress(OSError):  # the listener notices, and says so
-            self._connection.sendall((json.dumps(words) + "\n").encode())
+        self._peer.send(words)
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
+        self._peer.close()
 
-    def _listen(self) -> None:
-        with suppress(OSError, ValueError), self._connection.makefile("rb") as file:
-            while text := file.readline(_LONGEST_WORDS):
-                words = json.loads(text)
-                if not isinstance(words, dict):
-                    break  # a stranger, as is one whose words are no JSON
-                self._events.put(Event("word", self, words))
+    def _end(self) -> None:
         self.is_open = False
         self.close()
         self._events.put(Event("lost", self))
@@ -141,8 +155,6 @@ class Line:
 
 def listen_at(port: int) -> socket.socket:
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
+        return listen_on_all_addresses(port)
     except OSError as error:
         raise PacelineError(f"port {port} cannot be opened in this pod", got=error.strerror) from error

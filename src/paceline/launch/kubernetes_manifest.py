@@ -13,12 +13,23 @@ import paceline
 from paceline.config.text import check_fields, check_text
 from paceline.errors import EXIT_PREEMPTED
 from paceline.launch.job_record import SECRET_PREFIX, hide_values
+from paceline.launch.kubernetes_access import (
+    NAME_LABEL,
+    about_secret,
+    keep_token_out,
+    labels,
+    metadata,
+    needs_service_account,
+    network_policy,
+    secret_name,
+    service_account,
+)
 from paceline.launch.kubernetes_gang import MEET, NODE, NODES, START_TIMEOUT
 from paceline.launch.kubernetes_job import FILES_PATH, KubernetesJob, Volume
 from paceline.launch.policy import FINAL_CODES
+from paceline.world.secret import RUN_SECRET
 
 MANIFEST = "job.yaml"
-NAME_LABEL = "app.kubernetes.io/instance"
 INDEX = "batch.kubernetes.io/job-completion-index"
 REPLICATED_JOB = "node"  # as Kubeflow's runtimes call theirs, so that host names are the same
 CONTAINER = {"job": "train", "jobset": "train", "trainjob": "node"}
@@ -64,6 +75,9 @@ def build_objects(job: KubernetesJob) -> list[Object]:
         objects.append(_files(job))
     if job.nodes > 1 and job.api == "job":
         objects.append(_service(job))  # the others bring their own
+    if needs_service_account(job):
+        objects.append(service_account(job))
+    objects.append(network_policy(job))
     return [*objects, {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[job.api](job)]
 
 
@@ -76,12 +90,13 @@ def leader_host(job: KubernetesJob) -> str:
 def _header(job: KubernetesJob) -> str:
     ranks = f"{job.world_size} rank" + ("s" if job.world_size > 1 else "")
     nodes = f"{job.nodes} node" + ("s" if job.nodes > 1 else "")
-    kinds = ",".join(item["kind"].lower() for item in build_objects(job))
+    kinds = ",".join([*(item["kind"].lower() for item in build_objects(job)), *(["secret"] if job.nodes > 1 else [])])
     namespace = f" --namespace {job.namespace}" if job.namespace else ""
     lines = [
         f"{job.name}: {ranks} on {nodes}. Written by paceline {paceline.__version__}:",
         f"  {shlex.join(hide_values(job.command))}",
         *_about_failures(job),
+        *about_secret(job, namespace),
         "Follow and remove it:",
         f"  kubectl logs{namespace} --follow --selector {NAME_LABEL}={job.name} --prefix",
         f"  kubectl delete{namespace} {kinds} --selector {NAME_LABEL}={job.name}",
@@ -95,22 +110,8 @@ def _about_failures(job: KubernetesJob) -> list[str]:
     final = ", ".join(map(str, FINAL_CODES))
     return [
         f"Pods that lose their node or end with {EXIT_PREEMPTED} (saved, asked to stop) are replaced and not counted;",
-        f"{final} (a mistake, data, checkpoint, numbers) end the job; anything else is tried {job.retries} times more.",
+        f"{final} (mistake, data, checkpoint, numbers, owner) end the job; others are tried {job.retries} times more.",
     ]
-
-
-def _metadata(job: KubernetesJob, name: str = "", *, queued: bool = False) -> Object:
-    metadata: Object = {"name": name or job.name}
-    if job.namespace:
-        metadata["namespace"] = job.namespace
-    metadata["labels"] = _labels(job)
-    if queued and job.queue:
-        metadata["labels"]["kueue.x-k8s.io/queue-name"] = job.queue
-    return metadata
-
-
-def _labels(job: KubernetesJob) -> Object:
-    return {"app.kubernetes.io/name": "paceline", NAME_LABEL: job.name, "app.kubernetes.io/managed-by": "paceline"}
 
 
 # --- Beside the job ---------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ def _files(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _metadata(job, _files_name(job)),
+        "metadata": metadata(job, _files_name(job)),
         "immutable": True,
         "data": dict(job.files),
     }
@@ -135,7 +136,7 @@ def _service(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": _metadata(job),
+        "metadata": metadata(job),
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
@@ -154,7 +155,7 @@ def _job(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
-        "metadata": _metadata(job, queued=True),
+        "metadata": metadata(job, queued=True),
         "spec": {**spec, **_indexed(job, backoff_limit=job.retries)},
     }
 
@@ -173,7 +174,7 @@ def _indexed(job: KubernetesJob, *, backoff_limit: int) -> Object:
         # Node 0 ends well only when all have.
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     spec["podFailurePolicy"] = {"rules": _failure_rules(job)}
-    spec["template"] = {"metadata": {"labels": _labels(job)}, "spec": _pod(job)}
+    spec["template"] = {"metadata": {"labels": labels(job)}, "spec": _pod(job)}
     return spec
 
 
@@ -207,7 +208,7 @@ def _jobset(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
-        "metadata": _metadata(job, queued=True),
+        "metadata": metadata(job, queued=True),
         "spec": spec,
     }
 
@@ -218,10 +219,11 @@ def _trainjob(job: KubernetesJob) -> Object:
     train = pod.pop("containers")[0]
     for name in ("restartPolicy", "enableServiceLinks", "automountServiceAccountToken"):
         pod.pop(name, None)
+    keep_token_out(job, pod, train)
     pod["containers"] = [{name: train[name] for name in ("name", "securityContext", "volumeMounts")}]
     patch = {
         "name": REPLICATED_JOB,
-        "template": {"spec": {"template": {"metadata": {"labels": _labels(job)}, "spec": pod}}},
+        "template": {"spec": {"template": {"metadata": {"labels": labels(job)}, "spec": pod}}},
     }
     spec: Object = {"suspend": True} if job.queue else {}
     if job.limit_s:
@@ -247,7 +249,7 @@ def _trainjob(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "trainer.kubeflow.org/v1alpha1",
         "kind": "TrainJob",
-        "metadata": _metadata(job, queued=True),
+        "metadata": metadata(job, queued=True),
         "spec": spec,
     }
 
@@ -344,6 +346,7 @@ def _environment(job: KubernetesJob) -> list[Object]:
             {"name": NODE, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
             {"name": MEET, "value": f"{leader_host(job)}:{job.port}"},
             {"name": START_TIMEOUT, "value": str(job.start_timeout_s)},
+            {"name": RUN_SECRET, "valueFrom": {"secretKeyRef": {"name": secret_name(job), "key": RUN_SECRET}}},
         ]
     return rows + [_variable(name, value) for name, value in job.env]
 

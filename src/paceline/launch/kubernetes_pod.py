@@ -25,15 +25,30 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from types import FrameType
 
-from paceline.errors import EXIT_INTERNAL, EXIT_PREEMPTED, PacelineError
-from paceline.launch.kubernetes_gang import Event, Events, Line, Place, Verdict, judge, listen_at, read_place
+from paceline.errors import EXIT_PREEMPTED, PacelineError
+from paceline.launch.kubernetes_gang import (
+    Event,
+    Events,
+    Line,
+    Place,
+    Verdict,
+    judge,
+    listen_at,
+    read_ended,
+    read_go,
+    read_hello,
+    read_place,
+    read_verdict,
+)
 from paceline.runs.process_handle import ProcessHandle, end_group, exit_code_of
 from paceline.world.detect import Nodes, agent_variables
+from paceline.world.peers import MalformedMessage, Message, Peer, PeerServer, connect, log_drop
 
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
 _STOP_GRACE_S = 5.0  # for ranks whose peers are gone: all they can do is finish writing a checkpoint
 _FIRST_PORT, _PORTS, _PORTS_OF_JOB = 20_000, 20_000, 64  # below those a system gives to whoever asks for any
+_CONTEXT = "pods of a job"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -55,8 +70,7 @@ class Pod:
         for number in _SIGNALS:
             signal.signal(number, self._pass_on)
         if self.place.leads:
-            server = listen_at(self.place.port)
-            threading.Thread(target=self._accept, args=(server,), daemon=True).start()
+            PeerServer(listen_at(self.place.port), self.place.secret, _CONTEXT, self._admit)
         while True:
             port = self._gather() if self.place.leads else self._join()
             if port is None:
@@ -72,10 +86,8 @@ class Pod:
 
     # --- Meeting
 
-    def _accept(self, server: socket.socket) -> None:
-        while True:
-            connection, _ = server.accept()
-            Line(connection, self._events)
+    def _admit(self, peer: Peer) -> None:
+        Line(peer, self._events)
 
     def _gather(self) -> int | None:
         """As the leader: wait for every other node, then tell them the port at which their agents meet."""
@@ -110,14 +122,15 @@ class Pod:
             del self._lines[line.node]
 
     def _newcomer(self, event: Event) -> int | None:
-        """The node that says hello by this event. Strangers are shown the door."""
+        """The node that says hello by this event. A connection that says something else first is closed."""
         if event.kind != "word" or event.line is None or event.line.node >= 0:
             return None
-        node = event.content.get("hello")
-        if isinstance(node, int) and 0 < node < self.place.nodes:
-            return node
-        event.line.close()
-        return None
+        try:
+            return read_hello(event.content, self.place.nodes)
+        except MalformedMessage as error:
+            log_drop(event.line.address, error.what)
+            event.line.close()
+            return None
 
     def _incomplete(self) -> PacelineError:
         missing = [str(node) for node in range(1, self.place.nodes) if node not in self._lines]
@@ -136,11 +149,11 @@ class Pod:
             if self._stop_signal:
                 return None
             try:
-                connection = socket.create_connection((self.place.host, self.place.port), timeout=_CONNECT_TIMEOUT_S)
+                peer = connect(self.place.host, self.place.port, self.place.secret, _CONTEXT, _CONNECT_TIMEOUT_S)
             except OSError as error:
                 trouble = str(error)
             else:
-                line = self._lines[0] = Line(connection, self._events)
+                line = self._lines[0] = Line(peer, self._events)
                 line.say(hello=self.place.node)
                 port = self._wait_for_go(line, deadline_s)
                 if port is not None:
@@ -158,8 +171,11 @@ class Pod:
         while not self._stop_signal and (event := self._next_event(deadline_s)) is not None:
             if event.line is line and event.kind == "lost":
                 return None
-            if event.line is line and "go" in event.content:
-                return int(event.content["go"])
+            if event.line is line:
+                try:
+                    return read_go(event.content)
+                except MalformedMessage as error:
+                    log_drop(line.address, error.what)
         return None
 
     def _next_event(self, deadline_s: float) -> Event | None:
@@ -187,10 +203,10 @@ class Pod:
                     self._lines[0].say(ended=codes[self.place.node])
             elif event.kind == "lost" and is_ours:
                 return self._after_loss(line)
-            elif event.kind == "word" and is_ours and not self.place.leads:
-                return Verdict(**words)
             elif event.kind == "word" and is_ours and line is not None:
-                codes[line.node] = int(words.get("ended", EXIT_INTERNAL))
+                verdict = self._hear(line, words, codes)
+                if verdict is not None:
+                    return verdict
             elif self.place.leads and (node := self._newcomer(event)) is not None:
                 self._early.append(event)
                 if node in self._lines:  # its pod was replaced, though nothing was heard of the end of the other
@@ -199,6 +215,16 @@ class Pod:
             if verdict is not None:
                 self._announce(verdict)
                 return verdict
+
+    def _hear(self, line: Line, message: Message, codes: dict[int, int]) -> Verdict | None:
+        """A follower's end goes into `codes`; the leader's verdict is returned. Anything else is dropped."""
+        try:
+            if not self.place.leads:
+                return read_verdict(message, self.place.nodes)
+            codes.setdefault(line.node, read_ended(message))  # it ends once
+        except MalformedMessage as error:
+            log_drop(line.address, error.what)
+        return None
 
     def _after_loss(self, line: Line | None) -> Verdict:
         who = f"node {line.node}" if self.place.leads and line is not None else "node 0, which leads,"

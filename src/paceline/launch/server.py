@@ -13,8 +13,10 @@ import gc
 import os
 import signal
 
-for _name in ("SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"):
-    signal.signal(getattr(signal, _name), signal.SIG_IGN)
+IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+for _number in IGNORED:
+    signal.signal(_number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked by the launcher until now
 
 gc.disable()
 os.register_at_fork(before=gc.freeze, after_in_child=gc.enable)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.config.text import check_fields, check_text
 from paceline.launch.job import JobSpec, count_gres_gpus
+from paceline.world.secret import RUN_SECRET
 
 SCRIPT = "job.sbatch"
 _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
@@ -135,6 +136,11 @@ def _environment(spec: JobSpec) -> list[str]:
     lines += ["", "# Lines reach the log when they are printed.", "export PYTHONUNBUFFERED=1"]
     if spec.start == "agent":
         lines += ["# The agents of the nodes find each other by Slurm's own variables.", "export PACELINE_START=agent"]
+        if spec.nodes > 1:
+            lines += [
+                "# They prove to each other that they belong to this job. The secret is made anew at each start.",
+                f"export {RUN_SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+            ]
     if spec.resume:
         lines += [
             "# So often the job may come back from the queue without a step of progress.",
@@ -211,8 +217,7 @@ def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list
     """Node 0 is the first of the list, and holds the store; the shell on each node knows which one it is."""
     ranks = f"--nnodes={spec.nodes} --nproc-per-node={spec.ranks_per_node} --signals-to-handle={_TORCHRUN_SIGNALS}"
     train = [f"-m paceline {command[0]}", *command[1:]]
-    if spec.nodes == 1:  # alone, it takes whichever port is free
-        return ["", _continued([srun, f"{python} -m torch.distributed.run --standalone {ranks}", *train])]
+    # Not --standalone: torch's dynamic rendezvous unpickles what anybody writes into its store.
     return [
         "",
         "# The nodes meet on the first one, on a port that neither another job nor this one's earlier start has.",

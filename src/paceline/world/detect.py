@@ -20,6 +20,7 @@ from paceline.world.slurm import read_slurm_task
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by our supervisor for the ranks it starts
 ATTEMPT = "PACELINE_ATTEMPT"  # likewise: the number of this attempt, from 1
+STORE_FD = "PACELINE_STORE_FD"  # likewise, of rank 0: the open socket at which the ranks' store listens
 START = "PACELINE_START"  # "agent": this process starts its node's ranks, one of several such
 AGENT = "PACELINE_AGENT"  # which one, where srun does not say it: NODE/NODES@HOST:PORT
 
@@ -36,7 +37,14 @@ class RankEnvironment:
     store_host: str = ""
     store_port: int = 0
     has_store_server: bool = False  # the launcher keeps the store; otherwise rank 0 does
+    store_fd: int | None = None  # of rank 0: a socket that listens for the store already
+    says_local_ranks: bool = True  # whether the launcher said how many ranks are on this node
     attempt: int = 1
+
+    @property
+    def is_on_one_node(self) -> bool:
+        """Known for sure: then nothing of the run needs to listen beyond loopback."""
+        return self.says_local_ranks and self.local_world_size == self.world_size
 
     @property
     def is_supervised(self) -> bool:
@@ -150,8 +158,23 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
         store_host=environment["MASTER_ADDR"],
         store_port=numbers["MASTER_PORT"],
         has_store_server=environment.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
+        store_fd=int(environment[STORE_FD]) if STORE_FD in environment else None,
+        says_local_ranks="LOCAL_WORLD_SIZE" in environment,
         attempt=int(environment.get(ATTEMPT) or 1 + int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))),
     )
+
+
+def rank_variables(place: RankEnvironment) -> dict[str, str]:
+    """What our own launcher sets for a rank; `read_rank_environment` reads it."""
+    return {
+        OWN_LAUNCHER: place.launcher,
+        "RANK": str(place.rank),
+        "WORLD_SIZE": str(place.world_size),
+        "LOCAL_RANK": str(place.local_rank),
+        "LOCAL_WORLD_SIZE": str(place.local_world_size),
+        "MASTER_ADDR": place.store_host,
+        "MASTER_PORT": str(place.store_port),
+    }
 
 
 def check_whole_job(ranks: RankEnvironment | None, environment: Mapping[str, str] = os.environ) -> None:
@@ -163,7 +186,10 @@ def check_whole_job(ranks: RankEnvironment | None, environment: Mapping[str, str
     if ranks is not None and ranks.world_size > ranks.local_world_size:
         return  # a launcher of the user's own has reached the other nodes
     what = "torchrun" if ranks is not None and ranks.launcher == "torchrun" else "paceline train"
-    line = "PACELINE_START=agent srun --ntasks-per-node=1 --kill-on-bad-exit=1 python -m paceline train ..."
+    line = (
+        "export PACELINE_RUN_SECRET=$(openssl rand -hex 32)\n"
+        "PACELINE_START=agent srun --ntasks-per-node=1 --kill-on-bad-exit=1 python -m paceline train ..."
+    )
     if what == "torchrun":
         line = f"srun --ntasks-per-node=1 bash -c 'torchrun --nnodes={nodes} --node-rank=$SLURM_NODEID ...'"
     raise UserError(
@@ -184,7 +210,7 @@ def _read_slurm_rank(environment: Mapping[str, str]) -> RankEnvironment | None:
         local_rank=task.local_task,
         local_world_size=task.local_tasks,
         launcher="srun",
-        store_host=task.hosts[0],
+        store_host=task.hosts[0] if task.nodes > 1 else "127.0.0.1",
         store_port=task.port,
         attempt=1 + int(environment.get("SLURM_RESTART_COUNT", "0")),
     )

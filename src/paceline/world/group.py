@@ -6,6 +6,7 @@ to each other. Who is missing, or what else listens at the address, is therefore
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import threading
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,6 +25,8 @@ from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import PacelineError, UserError
 from paceline.world.detect import RankEnvironment, World
+from paceline.world.peers import loopback_interface
+from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the watchdog's deadlines are shorter
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
@@ -31,7 +35,6 @@ _NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
 ANSWER_TIMEOUT_S = 8.0
 _FAREWELL_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-_FAILED = "failed"
 
 
 @contextmanager
@@ -41,6 +44,8 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
         yield
         return
     device = torch.device(world.device)
+    if environment.is_on_one_node:
+        stay_on_loopback()
     # Beside nccl, gloo for what lies in CPU memory: offloaded shards, for one.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
     store: Any
@@ -60,6 +65,14 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
     # Only after a good end: with a rank gone, closing would wait for it. A rank that failed just leaves.
     _part(store, world)
     dist.destroy_process_group()
+
+
+def stay_on_loopback() -> None:
+    """For ranks that share a machine: gloo and NCCL would listen at an address that other machines reach."""
+    name = loopback_interface()
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one
 
 
 def _meet(world: World, environment: RankEnvironment) -> Store:
@@ -86,12 +99,16 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
 def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
     """In a thread: a stranger that takes the connection and says nothing would hold the caller for ever."""
     answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
-    timeout = timedelta(seconds=ANSWER_TIMEOUT_S)
+    options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=ANSWER_TIMEOUT_S)}
 
     def open_it() -> None:
         try:
             host, port = environment.store_host, environment.store_port
-            answers.put(TCPStore(host, port, is_master=is_server, wait_for_workers=False, timeout=timeout))
+            if is_server:
+                listener = _store_listener(environment)
+                if listener is not None:
+                    options["master_listen_fd"] = listener
+            answers.put(TCPStore(host, port, is_master=is_server, **options))
         except Exception as error:
             answers.put(error)
 
@@ -105,6 +122,24 @@ def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
     return answer
 
 
+def _store_listener(environment: RankEnvironment) -> int | None:
+    """The socket for the store's server, as torch's own would listen at every address. None: that is needed."""
+    if environment.store_fd is not None:
+        return environment.store_fd
+    try:
+        family, _, _, _, place = socket.getaddrinfo(
+            environment.store_host, environment.store_port, type=socket.SOCK_STREAM
+        )[0]
+    except socket.gaierror:
+        return None
+    if not ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+        return None
+    try:
+        return socket.create_server(place[:2], family=family, backlog=256).detach()
+    except OSError as error:
+        raise TimeoutError(str(error)) from error
+
+
 def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
     """Until somebody listens at the address."""
     started = time.monotonic()
@@ -114,6 +149,7 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
             socket.create_connection(where, timeout=ANSWER_TIMEOUT_S).close()
             return
         except OSError as error:
+            _refuse_if_peers_failed(error)
             is_name = isinstance(error, socket.gaierror)
             if time.monotonic() - started > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
                 what = f"there is no host {where[0]!r}" if is_name else f"nobody answers at {address}"
@@ -145,10 +181,11 @@ def require_own_gpus(places: list[str]) -> None:
             )
 
 
-def announce_failure(host: str, port: int, attempt: int) -> None:
-    """The attempt is over: whoever waits at its roll call may stop waiting."""
-    store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=2))
-    PrefixStore(_prefix(attempt), store).set(_FAILED, "")
+def _refuse_if_peers_failed(error: Exception) -> None:
+    """The supervisor leaves a mark when ranks of another node have failed: nobody waits for them."""
+    folder = os.environ.get(ATTEMPT_DIR)
+    if folder is not None and (Path(folder) / PEERS_FAILED).exists():
+        raise PacelineError("another rank went away before all had arrived", got="socket closed") from error
 
 
 def _prefix(attempt: int) -> str:
@@ -165,8 +202,9 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
             require_own_gpus([store.get(name).decode() for name in names] if world.backend == "nccl" else [])
             return
         except dist.DistError as error:
-            if store.check([_FAILED]):
-                raise PacelineError("another rank went away before all had arrived", got="socket closed") from error
+            _refuse_if_peers_failed(error)
+            if isinstance(error, dist.DistNetworkError):
+                raise PacelineError("rank 0 went away before all had arrived", got="socket closed") from error
             if time.monotonic() - started < timeout_s:
                 continue
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ATTEMPT_DIR = "PACELINE_ATTEMPT_DIR"  # where the ranks of an attempt leave their pulse and their last words
+PEERS_FAILED = "peers-failed"  # a file there: ranks of another node have failed, and will not come to the roll call
 
 # In the order in which a step passes through them: of two ranks in one step, the lower is behind.
 PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate", "finish", "left")

@@ -8,24 +8,30 @@ however it dies, the others hear of it at once, also while ranks are still being
 from __future__ import annotations
 
 import hashlib
-import json
 import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.errors import PacelineError
+from paceline.world.peers import (
+    MalformedMessage,
+    Message,
+    Peer,
+    PeerServer,
+    connect,
+    integer_in,
+    listen_on_all_addresses,
+    log_drop,
+)
 
 _FIRST_PORT, _PORTS, _CANDIDATES = 20_000, 20_000, 8
 _ANSWER_S = 3.0
 _POLL_S = 0.2
-# A machine that is cut off sends nothing at all; the kernel asks after it.
-_KEEPALIVE = (("TCP_KEEPIDLE", 20), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3))
-Message = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class Place:
     own: int
     main_host: str
     name: str  # flow, run, step and attempt: nobody else's nodes answer to it
+    secret: bytes = field(repr=False)
+
+    @property
+    def context(self) -> str:
+        return f"metaflow {self.name}"
 
     @property
     def is_main(self) -> bool:
@@ -48,22 +59,16 @@ class Place:
 
 
 class Line:
-    """A connection between two nodes that carries one JSON object per line."""
+    """A connection to a node that has proved the run's secret."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        connection.settimeout(None)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE:
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    def __init__(self, peer: Peer) -> None:
+        self.address = peer.address
+        self._peer = peer
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._lock, self._open_ends = threading.Lock(), 2
-        threading.Thread(target=self._read, name="gang-line", daemon=True).start()
+        peer.listen(self._messages.put, lambda: self._messages.put(None))
 
     def send(self, message: Message) -> None:
-        with suppress(OSError):  # a line that is broken is found by its reader
-            self._connection.sendall(json.dumps(message).encode() + b"\n")
+        self._peer.send(message)
 
     def receive(self, timeout_s: float | None) -> Message | None:
         """The next message; None when the other end is gone. Raises queue.Empty."""
@@ -71,23 +76,11 @@ class Line:
 
     def close(self) -> None:
         """Nothing more is said here. The other end may still speak, so what was said arrives."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
-        self._hang_up()
+        self._peer.end_sending()
 
-    def _read(self) -> None:
-        with suppress(OSError, ValueError), self._connection.makefile("rb") as file:
-            for text in file:
-                self._messages.put(json.loads(text))
-        self._messages.put(None)
-        self._hang_up()
-
-    def _hang_up(self) -> None:
-        """Called once for each direction; with the second the connection goes."""
-        with self._lock:
-            self._open_ends -= 1
-            if self._open_ends == 0:
-                self._connection.close()
+    def drop(self) -> None:
+        """Neither end speaks any more."""
+        self._peer.close()
 
 
 class Gang:
@@ -125,8 +118,13 @@ class Gang:
     def _follow(self, node: int, line: Line) -> None:
         while (message := line.receive(None)) is not None:
             if "bye" in message:
-                if message["bye"] != 0:
-                    self._lose(f"node {node} ended with exit code {message['bye']}")
+                try:
+                    code = integer_in(message, "bye", -255, 255)
+                except MalformedMessage as error:
+                    log_drop(line.address, error.what)
+                    continue
+                if code != 0:
+                    self._lose(f"node {node} ended with exit code {code}")
                 return
             for other, onwards in self._lines.items():  # only the main node has a line to everybody
                 if other != node:
@@ -144,7 +142,7 @@ def meet(place: Place, about: Message, make_plan: Callable[[list[Message]], Mess
     about = {**about, "node": place.own, "host": about.get("host", socket.gethostname())}
     if not place.is_main:
         line, answer = _call_main(place, about, timeout_s)
-        return Gang(place, {0: line}, answer["layout"], answer["plan"])
+        return Gang(place, {0: line}, *read_answer(answer, place.nodes))
     lines, layout = _gather(place, about, timeout_s) if place.nodes > 1 else ({}, [about])
     try:
         plan = make_plan(layout)
@@ -161,8 +159,9 @@ def _gather(place: Place, about: Message, timeout_s: float) -> tuple[dict[int, L
     deadline = time.monotonic() + timeout_s
     lines: dict[int, Line] = {}
     layout: dict[int, Message] = {place.own: about}
-    with _listen(place) as server:
-        server.settimeout(_POLL_S)
+    arrivals: queue.SimpleQueue[tuple[Line, Message]] = queue.SimpleQueue()
+    server = PeerServer(_listen(place), place.secret, place.context, lambda peer: _hear_hello(peer, place, arrivals))
+    try:
         while len(layout) < place.nodes:
             for node, line in lines.items():
                 if _is_gone(line):
@@ -174,24 +173,53 @@ def _gather(place: Place, about: Message, timeout_s: float) -> tuple[dict[int, L
                     got=f"missing: node {', '.join(missing)}",
                     hint="look at their logs; --node-timeout gives slow ones longer",
                 )
-            with suppress(OSError):
-                connection, _ = server.accept()
-                line = Line(connection)
-                hello = _hear_hello(line, place)
-                if hello is not None:
-                    lines[hello["node"]], layout[hello["node"]] = line, hello
+            with suppress(queue.Empty):
+                line, hello = arrivals.get(timeout=_POLL_S)
+                if hello["node"] in layout:
+                    log_drop(line.address, f"node {hello['node']} is here already")
+                    line.drop()
+                    continue
+                lines[hello["node"]], layout[hello["node"]] = line, hello
+    except BaseException:
+        for line in lines.values():
+            line.close()
+        raise
+    finally:
+        server.close()
     return lines, [layout[node] for node in range(place.nodes)]
 
 
-def _hear_hello(line: Line, place: Place) -> Message | None:
-    """What a node of this gang says first; a stranger is shown out."""
+def _hear_hello(peer: Peer, place: Place, arrivals: queue.SimpleQueue[tuple[Line, Message]]) -> None:
+    """What a node says first, of itself."""
+    line = Line(peer)
     with suppress(queue.Empty):
-        hello = line.receive(_ANSWER_S)
-        if hello is not None and hello.pop("gang", None) == place.name:
-            line.send({"gang": place.name})
-            return hello
-    line.close()
-    return None
+        try:
+            hello = line.receive(_ANSWER_S)
+            if hello is not None:
+                arrivals.put((line, read_hello(hello, place.nodes)))
+                return
+        except MalformedMessage as error:
+            log_drop(line.address, error.what)
+    line.drop()
+
+
+def read_hello(message: Message, nodes: int) -> Message:
+    """What a node says of itself, checked. Raises MalformedMessage."""
+    return _read_about(message, integer_in(message, "node", 1, nodes - 1))
+
+
+def read_answer(message: Message, nodes: int) -> tuple[list[Message], Message]:
+    """The layout and the plan, as the main node sends them, checked. Raises MalformedMessage."""
+    layout, plan = message.get("layout"), message.get("plan")
+    if not isinstance(layout, list) or len(layout) != nodes or not isinstance(plan, dict):
+        raise MalformedMessage("the main node's answer is not a layout and a plan")
+    return [_read_about(about, node) for node, about in enumerate(layout)], plan
+
+
+def _read_about(about: Any, node: int) -> Message:
+    if not isinstance(about, dict) or about.get("node") != node or not isinstance(about.get("host"), str):
+        raise MalformedMessage(f"what is said of node {node} cannot be read")
+    return about
 
 
 def _is_gone(line: Line) -> bool:
@@ -204,7 +232,7 @@ def _is_gone(line: Line) -> bool:
 def _listen(place: Place) -> socket.socket:
     for port in place.ports():
         with suppress(OSError):
-            return socket.create_server(("", port), backlog=place.nodes)
+            return listen_on_all_addresses(port)
     raise PacelineError("no port is free to meet the other nodes", got=", ".join(map(str, place.ports())))
 
 
@@ -232,15 +260,11 @@ def _call_main(place: Place, about: Message, timeout_s: float) -> tuple[Line, Me
 def _try_port(place: Place, about: Message, port: int) -> Line | None:
     """A line to the main node, if it is who listens there."""
     try:
-        line = Line(socket.create_connection((place.main_host, port), timeout=_ANSWER_S))
+        line = Line(connect(place.main_host, port, place.secret, place.context, _ANSWER_S))
     except OSError:
         return None
-    line.send({"gang": place.name, **about})
-    with suppress(queue.Empty):
-        if line.receive(_ANSWER_S) == {"gang": place.name}:
-            return line
-    line.close()
-    return None
+    line.send(about)
+    return line
 
 
 def free_port() -> int:

@@ -1,7 +1,7 @@
 """One node's part in a training step: meet the others, start this node's ranks, see them through. No torch.
 
 Every node runs one `paceline train` that starts its ranks and watches them, as one agent per node does under Slurm.
-The node of rank 0 (torch decides which one that is) sends checkpoints to the datastore; where nodes have disks of their
+The node of rank 0 sends checkpoints to the datastore; where nodes have disks of their
 own, the others fetch them there.
 """
 
@@ -25,11 +25,13 @@ from uuid import uuid4
 from paceline.config.schema import ParallelConfig
 from paceline.errors import EXIT_INTERNAL, UserError
 from paceline.integrations.metaflow_support.courier import Courier, Datastore, Parcel
-from paceline.integrations.metaflow_support.gang import Gang, Message, Place, free_port, meet
+from paceline.integrations.metaflow_support.gang import Gang, Place, free_port, meet
 from paceline.integrations.metaflow_support.request import Request
 from paceline.runs.folder import RunFolder
 from paceline.world.cores import usable_cores
 from paceline.world.detect import Nodes, agent_variables, count_gpus
+from paceline.world.peers import Message
+from paceline.world.secret import RUN_SECRET
 
 _LOOK_S = 0.1
 _LOST_GRACE_S = 10.0  # the ranks notice a lost peer by themselves, and have more to say about it
@@ -123,6 +125,7 @@ class Node:
         if self.place.nodes > 1:
             place, port = self.place, int(self.gang.plan["port"])
             environment.update(agent_variables(Nodes(place.nodes, place.own, place.main_host, port)))
+            environment[RUN_SECRET] = place.secret.decode()
         gpus = self.gang.plan["gpus"].get(str(self.place.own))
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from paceline.config.load import LoadedConfig, load_config, parse_flags, to_yaml
@@ -16,6 +16,7 @@ from paceline.config.rules import check_world
 from paceline.errors import UserError
 from paceline.launch.request import check_loaded
 from paceline.models.registry import BUILT_IN
+from paceline.world.secret import create_secret
 
 LOAD_POLICIES = ("fresh", "eager", "none")
 _MOST_NODES = 1024
@@ -47,6 +48,8 @@ class Request:
     shares_cores: bool  # nobody asked for a number of threads: the nodes of one machine share its cores
     chose_device: bool
     about: dict[str, Any]  # what a person looks for in a list of models: model_name, epochs, batch_size, ...
+    # Of this flow's nodes. It travels with the request in the datastore, and is not part of what is printed of it.
+    secret: str = field(default="", repr=False, compare=False)
 
 
 def check_request(
@@ -96,6 +99,7 @@ def check_request(
             "learning_rate": config.optim.base_lr,
             "seed": config.train.seed,
         },
+        secret=create_secret(),
     )
 
 

@@ -40,6 +40,7 @@ from paceline.integrations.metaflow_support.request import Request, check_reques
 from paceline.launch.policy import FINAL_CODES
 from paceline.metrics.recorder import Row, read_rows
 from paceline.runs.folder import RunFolder
+from paceline.world.secret import RUN_SECRET, read_secret
 
 CARD = "training"
 _PINNED = ("torch", "numpy", "metaflow-checkpoint")
@@ -115,7 +116,7 @@ def training(request: Request) -> Iterator[Trained | None]:
     """Train as this node of the gang. Yields the outcome on the node that has it, None on the others."""
     with one_screen():
         keys, origin = choose_parcels(request)
-        node = join(request, read_place(), current.checkpoint, current.retry_count, keys)
+        node = join(request, read_place(request), current.checkpoint, current.retry_count, keys)
     try:
         with _card(node, origin):
             code = node.train()
@@ -126,10 +127,12 @@ def training(request: Request) -> Iterator[Trained | None]:
         node.close()
 
 
-def read_place() -> Place:
+def read_place(request: Request) -> Place:
+    """A secret in the tasks' environment goes before the one in the datastore, which more people can read."""
     gang = current.parallel
+    secret = read_secret({RUN_SECRET: request.secret, **os.environ})
     name = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.retry_count}"
-    return Place(gang.num_nodes, gang.node_index, gang.main_ip, name)
+    return Place(gang.num_nodes, gang.node_index, gang.main_ip, name, secret)
 
 
 def choose_parcels(request: Request) -> tuple[list[str], str]:

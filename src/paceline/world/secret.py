@@ -1,0 +1,140 @@
+"""The secret of a run on several nodes, and its proof. Imports no torch.
+
+The nodes of a run share a random secret. It travels only in the environment of processes that a launcher starts. Both
+ends of a connection prove that they know it before either believes a word: each sends a random number, and each answers
+with an HMAC over both numbers. The secret itself is never sent, and a recorded proof is worthless.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+from paceline.errors import UserError
+
+RUN_SECRET = "PACELINE_RUN_SECRET"
+_SHORTEST = 32  # characters: a secret that a person made up would be guessed
+_LONGEST = 4096
+_GREETING = b"paceline"
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+
+
+class NotProved(OSError):
+    """The other end of a connection did not prove that it knows the secret."""
+
+
+@dataclass(frozen=True)
+class SessionKeys:
+    """Keys of one connection, one for each direction. They follow from the secret and both random numbers."""
+
+    send: bytes
+    receive: bytes
+
+
+def create_secret() -> str:
+    return secrets.token_hex(32)
+
+
+def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
+    """The run's secret. A user error when there is none, or one that could be guessed."""
+    text = environment.get(RUN_SECRET, "").strip()
+    if not _SHORTEST <= len(text) <= _LONGEST:
+        raise UserError(
+            "a run on several nodes needs a secret that all of them know" if not text else "the run's secret is unfit",
+            where=f"variable {RUN_SECRET} of the environment",
+            got=f"{len(text)} characters" if text else "it is not set",
+            allowed=f"random text of {_SHORTEST} characters or more, the same on every node",
+            hint=f"once, before the nodes start: export {RUN_SECRET}=$(openssl rand -hex 32)\n"
+            "paceline submit does this by itself",
+        )
+    return text.encode()
+
+
+def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes | None:
+    """The same, and out of the environment: ranks, which run other people's code, do not need it. None: not set."""
+    if RUN_SECRET not in environment:
+        return None
+    secret = read_secret(environment)
+    del environment[RUN_SECRET]
+    return secret
+
+
+def prove_as_client(connection: socket.socket, secret: bytes, context: str, deadline_s: float) -> SessionKeys:
+    """Prove the secret to the end that was called, and have it proved. `context`: what the connection is for."""
+    own = secrets.token_bytes(_NONCE_BYTES)
+    _send(connection, _GREETING + own, deadline_s)
+    _require_greeting(connection, deadline_s)
+    answer = receive_exactly(connection, _NONCE_BYTES + _PROOF_BYTES, deadline_s)
+    transcript = _transcript(context, own, answer[:_NONCE_BYTES])
+    _require(answer[_NONCE_BYTES:], _derive(secret, b"server proof", transcript))
+    _send(connection, _derive(secret, b"client proof", transcript), deadline_s)
+    return SessionKeys(_derive(secret, b"client key", transcript), _derive(secret, b"server key", transcript))
+
+
+def prove_as_server(connection: socket.socket, secret: bytes, context: str, deadline_s: float) -> SessionKeys:
+    """The same at the end that was called. A client that does not begin as ours do gets no answer."""
+    _require_greeting(connection, deadline_s)
+    theirs = receive_exactly(connection, _NONCE_BYTES, deadline_s)
+    own = secrets.token_bytes(_NONCE_BYTES)
+    transcript = _transcript(context, theirs, own)
+    _send(connection, _GREETING + own + _derive(secret, b"server proof", transcript), deadline_s)
+    _require(
+        receive_exactly(connection, _PROOF_BYTES, deadline_s),
+        _derive(secret, b"client proof", transcript),
+    )
+    return SessionKeys(_derive(secret, b"server key", transcript), _derive(secret, b"client key", transcript))
+
+
+def receive_exactly(connection: socket.socket, size: int, deadline_s: float | None) -> bytes:
+    """So many bytes, before a moment of the monotonic clock. None: no deadline."""
+    data = bytearray()
+    while len(data) < size:
+        _limit(connection, deadline_s)
+        part = connection.recv(size - len(data))
+        if not part:
+            raise ConnectionResetError("the other end closed the connection")
+        data += part
+    return bytes(data)
+
+
+def _require_greeting(connection: socket.socket, deadline_s: float) -> None:
+    """Refuse at the first wrong byte: who says something else need not be waited for."""
+    for expected in _GREETING:
+        if receive_exactly(connection, 1, deadline_s)[0] != expected:
+            raise NotProved("it does not speak the protocol of a run's nodes")
+
+
+def _require(proof: bytes, expected: bytes) -> None:
+    if not hmac.compare_digest(proof, expected):
+        raise NotProved("it does not know the run's secret, or belongs to another start of the run")
+
+
+def _transcript(context: str, client_nonce: bytes, server_nonce: bytes) -> bytes:
+    return hashlib.sha256(context.encode()).digest() + client_nonce + server_nonce
+
+
+def _derive(secret: bytes, purpose: bytes, transcript: bytes) -> bytes:
+    return hmac.digest(secret, b"paceline/1 " + purpose + b"\0" + transcript, "sha256")
+
+
+def _send(connection: socket.socket, data: bytes, deadline_s: float) -> None:
+    _limit(connection, deadline_s)
+    connection.sendall(data)
+
+
+def _limit(connection: socket.socket, deadline_s: float | None) -> None:
+    """Each call gets what is left of the time, so that a peer that sends byte after byte gains nothing."""
+    if deadline_s is None:
+        connection.settimeout(None)
+        return
+    left_s = deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("it took too long")
+    connection.settimeout(left_s)
