@@ -27,7 +27,7 @@ from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import payload as payload_module
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
+from paceline.checkpoints.store import Retention, find_newest, list_set_aside, open_checkpoint
 from paceline.errors import EXIT_PREEMPTED
 from paceline.world.detect import World
 
@@ -245,7 +245,8 @@ def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path:
     manager.rewind_to(4)
     newest, reports = find_newest(tmp_path)
     assert newest is not None
-    assert (newest.step, reports) == (8, [])  # nothing is set aside before its successor is committed
+    assert (newest.step, reports) == (4, [])  # a restart before the next save goes on from there as well
+    assert [path.name for path in list_set_aside(tmp_path)] == ["superseded-step-00000005", "superseded-step-00000008"]
     save_once(manager, 6)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         *("latest", "step-00000002", "step-00000004", "step-00000006"),

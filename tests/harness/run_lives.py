@@ -1,4 +1,4 @@
-"""The life of a run's primary around its saves, by the real parts and in the order of `worker` and `open_ride`.
+"""The life of a run's primary around its saves: `open_ride` and `save` with a stand-in for data and model.
 
 There is no training: the row of step N in metrics.jsonl has loss N, and every weight of its checkpoint is N.
 """
@@ -10,7 +10,9 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,12 +21,16 @@ from safetensors.torch import load_file
 
 from harness.ranks import make_world
 from paceline.checkpoints import store
-from paceline.checkpoints.best import adopt_best
 from paceline.checkpoints.format import step_folders, step_of, verify
-from paceline.checkpoints.manager import CheckpointManager
-from paceline.metrics.recorder import Recorder, read_rows
+from paceline.config.schema import Config
+from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder, has_checkpoint
-from paceline.runs.members import MEMBERS
+from paceline.runs.members import MEMBERS, Member
+from paceline.runs.place import RunPlace
+from paceline.training import ride as ride_module
+from paceline.training.epoch import save
+from paceline.training.guards import Guards
+from paceline.training.state import TrainState
 
 SHARPEST = store.Retention(keep_last=1, keep_best=1)  # nothing to spare: whatever is lost is missed
 
@@ -38,55 +44,98 @@ def as_another_process() -> Iterator[None]:
         yield
 
 
+def stand_in_rig(line: int) -> Any:
+    """Instead of data, model and optimizer. A line is one course of a run: after going back a new one begins."""
+
+    def payload(world: Any) -> dict[str, dict[str, torch.Tensor]]:
+        return {kind: {"w": torch.full((2,), float(rig.state.step))} for kind in ("model", "optimizer")}
+
+    def resume(checkpoint: store.Checkpoint, world: Any) -> TrainState:
+        rig.line = max(rig.line, checkpoint.state["line"])
+        return TrainState.from_json(checkpoint.state)
+
+    rig = SimpleNamespace(
+        line=line,
+        state=TrainState(),
+        step=SimpleNamespace(),
+        model=SimpleNamespace(strategy="single"),
+        plan=SimpleNamespace(steps_per_epoch=1, last_step=10**6),
+        checkpoint_bytes=lambda: 0,
+        payload=payload,
+        resume=resume,
+        state_json=lambda state, *, keep: {**state.to_json(), "line": rig.line, "keep": keep, "config": {}},
+        about=lambda state: {"step": state.step},
+    )
+    return rig
+
+
 class RunLife:
     """One attempt: opens the folder as its owner, resumes, trains and saves."""
 
-    def __init__(self, path: Path, *, retention: store.Retention = SHARPEST) -> None:
-        self.folder = RunFolder(path)
+    def __init__(
+        self,
+        path: Path,
+        *,
+        retention: store.Retention = SHARPEST,
+        goes_back_to: int | None = None,
+        line: int = 0,
+        member: Member | None = None,
+    ) -> None:
+        """Without `member` this process owns the folder; with it, it is a rank of that owner."""
+        self.folder = RunFolder(path, member)
         self.folder.create()
         self._held = ExitStack()
-        self._held.enter_context(self.folder.owned())
-        world = make_world(0, 1)
+        guards = Guards()
+        guards.member = member or self._held.enter_context(self.folder.owned())
         self.folder.write_status("running", step=0)
-        self.manager = CheckpointManager(
-            self.folder.checkpoints,
-            world,
-            is_sharded=False,
-            retention=retention,
-            is_async=False,
-            flushed_first=(self.folder.metrics_jsonl, self.folder.status, path),
-            require_owner=self.folder.require_owner,
-        )
-        resumed = self.manager.choose(path) if has_checkpoint(path) else None
-        if resumed is None:
-            self.manager.begin_at_zero(None, may_drop_damaged=False)
-        self.step = resumed.step if resumed else 0
-        self.best_step = int(resumed.state["best_step"]) if resumed else 0
-        if resumed:
-            adopt_best(resumed.path.parent, self.folder.checkpoints, self.best_step)
-        self.manager.branch_at(self.step)
-        self.recorder = Recorder(self.folder, resume_step=self.step)
+        config = Config()
+        keep = {"keep_last": retention.keep_last, "keep_best": retention.keep_best, "async_save": False, "track": ()}
+        config = replace(config, run=replace(config.run, **keep))
+        source = path if has_checkpoint(path) else None
+        if goes_back_to is not None:
+            source = self.folder.checkpoints / f"step-{goes_back_to:08}"
+        rig = stand_in_rig(line)
+        with (
+            mock.patch.object(ride_module, "build_rig", return_value=rig),
+            mock.patch.object(ride_module, "describe_run", return_value=[]),
+            mock.patch.object(ride_module.Console, "note"),
+        ):
+            place = RunPlace(path, source)
+            self.ride = ride_module.open_ride(config, make_world(0, 1), place, guards, eval_batches=None)
+        rig.state = self.ride.state
+        self.line = rig.line
+
+    @property
+    def step(self) -> int:
+        return self.ride.state.step
+
+    @property
+    def best_step(self) -> int:
+        return self.ride.state.best_epoch
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
-            self.step += 1
-            self.recorder.step(self.step, loss=float(self.step))
+            self.ride.state.step += 1
+            assert self.ride.recorder is not None
+            self.ride.recorder.step(self.step, loss=float(self.step))
 
-    def save(self, *, is_best: bool = False, keep: bool = False) -> dict[str, Any]:
+    def save(self, *, is_best: bool = False) -> dict[str, Any]:
         """Save, and return what may be relied on from now on. Raises if the manager reports a failure."""
-        self.best_step = self.step if is_best else self.best_step
-        validation = {"accuracy": float(self.step), "loss": 1.0} if is_best else None
-        state = {"step": self.step, "best_step": self.best_step, "keep": keep, "validation": validation}
-        payload = {kind: {"w": torch.full((2,), float(self.step))} for kind in ("model", "optimizer")}
-        self.manager.save(payload, state, {"step": self.step}, is_best=is_best)
-        self.manager.wait()
-        if self.manager._failures_in_a_row:
+        state = self.ride.state
+        if is_best:
+            state.best_epoch, state.best_accuracy, state.best_loss = self.step, float(self.step), 1.0
+        state.validation = {"accuracy": float(self.step), "loss": 1.0} if is_best else None
+        save(self.ride, is_best=is_best)
+        self.ride.checkpoints.finish()
+        if self.ride.checkpoints._failures_in_a_row:
             raise OSError("the save failed")
         self.folder.write_status("running", step=self.step)
-        return {"step": self.step, "kept": sorted(steps_in(self.folder)), "best": self.best_step}
+        kept = sorted(steps_in(self.folder))
+        return {"step": self.step, "kept": kept, "best": self.best_step, "line": self.line}
 
     def close(self) -> None:
-        self.recorder.close()
+        if self.ride.recorder is not None:
+            self.ride.recorder.close()
         self._held.close()
 
 
@@ -118,7 +167,6 @@ def check_rows(folder: RunFolder, step: int) -> None:
 
 
 def leftovers_in(folder: RunFolder) -> list[str]:
-    """Files and folders that no one needs any more."""
+    """Files and folders that no one needs any more. The owner's record is of a living process."""
     found = [path for path in folder.path.rglob("*") if path.name.startswith((".", "damaged-"))]
-    # The record of the owner, which is alive while this is asked.
     return sorted(str(path.relative_to(folder.path)) for path in found if path.name != MEMBERS)

@@ -1,181 +1,237 @@
 """Every crash point of the operations on a run folder: a restart finds the newest reported checkpoint, and all others
-that are still kept."""
+that are still kept. The crash model is in harness/power_loss.py."""
 
 from __future__ import annotations
 
-import re
+import errno
+import fcntl
 import shutil
-import tempfile
-import traceback
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
-from harness.power_loss import Crash, kills, make_folder, power_losses, replay
-from harness.recorded_disk import Record, Recorder, read_tree, recording
-from harness.run_lives import RunLife, as_another_process, check_rows, check_whole, leftovers_in, steps_in
+from harness.crash_points import Outcome, check_restart, record_life, try_all
+from harness.power_loss import Crash, kills, make_folder, power_losses
+from harness.ranks import make_world
+from harness.recorded_disk import Record, Recorder
+from harness.run_lives import RunLife, check_whole
+from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import store
-from paceline.checkpoints.listing import list_checkpoints
+from paceline.checkpoints.format import verify
+from paceline.checkpoints.store import Retention
+from paceline.runs import lock
 from paceline.runs.folder import RunFolder
+from paceline.runs.owner import LOCK, OWNER_FILE, new_owner
+from proofs.saves import SAVES, saved
 
-Story = Callable[[Path, Recorder], None]
-
-
-@pytest.fixture
-def disk() -> Iterator[Path]:
-    """In memory where possible: thousands of small folders are written and read."""
-    shared = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=shared if shared.is_dir() else None))
-    yield folder
-    shutil.rmtree(folder)
+ALL_THREE = Retention(keep_last=3, keep_best=1)
 
 
-def record_life(disk: Path, story: Story, before: Callable[[Path], None] | None = None) -> Record:
-    """What a story does to a run folder, after something else has made it. The writer is dead afterwards."""
-    root = disk / "recorded"
-    root.mkdir()
-    with as_another_process():
-        if before is not None:
-            before(root / "run")
-        with recording(root) as recorder:
-            story(root / "run", recorder)
-    assert replay(recorder.record) == read_tree(root)
-    return recorder.record
+# --- Saves and prunes
 
 
-def saved(life: RunLife, recorder: Recorder | None = None, **flags: bool) -> None:
-    report = life.save(**flags)
-    if recorder is not None:
-        recorder.mark("saved", report)
+@pytest.mark.parametrize("name", SAVES)
+def test_a_kill_at_any_point_of_a_save_loses_no_reported_checkpoint(disk: Path, name: str) -> None:
+    """A restart finds the newest checkpoint that was reported and every other one that is kept, with all metrics."""
+    record = record_life(disk, *SAVES[name])
+    try_all(disk, kills(record), record, check_restart).require_none(at_least=20)
 
 
-# --- Stories
+@pytest.mark.parametrize("name", [name for name in SAVES if name != "with a prune"])  # the better one prunes as well
+def test_power_loss_at_any_point_of_a_save_loses_no_reported_checkpoint(disk: Path, name: str) -> None:
+    """The same after every allowed loss of what was not fsynced."""
+    record = record_life(disk, *SAVES[name])
+    try_all(disk, power_losses(record), record, check_restart).require_none(at_least=200)
 
 
-def first_save(run: Path, recorder: Recorder) -> None:
-    life = RunLife(run)
-    life.train(2)
-    saved(life, recorder)
-    life.close()
+@pytest.mark.parametrize("name", ["better than before", "same step again"])
+def test_a_second_crash_at_any_point_of_the_restart_loses_no_reported_checkpoint(disk: Path, name: str) -> None:
+    """Two crashes in a row are as harmless as one."""
+    record = record_life(disk, *SAVES[name])
+    total = Outcome()
+    for number, crash in enumerate(distinct_checkpoints(kills(record))[::2]):
+        folder = disk / f"first-{number}"
+        folder.mkdir()
+
+        def left_by_first_crash(run: Path, crash: Crash = crash) -> None:
+            run.parent.rmdir()
+            make_folder(crash.tree, run.parent)
+
+        def restart(run: Path, recorder: Recorder, crash: Crash = crash) -> None:
+            recorder.mark("saved", crash.last("saved"))
+            RunLife(run).close()
+
+        second = record_life(folder, restart, left_by_first_crash)
+        coming = coming_after(crash, record)
+        try_all(folder, kills(second), second, check_restart, coming=coming, total=total)
+        shutil.rmtree(folder)
+    total.require_none(at_least=100)
 
 
-def two_steps(run: Path) -> None:
-    life = RunLife(run)
-    life.train(1)
-    saved(life, is_best=True)
-    life.train(1)
-    saved(life)
-    life.close()
-
-
-def save_and_prune(run: Path, recorder: Recorder) -> None:
-    life = RunLife(run)
-    recorder.mark("saved", {"step": 2, "kept": [1, 2], "best": 1})
-    life.train(1)
-    saved(life, recorder)  # 2 is dropped
-    life.train(1)
-    saved(life, recorder, is_best=True)  # 1 and 3 are dropped, best moves
-    life.close()
-
-
-def save_same_step_again(run: Path, recorder: Recorder) -> None:
-    life = RunLife(run)
-    recorder.mark("saved", {"step": 2, "kept": [1, 2], "best": 1})
-    saved(life, recorder)
-    life.close()
-
-
-STORIES: dict[str, tuple[Story, Callable[[Path], None] | None]] = {
-    "first save": (first_save, None),
-    "save and prune": (save_and_prune, two_steps),
-    "same step again": (save_same_step_again, two_steps),
-}
-
-
-# --- What must hold after every crash
-
-
-def check_restart(run: Path, crash: Crash, coming: dict[str, Any] | None, *, goes_on: bool) -> None:
-    """A restart finds what was reported, removes leftovers, and goes on from there."""
-    folder = RunFolder(run)
-    reported = crash.last("saved", {"step": 0, "kept": [], "best": 0})
-    if run.is_dir():
-        before = read_tree(run)
-        assert [item.path.name for item in list_checkpoints(folder.checkpoints, thorough=True) if item.damage] == []
-        found = check_whole(folder)
-        assert read_tree(run) == before  # reading changes nothing
-    else:
-        found = set()
-    newest = max(found, default=0)
-    assert newest in (reported["step"], coming["step"] if coming else reported["step"])
-    is_new = coming is not None and newest == coming["step"]
-    kept = set(reported["kept"]) & set(coming["kept"]) if is_new else set(reported["kept"])
-    assert found >= kept
-
-    life = RunLife(run)
-    assert life.step == newest
-    check_rows(folder, newest)
-    if life.best_step:
-        best = store.pointed_at(folder.checkpoints, "best")
-        assert best is not None
-        assert best.name == f"step-{life.best_step:08}"
-    assert leftovers_in(folder) == []
-    if goes_on:
-        life.train(1)
-        life.save()
-        check_whole(folder)
-        check_rows(folder, newest + 1)
-        assert steps_in(folder)[0] == newest + 1
-        assert leftovers_in(folder) == []
-    life.close()
-
-
-@dataclass
-class Outcome:
-    """How many states were tried, and what went wrong in which."""
-
-    states: int = 0
-    faults: dict[str, list[str]] = field(default_factory=dict)  # by the line that failed
-
-    def require_none(self) -> None:
-        lines = [f"{len(where)} states: {fault}\n    {where[0]}" for fault, where in self.faults.items()]
-        assert not lines, "\n".join([f"of {self.states} states", *lines])
-
-
-def try_all(disk: Path, crashes: Iterable[Crash], record: Record, check: Callable[..., None]) -> Outcome:
-    """Put every state on a disk and restart from it."""
-    reports = [operation.value for operation in record.operations if getattr(operation, "what", "") == "saved"]
-    outcome = Outcome()
-    seen = set()  # going on depends on the checkpoints folder only: it is tried once for each
+def distinct_checkpoints(crashes: Any) -> list[Crash]:
+    """One crash for each state of the checkpoints folder."""
+    found = {}
     for crash in crashes:
-        checkpoints = tuple(item for item in crash.tree.items() if item[0].startswith("run/checkpoints"))
-        target = disk / f"crash-{outcome.states}"
-        make_folder(crash.tree, target)
-        number = len([mark for mark in crash.reported if mark.what == "saved"])
-        try:
-            coming = reports[number] if number < len(reports) else None
-            check(target / "run", crash, coming, goes_on=checkpoints not in seen)
-        except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)
-            ours = [frame for frame in where if frame.filename.startswith(str(Path(__file__).parents[1]))][-1]
-            fault = f"{ours.name}: {ours.line} ({type(error).__name__}: {str(error)[:300]})"
-            outcome.faults.setdefault(re.sub(r"crash-\d+", "crash", fault), []).append(str(crash))
-        shutil.rmtree(target)
-        seen.add(checkpoints)
-        outcome.states += 1
-    return outcome
+        inside = tuple(item for item in crash.tree.items() if item[0].startswith("run/checkpoints"))
+        found.setdefault((inside, len(crash.reported)), crash)
+    return [crash for crash in found.values() if crash.last("saved")]
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_a_restart_after_a_kill_at_any_point_finds_every_reported_checkpoint(disk: Path, name: str) -> None:
-    record = record_life(disk, *STORIES[name])
-    try_all(disk, kills(record), record, check_restart).require_none()
+def coming_after(crash: Crash, record: Record) -> Any:
+    reports = [operation.value for operation in record.operations if getattr(operation, "what", "") == "saved"]
+    number = len([mark for mark in crash.reported if mark.what == "saved"])
+    return reports[number] if number < len(reports) else None
 
 
-@pytest.mark.parametrize("name", STORIES)
-def test_a_restart_after_power_loss_at_any_point_finds_every_reported_checkpoint(disk: Path, name: str) -> None:
-    record = record_life(disk, *STORIES[name])
-    try_all(disk, power_losses(record), record, check_restart).require_none()
+# --- A sharded save, by two ranks one after the other
+
+
+def save_by_two_ranks(run: Path, recorder: Recorder) -> None:
+    folder = RunFolder(run)
+    folder.create()
+    ranks = [make_world(1, 2), make_world(0, 2)]  # the primary commits, so it comes last
+    with mock.patch.object(manager_module, "wait_for_all"):
+        managers = [
+            manager_module.CheckpointManager(
+                folder.checkpoints, world, is_sharded=True, retention=Retention(), is_async=False
+            )
+            for world in ranks
+        ]
+        for manager in managers:
+            state = {"step": 5, "keep": False, "validation": None}
+            manager.save({"model": {"w": torch.ones(2)}}, state, {"step": 5}, is_best=False)
+            manager.wait()
+    assert (folder.checkpoints / "step-00000005" / "model-00001-of-00002.safetensors").exists()
+    recorder.mark("saved", {"step": 5})
+
+
+def check_sharded(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
+    found, rejected = store.find_newest(run / "checkpoints")
+    assert rejected == []
+    assert (found is not None) >= bool(crash.last("saved"))
+    if found is not None:
+        verify(found.path)
+        assert len(found.files_of("model")) == 2
+
+
+def test_no_crash_point_of_a_sharded_save_with_a_stand_in_barrier_leaves_half_a_checkpoint(disk: Path) -> None:
+    """A checkpoint has the slices of all ranks, or no name."""
+    record = record_life(disk, save_by_two_ranks)
+    for crashes in (kills, power_losses):
+        try_all(disk, crashes(record), record, check_sharded).require_none(at_least=20)
+
+
+# --- Set aside
+
+
+def three_steps_one_damaged(run: Path) -> None:
+    life = RunLife(run, retention=ALL_THREE)
+    for _ in range(3):
+        life.train(1)
+        saved(life)
+    life.close()
+    payload = life.folder.checkpoints / "step-00000003" / "model.safetensors"
+    payload.write_bytes(payload.read_bytes()[:-1] + b"\xff")
+
+
+def restart_with_damage(run: Path, recorder: Recorder) -> None:
+    life = RunLife(run, retention=ALL_THREE)
+    recorder.mark("resumed", life.step)
+    life.close()
+
+
+def check_after_damage(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
+    life = RunLife(run, retention=ALL_THREE)
+    assert life.step == 2
+    aside = life.folder.checkpoints / "damaged-step-00000003"
+    assert aside.is_dir()
+    assert len(list(aside.iterdir())) == 4  # for people to look at: nothing of it is lost either
+    assert check_whole(life.folder) == {1, 2}
+    life.close()
+
+
+def test_no_crash_point_of_setting_a_damaged_checkpoint_aside_loses_a_whole_one(disk: Path) -> None:
+    """The newest whole checkpoint is used, and the damaged one stays for people to look at."""
+    record = record_life(disk, restart_with_damage, three_steps_one_damaged)
+    for crashes in (kills, power_losses):
+        try_all(disk, crashes(record), record, check_after_damage).require_none(at_least=10)
+
+
+# --- Going back
+
+
+def three_steps(run: Path) -> None:
+    life = RunLife(run, retention=ALL_THREE)
+    for _ in range(3):
+        life.train(1)
+        saved(life)
+    life.close()
+
+
+def go_back(run: Path, recorder: Recorder) -> None:
+    """By decision, from step 3 to step 1; then one more step is saved."""
+    recorder.mark("saved", {"step": 3, "kept": [1, 2, 3], "best": 0, "line": 0})
+    life = RunLife(run, retention=ALL_THREE, goes_back_to=1, line=1)
+    recorder.mark("went back")
+    life.train(1)
+    saved(life, recorder)
+    life.close()
+
+
+def check_line(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
+    """A restart goes on in one line, with the rows of that line. After the report, in the new one."""
+    check_whole(RunFolder(run))
+    life = RunLife(run, retention=ALL_THREE)
+    rows = [row["step"] for row in life.ride.recorder._rows]  # type: ignore[union-attr]
+    assert rows == list(range(1, life.step + 1))
+    is_decided = any(mark.what == "went back" for mark in crash.reported)
+    is_saved = crash.last("saved")["step"] == 2
+    possible = {(2, 1)} if is_saved else {(1, 0), (2, 1)} if is_decided else {(3, 0), (2, 0), (1, 0)}
+    assert (life.step, life.line) in possible
+    life.close()
+
+
+def test_no_crash_point_of_going_back_mixes_two_lines_of_a_run(disk: Path) -> None:
+    """Before the decision is on the disk the run goes on as before; afterwards from the step it went back to."""
+    record = record_life(disk, go_back, three_steps)
+    for crashes in (kills, power_losses):
+        try_all(disk, crashes(record), record, check_line).require_none(at_least=20)
+
+
+# --- Taking over
+
+
+def take_over(run: Path, recorder: Recorder) -> None:
+    with lock.owned(run / "run.lock"):
+        recorder.mark("owned")
+
+
+def owned_by_a_dead_process(run: Path) -> None:
+    run.mkdir()
+    for name in (LOCK, OWNER_FILE):
+        (run / name).write_text(new_owner().to_json())
+
+
+def owned_by_no_process(run: Path) -> None:
+    run.mkdir()
+
+
+def check_lock(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
+    with lock.owned(run / "run.lock"):
+        pass
+
+
+@pytest.mark.parametrize("before", [owned_by_no_process, owned_by_a_dead_process])
+@pytest.mark.parametrize("has_flock", [True, False], ids=["flock", "fake-no-flock"])
+def test_no_crash_point_of_a_takeover_locks_the_folder_for_ever(
+    disk: Path, before: Any, has_flock: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next start owns the folder, without help from a person."""
+    if not has_flock:
+        monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+    record = record_life(disk, take_over, before)
+    for crashes in (kills, power_losses):
+        try_all(disk, crashes(record), record, check_lock).require_none(at_least=3)

@@ -401,8 +401,8 @@ def test_containers_that_share_a_name_do_not_judge_each_others_processes(folder:
 # --- Going back -------------------------------------------------------------------------------------------------------
 
 
-def test_later_checkpoints_are_set_aside_at_the_first_commit_after_going_back(tmp_path: Path) -> None:
-    """Not before it, and never by a save of a run that did not go back."""
+def test_later_checkpoints_are_set_aside_by_going_back_only(tmp_path: Path) -> None:
+    """Never by a save of a run that did not go back. They are deleted by the first commit of one that did."""
     manager = CheckpointManager(
         tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(keep_last=9), is_async=False
     )
@@ -415,8 +415,10 @@ def test_later_checkpoints_are_set_aside_at_the_first_commit_after_going_back(tm
     save(manager, 5)  # not this run's decision: nothing is set aside
     assert steps() == [8, 6, 5, 4, 2]
     manager.rewind_to(4)
-    assert steps() == [8, 6, 5, 4, 2]
+    assert steps() == [4, 2]
+    assert len(list(tmp_path.glob("superseded-step-*"))) == 3
     save(manager, 7)
+    assert not list(tmp_path.glob("superseded-step-*"))
     assert steps() == [7, 4, 2]
     save(manager, 9)
     assert steps() == [9, 7, 4, 2]

@@ -67,7 +67,6 @@ class CheckpointManager:
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
         self._require_owner = require_owner  # raises OwnerLost: this process may write nothing more
-        self._branched_at: int | None = None
         self.before_write: Callable[[int], None] | None = None  # told the step: where a rehearsed fault comes in
         self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
         self.started_step: int | None = None  # of the last save, which may be under way or have failed
@@ -133,8 +132,13 @@ class CheckpointManager:
         self.branch_at(step)
 
     def branch_at(self, step: int) -> None:
-        """The run goes on from this step. The first commit after this sets later checkpoints of before aside."""
-        self._branched_at = step
+        """The run goes on from this step, and a restart must do so too: later checkpoints are of a course it has left.
+
+        They are set aside before their rows of the metrics are cut off, and deleted after the next commit.
+        """
+        if self._world.is_primary:
+            self._require_owner()
+            store.with_one_retry("setting aside", lambda: store.supersede_after(self._folder, step))
 
     def stands_at(self, step: int) -> None:
         """The run goes on from the checkpoint of this step, which lies in this folder."""
@@ -270,10 +274,6 @@ class CheckpointManager:
     ) -> None:
         self._require_owner()
         final = store.commit(temporary, seals, state, about)
-        if self._branched_at is not None:
-            supersede = partial(store.supersede_after, self._folder, self._branched_at, keep=final)
-            store.with_one_retry("setting aside", supersede)
-            self._branched_at = None
         self._require_owner()
         for name in ("latest", "best") if is_best else ("latest",):
             store.with_one_retry(f"pointing {name}", partial(store.point, self._folder, name, final))

@@ -302,10 +302,10 @@ def _with_prefix(folder: Path, prefix: str) -> list[Path]:
         raise UnreadableNow(folder, error) from error
 
 
-def supersede_after(folder: Path, step: int, *, keep: Path | None = None) -> None:
-    """A run that went back to this step must never again go on from a later one of before; `keep` is of after."""
+def supersede_after(folder: Path, step: int) -> None:
+    """A run that went back to this step must never again go on from a later one of before."""
     for path in step_folders(folder):
-        if step_of(path) > step and path != keep:
+        if step_of(path) > step:
             with suppress(FileNotFoundError):  # a listing may be older than our own last rename
                 _rename(path, _SUPERSEDED)
 

@@ -24,6 +24,8 @@ from paceline.runs.owner import OWNER_FILE, Owner, new_owner, parse_owner
 
 _log = logging.getLogger("paceline")
 _NO_FLOCK_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
+_NO_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS_WAIT_S = 0.5  # a winner writes its name within a moment of winning
 _POLL_S = 0.01
 _held: set[int] = set()  # locked descriptors of this process
@@ -157,20 +159,40 @@ def _owner_file(path: Path, owner: Owner, machine: Machine) -> Iterator[None]:
 
 def _create_owner_file(path: Path, owner: Owner, machine: Machine) -> None:
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _create_with_words(path, owner, machine)
     except FileExistsError:
         _take_over(path, owner, machine)
-        return
-    _write_owner(descriptor, owner)
-    os.close(descriptor)
+
+
+def _create_with_words(path: Path, owner: Owner, machine: Machine) -> None:
+    """Raises FileExistsError. The file has its words from the beginning: an empty one, as a kill or a power loss may
+    leave it, names no owner that could be seen to be dead."""
+    draft = path.with_name(f".{path.name}.{machine.pid}.tmp")
+    try:
+        with draft.open("w", encoding="utf-8") as file:
+            file.write(owner.to_json())
+            file.flush()
+            os.fsync(file.fileno())
+        os.link(draft, path)
+    except OSError as error:
+        if error.errno not in (*_NO_LINKS_HERE, *_FULL):
+            raise
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _write_owner(descriptor, owner)
+        os.close(descriptor)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _take_over(path: Path, owner: Owner, machine: Machine) -> None:
     """Replace the file of a dead owner. One at a time: two that saw it dead must not both win."""
     _require_dead(path, machine)
     guard = path.with_suffix(".takeover")
+    interrupted = parse_owner(read_text(guard))
+    if interrupted is not None and interrupted.is_dead_on(machine):
+        guard.unlink(missing_ok=True)  # of a takeover that was killed; should two do this, the id decides
     try:
-        descriptor = os.open(guard, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        _create_with_words(guard, owner, machine)
     except FileExistsError:
         newcomer = _wait_for(lambda: None if guard.exists() else read_text(path), machine)
         words = str(parse_owner(newcomer) or "a process that is taking it over")
@@ -178,13 +200,10 @@ def _take_over(path: Path, owner: Owner, machine: Machine) -> None:
     try:
         dead = _require_dead(path, machine)  # once more: another may have taken it over before we had the guard
         let_members_save(path.parent, machine)
-        _write_owner(descriptor, owner)
         guard.replace(path)
     except BaseException:
         guard.unlink(missing_ok=True)
         raise
-    finally:
-        os.close(descriptor)
     _tell_of_takeover(dead)
 
 
