@@ -77,6 +77,7 @@ OTHER_RUN_FILES = {
     "job.yaml": "its Kubernetes manifest",
     "slurm-*.log": "what a Slurm job printed",
     "mirror.json": "the store the run is mirrored to, and how far that has come",
+    "code.json": "keyed hashes of the functions that the run names: they mark its code as yours",
     "notes.json": "tags and note of `paceline runs tag` and `note`",
     "profile/": "`rank-N.json.gz`, traces for ui.perfetto.dev, and `top.txt`, with `--profile`",
     "evaluation.json": "the answer of `paceline evaluate`",

@@ -372,6 +372,34 @@ def test_a_recipe_and_functions_of_ones_own_travel_along(home: Path, capsys: pyt
     assert {"name": "files", "mountPath": "/etc/paceline", "readOnly": True} in container["volumeMounts"]
 
 
+def test_files_of_all_functions_travel_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data, model, loss and every metric: each file is in the ConfigMap, each flag names it there."""
+    functions = "def build(num_classes): ...\n\ndef loss(logits, labels): ...\n\ndef near(logits, labels): ...\n"
+    for name in ("data.py", "model.py", "loss.py", "metrics.py"):
+        (home / name).write_text(f"# {name}\n{functions}")
+    recipe = "loss: loss.py:loss\nmetrics: [metrics.py:near, ./metrics.py:build]\nlabel_smoothing: 0\n"
+    (home / "mine.yaml").write_text(recipe)
+    flags = ["--model-name", "model.py:build", "--dataset", "data.py:build"]
+    config_map, *_, job = manifest(capsys, "mine.yaml", *JOB[1:], *flags)
+    assert set(config_map["data"]) == {"mine.yaml", "data.py", "model.py", "loss.py", "metrics.py"}
+    assert config_map["data"]["loss.py"] == (home / "loss.py").read_text()
+    arguments = pod_of(job)["containers"][0]["args"]
+    for argument in ("--model-name=/etc/paceline/model.py:build", "--dataset=/etc/paceline/data.py:build"):
+        assert argument in arguments
+    assert "--loss=/etc/paceline/loss.py:loss" in arguments
+    start = arguments.index("--metrics")
+    assert arguments[start + 1 : start + 3] == ["/etc/paceline/metrics.py:near", "/etc/paceline/metrics.py:build"]
+
+
+def test_a_missing_loss_ends_at_submit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Functions are looked up here, not after hours in a queue."""
+    assert submit(*JOB, "--loss", "gone.py:loss", "--dry-run") == USER
+    assert "gone.py" in capsys.readouterr().err
+    (home / "there.py").write_text("def other(logits, labels): ...\n")
+    assert submit(*JOB, "--metrics", "there.py:near", "--dry-run") == USER
+    assert "there.py" in capsys.readouterr().err
+
+
 def test_two_files_of_one_name_do_not_travel_as_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("a", "b"):
         (home / folder).mkdir()

@@ -23,7 +23,7 @@ from paceline.errors import UserError
 from paceline.launch.job import JobSpec
 from paceline.launch.job_record import JobRecord, hide_values, read_record, write_private
 from paceline.launch.kubernetes_job import KubernetesJob, Volume
-from paceline.launch.kubernetes_manifest import write_manifest
+from paceline.launch.kubernetes_manifest import build_objects, write_manifest
 from paceline.launch.slurm import write_array_script, write_script
 
 USER = 2
@@ -131,7 +131,7 @@ def test_scripts_and_manifests_keep_accepted_text_as_it_is(text: str) -> None:
     manifest = write_manifest(job)
     objects = list(yaml.safe_load_all(manifest))
     container = objects[-1]["spec"]["template"]["spec"]["containers"][0]
-    assert [item["kind"] for item in objects] == ["Job"]
+    assert [item["kind"] for item in objects] == [item["kind"] for item in build_objects(job)]
     assert container["args"][-1].replace("$$(", "$(") == text
     assert container["env"][-1]["value"].replace("$$(", "$(") == text
 
@@ -144,7 +144,8 @@ def test_the_content_of_shipped_files_comes_through(text: str) -> None:
     """A file of the user's, with any line breaks, is in the ConfigMap as it is."""
     text = "".join(c for c in text if c in "\t\n\r\x85" or ord(c) >= 32)
     job = KubernetesJob(image="a/b:1", runs=Volume("claim", "/runs"), files=(("mine.py", text),))
-    assert next(yaml.safe_load_all(write_manifest(job)))["data"] == {"mine.py": text}
+    [files] = [item for item in yaml.safe_load_all(write_manifest(job)) if item["kind"] == "ConfigMap"]
+    assert files["data"] == {"mine.py": text}
 
 
 # --- Secrets ----------------------------------------------------------------------------------------------------------

@@ -389,6 +389,21 @@ def test_mounts_of_a_container(fake: FakeSlurm, tmp_path: Path, capsys: pytest.C
     assert "\n    python -m paceline train" in script
 
 
+def test_a_container_sees_every_file_of_the_request(
+    fake: FakeSlurm, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folders of a loss, of metrics and of a recipe that are elsewhere are mounted, too."""
+    elsewhere = [tmp_path_factory.mktemp(name) for name in ("recipe", "loss", "metrics")]
+    recipe, loss, metrics = elsewhere
+    (loss / "own.py").write_text("def loss(logits, labels): ...\n")
+    (metrics / "own.py").write_text("def near(logits, labels): ...\n")
+    (recipe / "mine.yaml").write_text(f"loss: {loss}/own.py:loss\nmetrics: ['{metrics}/own.py:near']\n")
+    script = dry_run(capsys, str(recipe / "mine.yaml"), "--gpus-per-node", "2", "--container-image", "x/y")
+    mounts = next(word for word in script.split() if word.startswith("--container-mounts="))
+    for folder in elsewhere:
+        assert f"{folder}:{folder}" in mounts
+
+
 # --- Small parts ------------------------------------------------------------------------------------------------------
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable
 
 from paceline.errors import UserError
 
+TRUST_HELP = "--trust-code: execute functions that the run folder names, although you did not train it on this machine."
+
 
 def read_words(
     arguments: list[str], *, switches: tuple[str, ...] = (), valued: tuple[str, ...] = ()

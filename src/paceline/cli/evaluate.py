@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.cli.arguments import TRUST_HELP
 from paceline.runs.folder import require_run_folder, write_json
 
-_USAGE = "usage: paceline evaluate RUN [--device cpu|cuda] [--data-dir PATH]"
+_USAGE = "usage: paceline evaluate RUN [--device cpu|cuda] [--data-dir PATH] [--trust-code]"
 
 
 def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE + "\n\nTest a run's best weights and write evaluation.json beside its results.")
+        print(_USAGE + "\n\nTest a run's best weights and write evaluation.json beside its results.\n" + TRUST_HELP)
         return 0
     path = Path(arguments[0])
     require_run_folder(path)

@@ -7,6 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
+from paceline.cli.arguments import TRUST_HELP
 from paceline.errors import UserError
 from paceline.runs.folder import require_run_folder
 
@@ -15,9 +16,11 @@ _VALUE_FLAGS = ("--format", "--output", "--data-dir")
 _SWITCH = "--force"
 _USAGE = f"""\
 usage: paceline export RUN --format {"|".join(FORMATS)} [--output DIR] [--force] [--data-dir PATH]
+                       [--trust-code]
 
 Write a run's best weights, how to prepare inputs, the labels and a model card into DIR (RUN/export-FORMAT
 if not given), load the model again and compare its logits with the run's. --force replaces an earlier export.
+{TRUST_HELP}
 """
 
 

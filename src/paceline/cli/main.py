@@ -57,10 +57,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debugging = "--debug" in given
-    given = [argument for argument in given if argument != "--debug"]
+    is_trusting = "--trust-code" in given
+    given = [argument for argument in given if argument not in ("--debug", "--trust-code")]
     _speak_any_language()
     try:
-        return _dispatch(given)
+        if not is_trusting:
+            return _dispatch(given)
+        from paceline.runs.trust import trusting_code  # imports the parser, which `--help` must not wait for
+
+        with trusting_code(True):
+            return _dispatch(given)
     except PacelineError as error:
         if is_debugging:
             traceback.print_exc()
@@ -86,7 +92,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _speak_any_language() -> None:
     """A name this terminal's encoding does not know must not end a run: it is spelled out."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
 
 

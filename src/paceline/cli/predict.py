@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from paceline.cli.arguments import TRUST_HELP
 from paceline.errors import UserError
 from paceline.runs.folder import require_run_folder
 
@@ -12,7 +13,8 @@ _SHOWN = 3
 
 def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
-        print("usage: paceline predict RUN IMAGE...\n\nPrint the three likeliest classes of each picture.")
+        usage = "usage: paceline predict RUN IMAGE... [--trust-code]"
+        print(f"{usage}\n\nPrint the three likeliest classes of each picture.\n{TRUST_HELP}")
         return 0
     folder, *names = arguments
     if not names:

@@ -84,11 +84,13 @@ def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
     from paceline.config.load import load_config
     from paceline.config.rules import check_config
     from paceline.launch.request import DEFAULT_RECIPE, require_folder
+    from paceline.runs.trust import require_trusted_recipe
 
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
     loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
     check_config(loaded)
+    require_trusted_recipe(loaded)
     require_folder(loaded, "a Kubernetes job")
     _check_model_and_data(loaded, job)
     check_ranks(loaded, nodes=job.nodes, ranks_per_node=job.ranks_per_node, has_gpus=job.has_gpus)
@@ -107,11 +109,13 @@ def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
 def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
     """Names are looked up here. Paths must lie on a volume: what is there only the pods can see."""
     from paceline.data.registry import check_data_config, check_dataset_name
+    from paceline.launch.request import check_functions
     from paceline.models.external import COLLECTIONS
     from paceline.models.registry import check_model_name, check_weights
 
     config = loaded.config
     check_dataset_name(config.data.dataset)
+    check_functions(loaded)
     collection = config.model.model_name.partition(":")[0]
     if collection not in COLLECTIONS or importlib.util.find_spec(collection) is not None:
         check_model_name(config.model.model_name)
@@ -200,16 +204,29 @@ def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], f
         recipe = _take_along(loaded.recipe_path, files, f"{loaded.recipe_name}.yaml")
     has_recipe = bool(train) and not train[0].startswith("-")
     flags = {setting.field.name: setting.tokens() for setting in parse_flags(train[1:] if has_recipe else train)}
-    for name, reference in (("model_name", loaded.config.model.model_name), ("dataset", loaded.config.data.dataset)):
-        path, _, function = reference.rpartition(":")
-        if path.endswith(".py"):
-            flags[name] = [f"--{name.replace('_', '-')}={_take_along(Path(path), files)}:{function}"]
+    flags |= _ship_code(loaded, files)
     arguments = [recipe]
     for name, tokens in flags.items():
         if name not in _TAKEN:
             arguments += tokens
     arguments += _settled(job, loaded, folder)
     return replace(job, train=tuple(arguments), files=_read_files(files))
+
+
+def _ship_code(loaded: LoadedConfig, files: dict[str, Path]) -> dict[str, list[str]]:
+    """Flags that name each function of the user's own where pods find its file. Modules must be in the image."""
+    from paceline.config.code import code_references
+    from paceline.config.fields import field_table
+    from paceline.config.recipe_file import Setting
+
+    shipped: dict[str, list[str]] = {}
+    for item in code_references(loaded.config):
+        place = _take_along(item.path, files) if item.is_file else item.place
+        shipped.setdefault(item.field, []).append(f"{place}:{item.function}")
+    return {
+        name: Setting(field_table()[name], tuple(values), "flag", loaded.where(name)).tokens()
+        for name, values in shipped.items()
+    }
 
 
 def _take_along(path: Path, files: dict[str, Path], name: str = "") -> str:

@@ -177,7 +177,7 @@ def complete(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> JobSpec:
     work_dir = Path.cwd()
     threads = default_threads(loaded, has_gpus=bool(spec.gpus))
     mounts = [work_dir]
-    for path in (spec.folder, Path(loaded.config.data.data_dir).absolute()):
+    for path in (spec.folder, Path(loaded.config.data.data_dir).absolute(), *_folders_of_files(loaded)):
         if not any(path.is_relative_to(mounted) for mounted in mounts):
             mounts.append(path)
     has_own_python = any(getattr(spec, name) for name in _SOFTWARE)
@@ -193,10 +193,27 @@ def complete(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> JobSpec:
     )
 
 
+def _folders_of_files(loaded: LoadedConfig) -> list[Path]:
+    """Of every file that the request names: its recipe, its functions and the weights it starts from."""
+    from paceline.config.code import code_references
+    from paceline.config.recipe_file import RECIPES
+
+    config = loaded.config
+    files = [loaded.recipe_path, *(item.path for item in code_references(config) if item.is_file)]
+    folders = [path.absolute().parent for path in files if path.absolute().parent != RECIPES]
+    for text in (config.model.weights, config.run.init_from, config.run.resume):
+        if text and Path(text).exists():
+            path = Path(text).absolute()
+            folders.append(path if path.is_dir() else path.parent)
+    return folders
+
+
 def _train_arguments(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> tuple[str, ...]:
     """Recipe and flags, with whatever would not survive a requeue put right."""
+    from paceline.config.code import code_references
     from paceline.config.load import parse_flags
     from paceline.config.recipe_file import shipped_recipes
+    from paceline.runs.trust import TRUST_FLAG
 
     has_recipe = bool(train) and not train[0].startswith("-")
     is_shipped = shipped_recipes().get(loaded.recipe_path.stem) == loaded.recipe_path
@@ -215,6 +232,8 @@ def _train_arguments(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> t
         arguments.append("--no-best-is-latest")
     if loaded.origin("processes") == "file" and spec.start != "agent":
         arguments.append("--processes=0")  # the tasks decide, not the recipe
+    if loaded.recipe_path.name == "config.yaml" and code_references(loaded.config):
+        arguments.append(TRUST_FLAG)  # its code was checked here; a node may not see the key of this machine
     return tuple(arguments)
 
 

@@ -40,7 +40,8 @@ from paceline.world.secret import read_secret
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
 Also: --dry-run (print the plan, start nothing), --quiet (only warnings and the result), --json (a row per epoch and
-one for the result on standard output, the rest on standard error), --debug (show tracebacks)."""
+one for the result on standard output, the rest on standard error), --debug (show tracebacks), --trust-code (execute
+functions that another person's config.yaml names)."""
 _OUTPUTS = {"--quiet": "quiet", "--json": "json"}
 
 

@@ -182,7 +182,8 @@ def _identity(paths: list[Path], root: Path) -> str:
             found = path.stat()
         except OSError as error:
             raise DataError("this picture cannot be read", where=str(path), got=error.strerror) from error
-        digest.update(f"{path.relative_to(root).as_posix()}\0{found.st_size}\0{found.st_mtime_ns}\n".encode())
+        name = path.relative_to(root).as_posix()
+        digest.update(os.fsencode(f"{name}\0{found.st_size}\0{found.st_mtime_ns}\n"))  # a name may not be UTF-8
     return digest.hexdigest()[:16]
 
 

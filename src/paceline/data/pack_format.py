@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config.text import find_fault
 from paceline.errors import DataError, UserError
 
 try:
@@ -79,7 +80,7 @@ class Packed:
         """JSON that holds its own checksum. The same pictures give the same text."""
         body = {"paceline_packed": VERSION, "pixels": "uint8 [pictures, 3, side, side], central square, bilinear"}
         body |= asdict(self)
-        return json.dumps({**body, "crc32": _seal(body)}, indent=1, ensure_ascii=False) + "\n"
+        return json.dumps({**body, "crc32": _seal(body)}, indent=1) + "\n"
 
 
 def picture_side(image_size: int) -> int:
@@ -163,6 +164,8 @@ def _parse(body: dict[str, Any]) -> Packed:
     # What a forger could write into names and numbers must stay inside this folder and inside its files.
     if not all(_SHARD_NAME.fullmatch(shard.file) for shard in shards):
         raise ValueError("a shard has an impossible name")
+    if not all(isinstance(name, str) and find_fault(name) is None for name in packed.classes):
+        raise ValueError("a class has an impossible name")
     if packed.side < 1 or packed.pictures_per_shard < 1 or any(min(sizes) < 0 for sizes in packed.per_class.values()):
         raise ValueError("impossible sizes")
     return packed

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from paceline.config.text import check_text
 from paceline.errors import DataError
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
@@ -121,7 +122,7 @@ def _one_folder(root: Path) -> tuple[tuple[str, ...], Half, Half]:
 
 
 def _is_test(path: Path, root: Path) -> bool:
-    digest = hashlib.sha256(path.relative_to(root).as_posix().encode()).digest()
+    digest = hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()  # a name may not be UTF-8
     return int.from_bytes(digest[:8]) % TEST_ONE_IN == 0
 
 
@@ -134,6 +135,9 @@ def _by_class(folder: Path) -> dict[str, list[Path]]:
     """Per class in order of its name, its pictures in order of theirs."""
     try:
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
+        for name in names:
+            # It becomes the name of a class: in JSON, tables, pages and label files.
+            check_text(name, "the name of a class folder", where=str(folder), hint="rename the folder")
         found = {name: _pictures_of(folder / name) for name in names}
     except OSError as error:
         raise DataError("this folder cannot be read", where=str(folder), got=error.strerror) from error

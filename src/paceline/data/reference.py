@@ -10,11 +10,13 @@ import ast
 import difflib
 import hashlib
 import importlib
+import importlib.machinery
 import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from paceline.errors import PacelineError, UserError
@@ -122,11 +124,21 @@ def _has_star_import(tree: ast.Module) -> bool:
     return any(isinstance(n, ast.ImportFrom) and any(a.name == "*" for a in n.names) for n in tree.body)
 
 
+class _FromSource(importlib.machinery.SourceFileLoader):
+    """Compiles the file itself: bytecode beside it may come from somebody else, and be of other code."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
 def _import_file(path: Path) -> ModuleType:
     """Import one file under a name of its own; its neighbours stay out of sys.path."""
-    digest = hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:8]
+    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
     name = f"paceline_user_{path.stem}_{digest}"  # two files of one name are two modules
-    spec = importlib.util.spec_from_file_location(name, path.resolve())
+    loader = _FromSource(name, str(path.resolve()))
+    spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     if spec is None or spec.loader is None:
         raise UserError("this file cannot be imported", where=str(path))
     module = importlib.util.module_from_spec(spec)

@@ -12,6 +12,7 @@ from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
 from paceline.runs.place import check_init_from
 from paceline.runs.stores import is_url
+from paceline.runs.trust import require_trusted_recipe
 from paceline.world.cores import usable_cores
 from paceline.world.detect import RankEnvironment, count_gpus
 
@@ -32,15 +33,16 @@ def read_request(arguments: list[str]) -> LoadedConfig:
 def check_loaded(loaded: LoadedConfig) -> None:
     """Everything that can be said of a request before its number of ranks is known."""
     check_config(loaded)
+    require_trusted_recipe(loaded)  # before a name is looked up: that may import a package
     check_data_config(loaded.config.data)
     check_model_name(loaded.config.model.model_name)
     check_weights(loaded.config.model)
-    _check_functions(loaded)
+    check_functions(loaded)
     check_init_from(loaded)
     check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
 
 
-def _check_functions(loaded: LoadedConfig) -> None:
+def check_functions(loaded: LoadedConfig) -> None:
     """A loss and metrics of the user's own: they exist, and every metric has a name to itself."""
     train = loaded.config.train
     if train.loss:

@@ -22,6 +22,7 @@ from paceline.data.pictures import read_pixels, square_pixels
 from paceline.data.registry import describe_dataset
 from paceline.errors import CheckpointError, UserError
 from paceline.models.registry import build_model
+from paceline.runs.trust import require_trusted_run, trusting_code
 from paceline.training.evaluate import look_often
 from paceline.world.detect import ALONE, build_world
 
@@ -48,7 +49,9 @@ class OpenModel:
     pipeline: Pipeline
 
 
-def open_model(path: Path, checkpoint: str | int) -> OpenModel:
+def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -> OpenModel:
+    with trusting_code(trust_code):
+        require_trusted_run(path)
     config = load_config(str(path / "config.yaml"), []).config
     info = describe_dataset(config.data, config.train.seed)
     pipeline = build_pipeline(config.data, info, config.train.seed)

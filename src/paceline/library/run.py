@@ -28,19 +28,23 @@ if TYPE_CHECKING:
 _PHASES = ("train", "val", "test", "step")
 
 
-def load_run(folder_or_name: str | Path) -> Run:
-    """A run by its folder, its name in `runs/` (or the beginning of it), or the job it was submitted as."""
+def load_run(folder_or_name: str | Path, *, trust_code: bool = False) -> Run:
+    """A run by its folder, its name in `runs/` (or the beginning of it), or the job it was submitted as.
+
+    Functions that the run names are executed only if you trained it on this machine, or with `trust_code=True`.
+    """
     with explained():
         folder = find_run(str(folder_or_name))
         require_run_folder(folder.path)
-        return Run(folder.path)
+        return Run(folder.path, trust_code=trust_code)
 
 
 class Run:
     """A run folder, as Python sees it. Files are read when they are asked for, so a living run may be watched."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, trust_code: bool = False) -> None:
         self.path = path.absolute()  # whoever changes folders in a notebook keeps the run
+        self._trust_code = trust_code
 
     @property
     def name(self) -> str:
@@ -78,7 +82,7 @@ class Run:
                 rows = [row for row in rows if row.get("phase") == phase]
             return Table({name: value for name, value in row.items() if name != "kind"} for row in rows)
 
-    def model(self, checkpoint: str | int = "best") -> nn.Module:
+    def model(self, checkpoint: str | int = "best", *, trust_code: bool = False) -> nn.Module:
         """The trained model, in eval mode on the CPU: of the best checkpoint, the latest, or that of a step.
 
         It takes inputs as `run.predict` prepares them: float, normalised as in training.
@@ -86,7 +90,7 @@ class Run:
         from paceline.library.predictions import open_model
 
         with explained():
-            return open_model(self.path, checkpoint).model
+            return open_model(self.path, checkpoint, trust_code=trust_code or self._trust_code).model
 
     def predict(self, images: Images) -> list[Prediction]:
         """Label pictures with the best weights: paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C]."""
@@ -100,13 +104,14 @@ class Run:
         from paceline.training.reuse import evaluate_run, open_run
 
         with explained():
-            return evaluate_run(open_run(self.path, []))
+            return evaluate_run(open_run(self.path, [], trust_code=self._trust_code))
 
     def resume(self, *, quiet: bool = False, **flags: Any) -> Run:
         """Go on where this run stopped, in its folder; `epochs=20` makes a finished one longer."""
         from paceline.library.train import train
 
-        return train(self._folder.config, output_dir=self.path, quiet=quiet, **{"resume": "auto", **flags})
+        settings = {"resume": "auto", **flags}
+        return train(self._folder.config, output_dir=self.path, quiet=quiet, trust_code=self._trust_code, **settings)
 
     @property
     def _folder(self) -> RunFolder:
@@ -116,7 +121,7 @@ class Run:
     def _best(self) -> OpenModel:
         from paceline.library.predictions import open_model
 
-        return open_model(self.path, "best")
+        return open_model(self.path, "best", trust_code=self._trust_code)
 
     def __repr__(self) -> str:
         return f"<Run {self.name}: {self._in_words()}>"

@@ -19,6 +19,7 @@ from paceline.library.notebook_source import write_down
 from paceline.library.ride import ride
 from paceline.library.run import Run
 from paceline.runs.place import decide_place
+from paceline.runs.trust import trusting_code
 from paceline.world.detect import read_rank_environment
 
 Function = Callable[..., Any]
@@ -35,6 +36,7 @@ def train(
     metrics: str | Function | Sequence[str | Function] | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
+    trust_code: bool = False,
     **flags: Any,
 ) -> Run:
     """Train a recipe - one that comes with Paceline, or a YAML file - and return the finished run.
@@ -48,9 +50,10 @@ def train(
     Each may be a name, `FILE.py:FUNCTION`, or the function itself; one typed into a notebook is written, with what it
     uses, to functions.py in the run folder.
 
-    A mistake raises `paceline.errors.UserError` before anything starts.
+    A mistake raises `paceline.errors.UserError` before anything starts. `trust_code` is for a recipe that is another
+    person's config.yaml: functions that it names are executed only then.
     """
-    with explained():
+    with explained(), trusting_code(trust_code):
         _refuse_within_a_rank()
         given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
         settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
@@ -70,7 +73,7 @@ def train(
             if not quiet:
                 print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
         ride([*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"], folder, quiet=quiet)
-        return Run(folder)
+        return Run(folder, trust_code=trust_code)
 
 
 def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> Path:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import paceline
+from paceline.errors import printable_line
 
 _PACKAGES = ("torch", "numpy", "safetensors", "torchvision", "timm")
 
@@ -20,8 +21,8 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": _versions(),
         "platform": platform.platform(),
-        "command": sys.argv,
-        "folder": str(Path.cwd()),
+        "command": [printable_line(word) for word in sys.argv],
+        "folder": printable_line(str(Path.cwd())),
         "git": _git_state(),
     }
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
-from paceline.runs.file_shapes import MIRROR, STATUS
+from paceline.runs.file_shapes import ENVIRONMENT, MIRROR, STATUS
 from paceline.runs.json_files import read_object
 from paceline.runs.machine import THIS_MACHINE
 from paceline.runs.members import Member
@@ -38,6 +38,7 @@ _log = logging.getLogger("paceline")
 RUNS = Path("runs")
 ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
 MIRROR_NOTE = "mirror.json"
+_STAMP = re.compile(r"-(?P<time>[0-9]{8}-[0-9]{6})(-(?P<number>[0-9]{1,9}))?$")
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _STEP_FOLDER = re.compile(r"((damaged|replaced)-)?step-[0-9]+")
@@ -51,7 +52,7 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # names that are not UTF-8
         if is_durable:
             flush(temporary)
         temporary.replace(path)
@@ -315,8 +316,18 @@ def new_run_folder(recipe_name: str) -> Path:
 
 
 def newest_run_folder(recipe_name: str) -> Path | None:
-    """The newest run of this recipe that has a checkpoint to go on from."""
-    is_run = re.compile(re.escape(recipe_name) + r"-[0-9]{8}-[0-9]{6}(-[0-9]+)?").fullmatch
+    """The newest run of this recipe that has a checkpoint to go on from.
+
+    By its exact name, `<recipe>-<time>`: a recipe `sweep` has no part in the runs of `sweep-3`. A folder that another
+    recipe says it wrote is left alone.
+    """
+    # A run's own config.yaml, used as a recipe, is named after its run; the run it makes records the first recipe.
+    recipes = (recipe_name, _STAMP.sub("", recipe_name))
     names = read_patiently("looking for runs", RUNS, lambda: names_in(RUNS))
-    newest_first = sorted((name for name in names if is_run(name)), reverse=True)
-    return next((RUNS / name for name in newest_first if has_checkpoint(RUNS / name)), None)
+    stamps = {name: _STAMP.fullmatch(name.removeprefix(recipe_name)) for name in names if name.startswith(recipe_name)}
+    runs = [(stamp["time"], int(stamp["number"] or 1), RUNS / name) for name, stamp in stamps.items() if stamp]
+    for _, _, path in sorted(runs, reverse=True):
+        recorded = read_object(path / "environment.json", ENVIRONMENT).get("recipe", recipe_name)
+        if recorded in recipes and has_checkpoint(path):
+            return path
+    return None

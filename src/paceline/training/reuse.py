@@ -17,8 +17,10 @@ from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.folder import require_run_folder
-from paceline.training.evaluate import Evaluation, evaluate
+from paceline.runs.trust import TRUST_FLAG, require_trusted_run, trusting_code
+from paceline.training.evaluate import Evaluation, evaluate, look_often
 from paceline.training.rig import Rig, build_rig
+from paceline.training.step import autocast
 from paceline.world.detect import ALONE, World, build_world
 
 
@@ -30,10 +32,15 @@ class OpenRun:
     rig: Rig
 
 
-def open_run(path: Path, flags: list[str]) -> OpenRun:
-    """The best weights of a run (the latest, if it ended before its first epoch did) on one process."""
+def open_run(path: Path, flags: list[str], *, trust_code: bool = False) -> OpenRun:
+    """The best weights of a run (the latest, if it ended before its first epoch did) on one process.
+
+    Code that the run names is executed only if this user trained the run here, or trusts it.
+    """
     require_run_folder(path)
-    loaded = load_config(str(path / "config.yaml"), flags)
+    with trusting_code(trust_code or TRUST_FLAG in flags):
+        require_trusted_run(path)
+    loaded = load_config(str(path / "config.yaml"), [flag for flag in flags if flag != TRUST_FLAG])
     check_config(loaded)
     # Whatever the run was trained on, one process evaluates it.
     alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes="1", cpu_offload=False)
@@ -63,15 +70,21 @@ def evaluate_run(run: OpenRun) -> Evaluation:
 
 @torch.no_grad()
 def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
-    """Class probabilities of each picture, prepared as the run's evaluation prepares its samples."""
+    """Class probabilities of each picture: prepared, cut into batches and averaged over views as evaluation does it."""
     info = run.rig.plan.info
     if not info.is_image or info.sample_shape[1] != info.sample_shape[2]:
         raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
     pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
-    samples = torch.stack([read_picture(picture, info.sample_shape[1]) for picture in pictures])
-    if info.sample_shape[0] == 1:
-        samples = samples.float().mean(1, keepdim=True).round().to(torch.uint8)
-    run.rig.model.module.eval()
-    logits = run.rig.model.module(pipeline.for_evaluation(samples.to(run.world.device)))
-    probabilities: list[list[float]] = logits.float().softmax(1).tolist()
+    model, train = run.rig.model, run.config.train
+    model.module.eval()
+    probabilities: list[list[float]] = []
+    for start in range(0, len(pictures), train.test_batch_size):
+        batch = pictures[start : start + train.test_batch_size]
+        samples = torch.stack([read_picture(picture, info.sample_shape[1]) for picture in batch])
+        if info.sample_shape[0] == 1:
+            samples = samples.float().mean(1, keepdim=True).round().to(torch.uint8)
+        inputs = pipeline.for_evaluation(samples.to(run.world.device))
+        with autocast(model, run.world):
+            logits = look_often(model.module, inputs, train.test_views).float()
+        probabilities += logits.softmax(1).tolist()
     return probabilities

@@ -28,6 +28,7 @@ from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomica
 from paceline.runs.members import OWNER_ID, Member, drop_dead_members
 from paceline.runs.place import RunPlace, decide_place, find_folder_of_job
 from paceline.runs.stores import local_path
+from paceline.runs.trust import TRUST_FLAG, sign_code
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.narrate import tell_result
@@ -197,4 +198,7 @@ def _write_identity(folder: RunFolder, loaded: LoadedConfig, environment: RankEn
     recipe = recipe_of(loaded.recipe_path.parent) if is_copy else loaded.recipe_name
     job = "" if environment.is_supervised else identify_job()
     write_json(folder.environment, {"recipe": recipe, "job": job, **describe_environment()})
+    unsigned = sign_code(folder.path, plain)
+    if unsigned:
+        _log.info("note: evaluate, predict and export will ask for %s: %s", TRUST_FLAG, unsigned)
     folder.write_status("running", step=0, attempt=environment.attempt)

@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 
 from paceline.config.schema import DataConfig
+from paceline.config.text import check_text
 from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.reference import resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
@@ -254,7 +255,7 @@ def _class_names(classes: Any, num_labels: int) -> tuple[str, ...]:
             got=repr(classes),
             allowed=f"at least {max(2, num_labels)} names in a list",
         )
-    return tuple(str(name) for name in classes)
+    return tuple(check_text(str(name), "the name of a class", where="class names") for name in classes)
 
 
 def _statistics(train: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:

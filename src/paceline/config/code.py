@@ -1,0 +1,45 @@
+"""Which code a config names: `FILE.py:FUNCTION` and `package.module:FUNCTION` in its fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.config.fields import field_table
+from paceline.config.schema import Config
+
+# A field whose value may name a function. The collections of models are packages we call ourselves.
+CODE_FIELDS = ("dataset", "model_name", "loss", "metrics")
+_COLLECTIONS = ("timm", "torchvision")
+
+
+@dataclass(frozen=True)
+class CodeReference:
+    """One function that a config names."""
+
+    field: str
+    place: str  # a file or a module
+    function: str
+
+    @property
+    def is_file(self) -> bool:
+        return self.place.endswith(".py") or "/" in self.place
+
+    @property
+    def path(self) -> Path:
+        return Path(self.place)
+
+    def __str__(self) -> str:
+        return f"{self.place}:{self.function}"
+
+
+def code_references(config: Config) -> list[CodeReference]:
+    """Every function of the user's own that the config names, in the order of the fields."""
+    found = []
+    for name in CODE_FIELDS:
+        value = field_table()[name].value_in(config)
+        for text in value if isinstance(value, tuple) else (value,):
+            place, is_reference, function = text.rpartition(":")
+            if is_reference and not (name == "model_name" and place in _COLLECTIONS):
+                found.append(CodeReference(name, place, function))
+    return found

@@ -1,0 +1,203 @@
+"""Whose code a run folder would execute. Code of a folder from elsewhere is not executed unless the user says so.
+
+A run whose config names functions gets `code.json` when it is trained: keyed hashes (HMAC) of each function and its
+file. The key lies outside of all run folders and only its owner can read it. So a folder that another person made, or
+whose functions.py was changed later, does not pass; one that was moved or copied does. A file outside of the run folder
+is the user's own: it passes at its place with other content, or elsewhere with the same content.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import importlib.util
+import json
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paceline.config.code import CODE_FIELDS, CodeReference, code_references
+from paceline.config.load import LoadedConfig, load_config
+from paceline.config.schema import Config
+from paceline.config.small_files import read_small
+from paceline.errors import UserError
+from paceline.runs.folder import write_json
+from paceline.runs.json_files import Fields, ListOf, read_object
+
+RECORD = "code.json"
+TRUST_FLAG = "--trust-code"
+TRUST_VARIABLE = "PACELINE_TRUST_CODE"  # set by the flag, for the ranks that a command starts
+_SHAPE = Fields(required={"hmac_sha256": ListOf(str)})
+_KEY_BYTES = 32
+_LARGEST_CODE_BYTES = 10_000_000
+_MARKS = ("status.json", "metrics.jsonl", "environment.json", "checkpoints", RECORD)
+
+
+class _NoKey(Exception):
+    """There is no key that we can use; the text says why."""
+
+
+@contextmanager
+def trusting_code(is_trusted: bool) -> Iterator[None]:
+    """Allow the code of any run folder, for this process and those it starts."""
+    before = os.environ.get(TRUST_VARIABLE)
+    if is_trusted:
+        os.environ[TRUST_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(TRUST_VARIABLE, None)
+
+
+def sign_code(folder: Path, config: Config) -> str:
+    """Mark the code of a run as this user's. Returns why that was not possible; empty if it was, or has no code."""
+    references = code_references(config)
+    if not references:
+        with suppress(OSError):
+            (folder / RECORD).unlink(missing_ok=True)
+        return ""
+    try:
+        key = _key()
+        seals = sorted({seal for item in references for seal in _seals(key, folder, item)})
+        write_json(folder / RECORD, {"hmac_sha256": seals})
+    except _NoKey as error:
+        return str(error)
+    except (OSError, ValueError) as error:
+        return f"{folder / RECORD}: {error}"
+    return ""
+
+
+def require_trusted_run(folder: Path) -> None:
+    """UserError if the run's config names code that is not this user's. Nothing is imported."""
+    require_trusted_code(folder, load_config(str(folder / "config.yaml"), []).config)
+
+
+def require_trusted_recipe(loaded: LoadedConfig) -> None:
+    """The same for a recipe that is the config.yaml of a run folder. What flags name is the user's own choice."""
+    folder = loaded.recipe_path.parent
+    is_run = loaded.recipe_path.name == "config.yaml" and any((folder / name).exists() for name in _MARKS)
+    if is_run and any(loaded.origin(name) == "file" for name in CODE_FIELDS):
+        require_trusted_run(folder)
+
+
+def require_trusted_code(folder: Path, config: Config) -> None:
+    references = code_references(config)
+    if not references or os.environ.get(TRUST_VARIABLE) == "1":
+        return
+    fault = _find_fault(folder, references)
+    if fault:
+        raise UserError(
+            "this run folder would execute code that is not known to be yours",
+            where="\n".join(dict.fromkeys(str(item.path if item.is_file else item.place) for item in references)),
+            got=fault,
+            allowed="code of runs that you trained on this machine",
+            hint=f"read the code; if you trust it, add {TRUST_FLAG} (in Python: trust_code=True)",
+        )
+
+
+def _find_fault(folder: Path, references: list[CodeReference]) -> str:
+    seals = read_object(folder / RECORD, _SHAPE).get("hmac_sha256")
+    if seals is None:
+        return f"{folder} has no {RECORD}: another person made it, or an older paceline did"
+    try:
+        key = _key(create=False)
+        for item in references:
+            if not _seals(key, folder, item) & set(seals):
+                return f"{item} comes from another person or machine, or was changed"
+    except _NoKey as error:
+        return str(error)
+    except (OSError, ValueError) as error:
+        return f"its code cannot be read: {error}"
+    return ""
+
+
+def _seals(key: bytes, folder: Path, item: CodeReference) -> set[str]:
+    """What marks a function as ours: the content of its file, and for a file outside of the run folder its place."""
+    path, root = _file_of(item), folder.resolve()
+    name = "" if item.is_file else item.place
+    facts = []
+    if path is None:
+        facts.append(["module"])
+    else:
+        facts.append(["content", hashlib.sha256(read_small(path, _LARGEST_CODE_BYTES)).hexdigest()])
+        if not path.is_relative_to(root):
+            facts.append(["place", str(path)])
+    texts = [json.dumps(["paceline code 1", item.field, name, item.function, *fact]) for fact in facts]
+    return {hmac.new(key, text.encode(), hashlib.sha256).hexdigest() for text in texts}
+
+
+def _file_of(item: CodeReference) -> Path | None:
+    """The file, or that of a module's outermost package. Looking up an inner one would import the outer one."""
+    if item.is_file:
+        return item.path.resolve()
+    try:
+        spec = importlib.util.find_spec(item.place.partition(".")[0])
+    except (ImportError, ValueError):
+        return None
+    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+
+
+# --- The key ----------------------------------------------------------------------------------------------------------
+
+
+def key_path() -> Path:
+    """$PACELINE_STATE/code.key, else $XDG_STATE_HOME/paceline/code.key, else ~/.local/state/paceline/code.key."""
+    given = os.environ.get("PACELINE_STATE")
+    if given:
+        return Path(given) / "code.key"
+    base = os.environ.get("XDG_STATE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".local" / "state") / "paceline" / "code.key"
+    except RuntimeError as error:
+        raise _NoKey(
+            "there is no home folder for the key that marks your runs; PACELINE_STATE names another"
+        ) from error
+
+
+def _key(*, create: bool = True) -> bytes:
+    path = key_path()
+    try:
+        return _read_key(path)
+    except FileNotFoundError as error:
+        if not create:
+            raise _NoKey(f"there is no key of yours at {path}: it was trained elsewhere") from error
+    except OSError as error:
+        raise _NoKey(f"the key that marks your runs cannot be read: {path}: {error.strerror}") from error
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _create_key(path)
+        return _read_key(path)
+    except OSError as error:
+        raise _NoKey(f"the key that marks your runs cannot be written: {path}: {error.strerror}") from error
+
+
+def _read_key(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
+        about = os.fstat(descriptor)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            # Who can read the key can mark a folder as ours.
+            raise _NoKey(f"{path} must be a file of yours that nobody else can read: remove it, or chmod 600")
+        key = file.read(_KEY_BYTES + 1)
+    if len(key) != _KEY_BYTES:
+        raise _NoKey(f"{path} is not a key of {_KEY_BYTES} bytes: remove it")
+    return key
+
+
+def _create_key(path: Path) -> None:
+    """Whole or not at all; of two processes that create one, the first wins and both read its key."""
+    descriptor, name = tempfile.mkstemp(prefix=".code.key.", dir=path.parent)  # has mode 0600
+    try:
+        with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor
+            file.write(secrets.token_bytes(_KEY_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(name, path)
+    finally:
+        os.unlink(name)  # noqa: PTH108

@@ -1,0 +1,318 @@
+"""Code of a run folder is executed only if this user trained the run here, or says so."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+import paceline
+from harness.cli import Answer, command
+from harness.cli import paceline as run_command
+from paceline.config.code import code_references
+from paceline.config.load import load_config, to_yaml
+from paceline.config.schema import Config
+from paceline.errors import UserError
+from paceline.launch.request import read_request
+from paceline.runs.trust import RECORD, TRUST_VARIABLE, key_path, require_trusted_run, sign_code, trusting_code
+
+USER = 2
+CODE = "import torch\n\ndef build(num_classes, input_shape):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
+CODE += "torch.nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], num_classes))\n"
+# Leaves a file behind when it is imported.
+HOSTILE = "from pathlib import Path\nPath({!r}).touch()\n" + CODE
+FLAGS = ["--num-samples=128", "--epochs=1", "--global-batch-size=64", "--processes=1", "--track"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose functions.py is in its own folder, as a notebook leaves it."""
+    home = tmp_path_factory.mktemp("trust")
+    (home / "run").mkdir()
+    (home / "run" / "functions.py").write_text(CODE)
+    reference = f"{home}/run/functions.py:build"
+    answer = run_command(
+        *("train", "shapes-cnn", *FLAGS, f"--model-name={reference}", "--output-dir=run"), cwd=home, **state(home)
+    )
+    assert answer.code == 0, answer.err
+    return home
+
+
+def state(home: Path) -> dict[str, str]:
+    """Whose run it is: the user's state is in this folder."""
+    return {"PACELINE_STATE": str(home / "state")}
+
+
+@pytest.fixture
+def mine(trained: Path, tmp_path: Path) -> Path:
+    """A copy of that run, moved: config.yaml names its functions.py where it is now."""
+    shutil.copytree(trained, tmp_path / "home")
+    return relocated(tmp_path / "home")
+
+
+@pytest.fixture
+def foreign(trained: Path, tmp_path: Path) -> Path:
+    """The same run as another person would send it: with code that leaves a file behind."""
+    shutil.copytree(trained / "run", tmp_path / "other" / "run")
+    home = relocated(tmp_path / "other")
+    (home / "run" / "functions.py").write_text(HOSTILE.format(str(home / "executed")))
+    return home
+
+
+def relocated(home: Path) -> Path:
+    config = home / "run" / "config.yaml"
+    lines = config.read_text().splitlines()
+    lines = [f"model_name: '{home}/run/functions.py:build'" if x.startswith("model_name:") else x for x in lines]
+    config.write_text("\n".join(lines) + "\n")
+    return home
+
+
+PICTURE = "picture.png"
+
+
+def commands(home: Path) -> list[list[str]]:
+    from PIL import Image
+
+    Image.new("RGB", (32, 32)).save(home / PICTURE)
+    return [
+        ["evaluate", "run"],
+        ["predict", "run", PICTURE],
+        ["export", "run", "--format", "safetensors"],
+        ["plan", "run/config.yaml"],
+        ["train", "run/config.yaml", "--output-dir=again"],
+        ["submit", "slurm", "run/config.yaml", "--processes-per-node=1", "--dry-run"],
+    ]
+
+
+def test_a_run_folder_of_another_person_executes_nothing(foreign: Path) -> None:
+    """Every command refuses with one screen that names the file; nothing of it is imported."""
+    for words in commands(foreign):
+        answer = run_command(*words, cwd=foreign, **state(foreign))
+        assert answer.code == USER, (words, answer.err)
+        assert f"{foreign}/run/functions.py" in answer.err
+        assert "--trust-code" in answer.err
+        assert not (foreign / "executed").exists(), words
+
+
+def test_trust_code_allows_it(foreign: Path) -> None:
+    """With --trust-code the code is executed."""
+    for words in commands(foreign)[1:2]:
+        answer = run_command(*words, "--trust-code", cwd=foreign, **state(foreign))
+        assert answer.code == 0, (words, answer.err)
+    assert (foreign / "executed").exists()
+
+
+def test_own_runs_are_trusted_also_where_they_were_moved_to(mine: Path) -> None:
+    """The user who trained a run evaluates it without a word."""
+    for words in commands(mine)[:1]:
+        answer = run_command(*words, cwd=mine, **state(mine))
+        assert answer.code == 0, (words, answer.err)
+
+
+def test_changed_code_is_not_trusted(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One byte more in functions.py, another function or another field: refused."""
+    monkeypatch.setenv("PACELINE_STATE", str(mine / "state"))
+    run, code, config = mine / "run", mine / "run" / "functions.py", mine / "run" / "config.yaml"
+    require_trusted_run(run)
+    code.write_text(CODE + "\n")
+    with pytest.raises(UserError) as refused:
+        require_trusted_run(run)
+    assert str(code) in str(refused.value.where)
+    code.write_text(CODE)
+    require_trusted_run(run)
+    text = config.read_text()
+    for old, new in (("functions.py:build", "functions.py:other"), ("loss: ''", "loss: 'os:abort'")):
+        changed = text.replace(old, new)
+        assert changed != text
+        config.write_text(changed)
+        with pytest.raises(UserError):
+            require_trusted_run(run)
+
+
+def test_the_library_asks_too(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.model(), predict, evaluate and resume refuse; trust_code=True allows."""
+    monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
+    run = paceline.load_run(foreign / "run")
+    commands(foreign)
+    for use in (run.model, run.evaluate, lambda: run.predict(foreign / PICTURE), lambda: run.resume(epochs=2)):
+        with pytest.raises(UserError) as refused:
+            use()
+        assert str(foreign / "run" / "functions.py") in str(refused.value.where)
+    assert not (foreign / "executed").exists()
+    assert run.model(trust_code=True) is not None
+    assert (foreign / "executed").exists()
+    assert paceline.load_run(foreign / "run", trust_code=True).evaluate().samples > 0
+    assert TRUST_VARIABLE not in os.environ
+
+
+def test_bytecode_beside_the_file_is_not_executed(mine: Path) -> None:
+    """functions.py is unchanged, but a .pyc of other code lies beside it, with the right time and size."""
+    import importlib._bootstrap_external as bootstrap
+    import importlib.util
+
+    code = mine / "run" / "functions.py"
+    about = code.stat()
+    hostile = compile(HOSTILE.format(str(mine / "executed")), str(code), "exec")
+    data = bootstrap._code_to_timestamp_pyc(hostile, int(about.st_mtime), about.st_size)  # type: ignore[attr-defined]
+    cached = Path(importlib.util.cache_from_source(str(code)))
+    cached.parent.mkdir(exist_ok=True)
+    cached.write_bytes(data)
+    answer = run_command("evaluate", "run", cwd=mine, **state(mine))
+    assert answer.code == 0, answer.err
+    assert not (mine / "executed").exists()
+
+
+# --- The key ----------------------------------------------------------------------------------------------------------
+
+
+def config_of(folder: Path, reference: str, *flags: str) -> Config:
+    folder.mkdir(exist_ok=True)
+    config = load_config("shapes-cnn", [f"--model-name={reference}", *flags]).config
+    (folder / "config.yaml").write_text(to_yaml(config))
+    return config
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PACELINE_STATE", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    return key_path()
+
+
+def test_the_key_is_for_its_owner_alone(tmp_path: Path, key: Path) -> None:
+    """Mode 0600 in a folder of mode 0700; a key that others can read, or a link, marks nothing."""
+    (tmp_path / "model.py").write_text(CODE)
+    config = config_of(tmp_path / "run", "model.py:build")
+    assert sign_code(tmp_path / "run", config) == ""
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (key, key.parent)] == [0o600, 0o700]
+    assert [path.name for path in key.parent.iterdir()] == [key.name]
+    require_trusted_run(tmp_path / "run")
+    key.chmod(0o640)
+    assert "chmod 600" in sign_code(tmp_path / "run", config)
+    with pytest.raises(UserError):
+        require_trusted_run(tmp_path / "run")
+    key.chmod(0o600)
+    key.rename(tmp_path / "elsewhere")
+    key.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError):
+        require_trusted_run(tmp_path / "run")
+    key.unlink()
+    key.write_bytes(b"short")
+    key.chmod(0o600)
+    with pytest.raises(UserError):
+        require_trusted_run(tmp_path / "run")
+
+
+def test_another_users_key_does_not_fit(tmp_path: Path, key: Path) -> None:
+    """The same folder, seen by another user: refused, and no key is made by looking."""
+    (tmp_path / "model.py").write_text(CODE)
+    sign_code(tmp_path / "run", config_of(tmp_path / "run", "model.py:build"))
+    key.unlink()
+    with pytest.raises(UserError):
+        require_trusted_run(tmp_path / "run")
+    assert not key.exists()
+    sign_code(tmp_path / "other", config_of(tmp_path / "other", "model.py:build"))
+    with pytest.raises(UserError):
+        require_trusted_run(tmp_path / "run")
+
+
+def test_a_record_without_hashes_is_none(tmp_path: Path, key: Path) -> None:
+    """A forged or broken code.json is refused, whatever it holds."""
+    (tmp_path / "model.py").write_text(CODE)
+    config = config_of(tmp_path / "run", "model.py:build")
+    sign_code(tmp_path / "run", config)
+    record = tmp_path / "run" / RECORD
+    for text in ("", "[]", "{}", '{"hmac_sha256": "x"}', '{"hmac_sha256": [1, null, "", []]}', "[" * 9999):
+        record.write_text(text)
+        with pytest.raises(UserError):
+            require_trusted_run(tmp_path / "run")
+
+
+def test_a_file_of_ones_own_may_change_at_its_place(tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the run folder a file is the user's to edit; elsewhere only the same content passes."""
+    (tmp_path / "model.py").write_text(CODE)
+    sign_code(tmp_path / "run", config_of(tmp_path / "run", "model.py:build"))
+    (tmp_path / "model.py").write_text(CODE + "# edited\n")
+    require_trusted_run(tmp_path / "run")
+    (tmp_path / "sub").mkdir()
+    monkeypatch.chdir(tmp_path / "sub")
+    (tmp_path / "sub" / "model.py").write_text(CODE)
+    require_trusted_run(tmp_path / "run")
+    (tmp_path / "sub" / "model.py").write_text(HOSTILE.format("x"))
+    with pytest.raises(UserError):
+        require_trusted_run(tmp_path / "run")
+
+
+def test_a_module_in_the_working_directory_is_code_too(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`package.module:FUNCTION` is refused before anything of the package is imported."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "foreign_package").mkdir()
+    (tmp_path / "foreign_package" / "__init__.py").write_text(HOSTILE.format(str(tmp_path / "executed")))
+    for name in ("foreign_package:build", "foreign_package.inner:build", "os:abort"):
+        config_of(tmp_path / "run", name)
+        (tmp_path / "run" / "status.json").write_text("{}")
+        with pytest.raises(UserError) as refused:
+            read_request([str(tmp_path / "run" / "config.yaml")])
+        assert name.partition(":")[0] in str(refused.value.where)
+    assert not (tmp_path / "executed").exists()
+    assert "foreign_package" not in sys.modules
+
+
+def test_without_a_home_training_works_and_says_what_follows(tmp_path: Path) -> None:
+    """No home folder, or one that cannot be written: the run trains, a note says that its code is not marked."""
+    (tmp_path / "file").touch()
+    (tmp_path / "model.py").write_text(CODE)
+    words = ("shapes-cnn", *FLAGS, "--model-name=model.py:build", "--output-dir=run")
+    answer = run_command("train", *words, cwd=tmp_path, PACELINE_STATE=str(tmp_path / "file" / "state"))
+    assert answer.code == 0, answer.err
+    assert "--trust-code" in answer.out
+    refused = run_command("evaluate", "run", cwd=tmp_path, PACELINE_STATE=str(tmp_path / "file" / "state"))
+    assert refused.code == USER
+
+
+def test_runs_without_code_are_opened_by_everybody(tmp_path: Path, key: Path) -> None:
+    """A run that names no function needs no key and no record; timm's models are no code of a run folder."""
+    for name in ("cnn", "timm:resnet18", "torchvision:resnet50"):
+        config = config_of(tmp_path / "run", name)
+        assert code_references(config) == []
+        assert sign_code(tmp_path / "run", config) == ""
+        require_trusted_run(tmp_path / "run")
+    assert not key.exists()
+    assert not (tmp_path / "run" / RECORD).exists()
+
+
+def test_every_reference_of_a_config_is_found() -> None:
+    """Data, model, loss and all metrics."""
+    flags = ["--dataset=a.py:f", "--model-name=b.c:g", "--loss=d/e:h", "--metrics", "i.py:j", "k.py:l"]
+    found = [str(item) for item in code_references(load_config("shapes-cnn", flags).config)]
+    assert found == ["a.py:f", "b.c:g", "d/e:h", "i.py:j", "k.py:l"]
+
+
+def test_trust_ends_with_the_command(key: Path) -> None:
+    """--trust-code of one command does not hold for the next one in the same process."""
+    with trusting_code(True):
+        assert os.environ[TRUST_VARIABLE] == "1"
+        with trusting_code(False):
+            assert os.environ[TRUST_VARIABLE] == "1"
+        assert os.environ[TRUST_VARIABLE] == "1"
+    assert TRUST_VARIABLE not in os.environ
+
+
+def test_two_processes_make_one_key(tmp_path: Path, key: Path) -> None:
+    """Runs that start at the same time agree on the key."""
+    code = "from paceline.runs.trust import _key; import sys; sys.stdout.write(_key().hex())"
+    from concurrent.futures import ThreadPoolExecutor
+
+    def ask(_: int) -> Answer:
+        return command(sys.executable, "-c", code, cwd=tmp_path, PACELINE_STATE=str(key.parent))
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = list(pool.map(ask, range(3)))
+    assert len({answer.out for answer in answers}) == 1
+    assert len(answers[0].out) == 64
