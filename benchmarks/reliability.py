@@ -21,14 +21,18 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
+from paceline.runs.process_handle import ProcessHandle
+
 WORK = ["shapes-cnn", "--global-batch-size=64", "--log-frequency=1", "--track", "--processes=2", "--output-dir=run"]
 SMALL = [*WORK, "--num-samples=1480", "--epochs=2", "--save-steps=5"]  # forty steps
 HANG_S = 4
+SUSPENDED_S = 1.5 * HANG_S
 _STEP = re.compile(r"^step (\d+)/(\d+)")
 
 
@@ -191,7 +195,7 @@ FAULTS = {
     "kill -9 of a rank": "kill",
     "SIGTERM to the launcher, then started again": "stop",
     "kill -9 of everything, then started again": "crash",
-    "a rank stands still (SIGSTOP)": "hang",
+    "a rank is suspended (SIGSTOP, then SIGCONT)": "suspend",
     "kill -9 of the launcher, then started again": "orphan",
 }
 
@@ -241,7 +245,7 @@ def measure_soak(minutes: float, seed: int) -> tuple[list[str], bool]:
         f"{sum(struck.values())} faults in {wall_s:.0f} s; undisturbed the same steps take {needed_s:.0f} s: goodput "
         f"{needed_s / wall_s:.2f}. The final weights {'equal' if is_right else 'DIFFER FROM'} the undisturbed run's, "
         "bit for bit.",
-        f"A rank that stands still is noticed after {HANG_S} s (--hang-timeout), which its recovery times include.",
+        f"A suspended rank is stopped for {SUSPENDED_S:g} s (--hang-timeout is {HANG_S} s), which its times include.",
     ]
     return lines, is_right
 
@@ -253,8 +257,10 @@ def strike(kind: str, run: Disturbed, draw: random.Random) -> bool:
         return False
     if kind == "kill":
         os.kill(draw.choice(ranks), signal.SIGKILL)
-    elif kind == "hang":
-        os.kill(draw.choice(ranks), signal.SIGSTOP)
+    elif kind == "suspend":
+        rank = ProcessHandle(draw.choice(ranks))
+        rank.send(signal.SIGSTOP)
+        threading.Timer(SUSPENDED_S, rank.send, (signal.SIGCONT,)).start()
     elif kind == "stop":
         run.process.terminate()
         wait_for_end(run)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -104,13 +104,15 @@ class Started:
 
 
 @contextmanager
-def started(*arguments: str, cwd: Path, **extra: str) -> Iterator[Started]:
+def started(
+    *arguments: str, cwd: Path, launcher: Sequence[str] = ("-m", "paceline"), **extra: str
+) -> Iterator[Started]:
     """`paceline ARGUMENTS` in its own session. Nothing of it outlives the block."""
     surroundings = environment(PYTHONUNBUFFERED="1", **extra)
     with (
         (cwd / "stderr.txt").open("w") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", "paceline", *arguments],
+            [sys.executable, *launcher, *arguments],
             cwd=cwd,
             env=surroundings,
             text=True,

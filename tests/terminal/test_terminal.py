@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -57,6 +58,26 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
     terminal.wait_for("^code 130$")
     (folder,) = (home / "runs").iterdir()
     assert json.loads((folder / "status.json").read_text())["status"] == "preempted"
+
+
+@pytest.mark.timeout(300)
+def test_ctrl_z_and_fg(open_terminal: OpenTerminal, home: Path) -> None:
+    """Suspended for longer than --hang-timeout, a run goes on after `fg`, without a restart."""
+    terminal = open_terminal(120)
+    terminal.type(
+        f"{TRAIN} --num-samples=1600 --epochs=3 --processes=2 --hang-timeout 15 --max-restarts 0 --output-dir run"
+    )
+    terminal.wait_for(r"^epoch 1/3  step \d+/\d+  loss \d")
+    terminal.press("C-z")
+    terminal.wait_for("Stopped")
+    step = json.loads((home / "run" / "status.json").read_text())["step"]
+    time.sleep(18)  # what a suspension needs: longer than the deadline
+    assert json.loads((home / "run" / "status.json").read_text())["step"] <= step + 1, "every rank is suspended"
+    terminal.type("fg")
+    terminal.wait_for("everything is in run", 200)
+    terminal.type("clear; echo code $?")
+    terminal.wait_for("^code 0$")
+    assert not (home / "run" / "failures.jsonl").exists()
 
 
 def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, home: Path) -> None:

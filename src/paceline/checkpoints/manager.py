@@ -33,6 +33,7 @@ from paceline.parallel.collectives import wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
 from paceline.runs.patience import UnreadableNow, read_patiently
 from paceline.world.detect import World
+from paceline.world.running_clock import RunningClock
 
 _log = logging.getLogger("paceline")
 MOST_FAILURES_IN_A_ROW = 3
@@ -307,11 +308,11 @@ class CheckpointManager:
 
     def _collect_notes(self, temporary: Path) -> dict[str, FileSeal]:
         seals = {}
-        deadline = time.monotonic() + _PEERS_TIMEOUT_S
+        clock = RunningClock()
         for rank in range(1, self._num_writers):
             note = temporary / f".note-{rank}"
             while not note.exists():
-                if time.monotonic() > deadline:
+                if clock.seconds > _PEERS_TIMEOUT_S:
                     raise TimeoutError(f"rank {rank} did not write its part within {_PEERS_TIMEOUT_S:.0f} s")
                 time.sleep(_POLL_S)
             found = json.loads(store.with_one_retry("reading a note", note.read_text))

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,15 +17,17 @@ from pathlib import Path
 
 from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from paceline.launch.words import LastWords, read_last_words
+from paceline.metrics.screen import erase_live_line
 from paceline.runs.process_handle import ProcessHandle, find_forked
+from paceline.world.hang_guard import STACKS_SIGNAL, wait_for_stacks
 from paceline.world.pulse import Beat, pulse_path, read_pulse
-from paceline.world.watchdog import STACKS_SIGNAL
+from paceline.world.running_clock import HangClock
 
 _LOOK_S = 0.05
 _MEMORY_S = 0.5
 _POLITE_GRACE_S = 30.0  # others are leaving too, after a save
 _FAILURE_GRACE_S = 0.5  # for others to say what they saw
-_STACKS_S = 3.0
+_STOPPED_TOLD_S = 5.0
 
 
 @dataclass
@@ -40,6 +42,7 @@ class RankSight:
     memory_mb: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     seen_at_s: float = 0.0
     is_alive: bool = True
+    is_stopped: bool = False  # by SIGSTOP, SIGTSTP or a debugger
     was_ended_by_us: bool = False
 
     @property
@@ -67,6 +70,10 @@ class Watch:
         self._is_asked_to_stop = False
         self._first_end_at: float | None = None
         self._memory_at = 0.0
+        self._clock = HangClock()
+        self._stopped: list[int] = []  # ranks that a signal has stopped
+        self._stopped_at = 0.0
+        self._is_stop_told = False
         self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
 
     def start(self) -> None:
@@ -102,7 +109,8 @@ class Watch:
             self._look_for_hangs()
 
     def _look(self) -> None:
-        now = time.monotonic()
+        self._clock.look()
+        now = self._clock.now
         wants_memory = now - self._memory_at > _MEMORY_S
         for rank, pid in self._read_pids().items():
             is_new = rank not in self.ranks
@@ -114,6 +122,7 @@ class Watch:
             sight.seen_at_s = now
             # Alive is asked first: what a dead rank left behind is then complete.
             sight.is_alive = sight.process is not None and sight.process.is_running
+            sight.is_stopped = sight.process is not None and sight.process.is_stopped
             sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
             sight.words = read_last_words(self._attempt_dir, rank)
             # From the second step on: before, a rank's memory grows by right.
@@ -121,13 +130,33 @@ class Watch:
                 sight.memory_mb.append(_resident_mb(pid))
         if wants_memory:
             self._memory_at = now
+        stopped = [sight.rank for sight in self.ranks.values() if sight.is_alive and sight.is_stopped]
+        self._note_stopped(stopped)
+        if self._first_end_at is not None:
+            self._first_end_at += self._clock.excused_s(bool(stopped))
+
+    def _note_stopped(self, stopped: list[int]) -> None:
+        """Stopped by a signal is not hung: wait for SIGCONT, and say so."""
+        now = self._clock.now
+        if stopped and not self._stopped:
+            self._stopped_at = now
+        is_over = self._is_stop_told and not stopped
+        self._stopped = stopped or self._stopped
+        if is_over or (stopped and not self._is_stop_told and now - self._stopped_at > _STOPPED_TOLD_S):
+            ranks = ("rank " if len(self._stopped) == 1 else "ranks ") + ", ".join(map(str, self._stopped))
+            erase_live_line()
+            what = "running again" if is_over else "stopped by a signal; waiting for SIGCONT"
+            print(f"note: {ranks}: {what}", file=sys.stderr, flush=True)
+            self._is_stop_told = not is_over
+        if not stopped:
+            self._stopped = []
 
     def _end_the_rest(self) -> None:
         """When one rank is gone, the others cannot go on."""
         ended = [sight for sight in self.ranks.values() if not sight.is_alive]
         if not ended or len(ended) == len(self.ranks):
             return
-        now = time.monotonic()
+        now = self._clock.now
         if self._first_end_at is None:
             self._first_end_at = now
         is_lost = any(sight.is_lost for sight in ended)
@@ -135,12 +164,8 @@ class Watch:
             self._signal_all(signal.SIGKILL)
 
     def _look_for_hangs(self) -> None:
-        now = time.monotonic()
-        late = [
-            sight.rank
-            for sight in self.ranks.values()
-            if sight.is_alive and sight.beat is not None and now > sight.beat.deadline_s
-        ]
+        beats = {sight.rank: sight.beat for sight in self.ranks.values() if sight.is_alive and sight.beat is not None}
+        late = self._clock.find_late(beats, is_any_stopped=bool(self._stopped))
         if not late or self.hung or self._first_end_at is not None:
             return
         self.hung = late  # what was seen now counts: the signal for the stacks may wake a sleeper up
@@ -150,25 +175,12 @@ class Watch:
     def _collect_stacks(self) -> None:
         """Every rank writes its own; a C handler does it, so a rank that holds Python's lock does too."""
         self._signal_all(STACKS_SIGNAL)
-        deadline = time.monotonic() + _STACKS_S
-        sizes: list[int] = []
-        while time.monotonic() < deadline:
-            before, sizes = sizes, [_size(self._stacks_of(rank)) for rank in self.ranks]
-            if all(sizes) and sizes == before:
-                return
-            self._over.wait(_LOOK_S)
+        wait_for_stacks(map(self._stacks_of, self.ranks), self._over.wait)
 
 
 def _signal(sight: RankSight, number: int) -> None:
     if sight.process is not None and sight.process.send(number):
         sight.was_ended_by_us |= number == signal.SIGKILL
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _resident_mb(pid: int) -> float:

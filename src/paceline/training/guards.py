@@ -17,7 +17,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.members import Member
 from paceline.training.inject import Faults
 from paceline.world.detect import RankEnvironment, World
-from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
+from paceline.world.pulse import ATTEMPT_DIR, Pulse, private_pulse_path, pulse_path
 from paceline.world.signals import SUPERVISOR_PID, StopRequest
 from paceline.world.watchdog import Watchdog
 
@@ -65,7 +65,7 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
     stop = StopRequest()
     stop.listen({*config.guard.stop_signals, "SIGTERM"})
     attempt_dir = os.environ.get(ATTEMPT_DIR) if environment.is_supervised else None
-    pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else None)
+    pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else private_pulse_path())
     watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout, is_supervised=environment.is_supervised)
     guards = Guards(watchdog, stop)
     if environment.is_supervised:

@@ -35,7 +35,7 @@ from paceline.training.narrate import tell_result
 from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
-from paceline.world.group import process_group
+from paceline.world.group import allow_suspension, process_group
 from paceline.world.heap import keep_freed_memory
 from paceline.world.job_identity import identify_job
 
@@ -63,6 +63,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             guards.member = folder.member = _join_owner(folder, world, environment, held)
             _open_log(folder, world, environment.attempt)
             guards.open_folder(config, world, folder, environment.attempt)
+            allow_suspension()
             if world.is_primary:
                 _write_identity(folder, loaded, environment)
             results = _train_with_status(config, world, place, guards)

@@ -20,15 +20,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
 from paceline.errors import PacelineError, UserError
 from paceline.world.detect import RankEnvironment, World
 from paceline.world.peers import loopback_interface
 from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
+from paceline.world.running_clock import RunningClock
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # the watchdog's deadlines are shorter
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # until the watchdog is there, whose deadlines are shorter
+_SUSPENDED_TIMEOUT = timedelta(days=365)
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 300.0
 _NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
@@ -73,6 +75,12 @@ def stay_on_loopback() -> None:
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one
+
+
+def allow_suspension() -> None:
+    """A collective that is suspended with its job must not time out; from here on the watchdog finds hangs."""
+    if dist.is_initialized():
+        _set_pg_timeout(_SUSPENDED_TIMEOUT)
 
 
 def _meet(world: World, environment: RankEnvironment) -> Store:
@@ -142,7 +150,7 @@ def _store_listener(environment: RankEnvironment) -> int | None:
 
 def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
     """Until somebody listens at the address."""
-    started = time.monotonic()
+    clock = RunningClock(2 * ANSWER_TIMEOUT_S)
     where = (environment.store_host, environment.store_port)
     while True:
         try:
@@ -151,7 +159,7 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
         except OSError as error:
             _refuse_if_peers_failed(error)
             is_name = isinstance(error, socket.gaierror)
-            if time.monotonic() - started > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
+            if clock.seconds > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
                 what = f"there is no host {where[0]!r}" if is_name else f"nobody answers at {address}"
                 raise PacelineError(
                     f"the ranks cannot meet: {what}",
@@ -195,7 +203,7 @@ def _prefix(attempt: int) -> str:
 def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -> None:
     names = [f"here/{rank}" for rank in range(world.world_size)]
     store.set(names[world.rank], _identity(world))
-    started = time.monotonic()
+    clock = RunningClock(2 * ANSWER_TIMEOUT_S)
     while True:
         try:
             store.wait(names, timedelta(seconds=1))
@@ -205,7 +213,7 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
             _refuse_if_peers_failed(error)
             if isinstance(error, dist.DistNetworkError):
                 raise PacelineError("rank 0 went away before all had arrived", got="socket closed") from error
-            if time.monotonic() - started < timeout_s:
+            if clock.seconds < timeout_s:
                 continue
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
             raise PacelineError(

@@ -14,9 +14,11 @@ from collections.abc import Iterable
 from types import FrameType
 
 from paceline.runs.process_handle import find_process
+from paceline.world.running_clock import RunningClock
 
 SUPERVISOR_PID = "PACELINE_SUPERVISOR_PID"  # the identity of the supervisor, for the ranks it starts
 _ORPHAN_GRACE_S = 25.0
+_LOOK_S = 0.25
 
 
 class StopRequest:
@@ -54,7 +56,9 @@ class StopRequest:
             if supervisor is not None:
                 supervisor.wait()
             self.ask("the supervisor died")
-            after_that.wait(_ORPHAN_GRACE_S)
+            clock = RunningClock()
+            while clock.seconds < _ORPHAN_GRACE_S and not after_that.wait(_LOOK_S):
+                pass  # in short waits: a suspended rank gets the rest of its time when it goes on
             os._exit(75)
 
         threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()

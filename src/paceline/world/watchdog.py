@@ -2,28 +2,27 @@
 
 The rank marks each phase it enters in its pulse, together with the time by which it should be through. Under
 our own supervisor that is all: the supervisor sees a deadline pass and asks every rank for its stacks, which
-a C-level handler writes even while Python stands still. Under another launcher nobody reads the pulse, so a
-C-level alarm in the rank itself writes the stacks and ends it.
+a C-level handler writes even while Python stands still. Under another launcher each rank starts a small process
+that does the same for it (`hang_guard.py`).
 """
 
 from __future__ import annotations
 
 import faulthandler
-import signal
+import subprocess
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from paceline.world.hang_guard import STACKS_SIGNAL, start_hang_guard
 from paceline.world.pulse import Pulse
 
-STACKS_SIGNAL = signal.SIGURG  # ignored by a process that has not yet registered for it
 _START_S = 600.0  # data, compilation, the first collectives
 _LEAST_STEP_S, _LEAST_OTHER_S = 30.0, 300.0
 _FACTOR = 20
-_REARM_S = 1.0
-_BACKSTOP_S = 15.0  # under a supervisor the alarm only serves a rank whose supervisor is gone
 _STEP_PHASES = ("data", "forward", "backward", "reduce", "update")
 
 
@@ -34,14 +33,16 @@ class Watchdog:
         self.pulse = pulse
         self.on_phase: Callable[[str, int], None] | None = None  # a fault waiting for its moment
         self._timeout_s = timeout_s
-        self._slack_s = _BACKSTOP_S if is_supervised else 0.0
+        self._is_supervised = is_supervised
+        self._allowed_s = _START_S
         self._step_times: deque[float] = deque(maxlen=50)
         self._step_limit_s = _START_S
         self._longest: dict[str, float] = {}
         self._last_step_at = 0.0
+        self._is_step_whole = True  # not suspended so far
         self._since = time.monotonic()
-        self._armed_until = 0.0
         self._stacks: TextIO | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self.pulse.beat("start", 0, _START_S)
 
     def open_stacks(self, path: Path) -> None:
@@ -49,17 +50,15 @@ class Watchdog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stacks = path.open("w")
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
+        if not self._is_supervised and self.pulse.path is not None:
+            self._guard = start_hang_guard(self.pulse.path, path)
 
     def enter(self, phase: str, step: int) -> None:
         """The rank begins a phase of this step."""
         now = time.monotonic()
         self._learn(phase, now)
-        allowed_s = self._allowed(phase)
-        self.pulse.beat(phase, step, allowed_s)
-        if self._stacks is not None and abs(now + allowed_s - self._armed_until) > _REARM_S:
-            # Arming starts a thread, so it is not done at every step.
-            self._armed_until = now + allowed_s
-            faulthandler.dump_traceback_later(allowed_s + _REARM_S + self._slack_s, file=self._stacks, exit=True)
+        self._allowed_s = self._allowed(phase)
+        self.pulse.beat(phase, step, self._allowed_s)
         if self.on_phase is not None:
             self.on_phase(phase, step)
 
@@ -71,17 +70,28 @@ class Watchdog:
     def close(self) -> None:
         """The rank's work is over; what is left is waiting for the others."""
         self.pulse.beat("left", self.pulse.step, _START_S)
-        faulthandler.cancel_dump_traceback_later()
+        if self._guard is not None:
+            self._guard.kill()
+            self._guard.wait()
+            self._guard = None
+            if self.pulse.path is not None:
+                with suppress(OSError):  # a file without a name
+                    self.pulse.path.unlink()
 
     def _learn(self, phase: str, now: float) -> None:
+        """A phase that took longer than allowed, and was not ended, was suspended: nothing is learned from it."""
         last = self.pulse.phase
+        is_suspended = now - self._since > self._allowed_s
+        self._is_step_whole &= not is_suspended
         if last not in _STEP_PHASES:
-            self._longest[last] = max(self._longest.get(last, 0.0), now - self._since)
-        elif last == "update":  # a whole step lies behind
+            if not is_suspended:
+                self._longest[last] = max(self._longest.get(last, 0.0), now - self._since)
+        elif last == "update" and self._is_step_whole:  # a whole step lies behind
             self._step_times.append(now - self._last_step_at)
             self._step_limit_s = self._timeout_s or max(_LEAST_STEP_S, _FACTOR * max(self._step_times))
         if phase == "data":
             self._last_step_at = now
+            self._is_step_whole = True
         self._since = now
 
     def _allowed(self, phase: str) -> float:

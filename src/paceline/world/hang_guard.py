@@ -1,0 +1,74 @@
+"""`python -m paceline.world.hang_guard RANK PULSE STACKS`: watches one rank that has no supervisor of ours.
+
+It is a process of its own: a rank that holds Python's lock cannot watch itself, and an alarm inside the rank would
+count the time in which the job was suspended. It reads the pulse of the rank. When a deadline has passed it has the
+rank write its stacks and kills it. It ends with the rank.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from paceline.runs.process_handle import find_process, identity_of_this_process
+from paceline.world.pulse import OPEN_FILES, read_pulse
+from paceline.world.running_clock import HangClock
+
+STACKS_SIGNAL = signal.SIGURG  # ignored by a process that has not yet registered for it
+_LOOK_S = 0.25
+_STACKS_S = 3.0
+_STACKS_LOOK_S = 0.05
+
+
+def start_hang_guard(pulse: Path, stacks: Path) -> subprocess.Popen[bytes]:
+    """For this process. The guard is in the same process group, so that Ctrl-Z suspends both."""
+    module = [sys.executable, "-P", "-m", "paceline.world.hang_guard"]
+    quiet = subprocess.DEVNULL
+    command = [*module, identity_of_this_process(), str(pulse), str(stacks.absolute())]
+    open_files = [int(pulse.name)] if pulse.parent == OPEN_FILES else []
+    return subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=open_files)
+
+
+def wait_for_stacks(paths: Iterable[Path], pause: Callable[[float], object] = time.sleep) -> None:
+    """Until every file has content and does not grow any more, or for a few seconds."""
+    files = list(paths)
+    deadline = time.monotonic() + _STACKS_S
+    sizes: list[int] = []
+    while time.monotonic() < deadline:
+        before, sizes = sizes, [_size(path) for path in files]
+        if all(sizes) and sizes == before:
+            return
+        pause(_STACKS_LOOK_S)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def main(identity: str, pulse: Path, stacks: Path) -> None:
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # a scheduler sends them to every process
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    rank, clock = find_process(identity), HangClock()
+    while rank is not None and rank.is_running:
+        clock.look()
+        beat = read_pulse(pulse)
+        beats = {0: beat} if beat is not None else {}
+        if clock.find_late(beats, is_any_stopped=rank.is_stopped):
+            rank.send(STACKS_SIGNAL)
+            wait_for_stacks([stacks])
+            rank.send(signal.SIGKILL)
+        time.sleep(_LOOK_S)
+    with suppress(OSError):
+        pulse.unlink()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,63 @@
+"""Time without the time in which this process did not run.
+
+A suspended job (Ctrl-Z, Slurm's suspend, a paused container, a closed laptop) comes back after minutes or hours. The
+monotonic clock may have gone on meanwhile. A loop that looks several times a second sees a suspension as a long gap
+between two looks. A deadline that counts the gap would declare a failure where nothing failed.
+"""
+
+from __future__ import annotations
+
+import time
+
+from paceline.world.pulse import Beat
+
+GAP_S = 2.0  # longer between two looks of a loop than any scheduler keeps a ready thread waiting
+
+
+class RunningClock:
+    """Seconds in which this process ran. To be read more often than the gap."""
+
+    def __init__(self, gap_s: float = GAP_S) -> None:
+        self._gap_s = gap_s
+        self._seconds = 0.0
+        self._last = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        now = time.monotonic()
+        passed, self._last = now - self._last, now
+        if passed <= self._gap_s:
+            self._seconds += passed
+        return self._seconds
+
+
+class HangClock:
+    """Finds ranks that passed their deadline, without the time in which they or this process were stopped."""
+
+    def __init__(self) -> None:
+        self.now = time.monotonic()
+        self.passed_s = 0.0  # between the last two looks
+        self._excused: dict[int, tuple[float, float]] = {}  # by rank: the beginning of its phase, seconds not counted
+
+    def look(self) -> None:
+        """Take the time. Everything up to the next look is judged by it: a suspension may begin at any line."""
+        now = time.monotonic()
+        self.passed_s, self.now = now - self.now, now
+
+    def excused_s(self, is_any_stopped: bool) -> float:
+        """How much of the time since the look before does not count."""
+        return self.passed_s if is_any_stopped or self.passed_s > GAP_S else 0.0
+
+    def find_late(self, beats: dict[int, Beat], *, is_any_stopped: bool) -> list[int]:
+        """Ranks that stand in their phase for too long. If one is stopped, the others may be waiting for it."""
+        excused_s = self.excused_s(is_any_stopped)
+        late = []
+        for rank, beat in beats.items():
+            since_s, before_s = self._excused.get(rank, (beat.since_s, 0.0))
+            if since_s != beat.since_s:
+                before_s = 0.0  # a new phase
+            total_s = before_s + min(excused_s, max(0.0, self.now - beat.since_s))
+            self._excused[rank] = beat.since_s, total_s
+            if self.now > beat.deadline_s + total_s:
+                late.append(rank)
+        return late
