@@ -13,7 +13,8 @@ from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo, ResidentDataset
 from paceline.data.loader import Loader
 from paceline.parallel.apply import ParallelModel
-from paceline.parallel.collectives import average_buffers, broadcast_text, gather_texts
+from paceline.parallel.buffers import average_statistics
+from paceline.parallel.collectives import broadcast_text, gather_texts
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.objective import Objective, UserFunction
 from paceline.world.detect import World
@@ -88,7 +89,7 @@ def talk(world: World) -> tuple[list[str], str, float]:
     norm = nn.BatchNorm1d(2)
     assert norm.running_mean is not None
     norm.running_mean.fill_(float(world.rank))
-    average_buffers(norm, world)
+    average_statistics(norm, world)
     texts = gather_texts("é" * world.rank, world)
     return texts, broadcast_text(f"from {world.rank}", world), float(norm.running_mean[0])
 

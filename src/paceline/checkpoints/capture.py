@@ -11,14 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paceline.checkpoints.extra_state import decode_extra_state, encode_extra_state, modules_with_extra_state
 from paceline.checkpoints.payload import PayloadReader, Piece, local_box
-from paceline.parallel.parts import is_sharded, local_part
+from paceline.parallel.buffers import transient_buffers
+from paceline.parallel.parts import bits, copy_bits, is_sharded, local_part
 
 Tensors = dict[str, Tensor]
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    return dict(model.state_dict())
+    """Everything in the model's state: parameters, buffers, and the extra state of modules as bytes."""
+    extra = modules_with_extra_state(model)
+    return {
+        name: encode_extra_state(value, name) if name in extra else value for name, value in model.state_dict().items()
+    }
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
@@ -60,19 +66,33 @@ class Stage:
             is_cuda = values.device.type == "cuda"
             buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
             self._buffers[key] = buffer
-        return buffer.copy_(values, non_blocking=True)
+        bits(buffer).copy_(bits(values), non_blocking=True)
+        return buffer
+
+
+def restore_model(model: nn.Module, saved: PayloadReader) -> None:
+    """Copy everything that `model_tensors` returned back into the model."""
+    extra = modules_with_extra_state(model)
+    own = {name: value for name, value in model.state_dict().items() if name not in extra}
+    # Older versions saved buffers that are no part of the state.
+    restore_tensors(own, saved, apart={*extra, *transient_buffers(model)})
+    for name, module in extra.items():
+        if name not in saved.shapes:
+            raise KeyError(f"missing {name}")
+        module.set_extra_state(decode_extra_state(saved.read(name), name))
 
 
 @torch.no_grad()
-def restore_tensors(own: Tensors, saved: PayloadReader) -> None:
-    """Copy saved values into live tensors; the names and shapes must match exactly."""
-    missing, extra = own.keys() - saved.shapes.keys(), saved.shapes.keys() - own.keys()
+def restore_tensors(own: Tensors, saved: PayloadReader, *, apart: set[str] | None = None) -> None:
+    """Copy saved values into live tensors; names, shapes and types must match exactly, except for those `apart`."""
+    missing, extra = own.keys() - saved.shapes.keys(), saved.shapes.keys() - own.keys() - (apart or set())
     if missing or extra:
         raise KeyError(f"missing {sorted(missing)[:3]}, unexpected {sorted(extra)[:3]}")
     for name, target in own.items():
-        if tuple(target.shape) != saved.shapes[name]:
-            raise KeyError(f"{name} is {saved.shapes[name]}, the model has {tuple(target.shape)}")
-        local_part(target.detach()).copy_(saved.read(name, local_box(target)))
+        here, there = (tuple(target.shape), target.dtype), (saved.shapes[name], saved.dtypes[name])
+        if here != there:
+            raise KeyError(f"{name} is {there[0]} {there[1]}, the model has {here[0]} {here[1]}")
+        copy_bits(local_part(target.detach()), saved.read(name, local_box(target)))
 
 
 @torch.no_grad()
@@ -87,9 +107,9 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
         state: dict[str, Any] = {}
         for key in keys.get(name, []):
             full_key = f"{name}/{key}"
-            if saved.shapes[full_key] == tuple(parameter.shape):
-                state[key] = torch.zeros_like(parameter, requires_grad=False)
-                local_part(state[key]).copy_(saved.read(full_key, local_box(parameter)))
+            if key != "step" and saved.shapes[full_key] == tuple(parameter.shape):
+                state[key] = torch.zeros_like(parameter, dtype=saved.dtypes[full_key], requires_grad=False)
+                copy_bits(local_part(state[key]), saved.read(full_key, local_box(parameter)))
             else:
                 # Scalars such as Adam's step count live on the CPU unless the optimizer is fused.
                 state[key] = saved.read(full_key).to(parameter.device if is_fused else "cpu")
@@ -106,5 +126,6 @@ def gather_whole(tensors: Tensors, device: str) -> Tensors:
         value = tensor.detach()
         if is_sharded(value):
             value = value.to(device).full_tensor()  # type: ignore[attr-defined]
-        whole[name] = value.to("cpu", copy=True).contiguous()
+        whole[name] = torch.empty(value.shape, dtype=value.dtype)
+        copy_bits(whole[name], value)
     return whole

@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.checkpoints.format import STEP_PREFIX, step_folders
 from paceline.checkpoints.payload import PayloadReader
 from paceline.checkpoints.store import Checkpoint, open_checkpoint
+from paceline.parallel.parts import bits
 
 # Ranks' own statistics are left out: another number of ranks has others, and the model holds their mean.
 _KINDS = ("model", "optimizer", "ema")
@@ -76,14 +77,17 @@ def _compare_tensor(kind: str, name: str, mine: PayloadReader, other: PayloadRea
         return TensorDifference(kind, name, None, None, words)
     if torch.equal(_bytes(a), _bytes(b)):
         return None
-    largest, index = _largest_difference(a, b)
+    try:
+        largest, index = _largest_difference(a, b)
+    except (RuntimeError, TypeError):  # torch does not calculate with this type
+        return TensorDifference(kind, name, None, None, f"other bits of {a.dtype}".replace("torch.", ""))
     words = f"largest absolute difference {largest:.6g} at {list(index)}"
     return TensorDifference(kind, name, largest, index, words)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
     """Bits, not values: 0.0 equals -0.0 and NaN does not equal itself."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    return bits(tensor).contiguous().view(-1).view(torch.uint8)
 
 
 def _other_bits(a: Tensor, b: Tensor) -> Tensor:
@@ -92,7 +96,8 @@ def _other_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, tuple[int, ...]]:
-    gap = (a.double() - b.double()).abs()
+    precise = torch.complex128 if a.is_complex() else torch.float64
+    gap = (a.to(precise) - b.to(precise)).abs()
     # Where a NaN or an infinity meets a number, nothing is farther apart; where both are the same, nothing is nearer.
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, gap.nan_to_num(nan=float("inf")))
     # Bits may differ where values do not: then the first such element is told.

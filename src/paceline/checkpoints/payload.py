@@ -22,8 +22,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
+from paceline.checkpoints.tiling import Box, fill_whole
 from paceline.errors import CheckpointError
-from paceline.parallel.parts import is_sharded
+from paceline.parallel.parts import bits, copy_bits, is_sharded
+from paceline.runs.patience import read_patiently
 
 _TYPES = {
     torch.float64: "F64",
@@ -37,29 +39,12 @@ _TYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-
-
-@dataclass(frozen=True)
-class Box:
-    """Where a slice lies in its tensor."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """This box as indices into a tensor whose first element lies at `origin`."""
-        return tuple(
-            slice(start - zero, start - zero + size)
-            for start, zero, size in zip(self.offset, origin, self.shape, strict=True)
-        )
-
-    def overlap(self, other: Box) -> Box | None:
-        offset = tuple(map(max, self.offset, other.offset))
-        ends = [
-            min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        ]
-        shape = tuple(end - start for start, end in zip(offset, ends, strict=True))
-        return Box(offset, shape) if all(size > 0 for size in shape) else None
+# All other types are stored as bytes, with one more dimension; the header names the type.
+_KNOWN = (getattr(torch, name) for name in dir(torch) if not name.startswith("q"))
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KNOWN if isinstance(dtype, torch.dtype)}
+_NAMES = {name: dtype for dtype, name in _TYPES.items()}
+_BYTES = "U8"
+_LARGEST_DIMENSION = 2**48
 
 
 @dataclass(frozen=True)
@@ -84,19 +69,23 @@ def local_box(tensor: Tensor) -> Box:
 def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:
     """Write a safetensors file, flush it to disk, read it back and return its seal."""
     header: dict[str, object] = {}
-    places = {}
+    places, types = {}, {}
     position = 0
     for name, piece in pieces.items():
-        size = piece.values.nbytes
+        size, dtype, shape = piece.values.nbytes, piece.values.dtype, list(piece.values.shape)
+        if dtype not in _TYPES:
+            types[name] = str(dtype).removeprefix("torch.")
+            shape.append(piece.values.element_size())
         header[name] = {
-            "dtype": _TYPES[piece.values.dtype],
-            "shape": list(piece.values.shape),
+            "dtype": _TYPES.get(dtype, _BYTES),
+            "shape": shape,
             "data_offsets": [position, position + size],
         }
         position += size
         if piece.box.shape != piece.whole_shape:
             places[name] = {"offset": piece.box.offset, "whole_shape": piece.whole_shape}
-    header["__metadata__"] = {"format": "pt", "paceline_slices": json.dumps(places)}
+    metadata = {"format": "pt", "paceline_slices": json.dumps(places)}
+    header["__metadata__"] = {**metadata, "paceline_types": json.dumps(types)} if types else metadata
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
     written: SimpleQueue[memoryview | None] = SimpleQueue()
@@ -132,7 +121,7 @@ def _byte_views(head: bytes, pieces: dict[str, Piece]) -> Iterator[memoryview]:
     yield memoryview(head)
     for piece in pieces.values():
         if piece.values.numel():
-            yield piece.values.contiguous().view(-1).view(torch.uint8).numpy().data
+            yield bits(piece.values).contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -141,21 +130,37 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _boxes_of(file: Any, path: Path) -> dict[str, tuple[Box, tuple[int, ...]]]:
-    """Where each tensor of a file lies in its whole, and how large that is."""
-    boxes = {}
+@dataclass(frozen=True)
+class _Stored:
+    """A slice in a file."""
+
+    file: str
+    box: Box
+    dtype: torch.dtype
+    is_bytes: bool  # one more dimension, the bytes of an element
+
+
+def _read_header(file: Any, path: Path) -> dict[str, tuple[_Stored, tuple[int, ...]]]:
+    """What each tensor of a file is, where it lies in its whole, and how large that is."""
+    found = {}
     try:
-        places = json.loads((file.metadata() or {}).get("paceline_slices", "{}"))
+        metadata = file.metadata() or {}
+        places, types = (json.loads(metadata.get(f"paceline_{name}", "{}")) for name in ("slices", "types"))
         for key in file.keys():  # noqa: SIM118 - not a dictionary
-            shape = tuple(file.get_slice(key).get_shape())
+            stored = file.get_slice(key)
+            shape, is_bytes = tuple(stored.get_shape()), key in types
+            dtype = DTYPES[types[key]] if is_bytes else _NAMES[stored.get_dtype()]
+            if is_bytes and (stored.get_dtype() != _BYTES or shape[-1:] != (dtype.itemsize,)):
+                raise ValueError(f"{key} does not hold values of {types[key]}")
+            shape = shape[:-1] if is_bytes else shape
             place = places.get(key, {"offset": [0] * len(shape), "whole_shape": shape})
             box, whole = Box(tuple(map(int, place["offset"])), shape), tuple(map(int, place["whole_shape"]))
-            if box.overlap(Box((0,) * len(whole), whole)) != box and 0 not in shape:
+            if not box.lies_in(whole) or any(size >= _LARGEST_DIMENSION for size in whole):
                 raise ValueError(f"{key} lies outside of its whole")
-            boxes[key] = (box, whole)
+            found[key] = (_Stored(path.name, box, dtype, is_bytes), whole)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError("a checkpoint file cannot be read", where=str(path), got=str(error)[:80]) from error
-    return boxes
+    return found
 
 
 class PayloadReader:
@@ -163,52 +168,50 @@ class PayloadReader:
 
     def __init__(self, folder: Path, files: list[str]) -> None:
         self._folder = folder
-        self._found: dict[str, list[tuple[str, Box]]] = {}
+        self._found: dict[str, list[_Stored]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
         for name in files:
             with self._open(name) as file:
-                for key, (box, whole_shape) in _boxes_of(file, folder / name).items():
-                    self._found.setdefault(key, []).append((name, box))
-                    self.shapes[key] = whole_shape
-        self._require_all_slices()
+                for key, (stored, whole_shape) in _read_header(file, folder / name).items():
+                    self._found.setdefault(key, []).append(stored)
+                    same = self.shapes.setdefault(key, whole_shape), self.dtypes.setdefault(key, stored.dtype)
+                    if same != (whole_shape, stored.dtype):
+                        raise self._wrong("the slices of a tensor do not agree on its shape and type", key)
+        for key, shape in self.shapes.items():
+            # Also bounds what `read` will allocate: a shape is only believed with all of its values here.
+            if not fill_whole([stored.box for stored in self._found[key]], shape):
+                raise self._wrong("a slice is missing from the checkpoint, or two overlap", key)
 
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """The values of a box of a tensor; without a box, the whole tensor."""
         box = box or Box((0,) * len(self.shapes[key]), self.shapes[key])
-        if box.shape == ():
-            with self._open(self._found[key][0][0]) as file:
-                scalar: Tensor = file.get_tensor(key)
-            return scalar
-        parts = [(name, piece, piece.overlap(box)) for name, piece in self._found[key]]
-        result: Tensor | None = None
+        result = torch.empty(box.shape, dtype=self.dtypes[key])
         covered = 0
-        for name, piece, common in parts:
-            # A rank may hold no row at all of a small tensor; it still needs the type.
-            wanted = common or Box(piece.offset, (0,) * len(piece.shape))
-            if common is None and result is not None:
-                continue
-            with self._open(name) as file:
-                part = file.get_slice(key)[wanted.slices(piece.offset)]
-            result = torch.empty(box.shape, dtype=part.dtype) if result is None else result
+        for stored in self._found[key]:
+            common = stored.box.overlap(box)
             if common is not None:
-                result[common.slices(box.offset)] = part
-                covered += part.numel()
-        if result is None or covered != result.numel():
-            raise self._missing(key)
+                copy_bits(result[common.slices(box.offset)], self._read_part(key, stored, common))
+                covered += math.prod(common.shape)
+        if covered != result.numel():  # the box reaches beyond the tensor
+            raise self._wrong("a slice is missing from the checkpoint, or two overlap", key)
         return result
 
-    def _require_all_slices(self) -> None:
-        """Also bounds what `read` will allocate: a shape is only believed with all of its values here."""
-        for key, shape in self.shapes.items():
-            if sum(math.prod(box.shape) for _, box in self._found[key]) != math.prod(shape):
-                raise self._missing(key)
+    def _read_part(self, key: str, stored: _Stored, box: Box) -> Tensor:
+        with self._open(stored.file) as file:
+            if not stored.is_bytes:
+                part: Tensor = file.get_slice(key)[box.slices(stored.box.offset)] if box.shape else file.get_tensor(key)
+                return part
+            raw = file.get_slice(key)[(*box.slices(stored.box.offset), slice(None))]
+        return raw.clone().view(stored.dtype).squeeze(-1)  # type: ignore[no-any-return]
 
-    def _missing(self, key: str) -> CheckpointError:
-        return CheckpointError("a slice is missing from the checkpoint", where=str(self._folder), got=key)
+    def _wrong(self, what: str, key: str) -> CheckpointError:
+        return CheckpointError(what, where=str(self._folder), got=key)
 
     def _open(self, name: str) -> safe_open:
+        path = self._folder / name
         try:
-            return safe_open(self._folder / name, framework="pt")
+            read_patiently(f"reading {name}", path, lambda: os.close(os.open(path, os.O_RDONLY)))
+            return safe_open(path, framework="pt")
         except (OSError, SafetensorError) as error:
-            where = str(self._folder / name)
-            raise CheckpointError("a checkpoint file cannot be read", where=where, got=str(error)) from error
+            raise CheckpointError("a checkpoint file cannot be read", where=str(path), got=str(error)) from error

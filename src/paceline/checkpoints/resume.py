@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoints import store
-from paceline.checkpoints.capture import Tensors, restore_optimizer, restore_tensors
+from paceline.checkpoints.capture import Tensors, restore_model, restore_optimizer, restore_tensors
 from paceline.checkpoints.format import MANIFEST
 from paceline.checkpoints.payload import PayloadReader
 from paceline.errors import CheckpointError
@@ -76,24 +77,26 @@ def restore_training(
     checkpoint: store.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, average: Tensors
 ) -> None:
     """Weights, optimizer and moving average of a checkpoint, into live objects."""
-    _restore(checkpoint, dict(model.state_dict()), "model")
-    restore_optimizer(model, optimizer, reader_of(checkpoint, "optimizer"))
-    if average:
-        _restore(checkpoint, average, "ema")
+    with _explained(checkpoint):
+        restore_model(model, reader_of(checkpoint, "model"))
+        restore_optimizer(model, optimizer, reader_of(checkpoint, "optimizer"))
+        if average:
+            restore_tensors(average, reader_of(checkpoint, "ema"))
 
 
 def restore_weights(checkpoint: store.Checkpoint, model: nn.Module) -> None:
     """The weights to evaluate with: the moving average where there is one, else the weights."""
-    own = dict(model.state_dict())
-    _restore(checkpoint, own, "model")
-    if checkpoint.files_of("ema"):
-        names = reader_of(checkpoint, "ema").shapes
-        _restore(checkpoint, {name: value for name, value in own.items() if name in names}, "ema")
+    with _explained(checkpoint):
+        restore_model(model, reader_of(checkpoint, "model"))
+        if checkpoint.files_of("ema"):
+            average, own = reader_of(checkpoint, "ema"), model.state_dict()
+            restore_tensors({name: own[name] for name in own if name in average.shapes}, average)
 
 
-def _restore(checkpoint: store.Checkpoint, live: Tensors, kind: str) -> None:
+@contextmanager
+def _explained(checkpoint: store.Checkpoint) -> Iterator[None]:
     try:
-        restore_tensors(live, reader_of(checkpoint, kind))
+        yield
     except KeyError as error:
         raise CheckpointError(
             "the checkpoint holds another model",

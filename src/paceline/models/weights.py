@@ -102,7 +102,7 @@ def _named_tensors(content: object) -> dict[str, Tensor]:
 
 def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str = "") -> LoadReport:
     """Copy every tensor whose name and shape fit; a DataError if less than half of the body fits."""
-    own = model.state_dict()
+    own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     shared = [name for name in own if name in tensors]
     fitting = {name: tensors[name] for name in shared if tensors[name].shape == own[name].shape}
     report = LoadReport(

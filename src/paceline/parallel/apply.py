@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import Config
 from paceline.parallel.batchnorm import synchronise_batchnorm
+from paceline.parallel.buffers import begin_alike
 from paceline.parallel.exposed import Exposed, find_last_gradient
-from paceline.parallel.parts import local_part
+from paceline.parallel.parts import copy_bits, local_part
 from paceline.parallel.presence import PASSENGERS, Presence, UnusedParameters
 from paceline.parallel.shared_gradients import SharedGradients, share_gradients
 from paceline.world.detect import World
@@ -159,6 +160,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         shared = share_gradients(model, world) if dtype is not torch.float16 else None
         if shared is not None:
             return ParallelModel(model, forward, strategy, dtype, shared=shared)
+        begin_alike(model)
         trained = sum(parameter.requires_grad for parameter in model.parameters())
         carriage = _WithPassenger(model, forward, device, numbers=PASSENGERS + 1 + trained)
         forward = _wrap_ddp(carriage, device)
@@ -201,6 +203,9 @@ def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     device_ids = [device.index] if device.type == "cuda" else None
+    # At the start it would broadcast them too, and fail for types that its backend does not know.
+    ignored = [name for name, _ in model.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     # Gradients stay in the buckets: one copy less per step, and one pass over a few large tensors to look at them.
     options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True}
     return DistributedDataParallel(model, device_ids=device_ids, **options)
@@ -228,7 +233,7 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     model.passenger.grad = None
     with torch.no_grad():
         for buffer, value in zip(model.module.buffers(), before, strict=True):
-            buffer.copy_(value)
+            copy_bits(buffer, value)
     counts.restore()
 
 

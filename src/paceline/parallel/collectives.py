@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.world.detect import World
 
@@ -79,45 +79,3 @@ def gather_lanes(rows: Tensor, world: World) -> Tensor:
 def sum_lanes(rows: Tensor, world: World) -> Tensor:
     """Add up every rank's rows, in the order of ranks, in one fixed tree: the same bits on every rank."""
     return tree_sum(gather_lanes(rows, world))
-
-
-def _float_buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: buffer for name, buffer in model.named_buffers() if buffer.is_floating_point()}
-
-
-@torch.no_grad()
-def gather_buffers(model: nn.Module, world: World) -> Tensor | None:
-    """Every rank's running statistics, one row per rank; None where there are none to differ."""
-    buffers = list(_float_buffers(model).values())
-    if world.world_size == 1 or not buffers:
-        return None
-    mine = torch.cat([buffer.reshape(-1).float() for buffer in buffers])
-    return gather_rows(mine, world)
-
-
-@torch.no_grad()
-def spread_buffers(model: nn.Module, flat: Tensor) -> dict[str, Tensor]:
-    """A flat row of statistics as named tensors of the buffers' shapes."""
-    named, position = {}, 0
-    for name, buffer in _float_buffers(model).items():
-        named[name] = flat[position : position + buffer.numel()].view_as(buffer).to(buffer.dtype)
-        position += buffer.numel()
-    return named
-
-
-@torch.no_grad()
-def set_buffers(model: nn.Module, flat: Tensor) -> None:
-    values = spread_buffers(model, flat.to(next(model.parameters()).device))
-    for name, buffer in _float_buffers(model).items():
-        buffer.copy_(values[name])
-
-
-def average_buffers(model: nn.Module, world: World) -> None:
-    """Give every rank the mean of all ranks' running statistics.
-
-    BatchNorm's running mean and variance are moving averages, and averaging is linear: doing it once
-    before an evaluation gives what doing it after every step would have given.
-    """
-    rows = gather_buffers(model, world)
-    if rows is not None:
-        set_buffers(model, tree_sum(rows) / world.world_size)

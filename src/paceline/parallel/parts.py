@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import sys
 
+import torch
 from torch import Tensor
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -22,3 +25,20 @@ def local_part(tensor: Tensor) -> Tensor:
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return part
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """The same memory as integers. Torch copies them in every type it has, and no NaN changes on the way."""
+    as_integers = _INTEGERS.get(tensor.element_size())
+    plain = tensor.resolve_conj().resolve_neg()
+    return plain if as_integers is None or plain.dtype == as_integers else plain.view(as_integers)
+
+
+def copy_bits(target: Tensor, source: Tensor) -> None:
+    """Copy a tensor of the same type and shape, bit for bit."""
+    if target.dtype != source.dtype or target.shape != source.shape:
+        raise TypeError(f"{source.dtype} {tuple(source.shape)} does not fit {target.dtype} {tuple(target.shape)}")
+    for dimension, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
+        if stride == 0 and size > 1:  # expanded: all rows are one row in memory, and torch refuses to write it twice
+            target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
+    bits(target).copy_(bits(source))

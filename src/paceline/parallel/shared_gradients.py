@@ -9,9 +9,9 @@ from __future__ import annotations
 from itertools import accumulate
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from paceline.parallel.buffers import begin_alike
 from paceline.parallel.node_sum import NodeSum, open_node_sum
 from paceline.parallel.presence import PASSENGERS, Presence
 from paceline.world.detect import World
@@ -27,17 +27,8 @@ def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
     node_sum = open_node_sum(size, world)
     if node_sum is None:
         return None
-    _begin_alike(model)
+    begin_alike(model)
     return SharedGradients(parameters, presence, node_sum, world.world_size)
-
-
-@torch.no_grad()
-def _begin_alike(model: nn.Module) -> None:
-    """Rank 0's weights and statistics on every rank, as DDP does: a model of the user's own may begin anyhow."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        value = tensor.detach().contiguous()
-        dist.broadcast(value, 0)
-        tensor.copy_(value)
 
 
 class SharedGradients:

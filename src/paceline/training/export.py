@@ -30,7 +30,7 @@ from paceline.models.external import first_line
 from paceline.models.registry import build_model
 from paceline.runs.folder import RunFolder, write_atomically, write_json
 from paceline.training.narrate import describe_data
-from paceline.training.results import hash_tensors
+from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
 
 PROBE_SAMPLES = 8
@@ -50,10 +50,10 @@ class Format:
 
 
 def _through_safetensors(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
-    # Copies, because safetensors refuses weights that two layers share.
-    tensors = {name: value.clone() for name, value in model.state_dict().items()}
+    # Copies: safetensors refuses weights that two layers share. Extra state has no place in it.
+    tensors = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     save_file(tensors, file, metadata={"format": "pt"})
-    blank.load_state_dict(load_file(file))
+    blank.load_state_dict(load_file(file), strict=False)
     return blank
 
 
@@ -144,7 +144,7 @@ def _fill(folder: Path, path: Path, run: OpenRun, format_name: str) -> str:
     write_json(folder / "labels.json", {str(number): name for number, name in enumerate(info.classes)})
     write_atomically(folder / "labels.txt", "".join(f"{' '.join(name.split())}\n" for name in info.classes))
     shutil.copymode(folder / "labels.txt", file)  # safetensors writes for its owner alone
-    digest = hash_tensors(model.state_dict())
+    digest = hash_model(model)
     with file.open("rb") as stream:
         file_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     exported = [

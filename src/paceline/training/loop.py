@@ -11,7 +11,7 @@ from typing import Any
 from paceline.checkpoints.resume import restore_weights
 from paceline.config.schema import Config
 from paceline.metrics.throughput import EnergyMeter, Stopwatch
-from paceline.parallel.collectives import average_buffers
+from paceline.parallel.buffers import average_statistics
 from paceline.report.run_page import leave_page
 from paceline.runs.folder import write_json
 from paceline.runs.place import RunPlace
@@ -66,7 +66,7 @@ def train(
     totals = RideTotals(watch.seconds, stepping_s, samples, watch.wait_s, timing, energy.joules)
 
     # --- The test set, once, with the best weights
-    average_buffers(rig.model.module, world)
+    average_statistics(rig.model.module, world)
     hashes = hash_state(rig, world.device)
     best = checkpoints.best()
     if best is not None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_tensors
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
+from paceline.parallel.parts import bits
 from paceline.training.evaluate import Evaluation
 from paceline.training.limits import find_limits
 from paceline.training.rig import Rig
@@ -36,8 +37,13 @@ def hash_tensors(tensors: dict[str, Tensor]) -> str:
     """SHA-256 of the tensors' bytes in the order of their names."""
     digest = hashlib.sha256()
     for _, tensor in sorted(tensors.items()):
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(bits(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+def hash_model(model: nn.Module) -> str:
+    """Of everything in the state of a model that is not sharded."""
+    return hash_tensors(gather_whole(model_tensors(model), "cpu"))
 
 
 def hash_state(rig: Rig, device: str) -> dict[str, str]:

@@ -25,7 +25,8 @@ from paceline.data.order import split_train_validation
 from paceline.data.shared import load_once_per_node
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
-from paceline.parallel.collectives import gather_buffers, gather_texts, set_buffers, spread_buffers, tree_sum
+from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
+from paceline.parallel.collectives import gather_texts
 from paceline.training.compiling import choose_to_compile
 from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
@@ -72,11 +73,12 @@ class Rig:
         """Every tensor a resume needs, by kind. Collective where ranks have statistics of their own."""
         module = self.model.module
         payload = {"model": model_tensors(module), "optimizer": optimizer_tensors(module, self.optimizer)}
-        rows = gather_buffers(module, world)
-        if rows is not None:
-            # The model carries the mean, for whoever evaluates it; a resume takes its own row.
-            payload["model"].update(spread_buffers(module, tree_sum(rows) / world.world_size))
-            payload["statistics"] = {"per_rank": rows}
+        rows = gather_own_buffers(module, world)
+        if rows:
+            # The model has the mean of the statistics, to be evaluated with; a resumed rank takes its own row.
+            names = running_statistics(module).keys() & rows.keys()
+            payload["model"].update({name: average_rows(rows[name]) for name in sorted(names)})
+            payload["statistics"] = rows
         if self.average is not None:
             payload["ema"] = self.average_values()
         return payload
@@ -107,9 +109,8 @@ class Rig:
         _compare_configs(checkpoint, self.plan)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
         if checkpoint.files_of("statistics"):
-            rows = reader_of(checkpoint, "statistics").read("per_rank")
-            if len(rows) == world.world_size:
-                set_buffers(self.model.module, rows[world.rank])
+            rows = reader_of(checkpoint, "statistics")
+            set_own_buffers(self.model.module, {name: rows.read(name) for name in rows.shapes}, world)
         self.step.forget_recordings()
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])

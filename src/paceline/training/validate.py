@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from functools import partial
 
 from paceline.data.loader import Loader
-from paceline.parallel.collectives import average_buffers
+from paceline.parallel.buffers import average_statistics
 from paceline.training.epoch import StopAgreed, epoch_row, require_no_stop
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.examples import Examples
@@ -46,7 +46,7 @@ def _validate(ride: Ride) -> Evaluation:
     """Evaluate the model, or its moving average, with the mean of the ranks' running statistics."""
     buffers = list(ride.rig.model.module.buffers())
     before = [buffer.clone() for buffer in buffers]
-    average_buffers(ride.rig.model.module, ride.world)
+    average_statistics(ride.rig.model.module, ride.world)
     try:
         with ride.rig.average.in_place() if ride.rig.average is not None else nullcontext():
             return evaluate_part(ride, ride.rig.validation_data)
