@@ -54,6 +54,7 @@ EXIT_CODES = {
 RUN_FILES = {
     "config.yaml": "the resolved config; is itself a recipe for the same run",
     "environment.json": "versions, git commit, host, command, the launcher's job",
+    "data.json": "what the data was: numbers of samples, checksums, and changes accepted by `--accept-new-data`",
     "status.json": "running, preempted, finished or failed; step, time left, reason",
     "run.lock": "who owns the run: host, process, since when, and the id that its ranks carry",
     "metrics.jsonl": "the truth: a row per log interval, and per epoch and phase",

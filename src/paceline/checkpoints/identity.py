@@ -19,7 +19,16 @@ IDENTITY = (
 # These say where and how a run is watched, never what it computes.
 SILENT = (
     *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile"),
-    *("start_over_if_damaged", "max_restarts", "hang_timeout", "stop_signals", "notice", "auto_microbatch", "inject"),
+    *(
+        "accept_new_data",
+        "start_over_if_damaged",
+        "max_restarts",
+        "hang_timeout",
+        "stop_signals",
+        "notice",
+        "auto_microbatch",
+        "inject",
+    ),
 )
 _MOST_LINES = 3
 

@@ -225,6 +225,9 @@ class RunConfig:
     init_from: str = ""
     """Start a new run from the weights of a run, checkpoint or file, where names and shapes match."""
 
+    accept_new_data: bool = False
+    """Go on although the data is not the checkpoint's. Samples that were trained on stay out of validation."""
+
     save_frequency: Count = 0
     """Also keep the checkpoint of every N-th epoch for ever; 0 for none."""
 

@@ -182,6 +182,11 @@ def _seal(body: dict[str, Any]) -> str:
     return f"{_checksums.crc32(canonical):08x}"
 
 
+def crc32_of(content: Any) -> int:
+    """Of anything that lies in memory as plain bytes."""
+    return int(_checksums.crc32(content))
+
+
 def checksum(path: Path, tell: Callable[[int], None] = lambda size_bytes: None) -> str:
     """CRC-32 of a file, read piece by piece."""
     value = 0

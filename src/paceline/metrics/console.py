@@ -49,7 +49,7 @@ class Console:
         self._is_speaking = is_speaking and self._mode != "quiet"
         self._is_live = self._is_speaking and is_live(speech())
         self._metric_lines = metric_lines
-        self._steps_per_epoch = steps_per_epoch
+        self.steps_per_epoch = steps_per_epoch
         self._epochs = epochs
         self._line: LiveLine | None = None
         self._first_step = self._step = 0
@@ -83,7 +83,7 @@ class Console:
         if self._line is not None:
             self._line.draw()
             return
-        epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self._steps_per_epoch else ""
+        epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.steps_per_epoch else ""
         self.note(
             f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"
             f"  lr {values['lr']:.4g}  {values['throughput']:,.0f} img/s  wait {values['data_wait']:.0%}"
@@ -96,7 +96,7 @@ class Console:
     ) -> None:
         """A row of the table. There may be nothing to validate on."""
         if self._has_rows:
-            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": epoch * self._steps_per_epoch}
+            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": epoch * self.steps_per_epoch}
             print(
                 json.dumps({**row, "train": dict(train), "val": dict(val) if val else None, "is_best": best}),
                 flush=True,
@@ -134,12 +134,12 @@ class Console:
 
     def _epoch_of(self, step: int) -> int:
         """The one that this step belongs to: the last step of an epoch is not the first of the next."""
-        return max(step - 1, 0) // max(self._steps_per_epoch, 1) + 1
+        return max(step - 1, 0) // max(self.steps_per_epoch, 1) + 1
 
     def _compose(self, width: int) -> str:
         step, total, values = self._step, self._total_steps, self._values
         fields = [Field(f"step {step}/{total}", f"step {step}/{total}", 9)]
-        if self._steps_per_epoch:
+        if self.steps_per_epoch:
             epoch = f"epoch {self._epoch_of(step)}/{self._epochs}"
             fields.insert(0, Field(epoch, epoch, 5))
         if not values:

@@ -1,7 +1,7 @@
 """The run folder: plain files with one owner, readable by any tool.
 
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
-    report.html  examples.json
+    report.html  examples.json  data.json
     tensorboard/  logs/rank-*.log  checkpoints/{step-*,latest,best}  mirror.json (a run in an object store)
     after trouble: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
@@ -137,6 +137,7 @@ class RunFolder:
         self.member = member
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
+        self.data = path / "data.json"
         self.status = path / "status.json"
         self.lock = path / LOCK
         self.metrics_jsonl = path / "metrics.jsonl"

@@ -40,15 +40,21 @@ class RunPlan:
         )
 
 
-def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
-    """What depends on the data or on the ranks that are there is checked here; the config rules check the rest."""
-    train, validation = split_train_validation(info.num_train, config.data.train_split)
+def make_plan(config: Config, info: DatasetInfo, world_size: int, parts: tuple[int, int] | None = None) -> RunPlan:
+    """What depends on the data or on the ranks that are there is checked here; the config rules check the rest.
+
+    `parts`: how many samples are trained on and validated with, where not the data's length alone decides.
+    """
+    if parts is None:
+        train, validation = split_train_validation(info.num_train, config.data.train_split)
+        parts = len(train), len(validation)
+    num_train, num_validation = parts
     batch = config.train.global_batch_size
-    if len(train) < batch:
+    if num_train < batch:
         raise UserError(
             "the global batch is larger than the training set",
-            got=f"global_batch_size {batch}, {len(train)} training samples",
-            allowed=f"up to {len(train)}",
+            got=f"global_batch_size {batch}, {num_train} training samples",
+            allowed=f"up to {num_train}",
             hint="a smaller --global-batch-size or more data",
         )
     if config.train.test_views > 1 and not info.is_image:
@@ -57,7 +63,7 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
             got=f"test_views {config.train.test_views}, and {info.name} has vectors",
             hint="--test-views 1",
         )
-    steps_per_epoch = len(train) // batch
+    steps_per_epoch = num_train // batch
     total_steps = steps_per_epoch * config.train.epochs
     _require_equal_parts(config, world_size)
     rank_batch = batch // world_size
@@ -65,8 +71,8 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int) -> RunPlan:
         config=config,
         info=info,
         input_shape=build_pipeline(config.data, info, config.train.seed).input_shape,
-        num_train=len(train),
-        num_validation=len(validation),
+        num_train=num_train,
+        num_validation=num_validation,
         world_size=world_size,
         lanes=config.parallel.lanes or world_size,
         rank_batch_size=rank_batch,

@@ -12,7 +12,7 @@ from paceline.config.fields import flatten
 from paceline.config.schema import Config
 from paceline.metrics.console import Console
 from paceline.metrics.recorder import Recorder, inherit_rows
-from paceline.runs.folder import RunFolder
+from paceline.runs.folder import RunFolder, write_json
 from paceline.runs.mirror_note import read_note
 from paceline.runs.patience import read_patiently
 from paceline.runs.place import RunPlace, owner_of
@@ -65,6 +65,10 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
         console.note(f"store     {note.url}, mirrored beside training")
     checkpoints = _open_checkpoints(config, folder, rig, world)
     state = _resume_or_start(config, world, place, rig, console, checkpoints)
+    rig.samples = None  # on a GPU, the copy in the host's memory may go
+    console.steps_per_epoch = rig.plan.steps_per_epoch  # other data may have other epochs
+    if world.is_primary:
+        write_json(folder.data, {**rig.data.to_json(), "held_out": None})
     checkpoints.branch_at(state.step)
     recorder = _open_recorder(config, folder, place, state) if world.is_primary else None
     if guards.faults:
@@ -111,7 +115,7 @@ def _resume_or_start(
         checkpoints.stands_at(state.step)
     console.note(f"resumed   at step {state.step} from {checkpoint.path}")
     if world.is_primary:
-        best_step = state.best_epoch * rig.plan.steps_per_epoch
+        best_step = state.best_epoch * int(checkpoint.state.get("steps_per_epoch", rig.plan.steps_per_epoch))
         own = RunFolder(place.folder).checkpoints
         read_patiently("pointing best", own, lambda: adopt_best(checkpoint.path.parent, own, best_step))
     return state

@@ -20,6 +20,7 @@ from paceline.checkpoints.store import Checkpoint
 from paceline.config.fields import flatten
 from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
+from paceline.data.dataset import Dataset
 from paceline.data.loader import Loader
 from paceline.data.order import split_train_validation
 from paceline.data.shared import load_once_per_node
@@ -32,6 +33,7 @@ from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
 from paceline.training.recorded_step import build_step
+from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
 from paceline.training.same_ranks import require_same_data
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
@@ -55,6 +57,8 @@ class Rig:
     optimizer: torch.optim.Optimizer
     average: MovingAverage | None
     step: TrainStep
+    data: RunData
+    samples: Dataset | None  # all that are not for the test; until a run knows which of them it trains on
 
     @property
     def num_parameters(self) -> int:
@@ -91,6 +95,7 @@ class Rig:
             "steps_per_epoch": self.plan.steps_per_epoch,
             "scaler": self.step.scaler.state_dict(),
             "config": flatten(self.plan.config),
+            "data": self.data.to_json(),
         }
 
     def about(self, state: TrainState) -> dict[str, Any]:
@@ -107,6 +112,7 @@ class Rig:
     def resume(self, checkpoint: Checkpoint, world: World) -> TrainState:
         """Take over everything a checkpoint holds; refuse one of another run."""
         _compare_configs(checkpoint, self.plan)
+        self._take_data_of(checkpoint)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
         if checkpoint.files_of("statistics"):
             rows = reader_of(checkpoint, "statistics")
@@ -115,6 +121,18 @@ class Rig:
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
         return TrainState.from_json(checkpoint.state)
+
+    def _take_data_of(self, checkpoint: Checkpoint) -> None:
+        """Train and validate on the parts of the data that the checkpoint's run has them in."""
+        plan = self.plan
+        may_differ, has_validation = plan.config.run.accept_new_data, plan.num_validation > 0
+        data = data_to_go_on_with(checkpoint, self.data, may_differ=may_differ, has_validation=has_validation)
+        if data.is_split_by_keys and not self.data.is_split_by_keys:
+            assert self.samples is not None
+            train, validation = split_again(self.samples, data)
+            self.plan = make_plan(plan.config, plan.info, plan.world_size, (len(train), len(validation)))
+            self.train_data, self.validation_data = (self.train_data.on_part(ids) for ids in (train, validation))
+        self.data = data
 
 
 def hash_config(config: Config) -> str:
@@ -137,9 +155,12 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
         torch.backends.cudnn.benchmark = True  # batches have one size: kernels are tried once, and the fastest taken
     data = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
     require_same_data(data.fingerprint(), world)
+    fingerprint = agree_on_data(data, world)
     plan = make_plan(config, data.info, world.world_size)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
     train_ids, validation_ids = split_train_validation(len(data.train), config.data.train_split)
+    # Only the primary writes checkpoints.
+    held_out = describe_split(data.train, train_ids, validation_ids) if world.is_primary and load_weights else None
     train_data = Loader(data.train, train_ids, pipeline, world)
 
     seed_initial_weights(config.train.seed)
@@ -169,4 +190,6 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
         optimizer=optimizer,
         average=average,
         step=step,
+        data=RunData(fingerprint, held_out=held_out),
+        samples=data.train,
     )

@@ -192,7 +192,11 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
 def _write_identity(folder: RunFolder, loaded: LoadedConfig, environment: RankEnvironment) -> None:
     config = loaded.config
     # A rehearsed fault is not part of the run: its config must not strike again when somebody reuses it.
-    plain = dataclasses.replace(config, guard=dataclasses.replace(config.guard, inject=""))
+    plain = dataclasses.replace(
+        config,
+        guard=dataclasses.replace(config.guard, inject=""),
+        run=dataclasses.replace(config.run, accept_new_data=False),  # it is said once, of one change
+    )
     write_atomically(folder.config, to_yaml(plain))
     # A run's own config.yaml, used again, stands for the recipe it was made from.
     is_copy = loaded.recipe_path.name == folder.config.name

@@ -7,6 +7,7 @@ number of threads. A folder that `paceline data pack` has packed is read by `pac
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,12 +25,14 @@ from paceline.data.pictures import GREY, Half, Pictures, find_pictures, read_pix
 from paceline.errors import DataError
 
 _log = logging.getLogger("paceline")
+_STAT_THREADS = 16
 
 
 class FolderDataset:
     """Pictures read from disk, batch by batch."""
 
     def __init__(self, root: Path, half: Half, side: int, num_workers: int, unreadable: int = 0) -> None:
+        self._root = root
         self._paths = half.paths
         self._labels = labels_of(half.per_class)
         self.sample_shape = (3, side, side)
@@ -47,6 +50,17 @@ class FolderDataset:
 
     def __len__(self) -> int:
         return len(self._paths)
+
+    def names(self) -> list[bytes]:
+        """Of the files, below the data set's folder, in the order of samples."""
+        start = len(os.fsencode(self._root / "x")) - 1
+        return [os.fsencode(path)[start:] for path in self._paths]
+
+    def list_files(self) -> list[tuple[bytes, int]]:
+        """Names and sizes. On storage behind a network each size is a round trip, so several are asked for at once."""
+        with ThreadPoolExecutor(_STAT_THREADS, "stat") as pool:
+            sizes = pool.map(_size_of, self._paths, chunksize=256)
+            return list(zip(self.names(), sizes, strict=True))
 
     def read(self, indices: Tensor) -> Tensor:
         batch = torch.empty((len(indices), *self.sample_shape), dtype=torch.uint8)
@@ -73,6 +87,13 @@ class FolderDataset:
             if is_new:
                 _log.warning("warning: unreadable, grey instead: %s", error.where)
             place[:] = GREY
+
+
+def _size_of(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1  # reading it will say what is wrong
 
 
 def read_picture(path: Path, side: int) -> Tensor:

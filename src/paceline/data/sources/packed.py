@@ -33,6 +33,7 @@ class PackedDataset:
     def __init__(self, folder: Path, packed: Packed, half: str) -> None:
         self.sample_shape = (3, packed.side, packed.side)
         self._labels = labels_of(packed.per_class[half])
+        self.checksums = [shard.crc32 for shard in packed.shards_of(half)]
         self._picture_bytes = packed.picture_bytes
         self._per_shard = packed.pictures_per_shard
         self._maps = [_map(folder / shard.file, shard, packed) for shard in packed.shards_of(half)]

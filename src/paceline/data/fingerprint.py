@@ -1,0 +1,138 @@
+"""What a data set is, in a few hundred bytes that travel with every checkpoint: is this still the data of the run?
+
+It depends on samples, labels and class names in their order, never on a path, a time, a machine or the number of
+ranks. Data in memory is read completely; of pictures in folders the names and sizes count, of packed ones the
+checksums they carry. From the keys of samples follows which of them a run has kept for validation.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.data.dataset import Dataset, LoadedData, ResidentDataset
+from paceline.data.draws import draw_bits
+from paceline.data.pack_format import crc32_of
+
+Fingerprint = dict[str, Any]
+_PROBES = 64  # samples of a data set that cannot be read completely in a moment
+_WORD_BYTES = 8
+_ROWS_AT_ONCE = 4096
+_MOST_KEYS = 2**20  # 8 MB: more would make every checkpoint's state too large
+_NAMES = {
+    "pixels": "pixels or values",
+    "files": "names or sizes of the files",
+    "shards": "checksums of the packed pictures",
+    "probes": "values, of those that were looked at",
+}
+
+
+def fingerprint_of(data: LoadedData) -> Fingerprint:
+    """JSON-ready. Takes a hundredth of a second for a data set like CIFAR-10."""
+    return {
+        "classes": _digest(json.dumps(data.info.classes).encode()),
+        "num_classes": data.info.num_classes,
+        "sample_shape": list(data.info.sample_shape),
+        **{name: _half(half) for name, half in (("train", data.train), ("test", data.test))},
+    }
+
+
+def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
+    """What differs, in words; nothing if it is the same data as far as both fingerprints tell."""
+    lines = []
+    if saved["classes"] != now["classes"]:
+        lines.append(f"class names: {saved['num_classes']} then, {now['num_classes']} now, not the same in this order")
+    if saved["sample_shape"] != now["sample_shape"]:
+        lines.append(f"shape of a sample: {saved['sample_shape']} then, {now['sample_shape']} now")
+    for half, words in (("train", "training and validation samples"), ("test", "test samples")):
+        then, here = saved[half], now[half]
+        if then["samples"] != here["samples"]:
+            lines.append(f"{words}: {then['samples']:,} then, {here['samples']:,} now")
+        elif then["labels"] != here["labels"]:
+            lines.append(f"{words}: other labels")
+        # Pictures in folders and the same pictures packed cannot be compared without decoding them.
+        if then["kind"] == here["kind"] and then["contents"] and here["contents"] and _contents_differ(then, here):
+            lines.append(f"{words}: other {_NAMES.get(here['kind'], 'contents')}")
+    return lines
+
+
+def _contents_differ(then: Fingerprint, here: Fingerprint) -> bool:
+    return bool(then["samples"] == here["samples"] and then["contents"] != here["contents"])
+
+
+def is_train_half_changed(saved: Fingerprint, now: Fingerprint) -> bool:
+    return bool(differences({**saved, "test": now["test"]}, now))
+
+
+def _half(dataset: Dataset) -> Fingerprint:
+    kind, contents = _contents(dataset)
+    labels = _digest(dataset.labels.contiguous().numpy().tobytes())
+    return {"samples": len(dataset), "labels": labels, "kind": kind, "contents": contents}
+
+
+def _contents(dataset: Dataset) -> tuple[str, str]:
+    if isinstance(dataset, ResidentDataset):
+        samples = dataset.samples.cpu().contiguous()
+        return "pixels", f"{samples.dtype}-{crc32_of(samples.view(torch.uint8).flatten().numpy()):08x}"
+    files = getattr(dataset, "list_files", None)
+    if files is not None:
+        return "files", _digest(b"".join(name + b"\0%d\n" % size for name, size in files()))
+    checksums = getattr(dataset, "checksums", None)
+    if checksums is not None:
+        return "shards", _digest(json.dumps(checksums).encode())
+    some = torch.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset))).long()
+    first, second = (dataset.read(some).contiguous().numpy().tobytes() for _ in range(2))
+    return "probes", _digest(first) if first == second else ""  # some data sets augment by themselves
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=8).hexdigest()
+
+
+# --- Which samples are which
+
+
+def sample_keys(dataset: Dataset) -> Tensor | None:
+    """A number (int64) for each sample that follows from the sample alone; None where samples cannot be told apart."""
+    if isinstance(dataset, ResidentDataset):
+        return _keys_of_rows(dataset.samples)
+    names = getattr(dataset, "names", None)
+    if names is None:
+        return None
+    digests = b"".join(hashlib.blake2b(name, digest_size=_WORD_BYTES).digest() for name in names())
+    return torch.frombuffer(bytearray(digests), dtype=torch.int64) if digests else torch.zeros(0, dtype=torch.int64)
+
+
+def _keys_of_rows(samples: Tensor) -> Tensor:
+    rows = samples.cpu().reshape(len(samples), -1).contiguous().view(torch.uint8)
+    words = -(-rows.shape[1] // _WORD_BYTES)
+    factors = draw_bits(torch.arange(words), 1) | 1
+    keys = []
+    for part in rows.split(_ROWS_AT_ONCE):
+        padded = torch.nn.functional.pad(part, (0, words * _WORD_BYTES - part.shape[1])).contiguous()
+        keys.append((padded.view(torch.int64) * factors).sum(1))
+    return draw_bits(torch.cat(keys), 2) if keys else torch.zeros(0, dtype=torch.int64)
+
+
+def pack_keys(keys: Tensor | None) -> str | None:
+    """As text for JSON; None where there are none, or too many."""
+    if keys is None or len(keys) > _MOST_KEYS:
+        return None
+    return base64.b64encode(keys.sort().values.numpy().astype("<i8").tobytes()).decode()
+
+
+def unpack_keys(text: str) -> Tensor:
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text, validate=True), dtype="<i8").astype(np.int64))
+
+
+def split_by_keys(keys: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample ids of the training and the validation part: for validation only what was kept for it before."""
+    is_held_out = torch.isin(keys, held_out)
+    ids = torch.arange(len(keys))
+    return ids[~is_held_out], ids[is_held_out]

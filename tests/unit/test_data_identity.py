@@ -1,0 +1,290 @@
+"""The data is a part of a run's identity: a resume meets the data the run was trained with, or says what differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from harness import changing_data
+from harness.ranks import make_world
+from harness.runs import quick_config, train_in
+from paceline.config.schema import DataConfig
+from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.fingerprint import differences, fingerprint_of, pack_keys, sample_keys, unpack_keys
+from paceline.data.registry import load_dataset
+from paceline.data.sources import custom
+from paceline.errors import CheckpointError
+from paceline.training.rig import Rig, build_rig
+from paceline.training.run_data import RunData
+from paceline.world.detect import World
+
+FLAGS = ("--dataset=harness.changing_data:load", "--augment=none", "--global-batch-size=32", "--save-steps=4")
+
+
+def change(folder: Path, **variant: Any) -> None:
+    (folder / "variant.json").write_text(json.dumps(variant))
+    custom.load.cache_clear()  # a new process would call the function again
+
+
+def flags_for(folder: Path, *more: str) -> tuple[str, ...]:
+    return (*FLAGS, f"--data-dir={folder}", *more)
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has stopped in its first epoch."""
+    folder = tmp_path_factory.mktemp("begun")
+    custom.load.cache_clear()
+    train_in(make_world(0, 1), str(folder / "run"), flags_for(folder, "--max-steps=4"))
+    return folder
+
+
+@pytest.fixture
+def run(begun: Path, tmp_path: Path) -> Path:
+    """A copy of it, whose data may be changed."""
+    shutil.copytree(begun / "run", tmp_path / "run", symlinks=True)
+    change(tmp_path)
+    return tmp_path
+
+
+def go_on(folder: Path, *more: str, world: World | None = None) -> dict[str, Any]:
+    return train_in(world or make_world(0, 1), str(folder / "run"), flags_for(folder, "--max-steps=8", *more), True)
+
+
+def newest_state(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = json.loads(max((folder / "run" / "checkpoints").glob("step-*/state.json")).read_text())
+    return state
+
+
+def test_the_same_data_is_the_same_run(run: Path) -> None:
+    """Neither another folder nor other file times make other data, and the run folder says what it is."""
+    go_on(run)
+    said = json.loads((run / "run" / "data.json").read_text())
+    assert said["fingerprint"] == newest_state(run)["data"]["fingerprint"]
+    assert said["fingerprint"]["train"]["samples"] == changing_data.SAMPLES
+    assert said["accepted"] == []
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        *({"labels": True}, {"order": 1}, {"front": 8}, {"fewer": 8}, {"pixel": True}, {"classes": True}),
+        *({"test": True}, {"all": True}),
+    ],
+    ids=lambda variant: next(iter(variant)),
+)
+def test_other_data_is_refused(run: Path, variant: dict[str, Any]) -> None:
+    """Labels, order, length, one bit of one picture, class names, the test set: each alone."""
+    change(run, **variant)
+    before = sorted(path.name for path in (run / "run" / "checkpoints").iterdir())
+    with pytest.raises(CheckpointError) as caught:
+        go_on(run)
+    assert "this is not the data" in caught.value.what
+    assert caught.value.got
+    assert "--accept-new-data" in str(caught.value.hint)
+    assert sorted(path.name for path in (run / "run" / "checkpoints").iterdir()) == before
+
+
+def test_accepted_data_is_written_down_and_stays_accepted(run: Path) -> None:
+    """The next resume needs the flag no more."""
+    change(run, labels=True)
+    go_on(run, "--accept-new-data")
+    accepted = newest_state(run)["data"]["accepted"]
+    assert [entry["step"] for entry in accepted] == [4]
+    assert accepted == json.loads((run / "run" / "data.json").read_text())["accepted"]
+    go_on(run, "--max-steps=10")
+
+
+@pytest.mark.parametrize("variant", [{"order": 3}, {"front": 40}, {"fewer": 16}], ids=lambda v: next(iter(v)))
+def test_samples_trained_on_never_become_validation_samples(run: Path, variant: dict[str, Any]) -> None:
+    """Whatever the new order and length, and also at the resume after the next."""
+    config = quick_config(*flags_for(run))
+    before = parts_of(build_rig(config, make_world(0, 1)))
+    change(run, **variant)
+    for steps in (8, 12):
+        go_on(run, "--accept-new-data", f"--max-steps={steps}")
+        data = newest_state(run)["data"]
+        assert data["split"] == "keys"
+        train, validation = parts_again(run, data)
+        assert not validation & before[0]
+        assert validation <= before[1]
+        assert before[0] & everything(run) <= train
+        assert validation
+
+
+def parts_of(rig: Rig) -> tuple[set[int], set[int]]:
+    assert rig.samples is not None
+    keys = sample_keys(rig.samples)
+    assert keys is not None
+    return set(keys[rig.train_data.ids].tolist()), set(keys[rig.validation_data.ids].tolist())
+
+
+def parts_again(folder: Path, data: dict[str, Any]) -> tuple[set[int], set[int]]:
+    """Of a rig that has taken over the newest checkpoint."""
+    from paceline.checkpoints.store import open_checkpoint
+
+    rig = build_rig(quick_config(*flags_for(folder)), make_world(0, 1))
+    samples = rig.samples
+    newest = max((folder / "run" / "checkpoints").glob("step-*"))
+    rig.resume(open_checkpoint(newest), make_world(0, 1))
+    rig.samples = samples
+    assert rig.plan.num_train == len(rig.train_data)
+    assert rig.plan.num_validation == len(rig.validation_data)
+    assert rig.data.to_json() == data
+    return parts_of(rig)
+
+
+def everything(folder: Path) -> set[int]:
+    keys = sample_keys(load_dataset(quick_config(*flags_for(folder)).data, 0).train)
+    assert keys is not None
+    return set(keys.tolist())
+
+
+def test_data_without_any_known_validation_sample_is_refused_even_if_accepted(run: Path) -> None:
+    """There would be nothing left to validate with that is known to be new to the run."""
+    change(run, all=True)
+    with pytest.raises(CheckpointError) as caught:
+        go_on(run, "--accept-new-data")
+    assert "validation" in caught.value.what
+
+
+def test_a_checkpoint_without_a_fingerprint_is_accepted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an earlier version; from then on it has one."""
+    original = Rig.state_json
+
+    def without(self: Rig, *arguments: Any, **more: Any) -> dict[str, Any]:
+        return {name: value for name, value in original(self, *arguments, **more).items() if name != "data"}
+
+    shutil.rmtree(run / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(Rig, "state_json", without)
+        train_in(make_world(0, 1), str(run / "run"), flags_for(run, "--max-steps=4"))
+    assert "data" not in newest_state(run)
+    go_on(run)
+    assert newest_state(run)["data"]["held_out"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [None, 3, [], {}, {"fingerprint": {}}, {"split": "x"}, {"held_out": "%"}, {"held_out": "AAAA"}, {"accepted": 1}],
+)
+def test_what_cannot_be_read_is_an_error_of_ours(damage: Any) -> None:
+    """A forged state ends with a screen, not with a traceback."""
+    data = load_dataset(DataConfig(dataset="shapes", num_samples=40), 1)
+    good = RunData(fingerprint_of(data)).to_json()
+    with pytest.raises(CheckpointError):
+        RunData.from_json({**good, **damage} if isinstance(damage, dict) and damage else damage, "here")
+    assert RunData.from_json(good, "here").to_json() == good
+
+
+# --- Fingerprints
+
+
+def resident(samples: torch.Tensor, labels: torch.Tensor) -> LoadedData:
+    info = DatasetInfo("made", len(samples), len(samples), ("a", "b"), tuple(samples.shape[1:]))
+    return LoadedData(info, ResidentDataset(samples, labels), ResidentDataset(samples, labels))
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 5), (7,)])
+def test_every_value_counts(shape: tuple[int, ...]) -> None:
+    """Also in the last bytes of a sample, and in vectors."""
+    samples = torch.arange(20 * int(np.prod(shape))).reshape(20, *shape)
+    samples = samples.to(torch.uint8) if len(shape) == 3 else samples.float()
+    labels = torch.arange(20) % 2
+    first = fingerprint_of(resident(samples, labels))
+    assert first == fingerprint_of(resident(samples.clone(), labels.clone()))
+    other = samples.clone()
+    other[(19, *(-1 for _ in shape))] += 1
+    assert differences(first, fingerprint_of(resident(other, labels)))
+    keys, changed = (sample_keys(ResidentDataset(values, labels)) for values in (samples, other))
+    assert keys is not None
+    assert changed is not None
+    assert (keys != changed).tolist() == [False] * 19 + [True]
+    assert len(set(keys.tolist())) == 20
+    packed = pack_keys(keys)
+    assert packed is not None
+    assert unpack_keys(packed).tolist() == sorted(keys.tolist())
+
+
+def make_pictures(root: Path, per_class: int = 6) -> None:
+    random = np.random.default_rng(0)
+    for half in ("train", "test"):
+        for name in ("cat", "dog"):
+            (root / half / name).mkdir(parents=True)
+            for number in range(per_class):
+                picture = Image.fromarray(random.integers(0, 256, (9, 9, 3), dtype=np.uint8))
+                picture.save(root / half / name / f"{number}.png")
+
+
+def fingerprint_in(folder: Path) -> dict[str, Any]:
+    return fingerprint_of(load_dataset(DataConfig(dataset="folder", data_dir=str(folder), image_size=8), 0))
+
+
+def test_pictures_in_folders_are_known_by_names_and_sizes(tmp_path: Path) -> None:
+    """Wherever the folder lies and whatever its times; a picture more, another name or another size is seen."""
+    make_pictures(tmp_path / "one")
+    first = fingerprint_in(tmp_path / "one")
+    shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "two")
+    os.utime(tmp_path / "elsewhere" / "two" / "train" / "cat" / "0.png", (1, 1))
+    assert fingerprint_in(tmp_path / "elsewhere" / "two") == first
+    assert fingerprint_in(tmp_path / "elsewhere" / "two" / ".." / "two") == first
+    for number, harm in enumerate(
+        (
+            lambda root: (root / "train" / "cat" / "0.png").rename(root / "train" / "cat" / "9.png"),
+            lambda root: (root / "train" / "cat" / "0.png").write_bytes(b"x"),
+            lambda root: (root / "test" / "dog" / "5.png").unlink(),
+            lambda root: (root / "train" / "cat").rename(root / "train" / "zebra"),
+        )
+    ):
+        copy = tmp_path / f"harmed-{number}"
+        shutil.copytree(tmp_path / "one", copy)
+        harm(copy)
+        if number == 3:
+            (copy / "test" / "cat").rename(copy / "test" / "zebra")
+        assert differences(first, fingerprint_in(copy)), number
+
+
+def test_a_picture_keeps_its_key_when_others_come(tmp_path: Path) -> None:
+    """Its name decides, so the side it is on can be kept."""
+    make_pictures(tmp_path)
+
+    def keys() -> list[int]:
+        found = sample_keys(load_dataset(DataConfig(dataset="folder", data_dir=str(tmp_path), image_size=8), 0).train)
+        assert found is not None
+        return found.tolist()
+
+    before = keys()
+    shutil.copy(tmp_path / "train" / "cat" / "0.png", tmp_path / "train" / "cat" / "00.png")
+    after = keys()
+    assert len(after) == len(before) + 1
+    assert set(before) <= set(after)
+
+
+def test_data_that_augments_by_itself_is_known_by_its_labels() -> None:
+    """Else every start would be refused."""
+
+    class Noisy:
+        labels = torch.arange(30) % 3
+
+        def __len__(self) -> int:
+            return 30
+
+        def read(self, indices: torch.Tensor) -> torch.Tensor:
+            return torch.randint(0, 256, (len(indices), 3, 4, 4), dtype=torch.uint8)
+
+    def found(labels: torch.Tensor) -> dict[str, Any]:
+        noisy = Noisy()
+        noisy.labels = labels
+        info = DatasetInfo("noisy", 30, 30, ("a", "b", "c"), (3, 4, 4))
+        return fingerprint_of(LoadedData(info, noisy, noisy))
+
+    assert not differences(found(Noisy.labels), found(Noisy.labels))
+    assert differences(found(Noisy.labels), found(Noisy.labels.flip(0)))
