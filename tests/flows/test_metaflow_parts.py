@@ -343,6 +343,39 @@ def test_a_parcel_that_was_damaged_on_the_way_is_refused(run: RunFolder, tmp_pat
     assert step_folders(arrived.checkpoints) == []
 
 
+def test_the_history_of_the_newest_checkpoint_replaces_half_of_one(run: RunFolder, tmp_path: Path) -> None:
+    """Whatever the order of parcels, and after an interrupted fetch. A fake datastore."""
+    newest, older = step_folders(run.checkpoints)[:2]
+    rows = run.metrics_jsonl.read_text()
+    (run.checkpoints / "best").unlink()
+    (run.checkpoints / "best").symlink_to(older.name)
+    courier = courier_of(run, tmp_path)
+    courier.look()
+    best, last = (entry["key"] for entry in courier.datastore.saved)  # type: ignore[attr-defined]
+    (tmp_path / "store" / best / "metrics.jsonl").write_text("rows up to the best\n")
+    for number, keys in enumerate(([best, last], [last, best])):
+        arrived = RunFolder(tmp_path / f"elsewhere-{number}")
+        arrived.create()
+        arrived.metrics_jsonl.write_text(rows[: len(rows) // 2])
+        Courier(arrived, courier.datastore, {}).fetch(keys)
+        assert arrived.metrics_jsonl.read_text() == rows
+        assert {path.name for path in step_folders(arrived.checkpoints)} == {newest.name, older.name}
+
+
+def test_a_step_that_was_saved_anew_replaces_the_one_that_is_here(run: RunFolder, tmp_path: Path) -> None:
+    """A run that went back saves a step again, with other weights: the other nodes get these. A fake datastore."""
+    newest = step_folders(run.checkpoints)[0]
+    courier = courier_of(run, tmp_path)
+    courier.look()
+    key = courier.datastore.saved[-1]["key"]  # type: ignore[attr-defined]
+    arrived = RunFolder(tmp_path / "elsewhere")
+    arrived.create()
+    stale = arrived.checkpoints / newest.name
+    shutil.copytree(step_folders(run.checkpoints)[1], stale)
+    Courier(arrived, courier.datastore, {}).fetch([key])
+    assert (stale / "manifest.json").read_bytes() == (newest / "manifest.json").read_bytes()
+
+
 def test_a_step_that_was_saved_anew_is_sent_anew_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
     courier = courier_of(run, tmp_path)
     courier.look()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoi
 from paceline.config.load import LoadedConfig
 from paceline.config.schema import RunConfig
 from paceline.errors import CheckpointError, UserError
-from paceline.runs.folder import MIRROR_NOTE, RunFolder, has_checkpoint
+from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
+from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.place import owner_of
 from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
 
@@ -86,28 +88,39 @@ def push(folder: RunFolder, tell: _Tell) -> bool:
 
 
 def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None:
-    """The checkpoint that was asked for, or else the newest whole one if it is newer than those here; the best one;
-    and the small files that belong to them."""
+    """The checkpoint that was asked for, or else the newest whole one if it is newer than those here.
+
+    What belongs to it comes first: the small files, the metrics among them, and the best checkpoint. It gets its name
+    last, so an interrupted fetch is done again by the next start.
+    """
     remote = RemoteCheckpoints(store)
-    found = remote.list()
-    if wanted:
-        name = remote.pointed_at(wanted) if wanted in POINTERS else wanted
-        fetched = _fetch_named(remote, next((item for item in found if item.name == name), None), folder, store, tell)
-    else:
-        fetched = _fetch_newest(remote, found, folder, tell)
-    if fetched is None:
+    found = {item.name: item for item in remote.list()}
+    if not found:
         return
-    best = remote.pointed_at("best")
-    item = next((item for item in found if item.name == best), None)
-    if item is not None and not (folder.checkpoints / best).exists():
-        try:
-            _fetch(remote, item, folder, tell)
-        except DamagedCheckpoint as damaged:
-            tell(f"warning: the best checkpoint, {best} in {store.url}, is damaged ({damaged.damage})")
-    for pointer, name in (("latest", fetched.name), ("best", best)):
-        if name and (folder.checkpoints / name).is_dir():
-            disk.point(folder.checkpoints, pointer, folder.checkpoints / name)
-    _fetch_small_files(store, folder)
+    folder.create()
+    with folder.owned():
+        best = remote.pointed_at("best")
+        if wanted:
+            name = remote.pointed_at(wanted) if wanted in POINTERS else wanted
+            fetched = _fetch_named(remote, found.get(name), folder, found.get(best), tell)
+        else:
+            fetched = _fetch_newest(remote, list(found.values()), folder, found.get(best), tell)
+        if fetched is None:
+            return
+        for pointer, name in (("latest", fetched.name), ("best", best)):
+            if name and (folder.checkpoints / name).is_dir():
+                disk.point(folder.checkpoints, pointer, folder.checkpoints / name)
+
+
+def _fetch_companions(remote: RemoteCheckpoints, folder: RunFolder, best: Remote | None, tell: _Tell) -> None:
+    """What a checkpoint needs beside it."""
+    _fetch_small_files(remote.store, folder)
+    if best is None or (folder.checkpoints / best.name).exists():
+        return
+    try:
+        _fetch(remote, best, folder, tell)
+    except DamagedCheckpoint as damaged:
+        tell(f"warning: the best checkpoint, {best.name} in {remote.store.url}, is damaged ({damaged.damage})")
 
 
 # --- What is where
@@ -142,8 +155,11 @@ def _token_in(store: Store) -> str:
 
 
 def _claim(store: Store, folder: RunFolder, run: RunConfig, where: str) -> None:
+    note = MirrorNote(store.url, keep_last=run.keep_last, keep_best=run.keep_best)
+    folder.create()
     try:
-        _write_token(store, folder, MirrorNote(store.url, keep_last=run.keep_last, keep_best=run.keep_best))
+        with folder.owned():  # a start that is refused must not take the store from the one that owns the run
+            _write_token(store, folder, note)
     except StoreTrouble as trouble:
         raise explain(store, where, trouble) from trouble
 
@@ -167,30 +183,40 @@ def _fetch_source(url: str, wanted: str, where: str, tell: _Tell) -> None:
     folder = RunFolder(local_path(url, where))
     store = open_store(url, where)
     try:
+        folder.refuse_if_owned()
+    except UserError:
+        if not has_checkpoint(folder.path):
+            raise
+        # It is in training on this machine: what is here is as new as what the store holds, and not ours to change.
+        tell(f"note: {folder.path} is in use; its checkpoints are read from there")
+        return
+    try:
         fetch_run(store, folder, wanted, tell)
     except StoreTrouble as trouble:
         raise explain(store, where, trouble) from trouble
 
 
 def _fetch_named(
-    remote: RemoteCheckpoints, item: Remote | None, folder: RunFolder, store: Store, tell: _Tell
+    remote: RemoteCheckpoints, item: Remote | None, folder: RunFolder, best: Remote | None, tell: _Tell
 ) -> Path | None:
     """None: there is no such checkpoint, which the caller of the caller tells."""
     if item is None or (folder.checkpoints / item.name).exists():
         return folder.checkpoints / item.name if item else None
     try:
-        return _fetch(remote, item, folder, tell)
+        return _fetch_last(remote, item, folder, best, tell)
     except DamagedCheckpoint as found:
         raise CheckpointError(
             "the checkpoint is damaged and was not used",
-            where=f"{store.url}/{FOLDER}/{item.name}/{found.damage.file}",
+            where=f"{remote.store.url}/{FOLDER}/{item.name}/{found.damage.file}",
             got=found.damage.got,
             allowed=found.damage.expected,
-            hint=f"--resume {store.url} takes the newest that is whole",
+            hint=f"--resume {remote.store.url} takes the newest that is whole",
         ) from found
 
 
-def _fetch_newest(remote: RemoteCheckpoints, found: list[Remote], folder: RunFolder, tell: _Tell) -> Path | None:
+def _fetch_newest(
+    remote: RemoteCheckpoints, found: list[Remote], folder: RunFolder, best: Remote | None, tell: _Tell
+) -> Path | None:
     own = max((step_of(path) for path in step_folders(folder.checkpoints)), default=-1)
     for item in found:
         if item.step <= own:
@@ -199,7 +225,7 @@ def _fetch_newest(remote: RemoteCheckpoints, found: list[Remote], folder: RunFol
             tell(f"note: {item.name} in {remote.store.url} is not complete; the one before is taken")
             continue
         try:
-            return _fetch(remote, item, folder, tell)
+            return _fetch_last(remote, item, folder, best, tell)
         except NewerSchema as newer:
             raise disk.damaged_error(Path(item.name), newer) from newer
         except DamagedCheckpoint as damaged:
@@ -207,11 +233,23 @@ def _fetch_newest(remote: RemoteCheckpoints, found: list[Remote], folder: RunFol
     return None
 
 
-def _fetch(remote: RemoteCheckpoints, item: Remote, folder: RunFolder, tell: _Tell) -> Path:
+def _fetch_last(remote: RemoteCheckpoints, item: Remote, folder: RunFolder, best: Remote | None, tell: _Tell) -> Path:
+    """Download and verify it, fetch its companions, then give it its name."""
+    other = best if best is not None and best.name != item.name else None
+    return _fetch(remote, item, folder, tell, lambda: _fetch_companions(remote, folder, other, tell))
+
+
+def _fetch(
+    remote: RemoteCheckpoints,
+    item: Remote,
+    folder: RunFolder,
+    tell: _Tell,
+    before_naming: Callable[[], None] = lambda: None,
+) -> Path:
     size_mb = sum(stored.size_bytes for stored in item.files.values()) / 1e6
     tell(f"fetching {item.name} ({size_mb:,.1f} MB) from {remote.store.url}")
     try:
-        return remote.fetch(item, folder.checkpoints)
+        return remote.fetch(item, folder.checkpoints, before_naming)
     except StoreTrouble:
         raise
     except OSError as error:
@@ -224,8 +262,15 @@ def _fetch_small_files(store: Store, folder: RunFolder) -> None:
     """Metrics, logs and the like: the run goes on writing them where it stopped."""
     for name in store.list():
         parts = name.split("/")
-        is_ours = parts[0] != FOLDER and name != MIRROR_NOTE
+        is_ours = parts[0] != FOLDER and name not in (MIRROR_NOTE, LOCK, OWNER_FILE)
         if is_ours and not any(part in ("", "..") or part.startswith(".") for part in parts):
             target = folder.path.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
-            store.get(name, target)
+            draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")  # half a file must not look like one
+            try:
+                store.get(name, draft)
+                flush(draft)
+                draft.replace(target)
+            finally:
+                draft.unlink(missing_ok=True)
+    flush(folder.path)

@@ -6,7 +6,7 @@ the small files. It reads finished files only, so training never waits for it an
 fails is asked again, with growing pauses; the run says once that the store is behind, and once that it has caught up.
 
 `mirror.json` in the store holds a token of the start that writes there. Another start, on another machine, puts its
-own; then this one stops writing, rather than the two dropping each other's checkpoints.
+own. The token is read before every change, so this one then changes nothing more.
 """
 
 from __future__ import annotations
@@ -20,13 +20,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.checkpoints import store as disk
-from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, add_checksum, step_folders, step_of
+from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, add_checksum, read_state, step_folders, step_of
 from paceline.checkpoints.remote import FOLDER, POINTERS, RemoteCheckpoints
+from paceline.errors import OwnerLost
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
+from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.stores import Store, StoreTrouble, open_store
 
 PATIENCE = "PACELINE_STORE_TIMEOUT_S"
@@ -35,7 +39,7 @@ _LOOK_EVERY_S, _SMALL_FILES_EVERY_S = 1.0, 10.0
 _LONGEST_PAUSE_S, _LAST_PAUSE_S = 30.0, 1.0
 _JOIN_POLL_S = 0.05
 _PINS = ".mirror"  # hard links to what is being sent, so that nobody can drop it meanwhile
-_OWN_FILES = (MIRROR_NOTE, "run.lock", "run.owner")
+_OWN_FILES = (MIRROR_NOTE, LOCK, OWNER_FILE)
 Seal = tuple[str, int]  # a checkpoint's name and the checksum of its manifest
 
 
@@ -50,13 +54,13 @@ class Mirror:
         self._folder = folder
         self._note = note
         self._remote: RemoteCheckpoints | None = None
-        self._whole: set[Seal] = set()  # what the store holds of the checkpoints here
+        self._whole: dict[str, int] = {}  # checkpoints that the store holds, as seals
         self._damaged: set[Seal] = set()  # on this disk: not worth sending
         self._pointed: dict[str, str] = {}
         self._sent: dict[str, tuple[int, int]] = {}  # small files: time and size when they were sent
         self._small_due_s = 0.0
         self._has_sent_newest = False
-        self._must_prune = False
+        self._must_prune = True  # an earlier start may have ended before it did
         self._since = ""
         self._trouble = ""
         self._is_told = False  # that the store is behind
@@ -100,6 +104,9 @@ class Mirror:
                 if is_last:
                     self._has_arrived = True
                     return
+            except OwnerLost:
+                self._is_taken_over = True  # the owner says so itself
+                return
             except TakenOver:
                 self._is_taken_over = True
                 self._say("no longer mirrored from here: another start writes there")
@@ -120,8 +127,10 @@ class Mirror:
         is_due = everything or time.monotonic() >= self._small_due_s
         if not (missing or is_due or self._must_prune or pointers != self._pointed or self._remote is None):
             return
+        self._folder.require_owner()
         remote = self._open()
-        self._require_ours(remote.store)
+        if everything:
+            self._look_again(remote)
         while missing := self._missing():
             self._say_behind(missing)
             self._send(remote, missing[0])
@@ -143,12 +152,18 @@ class Mirror:
         if self._remote is None:
             remote = RemoteCheckpoints(open_store(self._note.url, MIRROR_NOTE))
             remote.store.on_progress = self._advance
-            there = {item.name: item for item in remote.list()}
+            remote.store.before_change = partial(self._require_ours, remote.store)
+            there = remote.remember()
             for path in step_folders(self._folder.checkpoints):
                 if remote.is_same(there.get(path.name), path):
-                    self._whole.add(_seal_of(path))
+                    self._whole.update([_seal_of(path)])
             self._remote = remote
         return self._remote
+
+    def _look_again(self, remote: RemoteCheckpoints) -> None:
+        """Before the end: what another start has replaced or removed in the store is sent once more."""
+        there = {item.name: item for item in remote.list()}
+        self._whole = {name: seal for name, seal in self._whole.items() if remote.is_unchanged(there.get(name))}
 
     def _require_ours(self, store: Store) -> None:
         raw = store.read(MIRROR_NOTE)
@@ -164,7 +179,8 @@ class Mirror:
         best = disk.pointed_at(self._folder.checkpoints, "best")
         newest = paths[0] if paths else None
         seals = {path: _seal_of(path) for path in paths}
-        missing = [path for path in paths if seals[path][1] and seals[path] not in self._whole | self._damaged]
+        arrived = {*self._whole.items(), *self._damaged}
+        missing = [path for path in paths if seals[path][1] and seals[path] not in arrived]
         return sorted(missing, key=lambda path: (path != newest, path != best, -step_of(path)))
 
     def _send(self, remote: RemoteCheckpoints, path: Path) -> None:
@@ -186,7 +202,7 @@ class Mirror:
             return
         except FileNotFoundError:
             return  # dropped before it was pinned: a newer one is there
-        self._whole.add(seal)
+        self._whole.update([seal])
         self._must_prune = True
         self._has_sent_newest |= is_newest
         shutil.rmtree(self._pin_of(path), ignore_errors=True)  # never the checkpoint itself
@@ -214,7 +230,7 @@ class Mirror:
     def _pointers(self) -> dict[str, str]:
         """Where latest and best should point in the store: at what is whole there."""
         targets = {name: disk.pointed_at(self._folder.checkpoints, name) for name in POINTERS}
-        return {name: path.name for name, path in targets.items() if path and _seal_of(path) in self._whole}
+        return {name: path.name for name, path in targets.items() if path and _seal_of(path) in self._whole.items()}
 
     def _point(self, remote: RemoteCheckpoints) -> None:
         for pointer, name in self._pointers().items():
@@ -224,13 +240,19 @@ class Mirror:
 
     def _prune(self, remote: RemoteCheckpoints) -> None:
         paths = step_folders(self._folder.checkpoints)
-        if not self._must_prune or not paths or _seal_of(paths[0]) not in self._whole:
+        # Not the newest on disk: a store that is behind never has that one, and would never be pruned. Later ones than
+        # those on disk are of a line that the run has left.
+        sent = [name for name in self._whole if paths and step_of(Path(name)) <= step_of(paths[0])]
+        if not self._must_prune or not sent:
             return
+        newest = max(sent)
         retention = disk.Retention(self._note.keep_last, self._note.keep_best)
-        own = {path.name for path in paths}
-        if not remote.prune(paths[0], own, retention, went_back=self._has_sent_newest):
-            self._whole.discard(_seal_of(paths[0]))
-            raise StoreTrouble(f"{paths[0].name} is not whole in the store, though it was sent")
+        own = {path.name: _state_of(path) for path in paths}
+        if not remote.prune(newest, own, retention, went_back=self._has_sent_newest):
+            del self._whole[newest]
+            if newest not in own:
+                return  # dropped here meanwhile: a newer one is on its way
+            raise StoreTrouble(f"{newest} is not whole in the store, though it was sent")
         self._must_prune = False
 
     # --- Small files
@@ -272,7 +294,7 @@ class Mirror:
                 self._note.write(self._folder.path)
 
     def _newest_in_words(self) -> str:
-        newest = max((name for name, _ in self._whole), default="")
+        newest = max(self._whole, default="")
         return f", checkpoints up to step {step_of(Path(newest))}" if newest else ""
 
     def _tell_behind(self) -> None:
@@ -324,6 +346,14 @@ def _seal_of(path: Path) -> Seal:
         return path.name, add_checksum((path / MANIFEST).read_bytes()) or 1
     except OSError:  # dropped meanwhile
         return path.name, 0
+
+
+def _state_of(path: Path) -> dict[str, Any]:
+    """Empty for one that is damaged on this disk: the copy in the store stays all the same."""
+    try:
+        return read_state(path)
+    except DamagedCheckpoint:
+        return {}
 
 
 def _count(checkpoints: int) -> str:

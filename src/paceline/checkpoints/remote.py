@@ -4,6 +4,9 @@ Payload goes first, then state.json, the manifest last: a checkpoint without its
 are small files with a name in them. Every file is compared with what was sent before the next one goes: its size, and
 the store's MD5 of it, or where the store keeps no MD5 the bytes themselves, read back. What is dropped loses its
 manifest first. What is fetched is verified like a checkpoint on disk, before it gets its name there.
+
+A store has no locks, so two starts may write to it for a moment. A process drops only what it has sent itself or has
+seen when it took the store over, and only while that is unchanged.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,7 +34,6 @@ from paceline.checkpoints.format import (
     is_step_name,
     parse_manifest,
     read_manifest,
-    read_state,
     step_of,
 )
 from paceline.runs.stores import Store, Stored, StoreTrouble
@@ -62,6 +64,7 @@ class RemoteCheckpoints:
     """The checkpoints of one run in its store."""
 
     store: Store
+    _known: dict[str, dict[str, Stored]] = field(default_factory=dict)  # what this process may drop, as it saw it
     _states: dict[str, dict[str, Any]] = field(default_factory=dict)  # of those that may be dropped some day
 
     def list(self) -> list[Remote]:
@@ -72,6 +75,16 @@ class RemoteCheckpoints:
             if len(parts) == 3 and is_step_name(parts[1]):
                 found.setdefault(parts[1], {})[parts[2]] = stored
         return sorted((Remote(name, files) for name, files in found.items()), key=lambda r: r.step, reverse=True)
+
+    def remember(self) -> dict[str, Remote]:
+        """At the first contact: what is there now may be dropped later. By name."""
+        found = {remote.name: remote for remote in self.list()}
+        self._known = {name: remote.files for name, remote in found.items()}
+        return found
+
+    def is_unchanged(self, remote: Remote | None) -> bool:
+        """Whether it is as this process has sent or seen it. Another start may have sent the same step."""
+        return remote is not None and self._known.get(remote.name) == remote.files
 
     def manifest_of(self, remote: Remote) -> Manifest:
         """Its manifest, if every file listed there has its size. Raises DamagedCheckpoint."""
@@ -110,6 +123,7 @@ class RemoteCheckpoints:
         if self.store.read(f"{FOLDER}/{local.name}/{MANIFEST}", LARGEST_JSON_BYTES) != (local / MANIFEST).read_bytes():
             raise StoreTrouble(f"{MANIFEST} of {local.name} reads back as something else than was sent")
         self._states.pop(local.name, None)
+        self._known[local.name] = next(item.files for item in self.list() if item.name == local.name)
         yield MANIFEST
 
     def point(self, pointer: str, name: str) -> None:
@@ -120,31 +134,41 @@ class RemoteCheckpoints:
         name = (self.store.read(f"{FOLDER}/{pointer}") or b"").decode(errors="replace").strip()
         return name if is_step_name(name) else ""
 
-    def prune(self, newest: Path, own: set[str], retention: disk.Retention, *, went_back: bool) -> bool:
+    def prune(self, newest: str, own: dict[str, dict[str, Any]], retention: disk.Retention, *, went_back: bool) -> bool:
         """Drop what the rules of the run no longer keep; False, and nothing, unless its newest is whole here.
 
-        `own` are the names on disk: they stay. Where the run went back to an earlier step, later ones are of a line
-        it has left, as on disk; those marked to be kept stay under another name.
+        `newest` is the newest that was sent. `own` are those on disk, with their states: they stay. Where the run went
+        back to an earlier step, later ones are of a line it has left, as on disk; those marked to be kept stay under
+        another name.
         """
         remotes = {remote.name: remote for remote in self.list()}
-        if not self.is_same(remotes.get(newest.name), newest):
+        if not self._is_whole(remotes.get(newest)):
             return False
-        others = {name: remote for name, remote in remotes.items() if name not in own}
+        others = {name: remote for name, remote in remotes.items() if name not in own and name != newest}
         states = {name: state for name, remote in others.items() if (state := self._state_of(remote)) is not None}
-        later = {name for name, remote in others.items() if remote.step > step_of(newest)} if went_back else set()
-        mine = {name: read_state(newest.parent / name) for name in own if (newest.parent / name / MANIFEST).exists()}
+        step = step_of(Path(newest))
+        later = {name for name, remote in others.items() if remote.step > step} if went_back else set()
+        mine = {**own, newest: own.get(newest) or self._state_of(remotes[newest]) or {}}
         lined_up = {name: state for name, state in (states | mine).items() if name not in later}
         ordered = dict(sorted(lined_up.items(), key=lambda item: step_of(Path(item[0])), reverse=True))
-        kept = disk.choose_kept(ordered, retention) | own | {self.pointed_at(pointer) for pointer in POINTERS}
+        kept = disk.choose_kept(ordered, retention) | {*mine} | {self.pointed_at(pointer) for pointer in POINTERS}
         for name, remote in others.items():
+            if not self.is_unchanged(remote):
+                continue
             if name in later and states.get(name, {}).get("keep"):
                 self._set_aside(remote)
             elif name in later or name not in kept:
                 self._drop(remote)
         return True
 
-    def fetch(self, remote: Remote, folder: Path) -> Path:
-        """A checkpoint from the store, verified to its last bit before it gets its name. Raises DamagedCheckpoint."""
+    def _is_whole(self, remote: Remote | None) -> bool:
+        return remote is not None and self.is_unchanged(remote) and self._state_of(remote) is not None
+
+    def fetch(self, remote: Remote, folder: Path, before_naming: Callable[[], None] = lambda: None) -> Path:
+        """A checkpoint from the store, verified to its last bit before it gets its name. Raises DamagedCheckpoint.
+
+        before_naming: fetches what belongs to it. A checkpoint with a name is never fetched again.
+        """
         manifest = self.manifest_of(remote)
         temporary = disk.temporary_folder(folder, remote.step)
         shutil.rmtree(temporary, ignore_errors=True)
@@ -152,7 +176,7 @@ class RemoteCheckpoints:
         try:
             for name in (*manifest.files, MANIFEST):
                 self.store.get(f"{FOLDER}/{remote.name}/{name}", temporary / name)
-            return disk.take_in(temporary)
+            return disk.take_in(temporary, before_naming)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise

@@ -141,11 +141,12 @@ def settle_replaced(folder: Path) -> None:
             flush(folder)
 
 
-def take_in(temporary: Path) -> Path:
+def take_in(temporary: Path, before_naming: Callable[[], None] = lambda: None) -> Path:
     """Give a temporary folder that was filled from elsewhere its name, once all of it is on disk and verified."""
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
     verify(temporary)
+    before_naming()
     return _give_name(temporary)
 
 

@@ -69,6 +69,7 @@ class Store:
         self._filesystem = filesystem
         self._root = root.rstrip("/")
         self.on_progress: Callable[[], None] = lambda: None  # called while a large file is on its way
+        self.before_change: Callable[[], None] = lambda: None  # raises if this process may not write here any more
 
     def list(self, below: str = "") -> dict[str, Stored]:
         """Every file below a name, as the store sees it now."""
@@ -96,6 +97,7 @@ class Store:
     def put(self, source: Path, name: str) -> None:
         from fsspec.callbacks import Callback
 
+        self.before_change()
         ticks = Callback(hooks={"progress": lambda size, value: self.on_progress()})
         _ask(lambda: self._filesystem.put_file(str(source), self._path(name), callback=ticks))
 
@@ -103,6 +105,7 @@ class Store:
         _ask(lambda: self._filesystem.get_file(self._path(name), str(target)))
 
     def write(self, name: str, content: bytes) -> None:
+        self.before_change()
         _ask(lambda: self._filesystem.pipe_file(self._path(name), content))
 
     def read(self, name: str, at_most_bytes: int = 2**20) -> bytes | None:
@@ -127,9 +130,11 @@ class Store:
         return _ask(read)
 
     def copy(self, source: str, target: str) -> None:
+        self.before_change()
         _ask(lambda: self._filesystem.cp_file(self._path(source), self._path(target)))
 
     def remove(self, name: str) -> None:
+        self.before_change()
         _ask_for(lambda: self._filesystem.rm_file(self._path(name)))
 
     def _path(self, name: str) -> str:

@@ -8,6 +8,7 @@ arrives. The best checkpoint travels once, as its own parcel, and later parcels 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import tempfile
 import threading
@@ -17,7 +18,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, checksum_of, step_folders, step_of, verify
+from paceline.checkpoints.format import (
+    LARGEST_JSON_BYTES,
+    MANIFEST,
+    DamagedCheckpoint,
+    checksum_of,
+    step_folders,
+    step_of,
+    verify,
+)
 from paceline.checkpoints.store import (
     Checkpoint,
     damaged_error,
@@ -26,7 +35,8 @@ from paceline.checkpoints.store import (
     take_in,
     temporary_folder,
 )
-from paceline.runs.folder import RunFolder
+from paceline.config.small_files import read_small
+from paceline.runs.folder import RunFolder, flush
 
 _log = logging.getLogger("paceline")
 _LOOK_S = 0.5
@@ -98,17 +108,29 @@ class Courier:
     def fetch(self, keys: list[str]) -> list[str]:
         """Bring parcels into the run folder, each verified before its checkpoint gets its name. Returns the names."""
         self.folder.create()
-        names = []
+        names: list[str] = []
         for key in keys:
             with tempfile.TemporaryDirectory(prefix="paceline-parcel-") as scratch, self._lock:
                 self.datastore.load(key, path=scratch)
-                for name in _COMPANIONS:
-                    if (Path(scratch) / name).exists() and not (self.folder.path / name).exists():
-                        shutil.copyfile(Path(scratch) / name, self.folder.path / name)
-                for path in step_folders(Path(scratch) / "checkpoints"):
+                paths = step_folders(Path(scratch) / "checkpoints")
+                # The history up to the newest checkpoint, and before it: a checkpoint is committed last.
+                if max((path.name for path in paths), default="") >= max(names, default=""):
+                    self._take_companions(Path(scratch))
+                for path in paths:
                     self._stored[identity(_take_in(path, self.folder.checkpoints))] = key
                     names.append(path.name)
         return names
+
+    def _take_companions(self, scratch: Path) -> None:
+        """The metrics are those of the checkpoint. Faults and failures are this node's own, once it has any."""
+        for name in _COMPANIONS:
+            target = self.folder.path / name
+            if (scratch / name).exists() and (name == self.folder.metrics_jsonl.name or not target.exists()):
+                draft = self.folder.path / f".{name}.{os.getpid()}.tmp"  # half a file must not look like one
+                shutil.copyfile(scratch / name, draft)
+                flush(draft)
+                draft.replace(target)
+        flush(self.folder.path)
 
     def follow(self, parcel: Parcel) -> None:
         """Another node's ranks have saved: what they may ask this node's for must be here, and nothing else."""
@@ -170,7 +192,9 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
 def _take_in(path: Path, checkpoints: Path) -> Path:
     """Files of a local datastore arrive as links into it: what the run keeps are copies."""
     target = checkpoints / path.name
-    if target.exists():
+    # Not by its identity: files of a local datastore are links, which a checkpoint must not have.
+    manifests = [read_small(folder / MANIFEST, LARGEST_JSON_BYTES) for folder in (path, target) if folder.exists()]
+    if len(manifests) == 2 and manifests[0] == manifests[1]:
         return target
     temporary = temporary_folder(checkpoints, step_of(path))
     shutil.rmtree(temporary, ignore_errors=True)
