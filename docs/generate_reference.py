@@ -63,7 +63,7 @@ RUN_FILES = {
     "examples.json": "pictures for the report",
     "report.html": "all of it on one page, which needs no network",
     "tensorboard/": "`{phase}/{loss,accuracy,throughput}` for TensorBoard",
-    "logs/": "`rank-N.log`, one per rank, every attempt in the same file",
+    "logs/": "`rank-N.log`, one per rank, every attempt in one file; `supervisor.log`: what a lost console missed",
     "checkpoints/": "see below",
     "stacks/": "`attempt-A-rank-R.txt`: every rank's Python stack when something stood still",
     "failure.json": "the newest failure: rank, host, step, phase, traceback, the last lines of its log",

@@ -399,6 +399,32 @@ def test_nobody_waits_for_a_stalled_store_after_giving_up(
     assert "IS BEHIND: 1 checkpoint did not arrive" in capsys.readouterr().err
 
 
+def test_a_suspension_is_no_delay_of_the_store_with_a_forged_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is suspended while its last checkpoint is being sent still sends it."""
+    folder = new_run()
+    save(folder, 1)
+    suspended_s, looks = [0.0], [0]
+    has_been_seen = threading.Event()
+    read_clock = time.monotonic
+
+    def suspend(name: str) -> None:
+        suspended_s[0] = 1000.0
+        assert has_been_seen.wait(30)
+
+    def look() -> bool:
+        looks[0] += suspended_s[0] > 0
+        if looks[0] > 2:
+            has_been_seen.set()
+        return False
+
+    watch(monkeypatch, suspend)
+    monkeypatch.setattr(time, "monotonic", lambda: read_clock() + suspended_s[0])
+    monkeypatch.setenv(mirror.PATIENCE, "30")
+    with mirrored(folder, gives_up=look):
+        pass
+    assert steps_stored() == [1]
+
+
 def test_a_fetched_run_is_the_run_that_was_sent(tmp_path: Path) -> None:
     folder = new_run()
     for step in (1, 2, 3):

@@ -32,6 +32,7 @@ from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.stores import Store, StoreTrouble, open_store
+from paceline.world.running_clock import RunningClock
 
 PATIENCE = "PACELINE_STORE_TIMEOUT_S"
 _PATIENCE_S = 60.0  # at the end of a run: how long the store may make no progress
@@ -76,10 +77,14 @@ class Mirror:
         """Send the rest, for as long as the store makes progress; says and returns whether everything arrived."""
         patience_s = float(os.environ.get(PATIENCE, _PATIENCE_S))
         self._progress_s = time.monotonic()
+        clock, progress_s, since_s = RunningClock(), self._progress_s, 0.0
         self._is_closing.set()
         while self._thread.is_alive():
             self._thread.join(_JOIN_POLL_S)
-            if gives_up() or time.monotonic() - self._progress_s > patience_s:
+            now_s = clock.seconds  # without a suspension, which is no delay of the store
+            if self._progress_s != progress_s:
+                progress_s, since_s = self._progress_s, now_s
+            if gives_up() or now_s - since_s > patience_s:
                 break
         self._is_over.set()
         shutil.rmtree(self._folder.path / _PINS, ignore_errors=True)

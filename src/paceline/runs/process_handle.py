@@ -19,7 +19,6 @@ from typing import Any
 
 _POLL_S = 0.05
 _START_TIME = 19  # position in /proc/PID/stat, counted from the state
-_STOPPED_STATES = ("T", "t")  # stopped by a signal; stopped by a debugger
 
 
 class ProcessHandle:
@@ -70,7 +69,7 @@ class ProcessHandle:
     @property
     def is_stopped(self) -> bool:
         """Whether a signal (SIGSTOP, SIGTSTP) or a debugger has stopped the process."""
-        return self.state in _STOPPED_STATES
+        return is_stopped(self.pid) and self._is_same_process()
 
     def wait(self) -> None:
         """Return when the process has exited."""
@@ -111,6 +110,11 @@ def stat_fields(pid: int) -> list[str]:
     except OSError:
         return []
     return text.rpartition(b")")[2].decode(errors="replace").split()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal or a debugger has stopped the process that has this number now."""
+    return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
 def identity_of_this_process() -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.runs.process_handle import find_process, identity_of_this_process
+from paceline.runs.process_handle import find_process, identity_of_this_process, is_stopped, stat_fields
 from paceline.world.pulse import OPEN_FILES, read_pulse
 from paceline.world.running_clock import HangClock
 
@@ -53,6 +53,24 @@ def _size(path: Path) -> int:
         return 0
 
 
+def _is_peer_stopped(rank: int) -> bool:
+    """Whether a signal has stopped another rank of this node: the same command, started by the same launcher."""
+    try:
+        parent = stat_fields(rank)[1]
+        children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+        command = _command_of(rank)
+    except (OSError, IndexError):  # it has ended, or there is no /proc
+        return False
+    return any(is_stopped(int(pid)) and _command_of(int(pid)) == command for pid in children)
+
+
+def _command_of(pid: int) -> bytes | None:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return None
+
+
 def main(identity: str, pulse: Path, stacks: Path) -> None:
     for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):  # a scheduler sends them to every process
         signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -61,7 +79,7 @@ def main(identity: str, pulse: Path, stacks: Path) -> None:
         clock.look()
         beat = read_pulse(pulse)
         beats = {0: beat} if beat is not None else {}
-        if clock.find_late(beats, is_any_stopped=rank.is_stopped):
+        if clock.find_late(beats, is_any_stopped=rank.is_stopped or _is_peer_stopped(rank.pid)):
             rank.send(STACKS_SIGNAL)
             wait_for_stacks([stacks])
             rank.send(signal.SIGKILL)
