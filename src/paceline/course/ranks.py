@@ -29,6 +29,7 @@ from typing import Any
 
 from paceline.course.verdict import Failed
 from paceline.runs.process_handle import find_forked
+from paceline.world.peers import listen_on_loopback
 
 Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
 
@@ -86,16 +87,20 @@ def try_ranks(
     """The same, whatever comes of it. `per_node`: how many ranks believe to share a node; 0: all of them."""
     with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
         store = str(Path(folder) / "store") if has_group else ""
-        port = 0 if has_group else _free_port()
+        listener = None if has_group else listen_on_loopback()
+        port = listener.getsockname()[1] if listener is not None else 0
         processes, lines = [], []
         for rank in range(world_size):
             ours, theirs = _CONTEXT.Pipe()
             start = _Start(path.resolve(), rank, world_size, per_node or world_size, store, port, probe, arguments)
-            process = _CONTEXT.Process(target=_be_a_rank, args=(start, theirs), daemon=True)
+            given = (start, theirs, listener if rank == 0 else None)
+            process = _CONTEXT.Process(target=_be_a_rank, args=given, daemon=True)
             process.start()
             theirs.close()
             processes.append(process)
             lines.append(ours)
+        if listener is not None:
+            listener.close()  # rank 0 has its own copy
         try:
             return _follow(lines, processes, kill_after_s)
         finally:
@@ -204,20 +209,28 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
     return [{**late, **stuck, **endings}[rank] for rank in range(len(lines))]
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 # --- The side of a rank -----------------------------------------------------------------------------------------------
 
 
-def _be_a_rank(start: _Start, line: Any) -> None:
+def _be_a_rank(start: _Start, line: Any, listener: socket.socket | None) -> None:
     import torch
     import torch.distributed as dist
 
+    from paceline.world.group import stay_on_loopback
+
     torch.set_num_threads(1)
+    stay_on_loopback()
+    if listener is not None:
+        # torch reuses a store's server of the same process and port. By itself it would listen at every address.
+        server = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            start.port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+        assert server.port == start.port
     os.environ.update(
         RANK=str(start.rank),
         WORLD_SIZE=str(start.world_size),
