@@ -7,6 +7,8 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from faults.ride import FLAGS
 from harness.cli import command
 from harness.processes import processes_in, started
@@ -23,6 +25,20 @@ def test_a_run_on_one_machine_listens_at_loopback_only(tmp_path: Path) -> None:
         addresses = listening_addresses(processes_in(tmp_path))
     assert len(addresses) >= 2  # the store, and gloo's
     assert beyond_loopback(addresses) == []
+
+
+@pytest.mark.parametrize(
+    "command_line",
+    [("bench", "--processes=2", "--what=collectives", "--seconds-per-size=0.05"), ("doctor", "--processes=2")],
+)
+def test_ranks_of_other_commands_listen_at_loopback_only(command_line: tuple[str, ...], tmp_path: Path) -> None:
+    """SECURITY.md: the same for the ranks of bench and doctor, looked at from start to end."""
+    seen: set[tuple[str, int]] = set()
+    with started(*command_line, cwd=tmp_path) as run:
+        while run.process.poll() is None:
+            seen.update(listening_addresses(run.ranks()))
+    assert seen  # the store, and gloo's
+    assert beyond_loopback(seen) == []
 
 
 # An attacker on this machine writes a pickle that creates a file, under the keys of torch's dynamic rendezvous.

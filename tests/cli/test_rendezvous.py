@@ -82,8 +82,9 @@ def knock(port: int, stack: ExitStack) -> None:
 def test_several_nodes_without_a_secret_are_refused(tmp_path: Path) -> None:
     """A run on several nodes without a secret ends at once, with what to do."""
     variables = agent_variables(Nodes(2, 0, "127.0.0.1", free_port()))
-    for value in ("", "short"):
-        answer = paceline(*RIDE, cwd=tmp_path, **variables, **({RUN_SECRET: value} if value else {}))
+    bench = ["bench", "--what=collectives", "--processes=1"]
+    for command, value in ((RIDE, ""), (RIDE, "short"), (bench, "")):
+        answer = paceline(*command, cwd=tmp_path, **variables, **({RUN_SECRET: value} if value else {}))
         assert answer.code == 2, answer
         assert RUN_SECRET in answer.err
         assert not (tmp_path / "run").exists()

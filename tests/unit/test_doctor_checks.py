@@ -533,6 +533,7 @@ def test_the_report_keeps_secrets_and_homes_to_itself(monkeypatch: pytest.Monkey
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("PACELINE_API_TOKEN", "tell-nobody")
+    monkeypatch.setenv("PACELINE_RUN_SECRET", "tell-nobody")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "tell-nobody")
     findings = [failed("run folder", "/home/somebody/runs | cannot be written", "chmod")]
     text = report.write_markdown(Examination(findings, ["n1"], 2, "paceline", {"n1": {"at": "/home/somebody/x"}}))

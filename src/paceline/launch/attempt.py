@@ -64,7 +64,7 @@ class Attempts:
     def __init__(self, threads: int) -> None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # read by libraries while they are loaded
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a closed socket is told in our own words
-        self._secret = take_secret()  # before anything inherits the environment
+        self._taken = take_secret()  # before anything inherits the environment
         self._watch: Watch | None = None
         self._is_asked_to_stop = False
         _start_fork_server()
@@ -76,8 +76,7 @@ class Attempts:
             self._watch.stop_all(number)
 
     def run(self, attempt: Attempt) -> AttemptEnd:
-        if attempt.nodes.count > 1 and self._secret is None:
-            read_secret({})  # raises, with what to do
+        secret = read_secret(self._taken) if attempt.nodes.count > 1 else None
         attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
         ranks = _Ranks()
         self._watch = watch = Watch(attempt_dir, attempt.stacks_of, ranks.read_pids)
@@ -86,7 +85,7 @@ class Attempts:
                 attempt.nodes,
                 attempt.number,
                 attempt.processes,
-                self._secret,
+                secret,
                 is_stopped=lambda: self._is_asked_to_stop,
                 on_failure=lambda: _mark(attempt_dir / PEERS_FAILED),
             )

@@ -57,13 +57,9 @@ def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
     return text.encode()
 
 
-def take_secret(environment: MutableMapping[str, str] = os.environ) -> bytes | None:
-    """The same, and out of the environment: ranks, which run other people's code, do not need it. None: not set."""
-    if RUN_SECRET not in environment:
-        return None
-    secret = read_secret(environment)
-    del environment[RUN_SECRET]
-    return secret
+def take_secret(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+    """The variable, out of the environment: ranks, which run other people's code, do not need it. Empty: not set."""
+    return {RUN_SECRET: environment.pop(RUN_SECRET)} if RUN_SECRET in environment else {}
 
 
 def prove_as_client(connection: socket.socket, secret: bytes, context: str, deadline_s: float) -> SessionKeys:
