@@ -201,7 +201,16 @@ def _age_results(run: Path) -> None:
     (run / "results.json").write_text(json.dumps({**results, "best_epoch": results["best_epoch"] + 7}))
 
 
-@pytest.mark.parametrize("damage", [_remove_results, _age_results])
+def _forge_results(run: Path) -> None:
+    """What another person may have written: other types, missing parts, deep nesting."""
+    results = read_results(run)
+    results["test"]["confusion_matrix"] = [[1]]
+    (run / "results.json").write_text(json.dumps(results))
+    (run / "environment.json").write_text("[" * 100_000)
+    (run / "status.json").write_text('{"step": 3, "status": 7}')
+
+
+@pytest.mark.parametrize("damage", [_remove_results, _age_results, _forge_results])
 def test_card_says_what_is_missing(run_folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run_folder, unfinished, symlinks=True)

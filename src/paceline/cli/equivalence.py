@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -16,6 +15,7 @@ from paceline.cli.compare import SHORT_HASH
 from paceline.cli.help import wants_help
 from paceline.config.load import LoadedConfig
 from paceline.config.rules import check_world
+from paceline.config.small_files import read_json_object
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.request import read_request, require_folder
 from paceline.metrics.recorder import read_rows
@@ -214,7 +214,7 @@ def _wait_for_interrupted(child: subprocess.Popen[str]) -> None:
 def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:
     folder = RunFolder(study.folders[size])
     try:
-        results: dict[str, Any] = json.loads(folder.results.read_text(encoding="utf-8"))
+        results = read_json_object(folder.results)
     except (OSError, ValueError) as error:
         raise PacelineError("a run ended without results", where=str(folder.path), got=str(error)) from error
     rows = read_rows(folder.metrics_jsonl)

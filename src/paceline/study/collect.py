@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import statistics
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.config.small_files import read_json_object
 from paceline.errors import UserError
 from paceline.metrics.phases import STEP_PHASES
 from paceline.metrics.recorder import read_rows
@@ -81,7 +81,7 @@ def note_path(folder: Path, cell: Cell) -> Path:
 
 def read_note(folder: Path, cell: Cell) -> dict[str, Any]:
     try:
-        note: dict[str, Any] = json.loads(note_path(folder, cell).read_text(encoding="utf-8"))
+        note = read_json_object(note_path(folder, cell))
     except (OSError, ValueError):
         return {}
     return note
@@ -95,10 +95,10 @@ def collect(folder: Path, spec: StudySpec) -> list[Measured]:
 def measure(folder: Path, cell: Cell) -> Measured:
     run = RunFolder(folder / CELLS / cell.name)
     try:
-        results = json.loads(run.results.read_text(encoding="utf-8"))
+        results = read_json_object(run.results)
         rows = [row for row in read_rows(run.metrics_jsonl) if row["kind"] == "epoch"]
         return _measure(cell, results, rows, read_note(folder, cell), _count_lines(run.failures))
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
         raise UserError("this cell cannot be read", where=str(run.path), got=repr(error), hint="--retry") from error
 
 

@@ -6,12 +6,12 @@ the run - is set to one value for all of them and stated.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import read_json_object
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
 
@@ -92,7 +92,7 @@ def write_spec(folder: Path, spec: StudySpec) -> None:
 def read_spec(folder: Path) -> StudySpec:
     path = folder / STUDY_FILE
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json_object(path)
         tuples = {name: tuple(values[name]) for name in ("flags", "world_sizes", "strategies", "stated")}
         return StudySpec(**{**values, **tuples})
     except FileNotFoundError as error:

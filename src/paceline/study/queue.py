@@ -13,16 +13,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import read_json_value
 from paceline.launch.job import JobSpec
 from paceline.launch.job_record import write_private
 from paceline.launch.slurm import write_array_script
 from paceline.launch.slurm_client import SlurmUnavailable, read_state, submit_script
 from paceline.runs.folder import write_atomically
+from paceline.runs.json_files import Fields, ListOf, fit
 from paceline.study.cells import CellState, open_cells, prepare
 from paceline.study.collect import measure, note_path, state_of
 from paceline.study.grid import StudySpec
 
 JOBS_FILE = "jobs.json"
+_JOBS = ListOf(Fields(required={"job_id": str, "cluster": str, "cells": ListOf(str)}))
 _POLL_S = (2.0, 30.0)  # from short to long: a queue of hours need not be asked every second
 _PATIENCE_S = 600.0  # how long a controller may be away
 
@@ -36,7 +39,7 @@ class ArrayJob:
 
 def read_jobs(folder: Path) -> list[ArrayJob]:
     try:
-        rows = json.loads((folder / JOBS_FILE).read_text(encoding="utf-8"))
+        rows = fit(read_json_value(folder / JOBS_FILE), _JOBS)
     except (OSError, ValueError):
         return []
     return [ArrayJob(row["job_id"], row["cluster"], tuple(row["cells"])) for row in rows]

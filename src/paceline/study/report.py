@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import read_json_object
 from paceline.errors import UserError
 from paceline.report.charts import Chart, Series, Table
 from paceline.report.page import Block, Code, Details, Section, Tile, Tiles, write_page
@@ -285,7 +285,7 @@ def _machine(folder: Path, spec: StudySpec) -> dict[str, Any]:
     for cell in spec.cells():
         path = RunFolder(folder / CELLS / cell.name).environment
         try:
-            found = json.loads(path.read_text(encoding="utf-8"))
+            found = read_json_object(path)
         except (OSError, ValueError):
             continue
         return {key: value for key, value in found.items() if isinstance(value, str | int | float)}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import re
 import shutil
@@ -25,10 +24,12 @@ from torch import Tensor, nn
 
 import paceline
 from paceline.data.augment import Pipeline, build_pipeline
-from paceline.errors import PacelineError, UserError
+from paceline.errors import PacelineError, UserError, printable_line
 from paceline.models.external import first_line
 from paceline.models.registry import build_model
+from paceline.runs.file_shapes import ENVIRONMENT, RESULTS
 from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.runs.json_files import read_object
 from paceline.training.narrate import describe_data
 from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
@@ -312,7 +313,8 @@ def _describe_weights(run: OpenRun) -> str:
 
 def _write_card(folder: RunFolder, run: OpenRun, format_name: str, exported: list[tuple[str, str]]) -> str:
     plan, model = run.rig.plan, run.config.model
-    name, results, environment = folder.path.resolve().name, _results_of(folder, run), _read(folder.environment)
+    name, results = folder.path.resolve().name, _results_of(folder, run)
+    environment = read_object(folder.environment, ENVIRONMENT)
     recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)
     shape = "x".join(map(str, plan.input_shape))
     identity = [
@@ -323,13 +325,13 @@ def _write_card(folder: RunFolder, run: OpenRun, format_name: str, exported: lis
     versions = {key: environment[key] for key in ("paceline", "python") if key in environment}
     versions |= environment.get("packages", {})
     now = f"{datetime.now().astimezone():%Y-%m-%dT%H:%M:%S%z}"
-    git = environment.get("git")
-    changes = "dirty: with uncommitted changes" if git and git["dirty"] else "clean"
+    git = environment.get("git") or {}
+    changes = "dirty: with uncommitted changes" if git.get("dirty") else "clean"
     status = folder.read_status()
     origin = [
-        ("git commit", f"`{git['commit']}`, {changes}" if git else NOT_RECORDED),
+        ("git commit", f"`{git['commit']}`, {changes}" if git.get("commit") else NOT_RECORDED),
         ("trained with", ", ".join(f"{key} {value}" for key, value in versions.items()) or NOT_RECORDED),
-        ("run", f"{status['status']}, {status['updated']}" if status else NOT_RECORDED),
+        ("run", f"{status.get('status')}, {status.get('updated')}" if status else NOT_RECORDED),
         ("exported", f"{now}, paceline {paceline.__version__}, torch {torch.__version__}"),
     ]
     sections = {
@@ -379,22 +381,20 @@ def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
 
 
 def _results_of(folder: RunFolder, run: OpenRun) -> dict[str, Any]:
-    """results.json if it tells of the weights at hand; a run that goes on may have left older ones."""
-    results, state = _read(folder.results), run.checkpoint.state
+    """results.json if it is whole and tells of the weights at hand; a run that goes on may have left older ones."""
+    results, state = read_object(folder.results, RESULTS), run.checkpoint.state
+    test, classes = results.get("test", {}), run.rig.plan.info.num_classes
+    figures = [results.get(key) for key in ("test_accuracy", "test_loss", "steps")]
+    figures += [test.get("samples"), results.get("distributed_training", {}).get("precision")]
+    matrix = test.get("confusion_matrix", [])
+    if None in figures or len(matrix) != classes or any(len(row) != classes for row in matrix):
+        return {}
     keys = ("best_epoch",) if state.get("best_epoch") else ("best_epoch", "steps")
     own = {"best_epoch": state.get("best_epoch"), "steps": run.checkpoint.step}
     return results if all(results.get(key) == own[key] for key in keys) else {}
 
 
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        content: dict[str, Any] = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content
-
-
 def _table(*rows: tuple[str, ...]) -> str:
     """A Markdown table; the first row is its head."""
-    lines = ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows]
+    lines = ["| " + " | ".join(printable_line(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
     return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])
