@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import pytest
 from faults.finished_run import BEFORE, FLAGS, NEWEST
 from faults.ride import FLAGS as RIDE
 from faults.ride import STEPS, faults_struck, outcome, ride_undisturbed
-from harness.cli import environment, paceline
+from harness.cli import command, environment, paceline
 from harness.ranks import make_world
 from harness.runs import QUICK, read_results
 from paceline.checkpoints import store
@@ -253,6 +254,25 @@ def test_an_outage_while_a_killed_rank_is_restarted(tmp_path: Path) -> None:
     assert len(faults_struck(tmp_path / "run")) == 1
     assert outcome(tmp_path / "run") == expected
     assert expected["steps"] == STEPS
+
+
+@pytest.mark.faults
+def test_an_outage_under_torchrun_starts_no_run_at_step_0(run: Path) -> None:
+    """Without our supervisor the ranks decide: all of them end with exit code 4, and nothing changes."""
+    switch = run.parent / "switch"
+    switch.touch()
+    before = {name: found for name, found in snapshot(run).items() if "/step-" in name}
+    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paceline")
+    flags = [*QUICK, *FLAGS, "--output-dir=run", "--resume=auto"]
+    answer = command(
+        *(sys.executable, *launch, "train", "shapes-cnn", *flags), cwd=run.parent, **outage(switch, CHECKPOINTS, 0.3)
+    )
+    assert answer.code != 0
+    assert "checkpoints cannot be read now" in answer.err
+    codes = set(re.findall(r"exitcode\s*: (-?\d+)", answer.err))
+    assert "4" in codes, answer.err
+    assert codes <= {"4", "-15"}, answer.err  # torchrun ends the slower one
+    assert {name: found for name, found in snapshot(run).items() if "/step-" in name} == before
 
 
 def test_all_damaged_ends_with_exit_code_4_and_starts_over_when_asked(run: Path) -> None:

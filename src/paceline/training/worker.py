@@ -114,12 +114,12 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
                 claim_store()
             resume = str(place.resume_from or "")
             answer = {"folder": str(place.folder), "resume_from": resume, "is_restart": place.is_restart}
-        except PacelineError:
-            broadcast_text("{}", world)
+        except PacelineError as error:
+            broadcast_text(json.dumps({"exit_code": error.exit_code}), world)
             raise
     answer = json.loads(broadcast_text(json.dumps(answer), world))
-    if not answer:
-        sys.exit(2)
+    if "exit_code" in answer:
+        sys.exit(answer["exit_code"])
     resume = answer["resume_from"]
     return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, answer["is_restart"])
 
