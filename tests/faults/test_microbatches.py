@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import subprocess
 import sys
@@ -49,6 +50,7 @@ def test_the_ranks_of_all_nodes_take_the_smaller_microbatch(tmp_path: Path, undi
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    secret = secrets.token_hex(32)
     with ExitStack() as stack:
         nodes = []
         for number in range(2):
@@ -57,7 +59,7 @@ def test_the_ranks_of_all_nodes_take_the_smaller_microbatch(tmp_path: Path, undi
             process = subprocess.Popen(
                 [sys.executable, "-m", "paceline", *RIDE, "--processes=1", MEMORY],
                 cwd=tmp_path,
-                env=environment(**variables, PYTHONUNBUFFERED="1"),
+                env=environment(**variables, PYTHONUNBUFFERED="1", PACELINE_RUN_SECRET=secret),
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
