@@ -1,8 +1,9 @@
-"""Every crash point on the way to an object store. The store is fsspec's, in memory: each object is replaced
+"""Every crash point on the way to an object store and back. The store is fsspec's, in memory: each object is replaced
 in one step and durable at once, as in S3."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from harness.crash_points import record_life, try_all
 from harness.power_loss import Crash, kills, power_losses
 from harness.recorded_disk import Recorder
 from harness.run_lives import RunLife, check_rows, check_whole, leftovers_in
-from paceline.checkpoints import mirror
+from paceline.checkpoints import mirror, store
 from paceline.checkpoints.fetch import fetch_run, push
 from paceline.checkpoints.remote import RemoteCheckpoints
 from paceline.runs.folder import RunFolder
@@ -138,3 +139,52 @@ def test_power_loss_during_a_mirror_round_loses_no_checkpoint(disk: Path, capsys
     sending = [crash for crash in power_losses(record) if crash.last("saved")]
     # Each state costs a whole mirror round: every sixteenth is tried, of some hundreds.
     try_all(disk, sending[::16], record, check_store).require_none(at_least=20)
+
+
+# --- From the store
+
+
+def fetch(run: Path, recorder: Recorder) -> None:
+    fetch_run(open_store(URL, "here"), RunFolder(run), "", ignore)
+    recorder.mark("fetched", 2)
+
+
+def stored_run(run: Path) -> None:
+    """The store has steps 1 (the best) and 2; this machine has nothing."""
+    mirrored_run(run)
+    shutil.rmtree(run)
+
+
+def stored_run_and_an_old_copy(run: Path) -> None:
+    """The store has steps 1 and 2; this machine has step 1 only."""
+    mirrored_run(run)
+    shutil.rmtree(run / "checkpoints" / "step-00000002")
+    store.point(run / "checkpoints", "latest", run / "checkpoints" / "step-00000001")
+    rows = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text(rows[0])
+
+
+def check_fetch(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
+    """Fetched again, everything is there."""
+    if run.is_dir():
+        check_whole(RunFolder(run))
+    fetch_run(open_store(URL, "here"), RunFolder(run), "", ignore)  # as every start does
+    life = RunLife(run)
+    assert life.step == 2
+    assert life.best_step == 1
+    assert check_whole(life.folder) == {1, 2}
+    check_rows(life.folder, 2)
+    assert leftovers_in(life.folder) == []
+    life.close()
+
+
+@pytest.mark.parametrize("before", [stored_run, stored_run_and_an_old_copy])
+@pytest.mark.parametrize("crashes", [kills, power_losses])
+def test_no_crash_point_of_a_fetch_leaves_half_a_run(
+    disk: Path, before: Any, crashes: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The next start fetches what is missing: checkpoints, the best one and the metrics before them."""
+    record = record_life(disk, fetch, before)
+    states = list(crashes(record))
+    step = 1 if crashes is kills else 3  # of the power losses every third: each costs a fetch and a restart
+    try_all(disk, states[::step], record, check_fetch).require_none(at_least=15)
