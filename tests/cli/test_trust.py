@@ -13,6 +13,7 @@ import pytest
 import paceline
 from harness.cli import Answer, command
 from harness.cli import paceline as run_command
+from paceline.cli.main import main
 from paceline.config.code import code_references
 from paceline.config.load import load_config, to_yaml
 from paceline.config.schema import Config
@@ -88,29 +89,37 @@ def commands(home: Path) -> list[list[str]]:
     ]
 
 
-def test_a_run_folder_of_another_person_executes_nothing(foreign: Path) -> None:
+def test_a_run_folder_of_another_person_executes_nothing(
+    foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Every command refuses with one screen that names the file; nothing of it is imported."""
+    monkeypatch.chdir(foreign)
+    monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
     for words in commands(foreign):
-        answer = run_command(*words, cwd=foreign, **state(foreign))
-        assert answer.code == USER, (words, answer.err)
-        assert f"{foreign}/run/functions.py" in answer.err
-        assert "--trust-code" in answer.err
+        assert main(words) == USER, (words, capsys.readouterr().err)
+        screen = capsys.readouterr().err
+        assert f"{foreign}/run/functions.py" in screen
+        assert "--trust-code" in screen
         assert not (foreign / "executed").exists(), words
 
 
-def test_trust_code_allows_it(foreign: Path) -> None:
+def test_trust_code_allows_it(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --trust-code the code is executed."""
-    for words in commands(foreign)[1:2]:
-        answer = run_command(*words, "--trust-code", cwd=foreign, **state(foreign))
-        assert answer.code == 0, (words, answer.err)
-    assert (foreign / "executed").exists()
+    monkeypatch.chdir(foreign)
+    monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
+    for words in commands(foreign)[:3]:
+        (foreign / "executed").unlink(missing_ok=True)
+        assert main([*words, "--trust-code"]) == 0, words
+        assert (foreign / "executed").exists(), words
+        assert TRUST_VARIABLE not in os.environ
 
 
-def test_own_runs_are_trusted_also_where_they_were_moved_to(mine: Path) -> None:
+def test_own_runs_are_trusted_also_where_they_were_moved_to(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The user who trained a run evaluates it without a word."""
-    for words in commands(mine)[:1]:
-        answer = run_command(*words, cwd=mine, **state(mine))
-        assert answer.code == 0, (words, answer.err)
+    monkeypatch.chdir(mine)
+    monkeypatch.setenv("PACELINE_STATE", str(mine / "state"))
+    for words in commands(mine)[:3]:
+        assert main(words) == 0, words
 
 
 def test_changed_code_is_not_trusted(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
