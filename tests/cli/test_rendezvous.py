@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,35 @@ def test_ranks_follow_the_number_of_the_node(tmp_path: Path) -> None:
         meeting.close()
     assert {own: (part.first_rank, part.world_size) for own, part in parts.items()} == {0: (0, 6), 1: (1, 6), 2: (3, 6)}
     assert {part.store_port for part in parts.values()} == {port_of(parts[0])}
+
+
+def test_a_node_whose_ranks_have_failed_is_heard_of_by_all_others() -> None:
+    """Nobody waits at the roll call for ranks that will not come."""
+    port, secret = free_port(), create_secret().encode()
+    heard = [threading.Event() for _ in range(3)]
+    meetings = [open_meeting(replace(request(own, port, secret), on_failure=heard[own].set)) for own in range(3)]
+    parts: dict[int, Assignment] = {}
+    threads = [
+        threading.Thread(target=lambda own=own: parts.update({own: meetings[own].join()}), daemon=True)
+        for own in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    meetings[2].announce_failure()
+    assert heard[0].wait(10)
+    assert heard[1].wait(10)
+    assert not heard[2].is_set()
+    heard[0].clear()
+    heard[1].clear()
+    meetings[0].announce_failure()
+    assert heard[1].wait(10)
+    assert heard[2].wait(10)
+    assert not heard[0].is_set()
+    for meeting in meetings:
+        meeting.close()
+    assert port_of(parts[0]) == parts[1].store_port
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import socket
+
 import pytest
 
 from paceline.config.schema import ParallelConfig
@@ -69,3 +72,33 @@ def test_an_agent_is_told_its_place_among_the_nodes() -> None:
     for text in ("", "2/2@host:1", "0/2@:1", "0/2@host", "a/2@host:1"):
         with pytest.raises(UserError, match="PACELINE_AGENT cannot be read"):
             read_nodes({"PACELINE_START": "agent", "PACELINE_AGENT": text})
+
+
+def test_ranks_of_one_machine_use_its_loopback_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo and NCCL listen where these variables say; without them, at the address of the host's name."""
+    from paceline.world.group import stay_on_loopback
+    from paceline.world.peers import loopback_interface
+
+    name = loopback_interface()
+    assert name in {interface for _, interface in socket.if_nameindex()}
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "ib0")
+    stay_on_loopback()
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]) == (name, "ib0")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_on_one_node"),
+    [
+        ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, True),
+        ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, False),
+        ({"LOCAL_WORLD_SIZE": None, "WORLD_SIZE": "4"}, False),  # nobody said it: the others may be elsewhere
+    ],
+)
+def test_one_node_must_be_known_for_sure(change: dict[str, str | None], is_on_one_node: bool) -> None:
+    """Ranks that are wrongly taken for neighbours would not reach each other at loopback."""
+    variables = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
+    variables |= {name: value for name, value in change.items() if value is not None}
+    environment = read_rank_environment(variables)
+    assert environment is not None
+    assert environment.is_on_one_node is is_on_one_node

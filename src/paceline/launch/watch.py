@@ -127,7 +127,9 @@ class Watch:
             sight.words = read_last_words(self._attempt_dir, rank)
             # From the second step on: before, a rank's memory grows by right.
             if wants_memory and sight.is_alive and sight.beat is not None and sight.beat.step > 1:
-                sight.memory_mb.append(_resident_mb(pid))
+                memory_mb = _resident_mb(pid)
+                if memory_mb > 0:  # a process that exits has released its memory a moment before it counts as ended
+                    sight.memory_mb.append(memory_mb)
         if wants_memory:
             self._memory_at = now
         stopped = [sight.rank for sight in self.ranks.values() if sight.is_alive and sight.is_stopped]
