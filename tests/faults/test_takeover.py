@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from faults.ride import FLAGS, outcome, ride_undisturbed
-from harness.cli import paceline
+from harness.cli import environment, paceline
 from harness.processes import Started, processes_in, started
 from harness.runs import read_results
+from paceline.errors import EXIT_INTERRUPTED
 
 pytestmark = pytest.mark.faults
 
@@ -45,7 +48,7 @@ def test_a_start_after_a_killed_one_waits_for_the_last_save_of_its_ranks(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
     """The orphans save at their next step while they still own the run. The new start goes on from there, alone."""
-    with killed_supervisor(tmp_path, "--inject=slow rank=1 step=13 seconds=4") as ranks:
+    with killed_supervisor(tmp_path, "--inject=slow rank=1 step=13 seconds=7") as ranks:
         assert set(ranks) <= set(processes_in(tmp_path))  # the fault fired: they are there
         answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
         assert answer.code == 0, answer
@@ -53,7 +56,6 @@ def test_a_start_after_a_killed_one_waits_for_the_last_save_of_its_ranks(
     resumed = re.search(r"^resumed   at step (\d+) ", answer.out, re.MULTILINE)
     assert resumed is not None, answer.out
     assert int(resumed[1]) in (13, 14)  # the checkpoint before is of step 10
-    assert "of the previous owner have saved" in answer.err
     assert outcome(tmp_path / "run") == undisturbed
 
 
@@ -68,6 +70,28 @@ def test_ranks_that_stand_still_are_ended_by_the_next_start(tmp_path: Path, undi
     assert "resumed   at step 10" in answer.out, answer.out
     assert outcome(tmp_path / "run") == undisturbed
     assert read_results(tmp_path / "run")["status"] == "finished"
+
+
+def test_an_interrupt_ends_a_start_that_waits_for_orphans(tmp_path: Path) -> None:
+    """It owns nothing yet: the orphans and their owner's words stay as they are."""
+    with killed_supervisor(tmp_path, "--inject=hang rank=1 step=13") as ranks:
+        for rank in ranks:
+            os.kill(rank, signal.SIGSTOP)
+        words = (tmp_path / "run" / "run.lock").read_text()
+        with subprocess.Popen(
+            [sys.executable, "-m", "paceline", *FLAGS, "--resume=auto"],
+            cwd=tmp_path,
+            env=environment(),
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        ) as second:
+            assert second.stderr is not None
+            assert "of the previous owner" in second.stderr.readline()
+            os.kill(second.pid, signal.SIGINT)
+            assert second.wait(9) == EXIT_INTERRUPTED
+        assert (tmp_path / "run" / "run.lock").read_text() == words
+        assert set(ranks) <= set(processes_in(tmp_path))
 
 
 def test_a_second_start_during_a_long_save_of_orphans_loses_no_checkpoint(

@@ -28,6 +28,7 @@ from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.screen import erase_live_line, fit_to
 from paceline.report.run_page import write_run_page
 from paceline.runs.folder import RunFolder
+from paceline.runs.machine import Machine
 from paceline.runs.members import OWNER_ID, drop_dead_members
 from paceline.runs.patience import UnreadableNow
 from paceline.world.detect import Nodes
@@ -50,6 +51,18 @@ class Job:
     nodes: Nodes
     accumulate: int
     samples_to_cut: Callable[[int], int]  # into microbatches, on this many local ranks
+
+
+class _InterruptibleMachine(Machine):
+    """A start that waits for the ranks of an earlier one ends at Ctrl-C."""
+
+    def __init__(self, is_interrupted: Callable[[], bool]) -> None:
+        self._is_interrupted = is_interrupted
+
+    def sleep(self, seconds: float) -> None:
+        if self._is_interrupted():
+            raise KeyboardInterrupt
+        super().sleep(seconds)
 
 
 class Supervisor:
@@ -104,7 +117,8 @@ class Supervisor:
     def _owning(self) -> Iterator[None]:
         """The folder, and its mirror in a store if it has one. After Ctrl-C nobody waits for a store."""
         folder = self._job.folder
-        with folder.owned(self._lose) as owner:
+        machine = _InterruptibleMachine(lambda: self._stop is signal.SIGINT)
+        with folder.owned(self._lose, machine) as owner:
             self._owner_id = owner.id
             with mirrored(folder, gives_up=lambda: self._stop is signal.SIGINT):
                 yield

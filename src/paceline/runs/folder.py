@@ -29,7 +29,7 @@ from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
 from paceline.runs.file_shapes import ENVIRONMENT, MIRROR, STATUS
 from paceline.runs.json_files import read_object
-from paceline.runs.machine import THIS_MACHINE
+from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.runs.members import Member
 from paceline.runs.owner import LOCK
 from paceline.runs.patience import names_in, read_patiently
@@ -246,15 +246,17 @@ class RunFolder:
         return {"mirror": says} if says else {}
 
     @contextmanager
-    def owned(self, on_lost: Callable[[OwnerLost], None] | None = None) -> Iterator[Member]:
+    def owned(
+        self, on_lost: Callable[[OwnerLost], None] | None = None, machine: Machine = THIS_MACHINE
+    ) -> Iterator[Member]:
         """Hold the folder; a second owner is refused. The lock dies with its process.
 
         on_lost: called, in another thread, if another host takes the folder over all the same.
         """
         before = self.member
-        with lock.owned(self.lock) as owner_id:
+        with lock.owned(self.lock, machine) as owner_id:
             remove_drafts(self.path)
-            self.member = member = Member(self.path, owner_id, on_lost)
+            self.member = member = Member(self.path, owner_id, on_lost, machine)
             try:
                 member.join()
                 yield member
