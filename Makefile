@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 RECIPE ?= shapes-cnn
+FAULTS ?= 100
 ARGS ?=
 # For example PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a CPU-only torch.
 PIP_ARGS ?=
@@ -34,7 +35,7 @@ help:
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
 	@echo "make test-fuzz   read ten thousand damaged files of every format: only our own errors may appear"
-	@echo "make soak        ten minutes of random faults against one run (twice that with the undisturbed one)"
+	@echo "make soak        random faults against one run, which must end with the bits of an undisturbed one (FAULTS=100)"
 	@echo "make bench-cpu   Paceline beside DDP by hand, Lightning and Accelerate on two CPU ranks (minutes), in .venv-bench"
 	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
 	@echo "make test-browser  look at the pages in a real Chromium (make browser-install)"
@@ -135,7 +136,7 @@ test-course: setup
 	$(BIN)/python -m pytest -m "course" tests/course -n 2 $(ARGS)
 
 soak: setup
-	$(BIN)/python benchmarks/reliability.py soak $(ARGS)
+	$(BIN)/python benchmarks/soak.py --faults $(FAULTS) $(ARGS)
 
 bench-cpu: $(BENCH_READY)
 	$(BENCH_BIN)/python benchmarks/cpu.py $(ARGS)

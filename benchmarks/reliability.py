@@ -1,7 +1,6 @@
-"""How a run survives: kills at random moments, a soak of random faults, and what the guards cost.
+"""How a run survives kills at random moments, and what the guards cost. benchmarks/soak.py mixes all faults.
 
     python benchmarks/reliability.py kills --runs 100     kill -9 of a random rank at a random moment, run after run
-    python benchmarks/reliability.py soak --minutes 10    a random fault every 8 to 15 s while one run goes on
     python benchmarks/reliability.py guards               the guards' share of a step, measured side by side
 
 Every disturbed run must end with the weights of the undisturbed one, bit for bit. Linux only: processes are found
@@ -31,23 +30,18 @@ from paceline.runs.process_handle import ProcessHandle
 
 WORK = ["shapes-cnn", "--global-batch-size=64", "--log-frequency=1", "--track", "--processes=2", "--output-dir=run"]
 SMALL = [*WORK, "--num-samples=1480", "--epochs=2", "--save-steps=5"]  # forty steps
-HANG_S = 4
-SUSPENDED_S = 1.5 * HANG_S
 _STEP = re.compile(r"^step (\d+)/(\d+)")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["kills", "soak", "guards"])
+    parser.add_argument("what", choices=["kills", "guards"])
     parser.add_argument("--runs", type=int, default=100)
-    parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     if options.what == "kills":
         lines, is_good = measure_kills(options.runs, options.seed)
-    elif options.what == "soak":
-        lines, is_good = measure_soak(options.minutes, options.seed)
     else:
         lines, is_good = measure_guards()
     command = f"python benchmarks/reliability.py {' '.join(sys.argv[1:])}"
@@ -187,104 +181,6 @@ def measure_kills(runs: int, seed: int) -> tuple[list[str], bool]:
 def quantile(values: list[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-# --- The soak ---------------------------------------------------------------------------------------------------------
-
-FAULTS = {
-    "kill -9 of a rank": "kill",
-    "SIGTERM to the launcher, then started again": "stop",
-    "kill -9 of everything, then started again": "crash",
-    "a rank is suspended (SIGSTOP, then SIGCONT)": "suspend",
-    "kill -9 of the launcher, then started again": "orphan",
-}
-
-
-def measure_soak(minutes: float, seed: int) -> tuple[list[str], bool]:
-    draw = random.Random(seed)
-    epochs = max(1, round(minutes * 60 * 0.55 / 4.5))
-    # Few samples: making them anew would be most of what a restart takes.
-    flags = [*WORK, "--num-samples=7120", f"--epochs={epochs}", "--save-steps=25", f"--hang-timeout={HANG_S}"]
-    flags += ["--max-restarts=1000", "--resume=auto"]
-    print(f"undisturbed first: {epochs} epochs of 100 steps", flush=True)
-    expected, needed_s = ride_undisturbed(flags)
-    print(f"undisturbed: {needed_s:.0f} s; now with faults", flush=True)
-    recoveries: dict[str, list[float]] = {name: [] for name in FAULTS}
-    struck = dict.fromkeys(FAULTS, 0)
-    with tempfile.TemporaryDirectory() as folder:
-        run = Disturbed(Path(folder), flags)
-        began = time.monotonic()
-        run.start()
-        while True:
-            run.listen(draw.uniform(8, 15))
-            if run.process.poll() is not None:
-                break
-            name = draw.choice(list(FAULTS))
-            moment = time.monotonic()
-            if not strike(FAULTS[name], run, draw):
-                continue
-            struck[name] += 1
-            if FAULTS[name] in ("stop", "crash", "orphan"):
-                run.start()
-            while run.next_step_after(moment) is None and run.process.poll() is None:
-                run.listen(0.05)
-            recovery = run.next_step_after(moment)
-            if recovery is not None:
-                recoveries[name].append(recovery)
-        wall_s = time.monotonic() - began
-        is_right = run.process.returncode == 0 and run.result() == expected
-        if run.process.returncode:
-            print("".join(line for _, line in run.lines[-40:]))
-    everything = [value for values in recoveries.values() for value in values]
-    lines = ["| fault | injected | next step after, p50 | p95 |", "|---|---|---|---|"]
-    for name, values in [*recoveries.items(), ("all", everything)]:
-        times = f"{statistics.median(values):.2f} s | {quantile(values, 0.95):.2f} s" if values else "- | -"
-        lines.append(f"| {name} | {struck.get(name, sum(struck.values()))} | {times} |")
-    lines += [
-        "",
-        f"{sum(struck.values())} faults in {wall_s:.0f} s; undisturbed the same steps take {needed_s:.0f} s: goodput "
-        f"{needed_s / wall_s:.2f}. The final weights {'equal' if is_right else 'DIFFER FROM'} the undisturbed run's, "
-        "bit for bit.",
-        f"A suspended rank is stopped for {SUSPENDED_S:g} s (--hang-timeout is {HANG_S} s), which its times include.",
-    ]
-    return lines, is_right
-
-
-def strike(kind: str, run: Disturbed, draw: random.Random) -> bool:
-    """Do it; False when there was nothing to do it to."""
-    ranks = run.ranks()
-    if len(ranks) < 2 or run.process.poll() is not None:
-        return False
-    if kind == "kill":
-        os.kill(draw.choice(ranks), signal.SIGKILL)
-    elif kind == "suspend":
-        rank = ProcessHandle(draw.choice(ranks))
-        rank.send(signal.SIGSTOP)
-        threading.Timer(SUSPENDED_S, rank.send, (signal.SIGCONT,)).start()
-    elif kind == "stop":
-        run.process.terminate()
-        wait_for_end(run)
-    elif kind == "orphan":
-        run.process.kill()
-        wait_for_end(run)
-        while any(is_alive(pid) for pid in ranks):  # they save and leave by themselves
-            time.sleep(0.01)
-    else:
-        os.killpg(run.process.pid, signal.SIGKILL)
-        wait_for_end(run)
-    return True
-
-
-def wait_for_end(run: Disturbed) -> None:
-    while run.process.poll() is None:
-        run.listen(0.05)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 # --- What the guards cost ---------------------------------------------------------------------------------------------
