@@ -20,13 +20,10 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-
-from paceline.runs.process_handle import ProcessHandle
 
 WORK = ["shapes-cnn", "--global-batch-size=64", "--log-frequency=1", "--track", "--processes=2", "--output-dir=run"]
 SMALL = [*WORK, "--num-samples=1480", "--epochs=2", "--save-steps=5"]  # forty steps

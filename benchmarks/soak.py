@@ -11,10 +11,12 @@ needs root or user namespaces. Prints a table; `--output FILE` also writes it, w
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import os
 import pty
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -41,6 +43,7 @@ RECOVERY_LIMIT_S = 120.0
 POLL_S = 0.02
 EXIT_STOPPED = 75
 IN_NAMESPACE = "SOAK_NAMESPACE"
+OUTAGE = Path(__file__).parents[1] / "tests" / "faults" / "outage"  # loaded by every process of the run
 PROMISES = (
     "The final weights are equal to the undisturbed run's, bit for bit; every logged step is in metrics.jsonl once; no "
     "checkpoint was set aside as damaged; the store holds the newest checkpoint."
@@ -109,14 +112,14 @@ class Run:
 
     def start(self) -> None:
         self.launches += 1
-        outage = {"SOAK_OUTAGE": str(self.switch), "SOAK_DISK": str(self.disk)}
-        path = {"PYTHONPATH": str(Path(__file__).parent / "soak_outage")}
+        settings = {"switch": str(self.switch), "errno": errno.ETIMEDOUT, "match": f"{re.escape(str(self.disk))}/.*"}
+        outage = {"PYTHONPATH": str(OUTAGE), "OUTAGE": json.dumps(settings)}
         master, terminal = pty.openpty()
         self.process = subprocess.Popen(
             # A session of its own on this terminal: closing the terminal then sends SIGHUP.
             ["setsid", "-c", sys.executable, "-m", "paceline", "train", *self.flags],
             cwd=self.disk,
-            env={**os.environ, **outage, **path, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"},
+            env={**os.environ, **outage, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"},
             stdin=terminal,
             stdout=terminal,
             stderr=terminal,

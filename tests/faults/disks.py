@@ -59,7 +59,7 @@ def train_while(disk: Path, happens: Callable[[], object]) -> dict[str, object]:
         subprocess.Popen(
             [sys.executable, "-m", "paceline", *TRAIN],
             cwd=disk,
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, "PYTHONUNBUFFERED": "1", "PACELINE_STORAGE_PATIENCE_S": "0"},
             text=True,
             stdout=subprocess.PIPE,
             stderr=stderr,

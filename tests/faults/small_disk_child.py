@@ -31,6 +31,7 @@ from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention
 from paceline.errors import PacelineError
 from paceline.metrics.recorder import Recorder, read_rows
+from paceline.runs.patience import PATIENCE
 
 FLAGS = ("--save-steps=3", "--keep-last=1", "--no-async-save")
 MB = 2**20
@@ -167,6 +168,7 @@ SCENARIOS = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    os.environ[PATIENCE] = "0"  # the third failure in a row ends a run
     stories = {scenario.__name__: scenario(Path(sys.argv[1]) / scenario.__name__) for scenario in SCENARIOS}
     sys.stdout.write(json.dumps(stories))
     sys.stdout.flush()

@@ -83,9 +83,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_checkpoints(stories: 
     assert story["weights"] == undisturbed["weights"]  # steps lost: 0
     lines = [line for line in story["out"].splitlines() if line.startswith(("warning: ", "note: "))]
     failed = [line for line in lines if "a checkpoint could not be saved" in line]
-    assert [line.partition(": no room for 5 MB ")[2] for line in failed] == [
-        *("(failure 1 of 3 in a row)", "(failure 2 of 3 in a row)"),
-    ]
+    assert ["failure 1 in a row" in failed[0], "failure 2 in a row" in failed[1], len(failed)] == [True, True, 2]
     # Once, and once when it is over. The status is written four times a second, and may have missed it all.
     for name, times in (("metrics.jsonl", {1}), ("status.json", {0, 1})):
         told = sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines)
@@ -135,7 +133,7 @@ def test_a_quota_by_rlimit_fsize_at_half_of_a_file_keeps_nothing_of_it(
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         if step == 2:
-            assert f"could not be saved: {os.strerror(errno.EFBIG)} (failure 1 of 3" in caplog.text
+            assert f"could not be saved: {os.strerror(errno.EFBIG)} (failure 1 in a row" in caplog.text
             assert [step_of(path) for path in step_folders(tmp_path)] == [1]
             assert not list(tmp_path.glob(".tmp-*"))
     assert [step_of(path) for path in step_folders(tmp_path)] == [3]

@@ -17,7 +17,8 @@ from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.payload import PayloadReader, Piece, write_pieces
 from paceline.checkpoints.store import Retention
 from paceline.checkpoints.tiling import Box
-from paceline.errors import CheckpointError
+from paceline.errors import EXIT_CHECKPOINT, CheckpointError
+from paceline.runs.patience import PATIENCE
 from paceline.world.detect import World
 
 
@@ -97,6 +98,7 @@ def fail_to_write(*_: object) -> None:
 def test_a_failed_save_is_a_warning_and_three_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_async: bool
 ) -> None:
+    monkeypatch.setenv(PATIENCE, "0")
     manager = open_manager(tmp_path, is_async=is_async)
     save(manager, 1)
     manager.wait()
@@ -111,6 +113,47 @@ def test_a_failed_save_is_a_warning_and_three_end_the_run(
     assert [record.message.count("could not be saved") for record in caplog.records] == [1, 1, 1]
     assert steps_in(tmp_path) == [1]
     assert not list(tmp_path.glob(".tmp-*"))
+
+
+def test_a_short_outage_does_not_end_a_run_that_saves_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many failures within the time that storage may fail are warnings."""
+    monkeypatch.setenv(PATIENCE, "60")
+    manager = open_manager(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(manager_module, "write_pieces", fail_to_write)
+        for step in range(1, 20):
+            save(manager, step)
+    save(manager, 20)
+    assert steps_in(tmp_path) == [20]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_the_last_save_is_repeated_until_it_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
+) -> None:
+    """A run does not end as finished while its last checkpoint is missing."""
+    write, calls = manager_module.write_pieces, []
+
+    def fail_twice(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return fail_to_write() if len(calls) <= 2 else write(*arguments)
+
+    manager = open_manager(tmp_path, is_async=is_async)
+    monkeypatch.setattr(manager_module, "write_pieces", fail_twice)
+    save(manager, 7)
+    manager.finish()
+    assert (steps_in(tmp_path), manager.saved_step) == ([7], 7)
+
+
+def test_a_last_save_that_cannot_be_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the time that storage may fail, the exit code is 4, not 0."""
+    monkeypatch.setenv(PATIENCE, "0")
+    manager = open_manager(tmp_path)
+    monkeypatch.setattr(manager_module, "write_pieces", fail_to_write)
+    save(manager, 7)
+    with pytest.raises(CheckpointError) as caught:
+        manager.finish()
+    assert caught.value.exit_code == EXIT_CHECKPOINT
 
 
 def test_a_good_save_forgives_the_failures_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

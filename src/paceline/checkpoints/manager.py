@@ -3,8 +3,8 @@
 The loop waits only until the tensors are copied out of the device; a thread writes, seals, commits and verifies them.
 At most one save is in flight. Under FSDP every rank writes its own slices and leaves a note when they are on disk;
 the primary waits for all notes before it commits. A save that fails is a loud warning and the run goes on with the
-checkpoint before; three in a row end it, and so does a folder that is gone. Storage that only stumbles gets a second
-try. Times are of a monotonic clock.
+checkpoint before. The run ends when three in a row failed and saves have failed for longer than storage may, or when
+its folder is gone. The last save of a run is repeated until then. Times are of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import checkpoints_of, choose_checkpoint, decided_by_primary
 from paceline.errors import CheckpointError, OwnerLost
-from paceline.parallel.collectives import wait_for_all
+from paceline.parallel.collectives import is_true_on_any, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
-from paceline.runs.patience import UnreadableNow, read_patiently
+from paceline.runs.patience import UnreadableNow, patience_s, read_patiently
 from paceline.world.detect import World
 from paceline.world.running_clock import RunningClock
 
 _log = logging.getLogger("paceline")
-MOST_FAILURES_IN_A_ROW = 3
+FEWEST_FAILURES = 3  # in a row, before a run ends
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0  # before the last save is repeated
 _PEERS_TIMEOUT_S = 600.0
 _POLL_S = 0.02
 _SPARE_BYTES = 2**20
@@ -67,6 +68,8 @@ class CheckpointManager:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
+        self._failing_since_s = 0.0
+        self._repeat: Callable[[], None] | None = None  # writes the last save once more, from memory
         self._require_owner = require_owner  # raises OwnerLost: this process may write nothing more
         self.before_write: Callable[[int], None] | None = None  # told the step: where a rehearsed fault comes in
         self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
@@ -180,14 +183,20 @@ class CheckpointManager:
             torch.cuda.current_stream().synchronize()
         if self._world.is_primary and self._failures_in_a_row:
             # Another rank may have gone on writing after the primary had given up and cleared away.
-            store.remove_leftovers(self._folder, except_for=store.temporary_folder(self._folder, about["step"]))
-        arguments = (pieces, json.dumps(state, indent=1).encode(), about, is_best, started)
+            self._remove_leftovers(except_for=store.temporary_folder(self._folder, about["step"]))
+        write = partial(self._write, pieces, json.dumps(state, indent=1).encode(), about, is_best, started)
+        self._repeat = write
         if self._is_async:
-            self._thread = threading.Thread(target=self._write, args=arguments, name="checkpoint-writer")
+            self._thread = threading.Thread(target=write, name="checkpoint-writer")
             self._thread.start()
         else:
-            self._write(*arguments)
+            write()
             self._settle()
+
+    def _remove_leftovers(self, except_for: Path | None = None) -> None:
+        """Of saves that failed. Where the storage still does not answer, the next save removes them."""
+        with suppress(OSError, UnreadableNow):
+            store.remove_leftovers(self._folder, except_for=except_for)
 
     def _settle(self) -> None:
         if self._thread is not None:
@@ -200,22 +209,37 @@ class CheckpointManager:
             raise failure
         if isinstance(failure, OSError) and is_lost(self._folder, failure):
             raise lost_folder(self._folder, failure) from failure
+        now = time.monotonic()
+        self._failing_since_s = self._failing_since_s if self._failures_in_a_row else now
         self._failures_in_a_row += 1
         reason = getattr(failure, "strerror", None) or str(failure)
-        count = f"{self._failures_in_a_row} of {MOST_FAILURES_IN_A_ROW}"
-        _log.warning("warning: a checkpoint could not be saved: %s (failure %s in a row)", reason, count)
-        if self._failures_in_a_row >= MOST_FAILURES_IN_A_ROW:
+        failing_s = now - self._failing_since_s
+        _log.warning(
+            "warning: a checkpoint could not be saved: %s (failure %d in a row, over %.0f s)",
+            *(reason, self._failures_in_a_row, failing_s),
+        )
+        if self._failures_in_a_row >= FEWEST_FAILURES and failing_s >= patience_s():
             raise CheckpointError(
-                f"{MOST_FAILURES_IN_A_ROW} checkpoints in a row could not be saved",
+                f"{self._failures_in_a_row} checkpoints in a row could not be saved",
                 where=str(self._folder),
                 got=reason,
                 hint="the newest checkpoint there is whole; make room, then --resume auto",
             ) from failure
 
     def finish(self) -> None:
-        """The last save is committed, and every rank knows it. Collective."""
+        """The last save is committed, and every rank knows it. One that failed is repeated. Collective."""
         self.wait()
-        wait_for_all(self._world)
+        pause_s = _FIRST_PAUSE_S
+        while is_true_on_any(self._failures_in_a_row > 0, self._world):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if self._world.is_primary:
+                # A rank may have left its note after the primary had given up: it must not count for this try.
+                self._remove_leftovers()
+            wait_for_all(self._world)
+            if self._repeat is not None:
+                self._repeat()
+            self.wait()
 
     def best(self) -> store.Checkpoint | None:
         """The best checkpoint, or the newest whole one should that be damaged; None before a best. Collective."""

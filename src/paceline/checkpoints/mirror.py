@@ -31,6 +31,7 @@ from paceline.errors import OwnerLost
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
 from paceline.runs.owner import LOCK, OWNER_FILE
+from paceline.runs.patience import UnreadableNow
 from paceline.runs.stores import Store, StoreTrouble, open_store
 from paceline.world.running_clock import RunningClock
 
@@ -188,6 +189,13 @@ class Mirror:
         missing = [path for path in paths if seals[path][1] and seals[path] not in arrived]
         return sorted(missing, key=lambda path: (path != newest, path != best, -step_of(path)))
 
+    def _missing_or_none(self) -> list[Path]:
+        """For a message: the disk may be what fails."""
+        try:
+            return self._missing()
+        except (OSError, UnreadableNow):
+            return []
+
     def _send(self, remote: RemoteCheckpoints, path: Path) -> None:
         seal = _seal_of(path)
         is_newest = path == next(iter(step_folders(self._folder.checkpoints)), None)
@@ -275,7 +283,7 @@ class Mirror:
     def _stumble(self, error: Exception) -> None:
         self._trouble = " ".join(str(error).split()) or type(error).__name__
         self._since = self._since or _now()
-        self._say_behind(self._missing())
+        self._say_behind(self._missing_or_none())
         if not self._is_told and not self._is_closing.is_set():
             self._is_told = True
             _tell(f"warning: {self._note.url} is behind: {self._trouble}; training goes on, and it is tried again")
@@ -303,7 +311,7 @@ class Mirror:
         return f", checkpoints up to step {step_of(Path(newest))}" if newest else ""
 
     def _tell_behind(self) -> None:
-        missing = self._missing()
+        missing = self._missing_or_none()
         self._say_behind(missing)
         with suppress(OSError):
             self._folder.tell_mirror()

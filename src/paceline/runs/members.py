@@ -116,10 +116,10 @@ def read_members(folder: Path) -> dict[Path, Owner | None]:
 
 def drop_dead_members(folder: Path, machine: Machine = THIS_MACHINE) -> None:
     """Remove the records of this machine's processes that have ended. Killed ones could not do it."""
-    for path, member in read_members(folder).items():
-        if member is not None and member.is_visible_on(machine) and member.is_dead_on(machine):
-            path.unlink(missing_ok=True)
-    with suppress(OSError):
+    with suppress(OSError):  # the folder may be read-only by now; the next owner sees that they are dead
+        for path, member in read_members(folder).items():
+            if member is not None and member.is_visible_on(machine) and member.is_dead_on(machine):
+                path.unlink(missing_ok=True)
         (folder / MEMBERS).rmdir()
 
 

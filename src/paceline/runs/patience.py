@@ -1,4 +1,4 @@
-"""Reads from storage that may not answer for a while: repeated for a limited time, then ended with exit code 4.
+"""Storage that may not answer for a while: reads are repeated for a limited time, then they end with exit code 4.
 
 An error of the storage says nothing about the bytes. It is never a reason to rename or delete a checkpoint, to take an
 older one, or to start a run at step 0. Only bytes that were read and are wrong are damage.
@@ -16,7 +16,7 @@ from typing import TypeVar
 from paceline.errors import CheckpointError
 
 _log = logging.getLogger("paceline")
-PATIENCE = "PACELINE_READ_PATIENCE_S"
+PATIENCE = "PACELINE_STORAGE_PATIENCE_S"
 _PATIENCE_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
 _T = TypeVar("_T")
@@ -34,9 +34,14 @@ class UnreadableNow(CheckpointError):
         )
 
 
+def patience_s() -> float:
+    """How long storage may fail before the run ends."""
+    return float(os.environ.get(PATIENCE, _PATIENCE_S))
+
+
 def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
     """Repeat a read until it works or the time is up; then raise UnreadableNow. A missing file is not repeated."""
-    limit_s = float(os.environ.get(PATIENCE, _PATIENCE_S))
+    limit_s = patience_s()
     deadline, pause_s, is_told = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
     while True:
         try:

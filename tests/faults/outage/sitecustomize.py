@@ -13,7 +13,10 @@ from collections.abc import Callable
 from typing import Any
 
 _OUTAGE = json.loads(os.environ.get("OUTAGE", "{}"))
-_CALLS = ("open", "scandir", "listdir", "lstat", "stat", "readlink")
+_CALLS = (
+    *("open", "scandir", "listdir", "lstat", "stat", "readlink"),
+    *("mkdir", "rmdir", "unlink", "remove", "rename", "replace", "symlink", "link"),
+)
 _exists = os.path.exists
 
 
