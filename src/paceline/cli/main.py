@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib
 import io
 import os
+import signal
 import sys
 import traceback
 from typing import NoReturn
 
 import paceline
 from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, UserError
+from paceline.metrics.safe_output import finish_console, protect_console
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
@@ -53,6 +55,9 @@ _FIRST = {
 }
 
 
+_LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal and a closed pipe
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
     given = list(sys.argv[1:] if arguments is None else arguments)
@@ -60,13 +65,18 @@ def main(arguments: list[str] | None = None) -> int:
     is_trusting = "--trust-code" in given
     given = [argument for argument in given if argument not in ("--debug", "--trust-code")]
     _speak_any_language()
+    if given and given[0] in _LONG_VERBS:
+        protect_console()
     try:
         if not is_trusting:
-            return _dispatch(given)
-        from paceline.runs.trust import trusting_code  # imports the parser, which `--help` must not wait for
+            code = _dispatch(given)
+        else:
+            from paceline.runs.trust import trusting_code  # imports the parser, which `--help` must not wait for
 
-        with trusting_code(True):
-            return _dispatch(given)
+            with trusting_code(True):
+                code = _dispatch(given)
+        sys.stdout.flush()  # here, where a closed pipe is handled; Python's own flush at the end would exit with 120
+        return code
     except PacelineError as error:
         if is_debugging:
             traceback.print_exc()
@@ -74,8 +84,10 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
     except BrokenPipeError:
-        # Somebody closed the pipe we print to, as `| head` does.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        # The reader closed the pipe, as `| head` does. Nothing can be said there any more.
+        for stream in (sys.__stdout__, sys.__stderr__):
+            if stream is not None:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return EXIT_INTERRUPTED
     except Exception as error:
         if is_debugging:
@@ -102,12 +114,15 @@ def leave() -> NoReturn:
     A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it. What is more,
     a Python that was interrupted inside `exec`, as classes are made by dataclasses, forgets the exit code it is given.
     """
+    if _LONG_VERBS & set(sys.argv[1:2]) and "RANK" not in os.environ and hasattr(signal, "SIGHUP"):
+        # A closed terminal does not end a run. (torchrun passes this signal on to its ranks before it kills them.)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     code = main()
     is_supervisor = "paceline.launch.attempt" in sys.modules
     if "RANK" not in os.environ and not is_supervisor and code != EXIT_INTERRUPTED:
+        finish_console()
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    finish_console()
     os._exit(code)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
@@ -22,6 +21,7 @@ from paceline.launch.bytecode import keep_bytecode
 from paceline.launch.policy import samples_to_cut
 from paceline.launch.request import allowed_worlds, check_joined_world, decide_processes, read_request
 from paceline.launch.supervise import Job, Supervisor
+from paceline.metrics.safe_output import finish_console
 from paceline.metrics.screen import OUTPUT, output_mode, say
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import read_note
@@ -147,9 +147,8 @@ def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:
     """What a rank of our own supervisor runs: the same command, knowing its place."""
     os.environ.update(surroundings)
     code = main(arguments)
+    finish_console()
     if code != EXIT_FINISHED:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)  # without waiting for threads that may wait for a lost peer
 
 

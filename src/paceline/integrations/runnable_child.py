@@ -15,6 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 from types import FrameType
 
+from paceline.metrics.screen import pass_on
+
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
@@ -58,7 +60,7 @@ def _print_until_end(child: subprocess.Popen[bytes], source: BufferedReader) -> 
         with suppress(subprocess.TimeoutExpired):
             child.wait(_LOOK_S)
         is_over = child.returncode is not None  # before the last look, which then misses nothing
-        print(decoder.decode(source.read(), final=is_over), end="", flush=True)
+        pass_on(decoder.decode(source.read(), final=is_over), sys.stdout)
 
 
 @contextmanager
@@ -68,10 +70,10 @@ def _passing_on_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
         yield
         return
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def send_on(number: int, frame: FrameType | None) -> None:
         child.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (getattr(signal, name) for name in _PASSED_ON)}
+    before = {number: signal.signal(number, send_on) for number in (getattr(signal, name) for name in _PASSED_ON)}
     try:
         yield
     finally:

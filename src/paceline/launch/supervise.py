@@ -25,6 +25,7 @@ from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, Own
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
+from paceline.metrics.safe_output import keep_console_in, write_at_once
 from paceline.metrics.screen import erase_live_line, fit_to
 from paceline.report.run_page import write_run_page
 from paceline.runs.folder import RunFolder
@@ -77,6 +78,10 @@ class Supervisor:
         self._owner_id = ""  # only the first node's supervisor owns the folder
         self._lost: OwnerLost | None = None
         self._last_saved_step = 0
+        name = "supervisor.log" if self._is_first else f"supervisor-{job.nodes.own}.log"
+        self._console_log = job.folder.logs / name
+        self._how_to_stop = f"paceline cancel {job.folder.path}, or kill -TERM {os.getpid()}"
+        keep_console_in(self._console_log, self._how_to_stop)
         self._status_before = job.folder.read_status()  # of an earlier run that this one goes on with
 
     def run(self) -> int:
@@ -248,7 +253,7 @@ class Supervisor:
             what = f"stopped ({reason}); {newest}"
         if not self._is_first:
             return EXIT_PREEMPTED
-        kept = {name: status[name] for name in ("step", "save_s") if name in status}
+        kept = {name: status[name] for name in ("step", "save_s", "console") if name in status}
         folder.write_status("preempted" if saved else "failed", **kept, reason=reason)
         self._leave_page()
         erase_live_line()
@@ -270,15 +275,21 @@ class Supervisor:
     @contextmanager
     def _listening(self) -> Iterator[None]:
         """Stop signals go on to the ranks, as one that they all understand."""
-        names = {*self._job.guard.stop_signals, "SIGHUP", "SIGTERM"}
-        numbers = [getattr(signal, name) for name in names]
-        before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        stops = {signal.Signals[name] for name in (*self._job.guard.stop_signals, "SIGTERM")}
+        before = {number: signal.signal(number, self._pass_on) for number in stops}
+        if signal.SIGHUP not in stops:
+            before[signal.SIGHUP] = signal.signal(signal.SIGHUP, self._note_hangup)
         before[signal.SIGINT] = signal.signal(signal.SIGINT, self._interrupt)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+    def _note_hangup(self, number: int, frame: FrameType | None) -> None:
+        """The terminal is gone, as after a lost ssh connection. The run goes on."""
+        with suppress(OSError), self._console_log.open("a", encoding="utf-8") as file:
+            file.write(f"note: SIGHUP: the terminal was closed. The run goes on. To stop it: {self._how_to_stop}.\n")
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop = self._stop or signal.Signals(number)
@@ -295,7 +306,7 @@ class Supervisor:
             self._attempts.stop_ranks(signal.SIGKILL)
             return
         erase_live_line()
-        os.write(2, b"\nstopping and saving; Ctrl-C again stops at once\n")  # print is not for signal handlers
+        write_at_once(sys.stderr, b"\nstopping and saving; Ctrl-C again stops at once\n")
         self._attempts.stop_ranks(signal.SIGTERM)
         timer = threading.Timer(_INTERRUPT_GRACE_S, self._attempts.stop_ranks, (signal.SIGKILL,))
         timer.daemon = True

@@ -25,7 +25,7 @@ from paceline.errors import (
     Preempted,
     UserError,
 )
-from paceline.metrics.screen import OUTPUT
+from paceline.metrics.screen import OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
 
 _LEASH = "paceline.integrations.metaflow_support.leash"
@@ -45,7 +45,7 @@ def ride(arguments: list[str], folder: Path, *, quiet: bool) -> None:
             try:
                 for line in story:
                     if not quiet:
-                        print(line, end="", flush=True)
+                        pass_on(line, sys.stdout)
                 listener.join()
                 code = process.wait()
                 break
@@ -88,7 +88,7 @@ def _listen(stream: IO[str], screen: list[str]) -> None:
             if screen or line.startswith("error: "):
                 screen.append(line)
             else:
-                print(line, end="", file=sys.stderr, flush=True)
+                pass_on(line, sys.stderr)
 
 
 def _error(code: int, screen: str, folder: Path) -> PacelineError:

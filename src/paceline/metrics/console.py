@@ -47,7 +47,6 @@ class Console:
         self._mode = output_mode()
         self._has_rows = is_speaking and self._mode == "json"
         self._is_speaking = is_speaking and self._mode != "quiet"
-        self._is_live = self._is_speaking and is_live(speech())
         self._metric_lines = metric_lines
         self.steps_per_epoch = steps_per_epoch
         self._epochs = epochs
@@ -56,6 +55,11 @@ class Console:
         self._total_steps = 0
         self._values: Mapping[str, float] = {}
         self._started = self._told = time.perf_counter()
+
+    @property
+    def _is_live(self) -> bool:
+        """Asked anew each time: a terminal may be lost in the middle of a run."""
+        return self._is_speaking and is_live(speech())
 
     def note(self, text: str, *, style: str | None = None) -> None:
         if self._is_speaking:
@@ -80,9 +84,10 @@ class Console:
 
     def step(self, step: int, total_steps: int, values: Mapping[str, float]) -> None:
         self._step, self._values, self._told = step, values, time.perf_counter()
-        if self._line is not None:
+        if self._line is not None and self._is_live:
             self._line.draw()
             return
+        self.stop()
         epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.steps_per_epoch else ""
         self.note(
             f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any, TextIO, cast
 
 from paceline.errors import printable
+from paceline.metrics.safe_output import write_at_once
 
 OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
 ERASE = "\r\x1b[J"
@@ -116,7 +117,7 @@ def erase_live_line() -> None:
     """Before a supervisor speaks: its ranks may just have drawn one, and been killed. Safe in a signal handler."""
     stream = speech()
     if output_mode() != "quiet" and is_live(stream):
-        os.write(stream.fileno(), ERASE.encode())
+        write_at_once(stream, ERASE.encode())
 
 
 class LiveLine:
@@ -140,6 +141,8 @@ class LiveLine:
 
     def draw(self) -> None:
         with self._lock:
+            if not self._stream.isatty() or getattr(self._stream, "is_slow", False):
+                return  # the terminal is gone, or takes nothing at the moment
             self._stream.write(ERASE + UNFOLDED + self._compose(width_of(self._stream) - 1) + FOLDED + "\r")
             self._stream.flush()
 
@@ -163,8 +166,9 @@ class LiveLine:
                 if isinstance(stream, _Above):
                     stream.let_go()
                     setattr(sys, name, original)
-            self._stream.write(ERASE)
-            self._stream.flush()
+            if self._stream.isatty():
+                self._stream.write(ERASE)
+                self._stream.flush()
 
     def _tick(self) -> None:
         while not self._over.wait(_TICK_S):
@@ -178,6 +182,11 @@ class _Above:
         self._line = line
         self._stream = stream
         self._begun = ""
+
+    @property
+    def below(self) -> TextIO:
+        """The stream that this one stands in for."""
+        return self._stream
 
     def write(self, text: str) -> int:
         whole, has_end, rest = (self._begun + text).rpartition("\n")
@@ -195,6 +204,15 @@ class _Above:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def pass_on(text: str, stream: TextIO | None) -> bool:
+    """Print what another process said; False if this stream takes nothing any more, which must not end the other."""
+    try:
+        print(text, end="", file=stream, flush=True)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 class ScreenLog(logging.Handler):

@@ -11,6 +11,7 @@ import torch
 from paceline.config.schema import RunConfig
 from paceline.data.loader import Batch
 from paceline.errors import Preempted
+from paceline.metrics.safe_output import describe_console_loss
 from paceline.metrics.throughput import Stopwatch, read_memory
 from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum, wait_for_all
 from paceline.training.bad_numbers import find_fault, leave_out
@@ -139,7 +140,8 @@ def leave(ride: Ride, *, can_save: bool = True) -> NoReturn:
     if ride.recorder is not None:
         ride.recorder.close()
         save_s = round(ride.checkpoints.last_save_s, 3)
-        ride.folder.write_status("preempted" if is_saved else "failed", step=step, reason=reason, save_s=save_s)
+        told = {"step": step, "reason": reason, "save_s": save_s, **describe_console_loss()}
+        ride.folder.write_status("preempted" if is_saved else "failed", **told)
         # Before anybody leaves: srun may end the other tasks of a job as soon as the first one is gone.
         requeue_job(reason, ride.folder.requeues, step)
     wait_for_all(ride.world)
@@ -190,7 +192,8 @@ def _tell_status(ride: Ride) -> None:
     step, last_step = ride.state.step, ride.rig.plan.last_step
     eta_s = round(ride.console.remaining_s(step, last_step), 1)
     save_s = round(ride.checkpoints.last_save_s, 3)
-    ride.folder.write_status("running", step=step, last_step=last_step, eta_s=eta_s, save_s=save_s)
+    told = {"step": step, "last_step": last_step, "eta_s": eta_s, "save_s": save_s, **describe_console_loss()}
+    ride.folder.write_status("running", **told)
 
 
 def is_save_due(step: int, steps_per_epoch: int, last_step: int, run: RunConfig) -> bool:

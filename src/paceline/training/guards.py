@@ -63,7 +63,11 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
     A rank without a pulse is deaf still, and who wants it to end does not ask.
     """
     stop = StopRequest()
-    stop.listen({*config.guard.stop_signals, "SIGTERM"})
+    names = {*config.guard.stop_signals, "SIGTERM"}
+    if not environment.is_supervised and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        # torchrun ends on SIGHUP. It passes the signal on and kills its ranks 30 s later: time enough to save.
+        names.add("SIGHUP")
+    stop.listen(names)
     attempt_dir = os.environ.get(ATTEMPT_DIR) if environment.is_supervised else None
     pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else private_pulse_path())
     watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout, is_supervised=environment.is_supervised)

@@ -19,6 +19,7 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
 from paceline.errors import OwnerLost, PacelineError, Preempted, UserError
+from paceline.metrics.safe_output import describe_console_loss, keep_console_in, send_console_to, write_at_once
 from paceline.metrics.screen import ScreenLog, say
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text, gather_texts
@@ -88,7 +89,8 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
                 folder.write_status("failed", reason=what)
         raise
     if world.is_primary:
-        folder.write_status("finished", step=results["steps"], test_accuracy=results["test_accuracy"])
+        told = {"test_accuracy": results["test_accuracy"], **describe_console_loss()}
+        folder.write_status("finished", step=results["steps"], **told)
         tell_result(results, folder)
     return results
 
@@ -165,8 +167,7 @@ def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, h
 def _end_at_once(lost: OwnerLost, *, is_speaking: bool) -> None:
     """Called by another thread: the rank may wait in a collective, or for a disk."""
     if is_speaking:
-        with suppress(OSError):
-            os.write(2, f"{lost.screen()}\n".encode())
+        write_at_once(sys.stderr, f"{lost.screen()}\n".encode())
     os._exit(lost.exit_code)
 
 
@@ -181,12 +182,9 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
     _log.info("%s %d", ATTEMPT_MARK, attempt)
     if world.is_primary:
         _log.addHandler(ScreenLog())
+        keep_console_in(path, f"paceline cancel {folder.path}")
     else:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with path.open("a") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
+        send_console_to(path)
 
 
 def _write_identity(folder: RunFolder, loaded: LoadedConfig, environment: RankEnvironment) -> None:

@@ -1,0 +1,320 @@
+"""Standard output and error that can neither end nor stall a run.
+
+A terminal goes away with its ssh connection, a reader such as `head` closes its pipe, a file is on a full disk, a
+reader stops reading. `print` raises then, or waits for ever. These streams do neither. What the console does not take
+any more goes to a log of the run. A reader that is only slow gets everything later, up to a limit in memory.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import stat
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, cast
+
+_PATIENCE_S = 1.0  # how long a run waits for a console that takes nothing
+_PATIENCE_AT_END_S = 5.0
+_MOST_WAITING_BYTES = 2**20
+_CHUNK_BYTES = 4096  # a pipe takes so much in one piece, or nothing (PIPE_BUF)
+_SMALL_CHUNK_BYTES = 256
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class SafeStream(io.TextIOBase):
+    """A text stream on a descriptor. Writing never raises, and never waits for longer than a moment."""
+
+    def __init__(self, descriptor: int, encoding: str) -> None:
+        super().__init__()
+        self.loss: str | None = None  # why the console takes nothing any more
+        self.is_slow = False  # the console takes nothing at the moment
+        self._descriptor = descriptor
+        self._encoding = encoding
+        self._lock = threading.RLock()
+        self._begun = ""  # a line without its end
+        self._waiting = bytearray()  # what the console has not taken yet
+        self._left_out = 0  # lines that went to the log only
+        self._log: Path | None = None
+        self._kept = bytearray()  # for the log, until it is known
+        self._how_to_stop = ""
+        self._open()
+
+    # --- What Python expects of a stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._encoding
+
+    @property
+    def errors(self) -> str:  # type: ignore[override]
+        return "backslashreplace"  # a character that the console does not know is spelled out
+
+    @property
+    def buffer(self) -> IO[bytes]:
+        return cast(IO[bytes], _Bytes(self))
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return self.loss is None and os.isatty(self._descriptor)
+
+    def writable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.flush()
+
+    def write(self, text: str) -> int:
+        with self._lock:
+            whole, has_end, rest = (self._begun + text).rpartition("\n")
+            self._begun = rest
+            if has_end:
+                self._send((whole + "\n").encode(self._encoding, self.errors))
+        return len(text)
+
+    def flush(self) -> None:
+        with self._lock:
+            begun, self._begun = self._begun, ""
+            self._send(begun.encode(self._encoding, self.errors))
+
+    # --- What a run needs
+
+    def send_bytes(self, data: bytes) -> None:
+        with self._lock:
+            self.flush()
+            self._send(data)
+
+    def write_at_once(self, data: bytes) -> None:
+        """For signal handlers: without waiting, and without the lock, which an interrupted write may hold."""
+        if self.loss is None and not self.is_slow:
+            with suppress(OSError):
+                os.write(self._target, data)
+
+    def keep_in(self, log: Path, how_to_stop: str) -> None:
+        """Where output goes that the console does not take."""
+        with self._lock:
+            self._log, self._how_to_stop = log, how_to_stop
+            kept, self._kept = bytes(self._kept), bytearray()
+            if self.loss is not None:
+                self._divert()
+            self._keep(kept)
+
+    def send_to(self, log: Path) -> None:
+        """From now on all output, that of native libraries included, goes to this file."""
+        self.finish()
+        with self._lock:
+            self._log = log
+            self._waiting.clear()
+            self._divert()
+            self._open()
+
+    def finish(self) -> None:
+        """The process is about to end: a slow console gets a last chance."""
+        with self._lock:
+            self.flush()
+            self.is_slow = False
+            self._drain(_PATIENCE_AT_END_S)
+            self._keep(bytes(self._waiting))
+            self._waiting.clear()
+
+    # --- Inside
+
+    def _open(self) -> None:
+        """Writes must not block. O_NONBLOCK belongs to an open file that other programs share: open it once more."""
+        self._target = self._descriptor
+        try:
+            mode = os.fstat(self._descriptor).st_mode
+        except OSError as error:  # closed before the start (`>&-`)
+            self._lose(error)
+            return
+        self._may_block = not stat.S_ISREG(mode)
+        self._is_own = False
+        if stat.S_ISFIFO(mode) or os.isatty(self._descriptor):
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            with suppress(OSError):  # no /proc, or a terminal of another user
+                self._target = os.open(f"/proc/self/fd/{self._descriptor}", flags)
+                self._is_own = True
+
+    def _send(self, data: bytes) -> None:
+        if self.loss is not None:
+            self._keep(data)
+            return
+        self._waiting += data
+        if self._waiting:
+            self._drain(_PATIENCE_S)
+        if len(self._waiting) > _MOST_WAITING_BYTES:
+            end = self._waiting.rfind(b"\n", 0, _MOST_WAITING_BYTES) + 1  # between lines
+            surplus = bytes(self._waiting[end:])
+            del self._waiting[end:]
+            self._left_out += surplus.count(b"\n")
+            self._keep(surplus)
+
+    def _drain(self, patience_s: float) -> None:
+        """Write what is waiting, for as long as the console takes something."""
+        deadline = time.monotonic() + (0.0 if self.is_slow else patience_s)
+        while self._waiting and self.loss is None:
+            try:
+                if self._may_block and not self._is_own and not self._is_ready(deadline):
+                    raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+                size = _CHUNK_BYTES if self._is_own or not self._may_block else _SMALL_CHUNK_BYTES
+                taken = os.write(self._target, self._waiting[:size])
+            except BlockingIOError:
+                if not self._is_ready(deadline):
+                    self.is_slow = True
+                    return
+                continue
+            except OSError as error:
+                self._give_up(error)
+                return
+            del self._waiting[:taken]
+            deadline = time.monotonic() + patience_s
+        self.is_slow = False
+        if self._left_out and self.loss is None:
+            count, self._left_out = self._left_out, 0
+            where = f" (they are in {self._log})" if self._log is not None else ""
+            self._waiting += f"note: the console did not take {count} lines{where}\n".encode()
+            self._drain(0.0)
+
+    def _is_ready(self, deadline: float) -> bool:
+        try:
+            return bool(select.select([], [self._target], [], max(0.0, deadline - time.monotonic()))[1])
+        except (OSError, ValueError):
+            return True  # the write itself finds out what is wrong
+
+    def _give_up(self, error: OSError) -> None:
+        if error.errno in _NO_ROOM:  # there may be room again
+            self._left_out += self._waiting.count(b"\n")
+            self._keep(bytes(self._waiting))
+            self._waiting.clear()
+        else:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """The console is gone for good."""
+        self.loss = os.strerror(error.errno) if error.errno else str(error)
+        name = "standard error" if self._descriptor == 2 else "standard output"
+        stop = f" To stop it: {self._how_to_stop}." if self._how_to_stop else ""
+        waiting, self._waiting = bytes(self._waiting), bytearray()
+        self._divert()
+        self._keep(
+            f"note: {name} is gone ({self.loss}). The run goes on, and its output goes on here.{stop}\n".encode()
+        )
+        self._keep(waiting)
+
+    def _divert(self) -> None:
+        """Point the descriptor itself at the log: native libraries and child processes write there too."""
+        if self._target != self._descriptor:
+            with suppress(OSError):
+                os.close(self._target)
+        self._target = self._descriptor
+        for path in (self._log, Path(os.devnull)):
+            if path is None:
+                continue
+            with suppress(OSError):
+                file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                if file != self._descriptor:
+                    os.dup2(file, self._descriptor)
+                    os.close(file)
+                else:
+                    os.set_inheritable(file, True)
+                return
+
+    def _keep(self, data: bytes) -> None:
+        """In the log; before there is one, in memory, the newest part."""
+        if not data:
+            return
+        if self._log is None:
+            self._kept += data
+            del self._kept[:-_MOST_WAITING_BYTES]
+            return
+        with suppress(OSError):
+            file = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                os.write(file, data)
+            finally:
+                os.close(file)
+
+
+class _Bytes(io.RawIOBase):
+    """The binary side of a stream."""
+
+    def __init__(self, stream: SafeStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: object) -> int:
+        content = bytes(cast(bytes, data))
+        self._stream.send_bytes(content)
+        return len(content)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def protect_console() -> None:
+    """Put safe streams in the places of standard output and error. Streams that somebody replaced stay."""
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        stream = getattr(sys, name)
+        if stream is None or stream is getattr(sys, f"__{name}__"):
+            if stream is not None:
+                with suppress(OSError, ValueError):
+                    stream.flush()
+            setattr(sys, name, SafeStream(number, getattr(stream, "encoding", None) or "utf-8"))
+
+
+def _streams() -> list[SafeStream]:
+    """Those of this process; below a live line they lie one deeper."""
+    found = [getattr(stream, "below", stream) for stream in (sys.stdout, sys.stderr)]
+    return [stream for stream in found if isinstance(stream, SafeStream)]
+
+
+def keep_console_in(log: Path, how_to_stop: str) -> None:
+    """What the console does not take goes to this file."""
+    for stream in _streams():
+        stream.keep_in(log, how_to_stop)
+
+
+def send_console_to(log: Path) -> None:
+    """All output goes to this file from now on, that of native libraries included."""
+    finish_console()
+    streams = _streams()
+    for stream in streams:
+        stream.send_to(log)
+    for number in {1, 2} - {stream.fileno() for stream in streams}:
+        with log.open("a") as file:
+            os.dup2(file.fileno(), number)
+
+
+def finish_console() -> None:
+    """Before the process ends. Never raises, so that no exit code changes."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    for stream in _streams():
+        stream.finish()
+
+
+def describe_console_loss() -> dict[str, str]:
+    """For status.json: empty as long as the console takes what is written."""
+    loss = next((stream.loss for stream in _streams() if stream.loss is not None), None)
+    return {} if loss is None else {"console": f"lost ({loss}); the output goes on in the logs"}
+
+
+def write_at_once(stream: object, data: bytes) -> None:
+    """In a signal handler: `print` could meet its own lock there."""
+    stream = getattr(stream, "below", stream)
+    if isinstance(stream, SafeStream):
+        stream.write_at_once(data)
+        return
+    with suppress(OSError, ValueError, AttributeError):
+        os.write(stream.fileno(), data)  # type: ignore[attr-defined]
