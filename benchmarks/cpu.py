@@ -75,8 +75,8 @@ class Ride:
     rank_mb: float  # memory that belongs to one rank alone
 
 
-def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int) -> Ride:
-    command = [sys.executable, "-m", "paceline", "train", recipe, *flags, f"--max-steps={steps}", "--output-dir=run"]
+def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int, python: str = sys.executable) -> Ride:
+    command = [python, "-m", "paceline", "train", recipe, *flags, f"--max-steps={steps}", "--output-dir=run"]
     seen: list[tuple[int, float, float]] = []
     memory_mb = 0.0
     with (
