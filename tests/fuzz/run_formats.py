@@ -107,6 +107,7 @@ REQUEUE = Reader("requeue", lambda folder: returns_without_progress(folder / ONE
 TAG = Reader("runs tag", lambda folder: runs.run(["tag", ONE, "new"]), changes_folder=True, every=5)
 LOGS = Reader("logs", lambda folder: logs.run([ONE]))
 
+_SLURM = ("squeue", "scontrol", "sacct")  # asked about a job; not found in the sandbox
 Build = Callable[[Path, Path], None]
 
 
@@ -128,5 +129,14 @@ FORMATS = (
     _file("faults.jsonl", mutate_json_lines, PAGE),
     _file("requeues.jsonl", mutate_json_lines, LIST, STATUS, REQUEUE),
     _file("run.lock", mutate_json, LIST, STATUS, OWN, OWNED, build=build_running),
-    _file("job.json", mutate_json, LIST, STATUS, FIND, LOGS, build=build_submitted),
+    _file(
+        "job.json",
+        mutate_json,
+        LIST,
+        STATUS,
+        FIND,
+        LOGS,
+        build=build_submitted,
+        may_run=("squeue", "scontrol", "sacct"),
+    ),
 )

@@ -29,6 +29,7 @@ from paceline.errors import PacelineError
 CPU_LIMIT_S = 5.0  # of one reader on one file; a usual one takes milliseconds
 WALL_LIMIT_S = 60.0  # a reader that waits uses no CPU; generous, because the machine may be busy
 MEMORY_LIMIT_BYTES = 1 << 30  # beyond what the process has when it starts
+LOOPBACK = "a connection to this machine"  # in Format.may_run
 TOO_LONG = "it takes too long"
 _MOST_KNOWN = 50  # configs
 _MOST_FINDINGS = 8  # different ones; more are seen after these are mended
@@ -254,12 +255,15 @@ class _Watch:
             program = str(arguments[0])
             return "" if Path(program).name in self._may_run else f"executes {program!r}"
         if event in _NETWORK:
+            is_loopback = isinstance(arguments[-1], tuple) and arguments[-1][0] == "127.0.0.1"
+            if is_loopback and LOOPBACK in self._may_run:
+                return ""
             return f"{event} {arguments[1:]!r}"
         if event == "exec" and isinstance(arguments[0], CodeType):
             file = arguments[0].co_filename
             is_file = Path(file).is_absolute() or Path(file).is_file()  # else text that a library composes itself
             inside = os.path.realpath(file).startswith(self._folder + os.sep)
-            return f"executes {file!r}" if is_file and inside and file not in self._may_run else ""
+            return f"executes {file!r}" if is_file and inside and Path(file).name not in self._may_run else ""
         return ""
 
     def _may_open(self, path: str | bytes | os.PathLike[Any], writes: bool) -> bool:

@@ -21,8 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import parse_json, read_small
 from paceline.config.text import find_fault
 from paceline.errors import DataError, UserError
+from paceline.runs.json_files import COUNT, Fields, ListOf, MapOf, Number, fit
 
 try:
     from isal import isal_zlib as _checksums  # the same sums as zlib's, several times as fast
@@ -35,6 +37,19 @@ HALVES = ("train", "test")
 _SHARD_NAME = re.compile(r"(train|test)-[0-9]{5}\.u8")
 _LARGEST_JSON_BYTES = 64 * 2**20
 _CHUNK_BYTES = 4 * 2**20
+_MOST_PICTURES = 10**10
+_SIZE = Number(1, 10**6, is_whole=True)
+_SHAPE = Fields(
+    required={
+        "classes": ListOf(str),
+        "per_class": MapOf(ListOf(COUNT)),
+        "side": _SIZE,
+        "pictures_per_shard": Number(1, _MOST_PICTURES, is_whole=True),
+        "shards": ListOf(
+            Fields(required={"file": str, "pictures": COUNT, "crc32": str, "source": str, "unreadable": ListOf(str)})
+        ),
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -126,9 +141,7 @@ def read_finished(folder: Path) -> Packed:
 def read_description(path: Path) -> Packed:
     """`packed.json` or `packing.json`; every bit of it counts."""
     try:
-        if path.stat().st_size > _LARGEST_JSON_BYTES:
-            raise ValueError("far too large")
-        body = json.loads(path.read_text(encoding="utf-8"))
+        body = parse_json(read_small(path, _LARGEST_JSON_BYTES))
         version = body["paceline_packed"]
         if version == VERSION:
             return _parse(body)
@@ -153,6 +166,7 @@ def read_description(path: Path) -> Packed:
 def _parse(body: dict[str, Any]) -> Packed:
     if body.pop("crc32") != _seal(body):
         raise ValueError("its checksum does not fit")
+    body = fit(body, _SHAPE)
     shards = tuple(Shard(**{**entry, "unreadable": tuple(entry["unreadable"])}) for entry in body["shards"])
     packed = Packed(
         classes=tuple(body["classes"]),
@@ -166,7 +180,9 @@ def _parse(body: dict[str, Any]) -> Packed:
         raise ValueError("a shard has an impossible name")
     if not all(isinstance(name, str) and find_fault(name) is None for name in packed.classes):
         raise ValueError("a class has an impossible name")
-    if packed.side < 1 or packed.pictures_per_shard < 1 or any(min(sizes) < 0 for sizes in packed.per_class.values()):
+    if any(len(sizes) != len(packed.classes) for sizes in packed.per_class.values()):
+        raise ValueError("not one size for each class")
+    if any(sum(sizes) > _MOST_PICTURES for sizes in packed.per_class.values()):
         raise ValueError("impossible sizes")
     return packed
 

@@ -24,6 +24,11 @@ from paceline.errors import DataError
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
 TEST_ONE_IN = 5
+# What Pillow raises for damaged pictures. MemoryError: a length in the file that is not its length.
+_UNREADABLE = (
+    *(OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError, MemoryError),
+    *(IndexError, KeyError, TypeError, AttributeError, OverflowError, ZeroDivisionError, RecursionError),
+)
 GREY = 128  # what stands in for a picture that cannot be read
 LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE"
 
@@ -55,7 +60,7 @@ def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as image:
             return square_pixels(image, side)
-    except (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError) as error:
+    except _UNREADABLE as error:
         raise DataError(
             "this picture cannot be read",
             where=str(path),

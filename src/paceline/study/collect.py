@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.config.small_files import read_json_object
+from paceline.config.small_files import parse_json, read_small
 from paceline.errors import UserError
 from paceline.metrics.phases import STEP_PHASES
 from paceline.metrics.recorder import read_rows
+from paceline.runs.file_shapes import RESULTS
 from paceline.runs.folder import RunFolder, write_atomically
+from paceline.runs.json_files import MAYBE, Fields, Number, fit, read_bounded, read_object
 from paceline.study.grid import CELLS, Cell, StudySpec
 
 CSV_FILE = "results.csv"
+_LARGEST_TABLE_BYTES = 64 * 2**20
+_NOTE = Fields(optional={"code": Number(-255, 255, is_whole=True), "wall_s": (Number(0), MAYBE), "words": str})
 # The first seven are the columns of the course's own results.csv, so that its scripts can read ours.
 COLUMNS = (
     *("method", "gpus", "epoch", "time", "val_loss", "acc", "peak_mem"),
@@ -80,11 +84,7 @@ def note_path(folder: Path, cell: Cell) -> Path:
 
 
 def read_note(folder: Path, cell: Cell) -> dict[str, Any]:
-    try:
-        note = read_json_object(note_path(folder, cell))
-    except (OSError, ValueError):
-        return {}
-    return note
+    return read_object(note_path(folder, cell), _NOTE)
 
 
 def collect(folder: Path, spec: StudySpec) -> list[Measured]:
@@ -95,10 +95,10 @@ def collect(folder: Path, spec: StudySpec) -> list[Measured]:
 def measure(folder: Path, cell: Cell) -> Measured:
     run = RunFolder(folder / CELLS / cell.name)
     try:
-        results = read_json_object(run.results)
+        results = fit(parse_json(read_bounded(run.results)), RESULTS)
         rows = [row for row in read_rows(run.metrics_jsonl) if row["kind"] == "epoch"]
         return _measure(cell, results, rows, read_note(folder, cell), _count_lines(run.failures))
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError("this cell cannot be read", where=str(run.path), got=repr(error), hint="--retry") from error
 
 
@@ -199,9 +199,9 @@ def _ms(seconds: float | None) -> float | None:
 def read_csv(path: Path, *, global_batch_size: int = 256, steps_per_epoch: int = 1) -> list[Measured]:
     """Cells somebody recorded: our own results.csv, or a table with the course's columns alone."""
     try:
-        rows = list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
-    except OSError as error:
-        raise UserError("these results cannot be read", where=str(path), got=error.strerror) from error
+        rows = list(csv.DictReader(read_small(path, _LARGEST_TABLE_BYTES).decode().splitlines()))
+    except (OSError, ValueError, csv.Error) as error:
+        raise UserError("these results cannot be read", where=str(path), got=str(error)[:200]) from error
     missing = {"method", "gpus", "time"} - set(rows[0] if rows else ())
     if missing:
         raise UserError("these are no results of a study", where=str(path), allowed=f"columns {', '.join(COLUMNS[:7])}")
@@ -210,7 +210,7 @@ def read_csv(path: Path, *, global_batch_size: int = 256, steps_per_epoch: int =
     for number, row in enumerate(rows, start=2):
         try:
             cells.append(_from_row(row, repeats, global_batch_size, steps_per_epoch))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, KeyError, ArithmeticError) as error:
             raise UserError("a row cannot be read", where=f"{path}:{number}", got=str(error)) from error
     return cells
 

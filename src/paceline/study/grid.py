@@ -7,15 +7,26 @@ the run - is set to one value for all of them and stated.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import read_json_object
+from paceline.config.small_files import parse_json
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
+from paceline.runs.json_files import Fields, ListOf, Number, Word, fit, read_bounded
 
 STUDY_FILE = "study.json"
+_WHOLE = Number(1, 10**6, is_whole=True)
+_SHAPE = Fields(
+    required={
+        **{"recipe": str, "name": str, "flags": ListOf(str), "world_sizes": ListOf(_WHOLE)},
+        **{"strategies": ListOf(Word(("ddp", "fsdp"))), "repeats": Number(1, 1000, is_whole=True)},
+        **{"scaling": Word(("strong", "weak", "both")), "global_batch_size": Number(1, 10**9, is_whole=True)},
+        "stated": ListOf(str),
+    },
+    optional={"place": str, "launch": dict},
+)
 CELLS = "cells"
 STRATEGIES = ("ddp", "fsdp")
 SCALINGS = ("strong", "weak", "both")
@@ -92,9 +103,10 @@ def write_spec(folder: Path, spec: StudySpec) -> None:
 def read_spec(folder: Path) -> StudySpec:
     path = folder / STUDY_FILE
     try:
-        values = read_json_object(path)
+        values = fit(parse_json(read_bounded(path)), _SHAPE)
         tuples = {name: tuple(values[name]) for name in ("flags", "world_sizes", "strategies", "stated")}
-        return StudySpec(**{**values, **tuples})
+        known = {field.name for field in fields(StudySpec)}
+        return StudySpec(**{**{name: value for name, value in values.items() if name in known}, **tuples})
     except FileNotFoundError as error:
         raise UserError("this is not a study", where=str(folder), hint="a folder that paceline study wrote") from error
     except (OSError, ValueError, TypeError, KeyError) as error:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import read_json_object
 from paceline.errors import UserError
 from paceline.report.charts import Chart, Series, Table
 from paceline.report.page import Block, Code, Details, Section, Tile, Tiles, write_page
 from paceline.runs.folder import RunFolder
+from paceline.runs.json_files import read_object
 from paceline.study.answers import Answer, answer_all, in_one_sentence
 from paceline.study.collect import CSV_FILE, Measured, collect, write_csv
 from paceline.study.findings import Findings, Kind, find
@@ -284,9 +284,7 @@ def _machine(folder: Path, spec: StudySpec) -> dict[str, Any]:
     """What the first finished cell says of where it ran."""
     for cell in spec.cells():
         path = RunFolder(folder / CELLS / cell.name).environment
-        try:
-            found = read_json_object(path)
-        except (OSError, ValueError):
-            continue
-        return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
+        found = read_object(path)
+        if found:
+            return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
     return {}

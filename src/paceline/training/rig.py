@@ -24,6 +24,7 @@ from paceline.data.dataset import Dataset
 from paceline.data.loader import Loader
 from paceline.data.order import split_train_validation
 from paceline.data.shared import load_once_per_node
+from paceline.errors import CheckpointError
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
@@ -112,6 +113,7 @@ class Rig:
     def resume(self, checkpoint: Checkpoint, world: World) -> TrainState:
         """Take over everything a checkpoint holds; refuse one of another run."""
         _compare_configs(checkpoint, self.plan)
+        state = _state_of(checkpoint)  # first: what cannot be used must not be half taken over
         self._take_data_of(checkpoint)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
         if checkpoint.files_of("statistics"):
@@ -120,7 +122,7 @@ class Rig:
         self.step.forget_recordings()
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
-        return TrainState.from_json(checkpoint.state)
+        return state
 
     def _take_data_of(self, checkpoint: Checkpoint) -> None:
         """Train and validate on the parts of the data that the checkpoint's run has them in."""
@@ -133,6 +135,16 @@ class Rig:
             self.plan = make_plan(plan.config, plan.info, plan.world_size, (len(train), len(validation)))
             self.train_data, self.validation_data = (self.train_data.on_part(ids) for ids in (train, validation))
         self.data = data
+
+
+def _state_of(checkpoint: Checkpoint) -> TrainState:
+    try:
+        return TrainState.from_json(checkpoint.state)
+    except ValueError as error:
+        where = str(checkpoint.path / "state.json")
+        raise CheckpointError(
+            "the state of a run cannot be read from this checkpoint", where=where, got=error
+        ) from error
 
 
 def hash_config(config: Config) -> str:

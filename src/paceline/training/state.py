@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from paceline.runs.json_files import COUNT, MAYBE, SHARE, Fields, ListOf, MapOf, Number, fit
+
+_SHAPE = Fields(
+    required={
+        "step": COUNT,
+        "best_epoch": COUNT,
+        "best_accuracy": (SHARE, Number(-1, -1)),
+        "best_loss": (float, MAYBE),
+        "epoch_sums": Fields(required={"loss": float, "correct": COUNT, "samples": COUNT, "seconds": Number(0)}),
+        "validation": (MapOf((float, MAYBE)), MAYBE),
+    },
+    optional={"skipped": ListOf(COUNT), "jumped": ListOf(COUNT), "recent_losses": ListOf(float)},
+)
+
 
 @dataclass
 class EpochSums:
@@ -56,13 +70,17 @@ class TrainState:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
+        """Raises ValueError for values that no run has saved."""
+        values = fit(values, _SHAPE)
         loss = values["best_loss"]
         return cls(
             step=int(values["step"]),
             best_epoch=int(values["best_epoch"]),
             best_accuracy=float(values["best_accuracy"]),
             best_loss=float("inf") if loss is None else float(loss),
-            epoch_sums=EpochSums(**values["epoch_sums"]),
+            epoch_sums=EpochSums(
+                **{name: values["epoch_sums"][name] for name in ("loss", "correct", "samples", "seconds")}
+            ),
             validation=values["validation"],
             is_validation_due=bool(values.get("is_validation_due", False)),
             skipped=list(values.get("skipped", [])),

@@ -28,6 +28,7 @@ EXPECTED = "(train, test), (train, test, classes) or {'train': ..., 'test': ...,
 EXPECTED_HALF = "(samples, labels), an object with read(indices) and labels, or a map-style data set"
 EXPECTED_SAMPLE = "uint8 images with 1 or 3 channels (CHW or HWC), or vectors of floats"
 _STATISTICS_SAMPLES = 1024
+_MOST_CLASSES = 1_000_000
 
 
 class _Reader:
@@ -155,7 +156,12 @@ def _adapt(returned: Any, name: str) -> LoadedData:
         raise UserError("train and test differ in sample shape", got=f"{shape} and {test_shape}")
     if classes is None:
         classes = getattr(train_half, "classes", None)
-    names = _class_names(classes, int(max(train.labels.max(), test.labels.max())) + 1)
+    num_labels = int(max(train.labels.max(), test.labels.max())) + 1
+    if num_labels > _MOST_CLASSES:
+        raise UserError(
+            "a label is too large", got=num_labels - 1, allowed=f"0 to {_MOST_CLASSES - 1:,}: one number per class"
+        )
+    names = _class_names(classes, num_labels)
     mean, std = _statistics(train) if len(shape) == 3 else ((), ())
     info = DatasetInfo(name, len(train), len(test), names, shape, mean, std)
     return LoadedData(info, train, test)

@@ -1,0 +1,133 @@
+"""A checkpoint's files. A forger knows CRC-32: most mutations get fitting sizes and checksums again."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import lru_cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from fuzz.mutations import Mutate, mutate_json, mutate_safetensors
+from fuzz.run_formats import CHECKPOINTS, ONE, build_finished
+from fuzz.sandbox import Format, Reader
+
+STEP = f"{ONE}/checkpoints/step-00000006"
+
+
+def _seal_again(folder: Path) -> None:
+    """Sizes and checksums of all files, as the code that commits a checkpoint writes them."""
+    from paceline.checkpoints.format import MANIFEST, FileSeal, Manifest, checksum_of, parse_manifest
+
+    step = folder / STEP
+    about = parse_manifest((folder / "valid-manifest.json").read_bytes()).about
+    names = [path.name for path in sorted(step.iterdir()) if path.name != MANIFEST]
+    seals = {name: FileSeal((step / name).stat().st_size, checksum_of(step / name)) for name in names}
+    (step / MANIFEST).write_bytes(Manifest(seals, about).to_bytes())
+
+
+def _build(samples: Path, folder: Path) -> None:
+    build_finished(samples, folder)
+    (folder / "valid-manifest.json").write_bytes((folder / STEP / "manifest.json").read_bytes())
+
+
+def mutate_manifest(data: bytes, draw: Random) -> bytes:
+    """The body of a manifest, with its checksum made to fit in three of four cases."""
+    from paceline.checkpoints.format import _SEAL_BYTES, _seal
+
+    body = data[:-_SEAL_BYTES] + b"\n}"
+    mutated = mutate_json(body, draw)
+    return _seal(mutated) if draw.randrange(4) else mutated
+
+
+@lru_cache(maxsize=1)
+def _rig() -> Any:
+    from paceline.training.reuse import open_run
+
+    return open_run(Path(ONE), [])
+
+
+def _resume(folder: Path) -> None:
+    """What a rank does when it goes on: choose, compare with the config, restore every tensor and the counters."""
+    from paceline.checkpoints.resume import choose_checkpoint
+
+    run = _rig()
+    checkpoint = choose_checkpoint(folder / ONE, run.world, prefer_best=False)
+    if checkpoint is not None:
+        run.rig.resume(checkpoint, run.world)
+
+
+def _weights(folder: Path) -> None:
+    from paceline.checkpoints.resume import choose_checkpoint, restore_weights
+
+    run = _rig()
+    checkpoint = choose_checkpoint(folder / STEP, run.world, prefer_best=True)
+    restore_weights(checkpoint, run.rig.model.module)
+
+
+def _newest(folder: Path) -> None:
+    from paceline.checkpoints.store import find_newest
+
+    find_newest(folder / ONE / "checkpoints")
+
+
+def _early(folder: Path) -> None:
+    from paceline.checkpoints.identity import refuse_early
+    from paceline.config.fields import flatten
+
+    refuse_early(folder / ONE, flatten(_rig().config))
+
+
+def _start_from(folder: Path) -> None:
+    from paceline.training.initial import start_from
+
+    start_from(_rig().rig.model.module, folder / STEP)
+
+
+def _compare(folder: Path) -> None:
+    from paceline.checkpoints.difference import compare_newest
+
+    compare_newest(folder / ONE, folder / "runs/two")
+
+
+def _prune(folder: Path) -> None:
+    from paceline.checkpoints.store import Retention, prune
+
+    prune(folder / ONE / "checkpoints", Retention())
+
+
+def _open(folder: Path) -> None:
+    from paceline.checkpoints.store import open_checkpoint
+
+    open_checkpoint(folder / STEP)
+
+
+READERS = (
+    Reader("open", _open),
+    CHECKPOINTS,
+    Reader("the newest whole one", _newest, changes_folder=True, every=8),
+    Reader("resume, before ranks start", _early, every=5),
+    Reader("resume", _resume, changes_folder=True, every=20),
+    Reader("weights of a run", _weights, every=20),
+    Reader("--init-from", _start_from, every=20),
+    Reader("compare", _compare, every=20),
+    Reader("prune", _prune, changes_folder=True, every=20),
+)
+
+
+def _file(name: str, mutate: Mutate, **more: Any) -> Format:
+    return Format(f"checkpoint/{name}", _build, f"{STEP}/{name}", mutate, READERS, **more)
+
+
+_SEALED = (
+    _file("state.json", mutate_json, prepare=_seal_again),
+    _file("model.safetensors", mutate_safetensors, prepare=_seal_again),
+    _file("optimizer.safetensors", mutate_safetensors, prepare=_seal_again),
+)
+FORMATS = (
+    _file("manifest.json", mutate_manifest),
+    *_SEALED,
+    dataclasses.replace(
+        _file("model.safetensors", mutate_safetensors), name="checkpoint/model.safetensors, with its old checksum"
+    ),
+)
