@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from paceline.checkpoints.best import adopt_best
-from paceline.checkpoints.capture import model_tensors
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention
 from paceline.config.fields import flatten
@@ -96,7 +95,6 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
         require_owner=folder.require_owner,
     )
     manager.warn_if_space_is_short(rig.checkpoint_bytes())
-    model_tensors(rig.model.module)  # a state that cannot be saved is refused before the first step
     return manager
 
 

@@ -191,6 +191,7 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     step = build_step(parallel, optimizer, average, config, world)
     if load_weights:
+        model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
         train_data.warm_up(plan.rank_batch_size)
         step.warm_up(example.new_zeros(plan.rank_batch_size, *plan.input_shape))
     return Rig(
