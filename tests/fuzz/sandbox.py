@@ -93,6 +93,7 @@ def run_cases(form: Format, samples: Path, work: Path, *, seed: int, cases: rang
     os.chdir(folder)
     _remember_configs()
     _require_valid_is_read(form, folder)
+    _renew(template, folder)
     watch = _Watch(folder, form.may_run)
     _limit_memory()
     findings: list[Finding] = []
@@ -107,10 +108,7 @@ def run_cases(form: Format, samples: Path, work: Path, *, seed: int, cases: rang
                 findings.append(found)
                 (work / f"{form.name.replace('/', '-')}-{case}.bin").write_bytes(content)
             if reader.changes_folder or found is not None:
-                os.chdir(work)
-                shutil.rmtree(folder)
-                shutil.copytree(template, folder, symlinks=True)
-                os.chdir(folder)
+                _renew(template, folder)
         if len(findings) >= _MOST_FINDINGS or any(finding.kind == TOO_LONG for finding in findings):
             break
     return findings
@@ -136,6 +134,14 @@ def _remember_configs() -> None:
         return known[words]
 
     load._tyro = parse_once
+
+
+def _renew(template: Path, folder: Path) -> None:
+    """A reader may have changed the folder on purpose."""
+    os.chdir(folder.parent)
+    shutil.rmtree(folder)
+    shutil.copytree(template, folder, symlinks=True)
+    os.chdir(folder)
 
 
 def _put(folder: Path, form: Format, content: bytes) -> None:
