@@ -167,7 +167,7 @@ def _mutate_json_text(data: bytes, draw: Random) -> bytes:
         return draw.choice(_TEXT_TRICKS)(data, draw)
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # an earlier mutation of the same text
         return mutate_bytes(data, draw)
     for _ in range(draw.choice((1, 1, 1, 2, 3))):
         value = change_value(value, draw)
@@ -249,7 +249,7 @@ def _deep_inside(data: bytes, draw: Random) -> bytes:
 def _duplicate_names(data: bytes, draw: Random) -> bytes:
     try:
         value = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):  # an earlier mutation of the same text
         return data
     if not isinstance(value, dict) or not value:
         return data
