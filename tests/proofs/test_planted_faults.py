@@ -44,8 +44,8 @@ def test_a_file_or_folder_that_is_never_fsynced_is_found(disk: Path, name: str) 
     record = record_life(disk, *SAVES[name])
     known = {key_of(crash) for crash in power_losses(record)}
     synced = dict.fromkeys(operation.inode for operation in record.operations if isinstance(operation, Sync))
-    # Status and the records of processes are made again; a restart only waits longer without them.
-    made_again = ("run/.status.json", "run/.members")
+    # Status, data.json and the records of processes are made again; a restart only waits longer without the last.
+    made_again = ("run/.status.json", "run/.data.json", "run/.members")
     synced = {inode: None for inode in synced if not record.names[inode].startswith(made_again)}
     spare = [record.names[inode] for inode in synced if not loses_something(disk, without_fsync(record, inode), known)]
     # In later saves the run folder has its name already.

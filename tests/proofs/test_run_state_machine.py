@@ -45,7 +45,7 @@ from paceline.checkpoints.mirror import Mirror, TakenOver
 from paceline.errors import OwnerLost, PacelineError, UserError
 from paceline.runs import lock, patience, stores
 from paceline.runs.folder import RunFolder
-from paceline.runs.members import Member
+from paceline.runs.members import SILENT_S, Member
 from paceline.runs.mirror_note import MirrorNote
 from paceline.runs.owner import LOCK
 
@@ -209,7 +209,7 @@ class TwoSupervisors(RuleBasedStateMachine):
         with working():
             assert before is None or read_tree(self.run / "checkpoints") == before
 
-    def start(self, host: str, goes_back_to: int | None = None) -> None:
+    def start(self, host: str, goes_back_to: int | None = None, *, is_second_try: bool = False) -> None:
         """A new supervisor with one rank, as `paceline train --resume` starts them. It may be refused."""
         machine = self.computers.start_process(host)
         held = lock.owned(self.run / LOCK, machine)
@@ -220,7 +220,11 @@ class TwoSupervisors(RuleBasedStateMachine):
         except (UserError, OSError):
             self.computers.end_process(machine)
             is_taken = any(s.machine.is_alive for s in self.supervisors) or self.living_ranks
-            assert is_taken or self.is_disk_failing  # else it would be locked for ever
+            if not is_taken and not self.is_disk_failing:
+                # Processes that died on another host look alive for a while. After that nothing locks the folder.
+                assert not is_second_try
+                self.computers.clock_s += 2 * SILENT_S
+                self.start(host, goes_back_to, is_second_try=True)
             return
         member = Member(self.run, owner_id, machine=machine)
         folder = RunFolder(self.run, member)
@@ -399,9 +403,12 @@ class TwoSupervisors(RuleBasedStateMachine):
             assert self.newest <= newest.step <= max(self.attempted, self.newest)
 
 
-EXAMPLES = int(os.environ.get("PACELINE_STATE_MACHINE_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("PACELINE_STATE_MACHINE_EXAMPLES", "40"))
 TestTwoSupervisorsOnSimulatedMachines = TwoSupervisors.TestCase
-TestTwoSupervisorsOnSimulatedMachines.settings = settings(max_examples=EXAMPLES, stateful_step_count=25, deadline=None)
+# Not made smaller: that takes minutes, and the list of steps says enough.
+TestTwoSupervisorsOnSimulatedMachines.settings = settings(
+    max_examples=EXAMPLES, stateful_step_count=25, deadline=None, phases=[Phase.generate]
+)
 
 
 # --- The state machine is able to fail
