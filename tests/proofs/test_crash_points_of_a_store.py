@@ -24,6 +24,8 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote
 from paceline.runs.stores import Store, open_store
 
+pytestmark = pytest.mark.timeout(300)  # seconds of CPU time, on machines that may be shared
+
 URL = "memory://run"
 
 

@@ -16,6 +16,8 @@ from paceline.checkpoints import store
 from paceline.checkpoints.manager import CheckpointManager
 from proofs.saves import SAVES
 
+pytestmark = pytest.mark.timeout(300)  # seconds of CPU time, on machines that may be shared
+
 # --- fsyncs left out
 
 
