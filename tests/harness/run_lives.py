@@ -124,8 +124,8 @@ class RunLife:
         """Save, and return what may be relied on from now on. Raises if the manager reports a failure."""
         state = self.ride.state
         if is_best:
-            state.best_epoch, state.best_accuracy, state.best_loss = self.step, float(self.step), 1.0
-        state.validation = {"accuracy": float(self.step), "loss": 1.0} if is_best else None
+            state.best_epoch, state.best_accuracy, state.best_loss = self.step, self.step / 1000, 1.0
+        state.validation = {"accuracy": self.step / 1000, "loss": 1.0} if is_best else None
         save(self.ride, is_best=is_best)
         self.ride.checkpoints.finish()
         if self.ride.checkpoints._failures_in_a_row:
