@@ -1,11 +1,13 @@
 """A soak: one run under a long series of random faults must end with the weights of an undisturbed run, bit for bit.
 
-    python benchmarks/soak.py --faults 1000        (make soak FAULTS=1000)
+    python benchmarks/soak.py --faults 1000 [--runs 1]        (make soak FAULTS=1000)
 
 The run has two ranks, saves every 20 steps, and uploads to a store. Its disk is a real small one (tmpfs), its terminal
 a real pseudo-terminal. A fault strikes every 15 to 45 steps; one in eight strikes soon after the one before, while the
-run still recovers. Progress is read from the run's own files, because the terminal may be lost. Linux only; mounting
-needs root or user namespaces. Prints a table; `--output FILE` also writes it, with machine, versions and date.
+run still recovers. The undisturbed run goes on beside it. With --runs N, N such pairs run at the same time and share
+the faults, for machines with many cores. Progress is read from the run's own files, because the terminal may be lost.
+Linux only; mounting needs root or user namespaces. Prints a table; `--output FILE` also writes it, with machine,
+versions and date.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -53,6 +56,7 @@ PROMISES = (
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
@@ -60,7 +64,15 @@ def main() -> int:
         os.environ[IN_NAMESPACE] = "1"
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
-        lines, is_good = soak(Path(folder), options.faults, random.Random(options.seed))
+        shares = [options.faults // options.runs + (n < options.faults % options.runs) for n in range(options.runs)]
+        with ThreadPoolExecutor(options.runs) as pool:
+            soaks = [
+                pool.submit(soak, Path(folder) / str(number), share, random.Random(options.seed + number))
+                for number, share in enumerate(shares)
+            ]
+            outcomes = [done.result() for done in soaks]
+    lines, is_good = describe(outcomes)
+    is_good = is_good and sum(sum(outcome.counts.values()) for outcome in outcomes) == options.faults
     text = "\n".join([*lines, "", f"{describe_machine()}. `python benchmarks/soak.py {' '.join(sys.argv[1:])}`"]) + "\n"
     print(text)
     if options.output:
@@ -299,38 +311,38 @@ FAULTS = (
 # --- The soak ---------------------------------------------------------------------------------------------------------
 
 
-def soak(base: Path, faults: int, draw: random.Random) -> tuple[list[str], bool]:
+@dataclass(frozen=True)
+class Outcome:
+    """One run under faults, and the undisturbed one beside it."""
+
+    recoveries_s: dict[str, list[float]]
+    counts: dict[str, int]
+    ended: int  # how often the run ended by itself
+    wall_s: float
+    undisturbed_s: float
+    problems: list[str]
+
+
+def soak(base: Path, faults: int, draw: random.Random) -> Outcome:
+    base.mkdir()
     flags = flags_for(faults)
-    print("undisturbed first", flush=True)
-    calm = Run(base / "calm", flags)
-    expected, needed_s = finish_undisturbed(calm)
-    print(f"undisturbed: {needed_s:.0f} s; now {faults} faults", flush=True)
-    run = Run(base / "soak", flags)
+    calm, run = Run(base / "calm", flags), Run(base / "soak", flags)
     began = time.monotonic()
+    calm.start()
     run.start()
-    recoveries, counts, ended = strike_all(run, faults, draw)
-    while not run.is_over:
-        time.sleep(POLL_S)
-    wall_s = time.monotonic() - began
-    problems = find_problems(run, expected)
-    lines = describe(recoveries, counts)
-    lines += [
-        "",
-        f"{sum(counts.values())} faults in {wall_s:.0f} s; undisturbed, the same steps take {needed_s:.0f} s: goodput "
-        f"{needed_s / wall_s:.2f}. The run ended by itself and was started again {ended} times.",
-        "FAILED: " + "; ".join(problems) if problems else PROMISES,
-    ]
-    return lines, not problems and not ended and sum(counts.values()) == faults
+    with ThreadPoolExecutor(1) as pool:
+        undisturbed = pool.submit(finish_undisturbed, calm, began)
+        recoveries_s, counts, ended = strike_all(run, faults, draw)
+        run.process.wait()
+        wall_s = time.monotonic() - began
+        undisturbed_s = undisturbed.result()
+    return Outcome(recoveries_s, counts, ended, wall_s, undisturbed_s, find_problems(run, read_weights(calm)))
 
 
-def finish_undisturbed(run: Run) -> tuple[str, float]:
-    run.start()
-    run.wait_until(lambda: run.step > 0)
-    began = time.monotonic()
-    code = run.process.wait()
-    if code:
+def finish_undisturbed(run: Run, began: float) -> float:
+    if run.process.wait():
         raise AssertionError(f"the undisturbed run failed\n{run.tail()}")
-    return read_weights(run), time.monotonic() - began
+    return time.monotonic() - began
 
 
 def read_weights(run: Run) -> str:
@@ -410,13 +422,29 @@ def find_problems(run: Run, expected: str) -> list[str]:
     return problems
 
 
-def describe(recoveries: dict[str, list[float]], counts: dict[str, int]) -> list[str]:
+def describe(outcomes: list[Outcome]) -> tuple[list[str], bool]:
+    """The table and its summary, and whether all promises were kept."""
+    recoveries = {
+        fault.name: [value for outcome in outcomes for value in outcome.recoveries_s[fault.name]] for fault in FAULTS
+    }
+    counts = {fault.name: sum(outcome.counts[fault.name] for outcome in outcomes) for fault in FAULTS}
     everything = [value for values in recoveries.values() for value in values]
     lines = ["| fault | injected | next step after, p50 | p95 |", "|---|---|---|---|"]
     for name, values in [*recoveries.items(), ("all", everything)]:
         times = f"{statistics.median(values):.2f} s | {quantile(values, 0.95):.2f} s" if values else "- | -"
         lines.append(f"| {name} | {counts.get(name, sum(counts.values()))} | {times} |")
-    return lines
+    wall_s, undisturbed_s = sum(o.wall_s for o in outcomes), sum(o.undisturbed_s for o in outcomes)
+    ended = sum(outcome.ended for outcome in outcomes)
+    problems = [problem for outcome in outcomes for problem in outcome.problems]
+    count = "1 run" if len(outcomes) == 1 else f"{len(outcomes)} runs at the same time"
+    lines += [
+        "",
+        f"{sum(counts.values())} faults on {count}, {wall_s / len(outcomes):.0f} s each; undisturbed, beside them, the "
+        f"same steps took {undisturbed_s / len(outcomes):.0f} s: goodput {undisturbed_s / wall_s:.2f}. A run ended by "
+        f"itself and was started again {ended} times.",
+        "FAILED: " + "; ".join(problems) if problems else PROMISES,
+    ]
+    return lines, not problems and not ended
 
 
 if __name__ == "__main__":
