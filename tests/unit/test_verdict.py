@@ -419,7 +419,8 @@ def test_the_page_shows_them(tmp_path: Path) -> None:
 
 
 def test_compare_shows_them_where_a_run_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, limits in (("a", {"mfu": 0.71, "verdict": {"kind": "compute-bound"}}), ("b", {"verdict": None})):
+    verdict = {"kind": "compute-bound", "text": "", "try": ""}
+    for name, limits in (("a", {"steps": 9, "mfu": 0.71, "verdict": verdict}), ("b", {"steps": 9, "verdict": None})):
         folder = write_run(tmp_path / name)
         results = json.loads(folder.results.read_text())
         folder.results.write_text(json.dumps({**results, "limits": limits}))

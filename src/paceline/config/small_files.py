@@ -74,15 +74,20 @@ def compose_yaml(path: Path) -> yaml.Node | None:
         raise YamlError("it cannot be read as YAML") from error
 
 
-def parse_json(text: str | bytes) -> Any:
-    """Any JSON value; ValueError for everything that is not one, and for what a reader could trip over."""
+def parse_json(text: str | bytes, *, allows_raw_bytes: bool = False) -> Any:
+    """Any JSON value; ValueError for everything that is not one, and for what a reader could trip over.
+
+    `allows_raw_bytes`: file names that are not UTF-8, as Python holds them (half characters), are accepted.
+    """
     try:
         value = json.loads(text, parse_int=_parse_whole)
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     if _is_deeper(value, _DEEPEST_JSON):
         raise ValueError("nested too deeply")
-    if _has_escaped_surrogate(text):  # half of a character: it can be neither printed nor written
+    if (
+        _has_escaped_surrogate(text) and not allows_raw_bytes
+    ):  # half of a character: it can be neither printed nor written
         json.dumps(value, ensure_ascii=False).encode()
     return value
 

@@ -7,6 +7,7 @@ import shutil
 from datetime import datetime
 from pathlib import Path
 
+from paceline.config.small_files import read_json_object
 from paceline.course.lessons import LESSONS, Lesson
 from paceline.errors import UserError
 
@@ -60,7 +61,7 @@ def find_file(lesson: Lesson, given: str | None) -> Path:
 def read_passed() -> dict[int, str]:
     """Lessons that were passed, and when."""
     try:
-        content = json.loads((find_desk() / _PROGRESS).read_text(encoding="utf-8"))
+        content = read_json_object(find_desk() / _PROGRESS)
         return {int(number): str(when) for number, when in content["passed"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}

@@ -141,7 +141,7 @@ def read_finished(folder: Path) -> Packed:
 def read_description(path: Path) -> Packed:
     """`packed.json` or `packing.json`; every bit of it counts."""
     try:
-        body = parse_json(read_small(path, _LARGEST_JSON_BYTES))
+        body = parse_json(read_small(path, _LARGEST_JSON_BYTES), allows_raw_bytes=True)
         version = body["paceline_packed"]
         if version == VERSION:
             return _parse(body)
