@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -181,3 +184,33 @@ def test_ctrl_z_would_stop_all_processes_of_a_run(tmp_path: Path) -> None:
         groups = {os.getpgid(pid) for pid in processes_in(tmp_path)}
         assert len(run.ranks()) == 2
         assert groups == {run.process.pid}
+
+
+def send_to_another_thread(pid: int, number: signal.Signals) -> None:
+    """What the kernel may do with a signal that was sent while all threads were stopped."""
+    other = max(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
+    assert other != pid, "it has one thread only"
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.tgkill(pid, other, int(number)) == 0, os.strerror(ctypes.get_errno())
+
+
+def test_a_stop_that_reaches_another_thread_of_the_supervisor_is_not_lost(tmp_path: Path) -> None:
+    """Ctrl-Z, `paceline cancel`, `fg`: the main thread waits for ranks, and the handler runs all the same."""
+    with started(*FLAGS, "--epochs=200", cwd=tmp_path) as run:
+        run.wait_for("step 5/")
+        send_to_another_thread(run.process.pid, signal.SIGTERM)
+        assert run.wait() == 75, run.err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_that_reaches_another_thread_of_the_leash_is_passed_on(number: signal.Signals, tmp_path: Path) -> None:
+    """The notebook's and the flow's command waits in the same way."""
+    script = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); signal.pause()"
+    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash", sys.executable, "-c", script]
+    with subprocess.Popen(
+        leash, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        send_to_another_thread(process.pid, number)
+        assert process.wait(20) == 128 + number

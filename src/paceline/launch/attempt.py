@@ -26,7 +26,7 @@ from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of
 from paceline.world.detect import ATTEMPT, STORE_FD, Nodes, RankEnvironment, rank_variables
 from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
 from paceline.world.secret import read_secret, take_secret
-from paceline.world.signals import SUPERVISOR_PID
+from paceline.world.signals import HEAR_SIGNALS_S, SUPERVISOR_PID
 
 RankMain = Callable[[list[str], dict[str, str]], None]  # arguments, additions to the environment
 _PRELOADED = ["paceline.launch.server", "paceline.training.worker"]
@@ -156,7 +156,7 @@ class _Ranks:
     def wait(self) -> None:
         """Until all have ended. When one has, the watch sees to the others."""
         while running := [process.sentinel for process in self._processes.values() if process.exitcode is None]:
-            connection.wait(running)
+            connection.wait(running, HEAR_SIGNALS_S)
 
     def end(self) -> None:
         """None is left, whatever has happened."""

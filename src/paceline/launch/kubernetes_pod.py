@@ -13,6 +13,7 @@ missing.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -43,6 +44,7 @@ from paceline.launch.kubernetes_gang import (
 from paceline.runs.process_handle import ProcessHandle, end_group, exit_code_of
 from paceline.world.detect import Nodes, agent_variables
 from paceline.world.peers import MalformedMessage, Message, Peer, PeerServer, connect, log_drop
+from paceline.world.signals import HEAR_SIGNALS_S
 
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
@@ -180,10 +182,13 @@ class Pod:
 
     def _next_event(self, deadline_s: float) -> Event | None:
         """None when the time is up."""
-        try:
-            return self._events.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except Empty:
-            return None
+        while True:
+            left_s = max(0.0, deadline_s - time.monotonic())
+            try:
+                return self._events.get(timeout=min(left_s, HEAR_SIGNALS_S))
+            except Empty:
+                if left_s == 0.0:
+                    return None
 
     # --- Riding
 
@@ -192,7 +197,8 @@ class Pod:
         self._start_child(port)
         codes: dict[int, int] = {}  # how nodes have ended, in that order; only the leader hears of all
         while True:
-            event = self._events.get()
+            event = self._next_event(math.inf)
+            assert event is not None
             line, words = event.line, event.content
             is_ours = line is not None and self._lines.get(line.node if self.place.leads else 0) is line
             if event.kind == "child":

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from paceline.runs.machine import Machine
 from paceline.runs.members import OWNER_ID, drop_dead_members
 from paceline.runs.patience import UnreadableNow
 from paceline.world.detect import Nodes
+from paceline.world.signals import HEAR_SIGNALS_S
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
 _SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
@@ -112,11 +114,16 @@ class Supervisor:
                 self._tell_failure(report, decision, number, processes)
                 if not decision.restart:
                     return report.exit_code
-                self._pause.wait(decision.pause_s)
+                self._wait_before_restart(decision.pause_s)
                 if decision.halve_microbatch:
                     self._largest_microbatch = self._microbatch(processes) // 2
                 processes = decision.processes
         raise AssertionError("unreachable")
+
+    def _wait_before_restart(self, pause_s: float) -> None:
+        deadline_s = time.monotonic() + pause_s
+        while (left_s := deadline_s - time.monotonic()) > 0 and not self._pause.wait(min(left_s, HEAR_SIGNALS_S)):
+            pass
 
     @contextmanager
     def _owning(self) -> Iterator[None]:

@@ -17,6 +17,9 @@ from paceline.runs.process_handle import find_process
 from paceline.world.running_clock import RunningClock
 
 SUPERVISOR_PID = "PACELINE_SUPERVISOR_PID"  # the identity of the supervisor, for the ranks it starts
+# The main thread must not wait longer at a time. After a suspension, the kernel may give a signal to another thread:
+# the wait of the main thread is not interrupted, and the handler, which Python runs there only, would not run.
+HEAR_SIGNALS_S = 0.25
 _ORPHAN_GRACE_S = 25.0
 _LOOK_S = 0.25
 

@@ -13,6 +13,8 @@ import sys
 import threading
 from contextlib import suppress
 
+from paceline.world.signals import HEAR_SIGNALS_S
+
 _GRACE_S = 30.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
@@ -22,7 +24,10 @@ def main(command: list[str]) -> int:
     for number in _PASSED_ON:
         signal.signal(number, lambda received, frame: child.send_signal(received))
     threading.Thread(target=_follow_parent, args=(child,), daemon=True).start()
-    code = child.wait()
+    code = None
+    while code is None:
+        with suppress(subprocess.TimeoutExpired):
+            code = child.wait(HEAR_SIGNALS_S)
     return code if code >= 0 else 128 - code
 
 
