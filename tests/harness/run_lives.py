@@ -24,6 +24,7 @@ from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.config.schema import Config
 from paceline.metrics.recorder import read_rows
+from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.members import MEMBERS, Member
 from paceline.runs.place import RunPlace
@@ -60,7 +61,7 @@ def stand_in_rig(line: int) -> Any:
         step=SimpleNamespace(),
         data=SimpleNamespace(to_json=dict),
         model=SimpleNamespace(strategy="single", module=torch.nn.Identity()),
-        plan=SimpleNamespace(steps_per_epoch=1, last_step=10**6),
+        plan=SimpleNamespace(clock=EpochClock(1), last_step=10**6),
         checkpoint_bytes=lambda: 0,
         payload=payload,
         resume=resume,
@@ -112,7 +113,7 @@ class RunLife:
 
     @property
     def best_step(self) -> int:
-        return self.ride.state.best_epoch
+        return self.ride.state.best_step
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
@@ -124,7 +125,8 @@ class RunLife:
         """Save, and return what may be relied on from now on. Raises if the manager reports a failure."""
         state = self.ride.state
         if is_best:
-            state.best_epoch, state.best_accuracy, state.best_loss = self.step, self.step / 1000, 1.0
+            state.best_epoch, state.best_step = self.step, self.step
+            state.best_accuracy, state.best_loss = self.step / 1000, 1.0
         state.validation = {"accuracy": self.step / 1000, "loss": 1.0} if is_best else None
         save(self.ride, is_best=is_best)
         self.ride.checkpoints.finish()

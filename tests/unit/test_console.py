@@ -13,6 +13,7 @@ import pytest
 
 from paceline.metrics.console import Console, Field, fit
 from paceline.metrics.screen import LiveLine, ScreenLog, fold, is_live, paint
+from paceline.runs.epoch_clock import EpochClock
 
 VALUES = {
     **{"loss": 1.23456, "accuracy": 0.567, "lr": 0.0125, "throughput": 36123.0, "data_wait": 0.2},
@@ -38,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
 
 
 def live_console() -> Console:
-    console = Console(is_speaking=True, steps_per_epoch=195, epochs=100)
+    console = Console(is_speaking=True, clock=EpochClock(195), epochs=100)
     console._total_steps, console._step, console._values = 19500, 1234, VALUES
     return console
 
@@ -56,7 +57,7 @@ def test_on_a_fake_terminal_of_any_width_the_line_fits(terminal: FakeTerminal) -
 
 def test_on_a_fake_terminal_of_eighty_columns_all_that_matters_is_there(terminal: FakeTerminal) -> None:
     console = live_console()
-    console._total_steps, console._step, console._steps_per_epoch, console._epochs = 1950, 234, 195, 10
+    console._total_steps, console._step, console._epochs = 1950, 234, 10
     console._values = {**VALUES, "memory_mb": 412.0, "throughput": 3105.0}
     with redirect_stdout(terminal):
         line, wide = console._compose(79), console._compose(199)
@@ -67,7 +68,7 @@ def test_on_a_fake_terminal_of_eighty_columns_all_that_matters_is_there(terminal
 
 
 def test_the_last_step_of_an_epoch_belongs_to_it() -> None:
-    console = Console(is_speaking=False, steps_per_epoch=9, epochs=2)
+    console = Console(is_speaking=False, clock=EpochClock(9), epochs=2)
     assert [console._epoch_of(step) for step in (0, 1, 9, 10, 18)] == [1, 1, 1, 2, 2]
 
 
@@ -92,10 +93,10 @@ def test_plain_lines_on_a_fake_terminal_that_is_none(
 ) -> None:
     monkeypatch.setenv(*variable)
     with redirect_stdout(terminal):
-        console = Console(is_speaking=True, steps_per_epoch=9, epochs=2)
+        console = Console(is_speaking=True, clock=EpochClock(9), epochs=2)
         console.start(first_step=0, total_steps=18)
         console.step(9, 18, VALUES)
-        console.epoch(1, 2, {**VALUES, "seconds": 1.0}, VALUES, True)
+        console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)
         console.stop()
     told = terminal.getvalue()
     assert "\x1b" not in told
@@ -138,7 +139,7 @@ def test_a_fake_terminal_that_knows_no_stars(terminal: FakeTerminal) -> None:
     terminal.encoding = "latin-1"
     with redirect_stdout(terminal):
         console = live_console()
-        console.epoch(1, 2, {**VALUES, "seconds": 1.0}, VALUES, True)
+        console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)
         console._compose(200).encode("latin-1")
     terminal.getvalue().encode("latin-1")
     assert "* best" in terminal.getvalue()
@@ -146,9 +147,9 @@ def test_a_fake_terminal_that_knows_no_stars(terminal: FakeTerminal) -> None:
 
 def test_rows_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_OUTPUT", "json")
-    console = Console(is_speaking=True, steps_per_epoch=9, epochs=2)
+    console = Console(is_speaking=True, clock=EpochClock(9), epochs=2)
     console.note("paceline  header")
-    console.epoch(2, 2, {**VALUES, "seconds": 1.0}, VALUES, False)
+    console.epoch(2, 18, {**VALUES, "seconds": 1.0}, VALUES, False)
     captured = capsys.readouterr()
     row = json.loads(captured.out)
     assert (row["kind"], row["epoch"], row["step"], row["is_best"]) == ("epoch", 2, 18, False)
@@ -157,7 +158,7 @@ def test_rows_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 def test_nobody_but_the_primary_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(is_speaking=False, steps_per_epoch=9, epochs=2)
+    console = Console(is_speaking=False, clock=EpochClock(9), epochs=2)
     console.note("x")
-    console.epoch(1, 2, {**VALUES, "seconds": 1.0}, VALUES, True)
+    console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)
     assert capsys.readouterr().out == ""

@@ -22,8 +22,10 @@ from paceline.data.fingerprint import differences, fingerprint_of, pack_keys, sa
 from paceline.data.registry import load_dataset
 from paceline.data.sources import custom
 from paceline.errors import CheckpointError
+from paceline.runs.epoch_clock import EpochClock
 from paceline.training.rig import Rig, build_rig
 from paceline.training.run_data import RunData
+from paceline.training.state import TrainState
 from paceline.world.detect import World
 
 FLAGS = ("--dataset=harness.changing_data:load", "--augment=none", "--global-batch-size=32", "--save-steps=4")
@@ -288,3 +290,81 @@ def test_data_that_augments_by_itself_is_known_by_its_labels() -> None:
 
     assert not differences(found(Noisy.labels), found(Noisy.labels))
     assert differences(found(Noisy.labels), found(Noisy.labels.flip(0)))
+
+
+# --- Data with other epochs -------------------------------------------------------------------------------------------
+
+WHOLE = ("--train-split=0.9", "--save-steps=0")
+
+
+def finish_epochs(folder: Path, epochs: int, *more: str, resume: bool = True) -> dict[str, Any]:
+    return train_in(
+        make_world(0, 1), str(folder / "run"), flags_for(folder, *WHOLE, f"--epochs={epochs}", *more), resume
+    )
+
+
+@pytest.mark.parametrize("variant", [{"front": 320}, {"fewer": 160}], ids=lambda v: next(iter(v)))
+def test_epochs_go_on_counting_after_data_with_other_epochs(tmp_path: Path, variant: dict[str, Any]) -> None:
+    """No epoch is recorded twice or left out, and the next resume counts in the same way."""
+    change(tmp_path)
+    first = finish_epochs(tmp_path, 2, resume=False)
+    change(tmp_path, **variant)
+    second = finish_epochs(tmp_path, 3, "--accept-new-data")
+    per_epoch = newest_state(tmp_path)["steps_per_epoch"]
+    assert per_epoch != first["steps"] // 2
+    assert second["steps"] == first["steps"] + per_epoch
+    finish_epochs(tmp_path, 4)
+    lines = (tmp_path / "run" / "metrics.csv").read_text().splitlines()[1:]
+    assert [tuple(line.split(",")[:2]) for line in lines] == [
+        *((str(epoch), phase) for epoch in (1, 2, 3, 4) for phase in ("train", "val")),
+        ("4", "test"),
+    ]
+
+
+@pytest.mark.parametrize("variant", [{"front": 320}, {"fewer": 160}], ids=lambda v: next(iter(v)))
+def test_the_best_checkpoint_is_kept_after_data_with_other_epochs(
+    tmp_path: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at the resume after the next, which knows only the new number of steps per epoch."""
+    change(tmp_path)
+    finish_epochs(tmp_path, 2, resume=False)
+    best = (tmp_path / "run" / "checkpoints" / "best").readlink()
+    change(tmp_path, **variant)
+    monkeypatch.setattr(TrainState, "is_improved_by", lambda *_: False)
+    finish_epochs(tmp_path, 3, "--accept-new-data")
+    assert (tmp_path / "run" / "checkpoints" / "best").readlink() == best
+    last = finish_epochs(tmp_path, 4)
+    assert (tmp_path / "run" / "checkpoints" / "best").readlink() == best
+    assert last["best_epoch"] <= 2
+
+
+def test_a_checkpoint_without_the_step_of_the_best_points_at_it_all_the_same(tmp_path: Path) -> None:
+    """Checkpoints of older versions have the best epoch and the steps per epoch."""
+    state = TrainState(step=27, best_epoch=2, best_step=18).to_json()
+    del state["best_step"]
+    assert TrainState.from_json({**state, "steps_per_epoch": 9}).best_step == 18
+
+
+def test_a_header_names_the_samples_that_are_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After data was accepted, the checkpoint decides which they are: also at the resume after the next."""
+    change(tmp_path)
+    finish_epochs(tmp_path, 1, resume=False)
+    change(tmp_path, front=320)
+    for epochs, more in ((2, ("--accept-new-data",)), (3, ())):
+        capsys.readouterr()
+        finish_epochs(tmp_path, epochs, *more)
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("data "))
+        assert "608 train, 32 validation" in line
+
+
+def test_an_epoch_that_has_begun_keeps_its_position_when_its_length_changes() -> None:
+    """Where the new epoch is shorter than the position, one step is left of it."""
+    clock = EpochClock(10)
+    assert clock.at_other_length(24, 15).locate(24) == (2, 4)
+    assert clock.at_other_length(24, 15).end_of(3) == 35
+    assert clock.at_other_length(28, 5).locate(28) == (2, 4)
+    assert clock.at_other_length(28, 5).end_of(3) == 29
+    assert clock.at_other_length(20, 5).locate(20) == (2, 0)
+    assert clock.at_other_length(24, 10) == clock
+    later = clock.at_other_length(24, 15)
+    assert EpochClock.from_json(later.to_json()) == later

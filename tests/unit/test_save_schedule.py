@@ -9,6 +9,7 @@ from harness.ranks import run_ranks
 from harness.runs import train_in
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.config.schema import RunConfig
+from paceline.runs.epoch_clock import EpochClock
 from paceline.training.epoch import is_save_due
 
 
@@ -28,7 +29,9 @@ def test_every_schedule_is_kept_whatever_the_others_say() -> None:
     grid = itertools.product((1, 2, 3, 5, 20), (1, 2, 7, 40, 41), (0, 1, 2, 3, 5, 10, 20, 40), (1, 2, 3, 99), (0, 1, 3))
     for steps_per_epoch, last_step, save_steps, save_epochs, save_frequency in grid:
         run = RunConfig(save_steps=save_steps, save_epochs=save_epochs, save_frequency=save_frequency)
-        due = {step for step in range(1, last_step + 1) if is_save_due(step, steps_per_epoch, last_step, run)}
+        due = {
+            step for step in range(1, last_step + 1) if is_save_due(step, EpochClock(steps_per_epoch), last_step, run)
+        }
         assert due == steps_wanted(steps_per_epoch, last_step, run), (steps_per_epoch, last_step, run)
 
 

@@ -10,6 +10,7 @@ from paceline.checkpoints.fetch import push
 from paceline.checkpoints.listing import Listed, list_checkpoints
 from paceline.checkpoints.store import list_set_aside, pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
+from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, require_run_folder
 
 _USAGE = """\
@@ -92,8 +93,11 @@ def _verdict(item: Listed, is_thorough: bool) -> str:
 
 def _epoch_of(state: dict[str, Any]) -> float | None:
     """Epochs done; a part of one where the checkpoint lies inside an epoch."""
-    per_epoch = state.get("steps_per_epoch")
-    return round(state["step"] / per_epoch, 2) if isinstance(per_epoch, int) and per_epoch > 0 else None
+    clock = EpochClock.from_json(state)
+    if clock is None:
+        return None
+    epochs, inside = clock.locate(state["step"])
+    return round(epochs + inside / clock.steps_per_epoch, 2)
 
 
 def _print_table(folder: Path, entries: list[dict[str, Any]], aside: list[str]) -> None:

@@ -24,6 +24,7 @@ from paceline.metrics.screen import (
     width_of,
     write_line,
 )
+from paceline.runs.epoch_clock import EpochClock
 
 _HEADING = ["  epoch", "train loss", "    acc", "val loss", "    acc", "    img/s", "   time"]
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
@@ -42,13 +43,13 @@ class Console:
     """Prints the story of a run."""
 
     def __init__(
-        self, *, is_speaking: bool, metric_lines: bool = False, steps_per_epoch: int = 0, epochs: int = 0
+        self, *, is_speaking: bool, metric_lines: bool = False, clock: EpochClock | None = None, epochs: int = 0
     ) -> None:
         self._mode = output_mode()
         self._has_rows = is_speaking and self._mode == "json"
         self._is_speaking = is_speaking and self._mode != "quiet"
         self._metric_lines = metric_lines
-        self.steps_per_epoch = steps_per_epoch
+        self.clock = clock
         self._epochs = epochs
         self._line: LiveLine | None = None
         self._first_step = self._step = 0
@@ -88,7 +89,7 @@ class Console:
             self._line.draw()
             return
         self.stop()
-        epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.steps_per_epoch else ""
+        epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.clock else ""
         self.note(
             f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"
             f"  lr {values['lr']:.4g}  {values['throughput']:,.0f} img/s  wait {values['data_wait']:.0%}"
@@ -97,11 +98,12 @@ class Console:
         )
 
     def epoch(
-        self, epoch: int, epochs: int, train: Mapping[str, float], val: Mapping[str, float] | None, best: bool
+        self, epoch: int, step: int, train: Mapping[str, float], val: Mapping[str, float] | None, best: bool
     ) -> None:
         """A row of the table. There may be nothing to validate on."""
+        epochs = self._epochs
         if self._has_rows:
-            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": epoch * self.steps_per_epoch}
+            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": step}
             print(
                 json.dumps({**row, "train": dict(train), "val": dict(val) if val else None, "is_best": best}),
                 flush=True,
@@ -139,12 +141,12 @@ class Console:
 
     def _epoch_of(self, step: int) -> int:
         """The one that this step belongs to: the last step of an epoch is not the first of the next."""
-        return max(step - 1, 0) // max(self.steps_per_epoch, 1) + 1
+        return self.clock.locate(max(step - 1, 0))[0] + 1 if self.clock else 0
 
     def _compose(self, width: int) -> str:
         step, total, values = self._step, self._total_steps, self._values
         fields = [Field(f"step {step}/{total}", f"step {step}/{total}", 9)]
-        if self.steps_per_epoch:
+        if self.clock:
             epoch = f"epoch {self._epoch_of(step)}/{self._epochs}"
             fields.insert(0, Field(epoch, epoch, 5))
         if not values:

@@ -14,6 +14,7 @@ from paceline.errors import Preempted
 from paceline.metrics.safe_output import describe_console_loss
 from paceline.metrics.throughput import Stopwatch, read_memory
 from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum, wait_for_all
+from paceline.runs.epoch_clock import EpochClock
 from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.ride import Ride
 from paceline.training.state import EpochSums
@@ -30,7 +31,7 @@ class StopAgreed(Exception):
 def train_epoch(ride: Ride, run_watch: Stopwatch) -> None:
     """Train to the end of the current epoch, or of the run."""
     config, rig, state, plan = ride.config, ride.rig, ride.state, ride.rig.plan
-    epoch, first_step = divmod(state.step, plan.steps_per_epoch)
+    epoch, first_step = plan.clock.locate(state.step)
     if first_step == 0:
         state.epoch_sums = EpochSums()
     batches = rig.train_data.train_epoch(
@@ -42,7 +43,7 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> None:
     interval, epoch_watch = Stopwatch(), Stopwatch()
     sums = torch.zeros(rig.step.lanes_per_rank, 3, dtype=torch.float64, device=ride.world.device)
     busy_s = 0.0  # this rank's own work since the last line
-    last_step = min(plan.last_step, (epoch + 1) * plan.steps_per_epoch)
+    last_step = min(plan.last_step, plan.clock.end_of(epoch + 1))
     while state.step < last_step:
         ride.guards.enter("data", state.step + 1)
         batch = next(batches)
@@ -56,7 +57,7 @@ def train_epoch(ride: Ride, run_watch: Stopwatch) -> None:
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
         ride.is_leaving |= report is not None and report.is_stop_wanted
-        is_due = ride.is_leaving or is_save_due(state.step, plan.steps_per_epoch, plan.last_step, config.run)
+        is_due = ride.is_leaving or is_save_due(state.step, plan.clock, plan.last_step, config.run)
         is_saved = is_due and state.step != last_step  # the loop saves the last one, with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
             _log_step(ride, _with_column(sums, busy_s), report, lr, interval)
@@ -196,11 +197,11 @@ def _tell_status(ride: Ride) -> None:
     ride.folder.write_status("running", **told)
 
 
-def is_save_due(step: int, steps_per_epoch: int, last_step: int, run: RunConfig) -> bool:
+def is_save_due(step: int, clock: EpochClock, last_step: int, run: RunConfig) -> bool:
     """Whether any schedule asks for a checkpoint after this step: the one rule, inside an epoch and at its end."""
     if step == last_step or (run.save_steps > 0 and step % run.save_steps == 0):
         return True
-    epoch, inside = divmod(step, steps_per_epoch)
+    epoch, inside = clock.locate(step)
     return inside == 0 and (epoch % run.save_epochs == 0 or _is_kept_for_ever(epoch, run))
 
 
@@ -212,7 +213,7 @@ def save(ride: Ride, *, is_best: bool) -> None:
     """Hand the whole state to the checkpoint manager. Collective."""
     ride.guards.enter("save", ride.state.step)
     state = ride.state
-    epoch, inside = divmod(state.step, ride.rig.plan.steps_per_epoch)
+    epoch, inside = ride.rig.plan.clock.locate(state.step)
     if inside:
         state.validation = None
     keep = inside == 0 and _is_kept_for_ever(epoch, ride.config.run)

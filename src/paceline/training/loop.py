@@ -46,8 +46,8 @@ def train(
                 except RollBack as cause:
                     roll_back(ride, cause)
                     continue
-            is_best = validate_epoch(ride) if ride.state.step % plan.steps_per_epoch == 0 else False
-            is_due = is_save_due(ride.state.step, plan.steps_per_epoch, plan.last_step, config.run)
+            is_best = validate_epoch(ride) if plan.clock.locate(ride.state.step)[1] == 0 else False
+            is_due = is_save_due(ride.state.step, plan.clock, plan.last_step, config.run)
             if is_best or is_due:
                 save(ride, is_best=is_best)
             if ride.is_leaving:
@@ -83,7 +83,7 @@ def train(
     results = make_results(rig, world, state, test, epoch_row(ride), gather_ranks(world, totals), hashes)
     if recorder is not None:
         ride.folder.require_owner()
-        epoch = state.step // plan.steps_per_epoch
+        epoch, _ = plan.clock.locate(state.step)
         values = {"loss": test.loss, "accuracy": test.accuracy, "throughput": test.throughput, **test.metrics}
         recorder.epoch(state.step, epoch=epoch, phase="test", **values)
         recorder.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from paceline.config.schema import Config
@@ -9,6 +10,7 @@ from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.order import split_train_validation
 from paceline.errors import UserError
+from paceline.runs.epoch_clock import EpochClock
 from paceline.training.schedule import learning_rate, peak_learning_rate
 
 
@@ -25,10 +27,14 @@ class RunPlan:
     lanes: int
     rank_batch_size: int
     microbatch_size: int
-    steps_per_epoch: int
+    clock: EpochClock
     total_steps: int  # of all epochs: what the learning-rate curve spans
     last_step: int  # where this run ends, which --max-steps may bring forward
     peak_lr: float
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.clock.steps_per_epoch
 
     def learning_rate(self, step: int) -> float:
         return learning_rate(
@@ -40,10 +46,17 @@ class RunPlan:
         )
 
 
-def make_plan(config: Config, info: DatasetInfo, world_size: int, parts: tuple[int, int] | None = None) -> RunPlan:
+def make_plan(
+    config: Config,
+    info: DatasetInfo,
+    world_size: int,
+    parts: tuple[int, int] | None = None,
+    count_epochs: Callable[[int], EpochClock] = EpochClock,
+) -> RunPlan:
     """What depends on the data or on the ranks that are there is checked here; the config rules check the rest.
 
     `parts`: how many samples are trained on and validated with, where not the data's length alone decides.
+    `count_epochs`: the epoch count of a run with so many steps per epoch, where it goes on from an earlier count.
     """
     if parts is None:
         train, validation = split_train_validation(info.num_train, config.data.train_split)
@@ -63,8 +76,8 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int, parts: tuple[i
             got=f"test_views {config.train.test_views}, and {info.name} has vectors",
             hint="--test-views 1",
         )
-    steps_per_epoch = num_train // batch
-    total_steps = steps_per_epoch * config.train.epochs
+    clock = count_epochs(num_train // batch)
+    total_steps = clock.end_of(config.train.epochs)
     _require_equal_parts(config, world_size)
     rank_batch = batch // world_size
     return RunPlan(
@@ -77,7 +90,7 @@ def make_plan(config: Config, info: DatasetInfo, world_size: int, parts: tuple[i
         lanes=config.parallel.lanes or world_size,
         rank_batch_size=rank_batch,
         microbatch_size=rank_batch // config.train.accumulate,
-        steps_per_epoch=steps_per_epoch,
+        clock=clock,
         total_steps=total_steps,
         last_step=min(total_steps, config.train.max_steps or total_steps),
         peak_lr=peak_learning_rate(config.optim, batch),

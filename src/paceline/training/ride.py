@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paceline.checkpoints.best import adopt_best
 from paceline.checkpoints.manager import CheckpointManager
@@ -53,19 +54,22 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     console = Console(
         is_speaking=world.is_primary,
         metric_lines=config.run.metric_lines,
-        steps_per_epoch=rig.plan.steps_per_epoch,
+        clock=rig.plan.clock,
         epochs=config.train.epochs,
     )
+    folder = RunFolder(place.folder, guards.member)
+    checkpoints = _open_checkpoints(config, folder, rig, world)
+    state, resumed_from = _resume_or_start(config, world, place, rig, checkpoints)
+    # After the resume: the checkpoint may have decided which samples are trained on.
     for line in describe_run(rig, world, place):
         console.note(line)
-    folder = RunFolder(place.folder, guards.member)
     note = read_note(place.folder)
     if note is not None:
         console.note(f"store     {note.url}, mirrored beside training")
-    checkpoints = _open_checkpoints(config, folder, rig, world)
-    state = _resume_or_start(config, world, place, rig, console, checkpoints)
+    if resumed_from is not None:
+        console.note(f"resumed   at step {state.step} from {resumed_from}")
     rig.samples = None  # on a GPU, the copy in the host's memory may go
-    console.steps_per_epoch = rig.plan.steps_per_epoch  # other data may have other epochs
+    console.clock = rig.plan.clock  # other data may have other epochs
     if world.is_primary:
         write_json(folder.data, {**rig.data.to_json(), "held_out": None})
     checkpoints.branch_at(state.step)
@@ -99,24 +103,23 @@ def _open_checkpoints(config: Config, folder: RunFolder, rig: Rig, world: World)
 
 
 def _resume_or_start(
-    config: Config, world: World, place: RunPlace, rig: Rig, console: Console, checkpoints: CheckpointManager
-) -> TrainState:
+    config: Config, world: World, place: RunPlace, rig: Rig, checkpoints: CheckpointManager
+) -> tuple[TrainState, Path | None]:
+    """The state, and the checkpoint it comes from."""
     checkpoint = None
     if place.resume_from is not None:
         prefer_best = config.run.best_is_latest and not place.is_restart
         checkpoint = checkpoints.choose(place.resume_from, prefer_best=prefer_best)
     if checkpoint is None:
         checkpoints.begin_at_zero(place.resume_from, may_drop_damaged=config.run.start_over_if_damaged)
-        return TrainState()
+        return TrainState(), None
     state = rig.resume(checkpoint, world)
     if checkpoint.path.parent.resolve() == RunFolder(place.folder).checkpoints.resolve():
         checkpoints.stands_at(state.step)
-    console.note(f"resumed   at step {state.step} from {checkpoint.path}")
     if world.is_primary:
-        best_step = state.best_epoch * int(checkpoint.state.get("steps_per_epoch", rig.plan.steps_per_epoch))
         own = RunFolder(place.folder).checkpoints
-        read_patiently("pointing best", own, lambda: adopt_best(checkpoint.path.parent, own, best_step))
-    return state
+        read_patiently("pointing best", own, lambda: adopt_best(checkpoint.path.parent, own, state.best_step))
+    return state, checkpoint.path
 
 
 def _open_recorder(config: Config, folder: RunFolder, place: RunPlace, state: TrainState) -> Recorder:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -29,6 +30,7 @@ from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
 from paceline.parallel.collectives import gather_texts
+from paceline.runs.epoch_clock import EpochClock
 from paceline.training.compiling import choose_to_compile
 from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
@@ -44,6 +46,7 @@ from paceline.world.seeds import require_determinism, seed_initial_weights
 _LOOKED_AT = 2000  # samples
 
 _log = logging.getLogger("paceline")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Rig:
         return {
             **state.to_json(),
             "keep": keep,
-            "steps_per_epoch": self.plan.steps_per_epoch,
+            **self.plan.clock.to_json(),
             "scaler": self.step.scaler.state_dict(),
             "config": flatten(self.plan.config),
             "data": self.data.to_json(),
@@ -129,17 +132,28 @@ class Rig:
         plan = self.plan
         may_differ, has_validation = plan.config.run.accept_new_data, plan.num_validation > 0
         data = data_to_go_on_with(checkpoint, self.data, may_differ=may_differ, has_validation=has_validation)
+        parts = plan.num_train, plan.num_validation
         if data.is_split_by_keys and not self.data.is_split_by_keys:
             assert self.samples is not None
             train, validation = split_again(self.samples, data)
-            self.plan = make_plan(plan.config, plan.info, plan.world_size, (len(train), len(validation)))
+            parts = len(train), len(validation)
             self.train_data, self.validation_data = (self.train_data.on_part(ids) for ids in (train, validation))
+        self.plan = make_plan(plan.config, plan.info, plan.world_size, parts, _count_epochs_from(checkpoint))
         self.data = data
 
 
 def _state_of(checkpoint: Checkpoint) -> TrainState:
+    return _read_state(checkpoint, TrainState.from_json)
+
+
+def _count_epochs_from(checkpoint: Checkpoint) -> Callable[[int], EpochClock]:
+    saved = _read_state(checkpoint, EpochClock.from_json)
+    return EpochClock if saved is None else partial(saved.at_other_length, checkpoint.step)
+
+
+def _read_state(checkpoint: Checkpoint, read: Callable[[dict[str, Any]], _T]) -> _T:
     try:
-        return TrainState.from_json(checkpoint.state)
+        return read(checkpoint.state)
     except ValueError as error:
         where = str(checkpoint.path / "state.json")
         raise CheckpointError(

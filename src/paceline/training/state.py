@@ -16,7 +16,13 @@ _SHAPE = Fields(
         "epoch_sums": Fields(required={"loss": float, "correct": COUNT, "samples": COUNT, "seconds": Number(0)}),
         "validation": (MapOf((float, MAYBE)), MAYBE),
     },
-    optional={"skipped": ListOf(COUNT), "jumped": ListOf(COUNT), "recent_losses": ListOf(float)},
+    optional={
+        "best_step": COUNT,
+        "steps_per_epoch": COUNT,
+        "skipped": ListOf(COUNT),
+        "jumped": ListOf(COUNT),
+        "recent_losses": ListOf(float),
+    },
 )
 
 
@@ -49,6 +55,7 @@ class TrainState:
 
     step: int = 0
     best_epoch: int = 0
+    best_step: int = 0  # not computed from the epoch: epochs of other data have another length
     best_accuracy: float = -1.0
     best_loss: float = float("inf")
     epoch_sums: EpochSums = field(default_factory=EpochSums)
@@ -76,6 +83,8 @@ class TrainState:
         return cls(
             step=int(values["step"]),
             best_epoch=int(values["best_epoch"]),
+            # Checkpoints of older versions do not have it.
+            best_step=int(values.get("best_step", values["best_epoch"] * values.get("steps_per_epoch", 0))),
             best_accuracy=float(values["best_accuracy"]),
             best_loss=float("inf") if loss is None else float(loss),
             epoch_sums=EpochSums(

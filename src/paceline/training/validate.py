@@ -19,7 +19,7 @@ def validate_epoch(ride: Ride) -> bool:
     A stop request ends it at the next batch, with nothing recorded: the resumed run validates this epoch.
     """
     state = ride.state
-    epoch = state.step // ride.rig.plan.steps_per_epoch
+    epoch, _ = ride.rig.plan.clock.locate(state.step)
     train_row = epoch_row(ride)
     state.validation, state.is_validation_due = None, True
     if ride.is_leaving:
@@ -29,16 +29,17 @@ def validate_epoch(ride: Ride) -> bool:
     if ride.recorder is not None:
         ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row)
     if validation is None:
-        ride.console.epoch(epoch, ride.config.train.epochs, train_row, None, False)
+        ride.console.epoch(epoch, state.step, train_row, None, False)
         return False
     is_best = state.is_improved_by(validation.accuracy, validation.loss)
     if is_best:
-        state.best_epoch, state.best_accuracy, state.best_loss = epoch, validation.accuracy, validation.loss
+        state.best_epoch, state.best_step = epoch, state.step
+        state.best_accuracy, state.best_loss = validation.accuracy, validation.loss
     state.validation = {"accuracy": validation.accuracy, "loss": validation.loss}
     val_row = {**state.validation, "throughput": validation.throughput, **validation.metrics}
     if ride.recorder is not None:
         ride.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
-    ride.console.epoch(epoch, ride.config.train.epochs, train_row, val_row, is_best)
+    ride.console.epoch(epoch, state.step, train_row, val_row, is_best)
     return is_best
 
 

@@ -36,6 +36,7 @@ from paceline.checkpoints.store import (
     temporary_folder,
 )
 from paceline.config.small_files import read_small
+from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, flush
 
 _log = logging.getLogger("paceline")
@@ -180,9 +181,10 @@ def describe(checkpoint: Checkpoint) -> dict[str, Any]:
     """What a list of checkpoints says of each."""
     state = checkpoint.state
     validation = state.get("validation") or {}
+    clock = EpochClock.from_json(state)
     return {
         "step": checkpoint.step,
-        "epoch": checkpoint.step // max(1, int(state["steps_per_epoch"])),
+        "epoch": clock.locate(checkpoint.step)[0] if clock else None,
         "val_loss": validation.get("loss"),
         "val_acc": validation.get("accuracy"),
         "world_size": checkpoint.manifest.about.get("world_size"),
