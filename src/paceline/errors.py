@@ -8,6 +8,7 @@ no other module of the package, so that every layer may raise these.
 from __future__ import annotations
 
 import re
+import traceback
 
 EXIT_FINISHED = 0
 EXIT_DIFFERENT = 1  # runs that were compared differ
@@ -110,3 +111,19 @@ class OwnerLost(PacelineError):
     """Another process owns the run now. Nothing more may be written."""
 
     exit_code = EXIT_OWNER_LOST
+
+
+class EndsWithPrimary(SystemExit):
+    """The primary has failed and explains why; this rank ends with its exit code and says nothing."""
+
+
+def explain_exit(error: SystemExit) -> UserError:
+    """`sys.exit` in a function of the user's own. Its code says nothing about the run."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else None
+    return UserError(
+        "sys.exit was called before the work was done",
+        where=where,
+        got=f"SystemExit: {error.code}",
+        hint="a function that cannot go on raises an exception",
+    )

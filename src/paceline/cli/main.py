@@ -11,7 +11,7 @@ import traceback
 from typing import NoReturn
 
 import paceline
-from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, PacelineError, UserError
+from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EndsWithPrimary, PacelineError, UserError, explain_exit
 from paceline.metrics.safe_output import finish_console, protect_console
 
 VERBS = {
@@ -81,6 +81,11 @@ def main(arguments: list[str] | None = None) -> int:
         if is_debugging:
             traceback.print_exc()
         return _tell(error.screen(), error, error.exit_code)
+    except EndsWithPrimary as error:
+        return int(error.code or EXIT_INTERNAL)
+    except SystemExit as error:
+        explained = explain_exit(error)
+        return _tell(explained.screen(), explained, explained.exit_code)
     except KeyboardInterrupt as error:
         return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
     except BrokenPipeError:

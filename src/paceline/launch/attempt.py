@@ -55,7 +55,9 @@ class AttemptEnd:
 
     @property
     def is_finished(self) -> bool:
-        return bool(self.exit_codes) and all(code == 0 for code in self.exit_codes.values())
+        """Every rank has said so. An exit code of 0 alone may come from a function of the user's own."""
+        has_left = {rank: sight.has_left for rank, sight in self.ranks.items()}
+        return bool(self.exit_codes) and all(code == 0 and has_left[rank] for rank, code in self.exit_codes.items())
 
 
 class Attempts:

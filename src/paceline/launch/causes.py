@@ -47,6 +47,9 @@ def name_cause(
         return None  # the report says where every rank stands
     if exit_code is not None and exit_code < 0 and not text:
         return _killed(-exit_code, memory_mb, oom_kills, batch, memory_hint)
+    if exit_code is not None and not text:
+        hint = "does a function or a library of yours call os._exit?"
+        return Cause("exited", "the process was ended from inside, before the run was finished", hint)
     if _OUT_OF_MEMORY.search(text):
         return Cause("out-of-memory", f"the rank ran out of memory{batch}", memory_hint)
     table = (

@@ -123,7 +123,8 @@ def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankSigh
         # Of several in one place, those that wait for others stand inside a collective.
         alone = [sight for sight in candidates if not _is_waiting(stacks_of(sight.rank))]
         return (alone or candidates)[0]
-    speechless = [s for s in ranks if s.words is None and not s.was_ended_by_us and end.exit_codes.get(s.rank) != 0]
+    silent = [sight for sight in ranks if sight.words is None and not sight.was_ended_by_us]
+    speechless = [sight for sight in silent if sight.is_lost or end.exit_codes.get(sight.rank) != 0]
     if speechless:
         return speechless[0]
     speakers = sorted((s for s in ranks if s.words is not None), key=lambda s: s.words.said_at_s if s.words else 0.0)

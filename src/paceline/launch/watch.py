@@ -52,7 +52,12 @@ class RankSight:
             return False
         if self.words is not None:
             return self.words.exit_code not in (EXIT_FINISHED, EXIT_PREEMPTED)
-        return self.beat is None or self.beat.phase != "left"
+        return not self.has_left
+
+    @property
+    def has_left(self) -> bool:
+        """The rank has said that its work is over."""
+        return self.beat is not None and self.beat.phase == "left"
 
 
 class Watch:

@@ -18,7 +18,15 @@ from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.mirror import mirrored
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
-from paceline.errors import OwnerLost, PacelineError, Preempted, UserError
+from paceline.errors import (
+    EXIT_USER,
+    EndsWithPrimary,
+    OwnerLost,
+    PacelineError,
+    Preempted,
+    UserError,
+    explain_exit,
+)
 from paceline.metrics.safe_output import describe_console_loss, keep_console_in, send_console_to, write_at_once
 from paceline.metrics.screen import ScreenLog, say
 from paceline.parallel.apply import resolve_strategy
@@ -76,7 +84,10 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
     folder = RunFolder(place.folder, guards.member)
     try:
         run = rehearse if config.run.rehearse else train
-        results = run(config, world, place, guards)
+        try:
+            results = run(config, world, place, guards)
+        except SystemExit as error:
+            raise explain_exit(error) from error
     except Preempted as stopped:
         if not world.is_primary:  # the primary's words are for the console, where they stand already
             _log.info("rank %d: %s", world.rank, stopped.what)
@@ -121,7 +132,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
             raise
     answer = json.loads(broadcast_text(json.dumps(answer), world))
     if "exit_code" in answer:
-        sys.exit(answer["exit_code"])
+        raise EndsWithPrimary(answer["exit_code"])
     resume = answer["resume_from"]
     return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, answer["is_restart"])
 
@@ -156,7 +167,7 @@ def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, h
     if not environment.is_supervised:
         owner_id = broadcast_text(member.id if member is not None else "", world)
         if not owner_id:
-            sys.exit(2)
+            raise EndsWithPrimary(EXIT_USER)
     if member is None:
         member = Member(folder.path, owner_id, on_lost)
         member.join()

@@ -1,0 +1,104 @@
+"""A function of the user's own that ends the process does not make a run finished."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from faults.ride import read_failures, read_json
+from harness.cli import Answer, command, paceline
+
+CODE = """\
+import os
+import sys
+
+from torch.nn import functional as F
+
+calls = 0
+
+
+def soft(logits, labels):
+    leave_at_call_4(lambda: sys.exit(0))
+    return F.cross_entropy(logits, labels)
+
+
+def hard(logits, labels):
+    leave_at_call_4(lambda: os._exit(0))
+    return F.cross_entropy(logits, labels)
+
+
+def leave_at_call_4(leave):
+    global calls
+    calls += 1
+    if calls == 4:
+        leave()
+
+
+def build(num_classes):
+    sys.exit(0)
+"""
+FLAGS = ["train", "synthetic-mlp", "--num-samples=2000", "--epochs=2", "--output-dir=run"]
+
+
+def train(folder: Path, *flags: str) -> Answer:
+    (folder / "own.py").write_text(CODE)
+    return paceline(*FLAGS, *flags, cwd=folder)
+
+
+@pytest.mark.parametrize("flag", ["--loss=own.py:soft", "--model-name=own.py:build"])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.faults), 2])
+def test_sys_exit_in_user_code_is_the_users_mistake(flag: str, processes: int, tmp_path: Path) -> None:
+    """SystemExit(0) of a loss or a model function: exit code 2, where it was called, and no result."""
+    answer = train(tmp_path, flag, f"--processes={processes}")
+    assert answer.code == 2, answer
+    assert "own.py, line " in answer.err
+    assert read_json(tmp_path / "run" / "status.json")["status"] == "failed"
+    assert not (tmp_path / "run" / "results.json").exists()
+    assert len(read_failures(tmp_path / "run")) == 1
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_rank_that_exits_with_0_before_the_end_has_failed(processes: int, tmp_path: Path) -> None:
+    """os._exit(0) leaves no word: the attempt is a failure, is started again, and the run does not end with 0."""
+    answer = train(tmp_path, "--loss=own.py:hard", f"--processes={processes}", "--max-restarts=1")
+    assert answer.code == 70, answer
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["status"] == "failed"
+    failures = read_failures(tmp_path / "run")
+    assert [failure["cause"] for failure in failures] == ["exited", "exited"]
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+@pytest.mark.faults
+def test_sys_exit_in_user_code_below_torchrun(tmp_path: Path) -> None:
+    """torchrun takes exit code 0 for finished: the rank ends with 2."""
+    (tmp_path / "own.py").write_text(CODE)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "1",
+        "-m",
+        "paceline",
+    ]
+    answer = command(*torchrun, *FLAGS, "--loss=own.py:soft", cwd=tmp_path)
+    assert answer.code != 0, answer
+    assert "exitcode  : 2" in answer.err, answer
+    assert read_json(tmp_path / "run" / "status.json")["status"] == "failed"
+
+
+@pytest.mark.faults
+def test_sys_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
+    """evaluate executes the same functions: exit code 2."""
+    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 400"))
+    flags = [*FLAGS, "--epochs=1", "--processes=1", "--loss=own.py:soft"]
+    answer = paceline(*flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 1"))
+    answer = paceline("evaluate", "run", cwd=tmp_path)
+    assert answer.code == 2, answer
