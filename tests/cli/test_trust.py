@@ -325,3 +325,21 @@ def test_two_processes_make_one_key(tmp_path: Path, key: Path) -> None:
         answers = list(pool.map(ask, range(3)))
     assert len({answer.out for answer in answers}) == 1
     assert len(answers[0].out) == 64
+
+
+def test_a_file_that_is_not_there_is_reported_as_not_found(
+    trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A user's own run, opened in another folder: its relative name leads nowhere. That is no question of trust."""
+    shutil.copytree(trained / "run", tmp_path / "run")
+    config = tmp_path / "run" / "config.yaml"
+    lines = config.read_text().splitlines()
+    config.write_text("\n".join("model_name: own.py:build" if x.startswith("model_name:") else x for x in lines) + "\n")
+    monkeypatch.setenv("PACELINE_STATE", str(trained / "state"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    for words in (["evaluate", "../run"], ["evaluate", "../run", "--trust-code"]):
+        assert main(words) == USER
+        screen = capsys.readouterr().err
+        assert str(tmp_path / "elsewhere" / "own.py") in screen
+        assert "--trust-code" not in screen

@@ -56,6 +56,14 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     return [name for name in changed if name not in SILENT]
 
 
+def changed_code(state: dict[str, Any], now: dict[str, str]) -> list[str]:
+    """Names of functions whose file had another content when the state was saved. Older states do not say it."""
+    saved = state.get("code")
+    if not isinstance(saved, dict):
+        return []
+    return [name for name, digest in now.items() if saved.get(name, digest) != digest]
+
+
 def refuse_early(source: Path, now: dict[str, Any], *, prefer_best: bool = False) -> None:
     """The same question before torch is imported and ranks are started, of the checkpoint that would be taken.
 

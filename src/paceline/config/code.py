@@ -29,6 +29,11 @@ class CodeReference:
     def path(self) -> Path:
         return Path(self.place)
 
+    @property
+    def name(self) -> str:
+        """Without its place: a file may be moved."""
+        return f"{self.field}:{self.function}"
+
     def __str__(self) -> str:
         return f"{self.place}:{self.function}"
 

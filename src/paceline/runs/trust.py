@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -87,6 +88,7 @@ def require_trusted_recipe(loaded: LoadedConfig) -> None:
 
 def require_trusted_code(folder: Path, config: Config) -> None:
     references = code_references(config)
+    _require_files(references)
     if not references or os.environ.get(TRUST_VARIABLE) == "1":
         return
     fault = _find_fault(folder, references)
@@ -97,6 +99,19 @@ def require_trusted_code(folder: Path, config: Config) -> None:
             got=fault,
             allowed="code of runs that you trained on this machine",
             hint=f"read the code; if you trust it, add {TRUST_FLAG} (in Python: trust_code=True)",
+        )
+
+
+def _require_files(references: list[CodeReference]) -> None:
+    """A file that is not there is no question of trust: a name without a folder is looked for in the working folder."""
+    missing = [item for item in references if item.is_file and not item.path.exists()]
+    if missing:
+        is_relative = any(not item.path.is_absolute() for item in missing)
+        raise UserError(
+            "a file with code of this run was not found",
+            where="\n".join(dict.fromkeys(str(item.path.absolute()) for item in missing)),
+            got=", ".join(map(str, missing)),
+            hint="run the command in the folder in which the run was started" if is_relative else "put the file back",
         )
 
 
@@ -140,6 +155,23 @@ def _file_of(item: CodeReference) -> Path | None:
     except (ImportError, ValueError):
         return None
     return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+
+
+def hash_code(config: Config) -> dict[CodeReference, str]:
+    """What each function's file holds now. Functions whose file cannot be read are left out."""
+    hashes = {}
+    for item in code_references(config):
+        with suppress(OSError, ValueError):
+            path = _imported_file_of(item) or _file_of(item)
+            if path is not None:
+                hashes[item] = hashlib.sha256(read_small(path, _LARGEST_CODE_BYTES)).hexdigest()
+    return hashes
+
+
+def _imported_file_of(item: CodeReference) -> Path | None:
+    """The file of a module that is imported already, also of an inner one."""
+    file = getattr(sys.modules.get(item.place), "__file__", None)
+    return Path(file) if isinstance(file, str) else None
 
 
 # --- The key ----------------------------------------------------------------------------------------------------------

@@ -51,6 +51,7 @@ def open_run(path: Path, flags: list[str], *, trust_code: bool = False) -> OpenR
     if checkpoint is None:
         raise CheckpointError("this run has no checkpoint", where=str(path))
     rig = build_rig(config, world, load_weights=False)
+    rig.warn_of_other_code(checkpoint)
     restore_weights(checkpoint, rig.model.module)
     return OpenRun(config, world, checkpoint, rig)
 

@@ -15,9 +15,10 @@ import torch
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
-from paceline.checkpoints.identity import SILENT, require_same_run
+from paceline.checkpoints.identity import SILENT, changed_code, require_same_run
 from paceline.checkpoints.resume import reader_of, restore_training
 from paceline.checkpoints.store import Checkpoint
+from paceline.config.code import CodeReference
 from paceline.config.fields import flatten
 from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
@@ -31,6 +32,7 @@ from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
 from paceline.parallel.collectives import gather_texts
 from paceline.runs.epoch_clock import EpochClock
+from paceline.runs.trust import hash_code
 from paceline.training.compiling import choose_to_compile
 from paceline.training.initial import start_from
 from paceline.training.optim import MovingAverage, build_optimizer
@@ -62,6 +64,7 @@ class Rig:
     average: MovingAverage | None
     step: TrainStep
     data: RunData
+    code: dict[CodeReference, str]  # a hash of each file with functions of the user, as it was when it was imported
     samples: Dataset | None  # all that are not for the test; until a run knows which of them it trains on
 
     @property
@@ -100,6 +103,7 @@ class Rig:
             "scaler": self.step.scaler.state_dict(),
             "config": flatten(self.plan.config),
             "data": self.data.to_json(),
+            "code": {item.name: digest for item, digest in self.code.items()},
         }
 
     def about(self, state: TrainState) -> dict[str, Any]:
@@ -116,6 +120,7 @@ class Rig:
     def resume(self, checkpoint: Checkpoint, world: World) -> TrainState:
         """Take over everything a checkpoint holds; refuse one of another run."""
         _compare_configs(checkpoint, self.plan)
+        self.warn_of_other_code(checkpoint)
         state = _state_of(checkpoint)  # first: what cannot be used must not be half taken over
         self._take_data_of(checkpoint)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
@@ -126,6 +131,13 @@ class Rig:
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
         return state
+
+    def warn_of_other_code(self, checkpoint: Checkpoint) -> None:
+        """Functions of the user whose file has changed. Not refused: a comment changes a file too."""
+        names = changed_code(checkpoint.state, {item.name: digest for item, digest in self.code.items()})
+        changed = ", ".join(f"{item.field} {item}" for item in self.code if item.name in names)
+        if changed:
+            _log.warning("warning: code has changed since %s was saved: %s", checkpoint.path.name, changed)
 
     def _take_data_of(self, checkpoint: Checkpoint) -> None:
         """Train and validate on the parts of the data that the checkpoint's run has them in."""
@@ -204,6 +216,7 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     optimizer = build_optimizer(config.optim, parallel.module)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     step = build_step(parallel, optimizer, average, config, world)
+    code = hash_code(config)  # after all of it was imported
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
         train_data.warm_up(plan.rank_batch_size)
@@ -218,5 +231,6 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
         average=average,
         step=step,
         data=RunData(fingerprint, held_out=held_out),
+        code=code,
         samples=data.train,
     )
