@@ -49,6 +49,8 @@ def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
             _refuse_a_second_run(store)
         else:
             fetch_run(store, folder, wanted, tell)
+            if run.resume != "auto" and not folder.holds_a_run:
+                _refuse_a_second_run(store)  # one without a checkpoint: it may be of another source
     except StoreTrouble as trouble:
         if is_fresh or note is None or not has_checkpoint(folder.path):
             raise explain(store, where, trouble) from trouble

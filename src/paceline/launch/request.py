@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
 from paceline.config.rules import check_config, check_world, fitting_worlds
@@ -26,8 +28,18 @@ def read_request(arguments: list[str]) -> LoadedConfig:
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
     loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
+    loaded = _leave_folder_of_run(loaded)
     check_loaded(loaded)
     return loaded
+
+
+def _leave_folder_of_run(loaded: LoadedConfig) -> LoadedConfig:
+    """A run's own config.yaml names the run's folder, which is no place for a rehearsal unless it is typed."""
+    is_typed = loaded.origin("output_dir") == "flag"
+    if is_typed or not loaded.config.run.rehearse or loaded.recipe_path.name != "config.yaml":
+        return loaded
+    run = dataclasses.replace(loaded.config.run, output_dir="")
+    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, run=run))
 
 
 def check_loaded(loaded: LoadedConfig) -> None:

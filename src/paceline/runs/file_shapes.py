@@ -67,7 +67,7 @@ EXAMPLES = Fields(
 
 ENVIRONMENT = Fields(
     optional={
-        **dict.fromkeys(("recipe", "paceline", "python", "platform", "folder"), str),
+        **dict.fromkeys(("recipe", "job", "resumed_from", "paceline", "python", "platform", "folder"), str),
         "packages": MapOf(str),
         "command": ListOf(str),
         "git": (Fields(optional={"commit": str, "dirty": bool}), MAYBE),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from paceline.runs.folder import (
 from paceline.runs.json_files import read_object
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
+
+RESUMED_FROM = "resumed_from"  # in environment.json
 
 
 @dataclass(frozen=True)
@@ -47,11 +50,7 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
         name = loaded.recipe_name + ("-rehearsal" if run.rehearse else "")
         folder = given or new_run_folder(name)
         if RunFolder(folder).holds_a_run:
-            raise UserError(
-                "this folder already holds a run",
-                where=str(folder),
-                hint="--resume auto to go on with it, or another --output-dir",
-            )
+            raise _already_holds_a_run(folder)
         return RunPlace(folder, None)
     if run.resume == "auto":
         return _place_for_auto(loaded, given)
@@ -63,7 +62,53 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
             got=run.resume,
             allowed="auto, a run folder, or one of its checkpoints/step-*, latest or best",
         )
-    return RunPlace(given or owner_of(source), source)
+    if given is None or is_same_folder(given, owner_of(source)):
+        return RunPlace(given or owner_of(source), source)
+    return _place_for_continuation(given, source)
+
+
+def _place_for_continuation(folder: Path, source: Path) -> RunPlace:
+    """A run in a folder of its own, which begins with what another run has reached.
+
+    The same command again, after a stop, goes on with that run. The folder of any other run is refused: its
+    checkpoints would give way to those of the source.
+    """
+    if not RunFolder(folder).holds_a_run:
+        return RunPlace(folder, source)
+    recorded = read_object(RunFolder(folder).environment, ENVIRONMENT).get(RESUMED_FROM, "")
+    named = {recorded, str(owner_of(Path(recorded)))} if recorded else set()
+    if describe_source(source) not in named:
+        raise _already_holds_a_run(folder)
+    return RunPlace(folder, folder if has_checkpoint(folder) else source)
+
+
+def _already_holds_a_run(folder: Path) -> UserError:
+    return UserError(
+        "this folder already holds a run",
+        where=str(folder),
+        hint=f"--output-dir {folder} --resume auto to go on with it, or another --output-dir",
+    )
+
+
+def read_source(folder: Path, resume_from: Path | None) -> str:
+    """What environment.json says of the run that this one was started from; empty if from none.
+
+    A run that goes on with itself keeps what it has recorded at its beginning.
+    """
+    if resume_from is not None and not is_same_folder(folder, owner_of(resume_from)):
+        return describe_source(resume_from)
+    recorded = read_object(folder / "environment.json", ENVIRONMENT).get(RESUMED_FROM, "")
+    return str(recorded) if resume_from is not None else ""
+
+
+def describe_source(source: Path) -> str:
+    """One text for one checkpoint or run, from wherever it is named. `latest` and `best` stay what they are."""
+    path = Path(os.path.abspath(source))  # noqa: PTH100 - `..` goes, links at the end stay
+    return str(path.parent.resolve() / path.name)
+
+
+def is_same_folder(one: Path, other: Path) -> bool:
+    return one.resolve() == other.resolve()
 
 
 def find_folder_of_job(loaded: LoadedConfig, job: str) -> Path | None:

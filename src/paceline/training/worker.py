@@ -35,7 +35,7 @@ from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
 from paceline.runs.members import OWNER_ID, Member, drop_dead_members
-from paceline.runs.place import RunPlace, decide_place, find_folder_of_job
+from paceline.runs.place import RESUMED_FROM, RunPlace, decide_place, find_folder_of_job, read_source
 from paceline.runs.stores import local_path
 from paceline.runs.trust import TRUST_FLAG, sign_code
 from paceline.training.guards import Guards, open_guards
@@ -74,7 +74,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             guards.open_folder(config, world, folder, environment.attempt)
             allow_suspension()
             if world.is_primary:
-                _write_identity(folder, loaded, environment)
+                _write_identity(folder, loaded, place, environment)
             results = _train_with_status(config, world, place, guards)
         guards.close()  # a store that is behind holds up nobody but the primary, and is no hang
     return results
@@ -198,7 +198,7 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
         send_console_to(path)
 
 
-def _write_identity(folder: RunFolder, loaded: LoadedConfig, environment: RankEnvironment) -> None:
+def _write_identity(folder: RunFolder, loaded: LoadedConfig, place: RunPlace, environment: RankEnvironment) -> None:
     config = loaded.config
     # A rehearsed fault is not part of the run: its config must not strike again when somebody reuses it.
     plain = dataclasses.replace(
@@ -206,12 +206,15 @@ def _write_identity(folder: RunFolder, loaded: LoadedConfig, environment: RankEn
         guard=dataclasses.replace(config.guard, inject=""),
         run=dataclasses.replace(config.run, accept_new_data=False),  # it is said once, of one change
     )
-    write_atomically(folder.config, to_yaml(plain))
     # A run's own config.yaml, used again, stands for the recipe it was made from.
     is_copy = loaded.recipe_path.name == folder.config.name
     recipe = recipe_of(loaded.recipe_path.parent) if is_copy else loaded.recipe_name
     job = "" if environment.is_supervised else identify_job()
-    write_json(folder.environment, {"recipe": recipe, "job": job, **describe_environment()})
+    source = read_source(folder.path, place.resume_from)
+    story = {"recipe": recipe, "job": job, **({RESUMED_FROM: source} if source else {}), **describe_environment()}
+    # Before config.yaml, which makes it a run: the same command must find what the run was started from.
+    write_json(folder.environment, story)
+    write_atomically(folder.config, to_yaml(plain))
     unsigned = sign_code(folder.path, plain)
     if unsigned:
         _log.info("note: evaluate, predict and export will ask for %s: %s", TRUST_FLAG, unsigned)

@@ -1,0 +1,119 @@
+"""Which folder a start may write to: never over another run, over other files, or to a store that no one named."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import Answer, command, paceline
+from paceline.checkpoints.format import step_folders
+
+QUICK = ["synthetic-mlp", "--num-samples=640", "--global-batch-size=64", "--processes=1", "--track", "--quiet"]
+
+
+def train(cwd: Path, *flags: str, **extra: str) -> Answer:
+    return paceline("train", *QUICK, *flags, cwd=cwd, **extra)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file of a folder, but for what a look at it may leave."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and not path.is_symlink() and path.name != "run.lock"
+    }
+
+
+def steps(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("step-")) for path in step_folders(folder / "checkpoints")]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two finished runs: A of one epoch, B of two, with another seed."""
+    folder = tmp_path_factory.mktemp("trained")
+    for name, flags in (("A", ["--epochs=1"]), ("B", ["--epochs=2", "--seed=7"])):
+        answer = train(folder, *flags, f"--output-dir={name}")
+        assert answer.code == 0, answer
+    return folder
+
+
+@pytest.fixture
+def workplace(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True, symlinks=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize("source", ["A", "A/checkpoints/latest"])
+def test_a_run_is_not_continued_into_the_folder_of_another(workplace: Path, source: str) -> None:
+    """--resume A --output-dir B, where B is another run: exit 2, and B stays as it was."""
+    before = content(workplace / "B")
+    answer = train(workplace, "--epochs=3", f"--resume={source}", "--output-dir=B")
+    assert answer.code == 2, answer
+    assert "already holds a run" in answer.err
+    assert content(workplace / "B") == before
+
+
+def test_another_launcher_refuses_the_folder_of_another_run(workplace: Path) -> None:
+    """The same under torchrun, whose ranks decide on the folder themselves."""
+    before = content(workplace / "B")
+    answer = command(
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "paceline"),
+        *("train", *QUICK, "--epochs=3", "--resume=A", "--output-dir=B"),
+        cwd=workplace,
+    )
+    assert answer.code != 0, answer
+    assert "already holds a run" in answer.err
+    assert content(workplace / "B") == before
+
+
+def test_the_same_command_again_goes_on_with_its_own_run(workplace: Path) -> None:
+    """A run that was started from A is gone on with, not started from A again."""
+    first = train(workplace, "--epochs=2", "--resume=A", "--output-dir=C")
+    assert first.code == 0, first
+    assert steps(workplace / "C") == [16, 8]
+    again = train(workplace, "--epochs=3", "--resume=A", "--output-dir=C")
+    assert again.code == 0, again
+    assert steps(workplace / "C")[0] == 24
+    log = (workplace / "C/logs/rank-0.log").read_text()
+    assert ("epochs was 1 when" in log, "epochs was 2 when" in log) == (True, True)
+    # After it went on with itself, it still knows what it was started from.
+    source = json.loads((workplace / "C/environment.json").read_text())["resumed_from"]
+    assert source == str((workplace / "A").resolve())
+    assert train(workplace, "--epochs=4", "--resume=B", "--output-dir=C").code == 2
+
+
+def test_a_run_named_as_source_and_as_folder_is_gone_on_with(workplace: Path) -> None:
+    """--resume A --output-dir A, however it is written."""
+    answer = train(workplace, "--epochs=2", "--resume=A", f"--output-dir={workplace}/B/../A")
+    assert answer.code == 0, answer
+    assert steps(workplace / "A")[0] == 16
+
+
+def test_a_run_is_not_continued_into_the_store_of_another(workplace: Path) -> None:
+    """The same for a store: --output-dir URL --resume B, where the store holds another run."""
+    url = f"--output-dir=file://{workplace}/store/run"
+    assert train(workplace, "--epochs=1", url).code == 0
+    for is_other_machine in (False, True):
+        if is_other_machine:
+            shutil.rmtree(workplace / "runs")
+        before = content(workplace / "store")
+        answer = train(workplace, "--epochs=3", url, "--resume=B")
+        assert answer.code == 2, answer
+        assert "already holds a run" in answer.err
+        assert content(workplace / "store") == before
+
+
+def test_a_rehearsal_of_a_runs_config_has_a_folder_of_its_own(workplace: Path) -> None:
+    """The config.yaml of a run names the run's folder; a rehearsal leaves that name free."""
+    (workplace / "gift").mkdir()
+    shutil.copy(workplace / "A/config.yaml", workplace / "gift/config.yaml")
+    shutil.rmtree(workplace / "A")
+    answer = paceline("train", "gift/config.yaml", "--rehearse", "--quiet", cwd=workplace)
+    assert answer.code == 0, answer
+    assert not (workplace / "A").exists()
+    assert len(list((workplace / "runs").glob("gift-rehearsal-*"))) == 1
