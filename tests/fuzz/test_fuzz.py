@@ -21,7 +21,8 @@ from fuzz.sandbox import Finding, Format, Reader, run_cases
 from fuzz.table import FORMATS
 
 SEED = 20261116
-QUICK_CASES, ALL_CASES = 50, 10_000
+QUICK_CASES = 15
+ALL_CASES = int(os.environ.get("FUZZ_CASES", "200"))
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,11 @@ def test_only_our_own_errors_appear(form: Format, samples: Path, server: Any, wo
 
 
 @pytest.mark.fuzz
-@pytest.mark.timeout(2000)
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_only_our_own_errors_appear_in_ten_thousand(form: Format, samples: Path, server: Any, work: Path) -> None:
-    """Ten thousand mutations of every format, in `make test-fuzz`."""
-    findings = _fuzz(server, form, samples, work, range(ALL_CASES), 1900.0)
+def test_only_our_own_errors_appear_in_many(form: Format, samples: Path, server: Any, work: Path) -> None:
+    """Many mutations of every format, in `make test-fuzz`; FUZZ_CASES says how many."""
+    findings = _fuzz(server, form, samples, work, range(ALL_CASES), 7000.0)
     assert not findings, "\n".join(map(str, findings))
 
 
