@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from faults.ride import FLAGS, outcome, ride_undisturbed
-from harness.cli import environment, paceline
+from harness.cli import command, environment, paceline
 from harness.processes import Started, processes_in, started
 from harness.runs import read_results
 from paceline.errors import EXIT_INTERRUPTED
@@ -57,6 +58,41 @@ def test_a_start_after_a_killed_one_waits_for_the_last_save_of_its_ranks(
     assert resumed is not None, answer.out
     assert int(resumed[1]) in (13, 14)  # the checkpoint before is of step 10
     assert outcome(tmp_path / "run") == undisturbed
+
+
+def test_a_copy_of_a_live_run_starts_under_torchrun_and_leaves_the_original_alone(tmp_path: Path) -> None:
+    """The copy has the records of the original's processes, which are no members of the copy: none is ended."""
+    live = tmp_path / "live"
+    live.mkdir()
+    with started(*FLAGS, "--inject=hang rank=1 step=13", cwd=live) as run:
+        run.wait_for("step 12/")
+        ranks = wait_for_ranks(run)
+        shutil.copytree(live / "run", tmp_path / "run", symlinks=True)
+        assert len(list((tmp_path / "run" / ".members").iterdir())) == 3
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+        flags = [flag for flag in FLAGS if not flag.startswith("--processes")]
+        answer = command(
+            *(sys.executable, *launcher, "-m", "paceline", *flags, "--inject=", "--resume=auto"),
+            cwd=tmp_path,
+            OMP_NUM_THREADS="1",
+            timeout_s=60,
+        )
+        assert answer.code == 0, answer
+        assert run.process.poll() is None
+        assert set(ranks) <= set(processes_in(live))
+    assert read_results(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_live_run_whose_lock_file_was_deleted_is_not_taken_over(tmp_path: Path) -> None:
+    """A second start is refused by the records, and the first run goes on."""
+    with started(*FLAGS, "--inject=slow rank=1 step=13 seconds=10", cwd=tmp_path) as run:
+        run.wait_for("step 12/")
+        (tmp_path / "run" / "run.lock").unlink()
+        answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
+        assert answer.code == 2, answer
+        assert f" pid {run.process.pid} since" in answer.err
+        assert run.wait() == 0
+    assert read_results(tmp_path / "run")["status"] == "finished"
 
 
 def test_ranks_that_stand_still_are_ended_by_the_next_start(tmp_path: Path, undisturbed: dict[str, object]) -> None:

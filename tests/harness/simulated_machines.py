@@ -60,6 +60,9 @@ class SimulatedMachine(Machine):
     def kill(self, pid: int, start: str) -> None:
         self._computers.end_process(SimulatedMachine(self._computers, self._host, pid))
 
+    def has_open(self, pid: int, path: Path) -> bool | None:
+        return self.exists(pid)
+
     def flock(self, descriptor: int, operation: int) -> None:
         inode = os.fstat(descriptor).st_ino
         holder = self._computers.locks.get(inode)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -94,6 +97,30 @@ def sleeper() -> Iterator[subprocess.Popen[str]]:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
         try:
+            yield process
+        finally:
+            process.kill()
+
+
+MEMBER = """
+import sys, time
+from pathlib import Path
+from paceline.runs.members import Member
+member = Member(Path(sys.argv[1]), "before", is_owner=sys.argv[2] == "owner")
+member.join()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@contextmanager
+def living_member(folder: RunFolder, role: str = "rank") -> Iterator[subprocess.Popen[str]]:
+    """A process that has joined the run, as ranks and owners do."""
+    command = [sys.executable, "-c", MEMBER, str(folder.path), role]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == "up\n"
             yield process
         finally:
             process.kill()
@@ -217,11 +244,11 @@ def test_an_owner_that_lost_the_run_leaves_the_new_owners_words(folder: RunFolde
 def test_ranks_of_a_dead_owner_are_ended_before_the_new_one_begins(folder: RunFolder) -> None:
     """They get time to save. Then they are killed; the record goes with them."""
     machine = FakeTime()
-    with sleeper() as rank:
-        record = write_record(folder, named(rank))
+    with living_member(folder) as rank:
+        assert len(read_members(folder.path)) == 1
         with lock.owned(folder.lock, machine):
             assert rank.wait(0) == -9
-            assert not record.exists()
+            assert read_members(folder.path) == {}
     assert machine.passed_s >= 10
 
 
@@ -230,8 +257,7 @@ def test_ranks_that_save_and_leave_by_themselves_are_not_killed(folder: RunFolde
     machine = FakeTime()
     dead = replace(this_process(), pid=2**22 + 1, process_start="1", id="before")
     folder.lock.write_text(dead.to_json())
-    with sleeper() as rank:
-        write_record(folder, named(rank))
+    with living_member(folder) as rank:
         member = Member(folder.path, "before")
         seen: list[float] = []
 
@@ -259,8 +285,9 @@ def test_a_number_that_was_given_to_another_process_is_left_alone(folder: RunFol
 
 def test_a_process_that_cannot_be_told_apart_is_not_killed(folder: RunFolder) -> None:
     """Without a start time the number alone is no proof: the start is refused."""
-    with sleeper() as stranger:
-        write_record(folder, replace(named(stranger), process_start=None))
+    with living_member(folder) as stranger:
+        (record,) = read_members(folder.path)
+        record.write_text(replace(named(stranger), process_start=None).to_json())
         with pytest.raises(UserError, match="previous owner") as refused, lock.owned(folder.lock, FakeTime()):
             pytest.fail("owned")
         assert stranger.poll() is None
@@ -334,6 +361,114 @@ def test_a_forked_child_does_not_keep_the_lock(folder: RunFolder) -> None:
             pass
     finally:
         os.killpg(process.pid, 9)
+
+
+# --- Records that prove nothing, and owners without a lock file -------------------------------------------------------
+
+
+def test_a_record_of_any_process_is_no_proof(folder: RunFolder) -> None:
+    """A record that another person wrote ends no process, and keeps nobody waiting."""
+    machine = FakeTime()
+    with sleeper() as stranger:
+        record = write_record(folder, named(stranger))
+        with lock.owned(folder.lock, machine):
+            assert stranger.poll() is None
+            assert not record.exists()
+    assert machine.passed_s == 0
+
+
+@pytest.mark.parametrize("copy", ["copied", "hard links"])
+@pytest.mark.parametrize("role", ["rank", "owner"])
+def test_a_copy_of_a_live_run_ends_no_process_of_the_original(
+    folder: RunFolder, tmp_path: Path, copy: str, role: str
+) -> None:
+    """The records in the copy are about another folder."""
+    machine = FakeTime()
+    with living_member(folder, role) as member:
+        link = os.link if copy == "hard links" else shutil.copy2
+        shutil.copytree(folder.path, tmp_path / "copy", copy_function=link)
+        with lock.owned(tmp_path / "copy" / "run.lock", machine):
+            assert member.poll() is None
+            assert read_members(tmp_path / "copy") == {}
+        assert len(read_members(folder.path)) == 1
+    assert machine.passed_s == 0
+
+
+def test_a_process_that_only_reads_a_record_is_no_member(folder: RunFolder) -> None:
+    """Any person can get a process to read a file: only a record open for writing is a proof."""
+    record = write_record(folder, this_process())
+    program = f"import time; file = open({str(record)!r}); print('up', flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as reader:
+        try:
+            assert reader.stdout is not None
+            assert reader.stdout.readline() == "up\n"
+            record.write_text(named(reader).to_json())
+            with lock.owned(folder.lock, FakeTime()):
+                assert reader.poll() is None
+        finally:
+            reader.kill()
+
+
+def test_fake_no_proc_a_living_process_without_a_proof_is_a_refusal(folder: RunFolder) -> None:
+    """Where the system does not say which files a process has open, it gets no signal, and the start is refused."""
+
+    class Silent(FakeTime):
+        def has_open(self, pid: int, path: Path) -> bool | None:
+            return None
+
+    with living_member(folder) as member:
+        with pytest.raises(UserError, match="previous owner"), lock.owned(folder.lock, Silent()):
+            pytest.fail("owned")
+        assert member.poll() is None
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_a_living_owner_is_not_taken_over_after_its_lock_file_was_deleted(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch, has_flock: bool
+) -> None:
+    """It is refused as with the lock, and leaves no lock file that would tell the owner of a loss."""
+    if not has_flock:
+
+        def no_locks(*_: object) -> None:
+            raise OSError(errno.ENOLCK, "No locks available")
+
+        monkeypatch.setattr(fcntl, "flock", no_locks)
+    with living_member(folder, "owner") as owner:
+        for hold in (folder.owned, lambda: lock.owned(folder.lock)):
+            with pytest.raises(UserError, match="another process is writing") as refused, hold():
+                pytest.fail("two owners")
+            assert f" pid {owner.pid} since" in str(refused.value.got)
+        with pytest.raises(UserError, match="another process is writing"):
+            folder.refuse_if_owned()
+        assert owner.poll() is None
+        assert not folder.lock.exists()
+    with folder.owned():
+        pass
+
+
+@pytest.mark.parametrize("kind", ["link to a folder", "file", "link to nothing"])
+def test_records_are_kept_in_a_real_folder_only(folder: RunFolder, tmp_path: Path, kind: str) -> None:
+    """Behind a link nothing is written and nothing is removed: exit code 2."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "a.json").write_text("{}")
+    (other / "b.tmp").write_text("mine")
+    members = folder.path / MEMBERS
+    if kind == "file":
+        members.write_text("")
+    else:
+        members.symlink_to(other if kind == "link to a folder" else tmp_path / "nothing")
+    before = contents(tmp_path)
+    for hold in (folder.owned, lambda: lock.owned(folder.lock, FakeTime())):
+        with pytest.raises(UserError) as refused, hold():
+            pytest.fail("owned")
+        assert (refused.value.exit_code, refused.value.where) == (2, str(members))
+    with pytest.raises(UserError):
+        folder.refuse_if_owned()
+    with pytest.raises(UserError):
+        Member(folder.path, "before").join(beats=False)
+    drop_dead_members(folder.path)
+    assert contents(tmp_path) == before
 
 
 # --- Locks that other hosts do not see --------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ class RunFolder:
         before = self.member
         with lock.owned(self.lock, machine) as owner_id:
             remove_drafts(self.path)
-            self.member = member = Member(self.path, owner_id, on_lost, machine)
+            self.member = member = Member(self.path, owner_id, on_lost, machine, is_owner=True)
             try:
                 member.join()
                 yield member

@@ -19,8 +19,15 @@ from pathlib import Path
 
 from paceline.errors import UserError
 from paceline.runs.machine import THIS_MACHINE, Machine, read_text
-from paceline.runs.members import SILENT_S, end_members, is_written_elsewhere, let_members_save
-from paceline.runs.owner import OWNER_FILE, Owner, new_owner, parse_owner
+from paceline.runs.members import (
+    SILENT_S,
+    end_members,
+    is_written_elsewhere,
+    let_members_save,
+    living_owner,
+    require_real_members,
+)
+from paceline.runs.owner import LOCK, OWNER_FILE, Owner, new_owner, parse_owner
 
 _log = logging.getLogger("paceline")
 _NO_FLOCK_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
@@ -47,6 +54,8 @@ def owned(lock: Path, machine: Machine = THIS_MACHINE) -> Iterator[str]:
     """Hold a run folder by its lock file; a second owner is refused at once. Gives the id of this ownership."""
     owner = new_owner(machine)
     other_file = lock.with_name(OWNER_FILE)
+    # Before the lock file is made: a new one would tell a living run, whose own was deleted, that it lost the folder.
+    _refuse_living_member(lock.parent, machine)
     descriptor = _flocked(lock, machine)
     if descriptor is None:
         _refuse_living(lock, machine)  # of another machine, where the same file can be locked
@@ -60,8 +69,9 @@ def owned(lock: Path, machine: Machine = THIS_MACHINE) -> Iterator[str]:
             _refuse_living(path, machine)
         let_members_save(lock.parent, machine)
         _write_owner(descriptor, owner)
-        if dead:
-            _tell_of_takeover(parse_owner(dead) or dead)
+        words = parse_owner(dead)
+        if dead and (words is None or not words.is_visible_on(machine) or words.is_dead_on(machine)):
+            _tell_of_takeover(words or dead)  # a free lock with the words of a living process was copied
         end_members(lock.parent, owner.id, machine)
         yield owner.id
     finally:
@@ -74,6 +84,7 @@ def owned(lock: Path, machine: Machine = THIS_MACHINE) -> Iterator[str]:
 
 def refuse_if_owned(lock: Path, machine: Machine = THIS_MACHINE) -> None:
     """An early answer that takes no lock: refuses if the owner is seen to be alive."""
+    _refuse_living_member(lock.parent, machine)
     for path in (lock, lock.with_name(OWNER_FILE)):
         owner = parse_owner(read_text(path))
         if owner is None or (owner.is_visible_on(machine) and owner.pid == machine.pid):
@@ -81,6 +92,14 @@ def refuse_if_owned(lock: Path, machine: Machine = THIS_MACHINE) -> None:
         if owner.is_visible_on(machine) and not owner.is_dead_on(machine):
             raise _refusal(path, str(owner))
         _refuse_living(path, machine)
+
+
+def _refuse_living_member(folder: Path, machine: Machine) -> None:
+    """The lock file can be deleted, or copied. The owner's own record tells of it all the same."""
+    require_real_members(folder)
+    owner = living_owner(folder, machine)
+    if owner is not None:
+        raise _refusal(folder / LOCK, str(owner))
 
 
 def _refuse_living(path: Path, machine: Machine) -> None:

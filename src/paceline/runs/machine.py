@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.config.small_files import read_small
-from paceline.runs.process_handle import ProcessHandle, process_start, stat_fields
+from paceline.runs.process_handle import ProcessHandle, has_open_for_writing, process_start, stat_fields
 
 _LARGEST_BYTES = 1_000_000
 
@@ -61,6 +61,10 @@ class Machine:
         """SIGKILL, but never to a later process that was given the same number."""
         with suppress(ProcessLookupError, PermissionError):
             ProcessHandle(pid, start=start).send(signal.SIGKILL)
+
+    def has_open(self, pid: int, path: Path) -> bool | None:
+        """Whether a process has this very file open for writing; None where the system does not say."""
+        return has_open_for_writing(pid, path)
 
     def flock(self, descriptor: int, operation: int) -> None:
         fcntl.flock(descriptor, operation)

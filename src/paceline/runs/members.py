@@ -5,14 +5,20 @@ the id. When another owner has written its own id there, a member writes nothing
 ranks of a dead one save, puts its id into the lock file, ends those ranks on this machine and waits for those
 elsewhere. Only then does it start ranks of its own. Times of files are compared with each other, never with this
 machine's clock.
+
+A record can be copied with its folder, or written by another person. So a member keeps its record open for writing, and
+the record names the folder. A process without this proof is no member: its record is removed and it gets no signal.
 """
 
 from __future__ import annotations
 
 import os
+import stat
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import OwnerLost, UserError
@@ -40,8 +46,12 @@ class Member:
         owner_id: str,
         on_lost: Callable[[OwnerLost], None] | None = None,
         machine: Machine = THIS_MACHINE,
+        *,
+        is_owner: bool = False,
     ) -> None:
         self.id = owner_id
+        self._is_owner = is_owner
+        self._close_record: Callable[[], object] = lambda: None
         self.on_lost = on_lost  # called by the thread that looks after the record
         self._folder = folder
         self._machine = machine
@@ -52,18 +62,24 @@ class Member:
     def join(self, *, beats: bool = True) -> None:
         """Before this process writes anything. Raises OwnerLost if the run has another owner already."""
         self.require()
-        try:
-            self._record.parent.mkdir(exist_ok=True)
-            draft = self._record.with_suffix(".tmp")
-            with draft.open("w", encoding="utf-8") as file:
-                file.write(this_process(self._machine, self.id).to_json())
-                file.flush()
-                os.fsync(file.fileno())  # an empty record, as a power loss leaves it, would name no process
-            draft.replace(self._record)
-        except OSError:  # on a full disk the id in the lock file still keeps two owners apart
-            pass
+        with suppress(OSError):  # on a full disk the id in the lock file still keeps two owners apart
+            self._write_record()
         if beats:
             threading.Thread(target=self._run, name="membership", daemon=True).start()
+
+    def _write_record(self) -> None:
+        require_real_members(self._folder)
+        self._record.parent.mkdir(exist_ok=True)
+        process = this_process(self._machine, self.id)
+        record = replace(process, is_owner=self._is_owner or None, folder=_identify(self._folder))
+        draft = self._record.with_suffix(".tmp")
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        descriptor = os.open(draft, flags, 0o666)
+        # Open until this process leaves or ends: the proof that the record is about this process.
+        self._close_record = weakref.finalize(self, os.close, descriptor)
+        os.write(descriptor, record.to_json().encode())
+        os.fsync(descriptor)  # an empty record, as a power loss leaves it, would name no process
+        draft.replace(self._record)
 
     def require(self) -> None:
         """Raises OwnerLost if the folder has another owner; OSError if the lock file cannot be read now."""
@@ -90,6 +106,7 @@ class Member:
 
     def leave(self) -> None:
         self._has_left.set()
+        self._close_record()
         with suppress(OSError):
             self._record.unlink(missing_ok=True)
             self._record.parent.rmdir()  # fails while others are in it
@@ -111,7 +128,37 @@ def _name_owner(folder: Path) -> str:
 
 def read_members(folder: Path) -> dict[Path, Owner | None]:
     """By record; None for one that cannot be read."""
-    return {path: parse_owner(read_text(path)) for path in sorted((folder / MEMBERS).glob("*.json"))}
+    return {path: parse_owner(read_text(path)) for path in _files(folder, "*.json")}
+
+
+def require_real_members(folder: Path) -> None:
+    """Records are written and removed here: behind a link these could be files of anything else."""
+    if _kind(folder / MEMBERS) not in (None, stat.S_IFDIR):
+        raise UserError(
+            "the records of a run's processes must be in a folder, and this is a link or a file",
+            where=str(folder / MEMBERS),
+            hint=f"if no process uses this run folder: rm {folder / MEMBERS}",
+        )
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    """Regular files among the records, in a real folder."""
+    if _kind(folder / MEMBERS) != stat.S_IFDIR:
+        return []
+    return [path for path in sorted((folder / MEMBERS).glob(pattern)) if _kind(path) == stat.S_IFREG]
+
+
+def _kind(path: Path) -> int | None:
+    """The type of a file, not of what a link leads to; None if there is none."""
+    try:
+        return stat.S_IFMT(path.lstat().st_mode)
+    except OSError:
+        return None
+
+
+def _identify(folder: Path) -> str:
+    found = folder.stat()
+    return f"{found.st_dev}:{found.st_ino}"
 
 
 def drop_dead_members(folder: Path, machine: Machine = THIS_MACHINE) -> None:
@@ -128,7 +175,7 @@ def drop_dead_members(folder: Path, machine: Machine = THIS_MACHINE) -> None:
 
 def is_written_elsewhere(folder: Path, machine: Machine) -> bool:
     """Whether a process of another machine still writes here: lately, or while we watch."""
-    signs = [folder / "status.json", *(folder / MEMBERS).glob("*.json")]
+    signs = [folder / "status.json", *_files(folder, "*.json")]
     times = {path: time for path in signs if (time := machine.changed_ns(path)) is not None}
     if not times:
         return False
@@ -146,12 +193,18 @@ def is_written_elsewhere(folder: Path, machine: Machine) -> bool:
     return False
 
 
+def living_owner(folder: Path, machine: Machine) -> Owner | None:
+    """An owner on this machine that still runs. Its lock file may have been deleted."""
+    living = _living_here(folder, machine)
+    return next((member for member in living.values() if member.is_owner), None)
+
+
 def let_members_save(folder: Path, machine: Machine) -> None:
     """Ranks of a dead owner stop at their next step, save and leave. While they still may: give them the time."""
     deadline = machine.now_s() + _SAVE_GRACE_S
     is_told = False
     while machine.now_s() < deadline:
-        living = [member for member in _others(folder, machine).values() if member and _lives_here(member, machine)]
+        living = _living_here(folder, machine)
         if not living:
             return
         if not is_told:
@@ -168,28 +221,27 @@ def end_members(folder: Path, owner_id: str, machine: Machine) -> None:
     _end_here(folder, owner_id, machine)
     _wait_for_those_elsewhere(folder, owner_id, machine)
     with suppress(OSError):
-        for draft in (folder / MEMBERS).glob("*.tmp"):
+        for draft in _files(folder, "*.tmp"):
             draft.unlink(missing_ok=True)
         (folder / MEMBERS).rmdir()
 
 
 def _end_here(folder: Path, owner_id: str, machine: Machine) -> None:
+    """Ranks of a dead owner. What is not provably one of them gets no signal."""
     deadline = machine.now_s() + _KILL_S
     while True:
-        living = []
+        living = _living_here(folder, machine, owner_id)
         for path, member in _others(folder, machine, owner_id).items():
-            if member is None or not member.is_visible_on(machine):
-                continue
-            if member.is_dead_on(machine):
+            if member is not None and member.is_visible_on(machine) and path not in living:
                 path.unlink(missing_ok=True)
-                continue
-            living.append(member)
-            if member.process_start is not None:  # else it may be another process with this number
-                machine.kill(member.pid, member.process_start)
         if not living:
             return
+        for path, member in living.items():
+            # Without a start time it may be another process with this number.
+            if member.process_start is not None and _belongs_to(folder, path, member, machine):
+                machine.kill(member.pid, member.process_start)
         if machine.now_s() > deadline:
-            raise _refusal(folder, living)
+            raise _refusal(folder, list(living.values()))
         machine.sleep(_POLL_S)
 
 
@@ -229,8 +281,23 @@ def _others(folder: Path, machine: Machine, owner_id: str = "") -> dict[Path, Ow
     return {path: member for path, member in read_members(folder).items() if is_other(member)}
 
 
-def _lives_here(member: Owner, machine: Machine) -> bool:
-    return member.is_visible_on(machine) and not member.is_dead_on(machine)
+def _living_here(folder: Path, machine: Machine, owner_id: str = "") -> dict[Path, Owner]:
+    """Other members on this machine that still run, and those of which it cannot be said."""
+    return {
+        path: member
+        for path, member in _others(folder, machine, owner_id).items()
+        if member is not None
+        and member.is_visible_on(machine)
+        and not member.is_dead_on(machine)
+        and _belongs_to(folder, path, member, machine) is not False
+    }
+
+
+def _belongs_to(folder: Path, record: Path, member: Owner, machine: Machine) -> bool | None:
+    """Whether a living process is a member of this very folder; None where the system does not say."""
+    if member.folder is not None and member.folder != _identify(folder):
+        return False  # the folder is a copy
+    return machine.has_open(member.pid, record)
 
 
 def _refusal(folder: Path, living: list[Owner]) -> UserError:

@@ -26,6 +26,9 @@ class Owner:
     process_start: str | None
     pid_namespace: str | None = None
     id: str = ""  # of one ownership: random, shared by the owner and its ranks
+    # In a record of `.members` only:
+    is_owner: bool | None = None
+    folder: str | None = None  # the run folder, told apart from a copy of it
 
     def __str__(self) -> str:
         return f"{self.host} pid {self.pid} since {self.since}"
@@ -97,6 +100,8 @@ def parse_owner(text: str | None) -> Owner | None:
             process_start=text_of("process_start"),
             pid_namespace=text_of("pid_namespace"),
             id=text_of("id") or "",
+            is_owner=values.get("is_owner") is True or None,
+            folder=text_of("folder"),
         )
     except (ValueError, KeyError, TypeError, OverflowError):
         return None

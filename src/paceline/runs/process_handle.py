@@ -112,6 +112,32 @@ def stat_fields(pid: int) -> list[str]:
     return text.rpartition(b")")[2].decode(errors="replace").split()
 
 
+def has_open_for_writing(pid: int, path: Path) -> bool | None:
+    """Whether a process has this very file open for writing; None where the system does not say."""
+    try:
+        wanted = path.lstat()
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except FileNotFoundError:  # the file, or the process, has gone
+        return False if Path("/proc/self/fd").is_dir() else None
+    except OSError:
+        return None
+    return any(_is_open_as(descriptor, path.name, wanted) for descriptor in descriptors)
+
+
+def _is_open_as(descriptor: Path, name: str, wanted: os.stat_result) -> bool:
+    try:
+        # By its name first: a look at a file on another file system, which may not answer, would wait.
+        if name not in descriptor.readlink().name:
+            return False
+        if not os.path.samestat(descriptor.stat(), wanted):
+            return False
+        lines = (descriptor.parents[1] / "fdinfo" / descriptor.name).read_text().splitlines()
+    except OSError:  # closed meanwhile
+        return False
+    flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_RDONLY)
+    return flags & os.O_ACCMODE != os.O_RDONLY
+
+
 def is_stopped(pid: int) -> bool:
     """Whether a signal or a debugger has stopped the process that has this number now."""
     return stat_fields(pid)[:1] in (["T"], ["t"])
