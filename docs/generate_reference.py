@@ -47,8 +47,15 @@ EXIT_CODES = {
     "EXIT_HANG": ("hang", "A rank stood still, and restarts did not help; `stacks/` says where."),
     "EXIT_OWNER_LOST": ("owner lost", "Another start has taken over the run; this one stopped writing and ended."),
     "EXIT_INTERNAL": ("internal", "A rank died too often without progress, or the fault is ours."),
-    "EXIT_PREEMPTED": ("stopped and saved", "Asked to stop; start it again with `--resume auto`."),
-    "EXIT_INTERRUPTED": ("interrupted", "Ctrl-C: saved if there was time; or the pipe it wrote to was closed."),
+    "EXIT_PREEMPTED": (
+        "stopped and saved",
+        "Asked to stop; start it again with `--resume auto`. Before the first step there is nothing to save: the same.",
+    ),
+    "EXIT_INTERRUPTED": (
+        "interrupted",
+        "Ctrl-C: saved if there was time. Also a command that ended because the pipe of its output was closed; `train`, "
+        "`study` and `equivalence` go on then.",
+    ),
 }
 
 RUN_FILES = {
@@ -211,7 +218,8 @@ def exit_codes() -> str:
     """Every exit code, and the errors that lead to it."""
     codes = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     _same("exit codes", set(codes), set(EXIT_CODES))
-    kinds = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind is not errors.PacelineError]
+    classes = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+    kinds = [kind for kind in classes if issubclass(kind, errors.PacelineError) and kind is not errors.PacelineError]
     rows = []
     for name, value in codes.items():
         short, text = EXIT_CODES[name]

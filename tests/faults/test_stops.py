@@ -13,6 +13,7 @@ from faults.ride import FLAGS, outcome, read_json, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import Started, processes_in, seconds_until_empty, started
 from paceline.checkpoints.format import step_folders, step_of, verify
+from paceline.world.pulse import read_pulse
 from paceline.world.requeue import job_to_requeue, returns_without_progress
 
 # Three seconds, where no other test runs beside this one.
@@ -127,19 +128,63 @@ def wait_for_processes(run: Started, number: int) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("processes", [2, 3, 4, 5], ids=["tracker", "server", "first-rank", "second-rank"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)], ids=["INT", "TERM"])
 def test_a_stop_before_the_first_step_is_neither_lost_nor_a_failure(
     number: signal.Signals, code: int, processes: int, tmp_path: Path
 ) -> None:
+    """The exit code is that of any other stop: a scheduler starts the run again."""
     with started(*FLAGS, cwd=tmp_path) as run:
         wait_for_processes(run, processes)
         os.killpg(run.process.pid, number)
-        # TERM this early may still find no handler, or ranks that have one already and save.
-        early = {-signal.SIGTERM, 75} if number is signal.SIGTERM else set()
-        assert run.wait(timeout_s=30) in {code, *early}, run.err
+        assert run.wait(timeout_s=30) == code, run.err
         assert "Traceback" not in run.err
         assert "failed" not in run.err
         seconds_until_empty(tmp_path, limit_s=10)
+
+
+def wait_for_pulses(run: Started, attempts: Path, number: int) -> None:
+    """Until so many ranks have begun."""
+    deadline = time.monotonic() + 60
+    while sum(read_pulse(path) is not None for path in attempts.glob("paceline-attempt-*/rank-*.pulse")) < number:
+        assert time.monotonic() < deadline, run.err
+
+
+@pytest.mark.parametrize("has_begun", [0, 1])
+def test_a_stop_while_ranks_start_is_a_stop(has_begun: int, tmp_path: Path) -> None:
+    """One rank listens already, or none does; the other is suspended before it can: 75, no failure, not `failed`."""
+    (tmp_path / "tmp").mkdir()
+    with started(*FLAGS, cwd=tmp_path, TMPDIR=str(tmp_path / "tmp")) as run:
+        deadline = time.monotonic() + 60
+        while len(ranks := run.ranks()) < 2:
+            assert time.monotonic() < deadline, run.err
+        for rank in ranks[has_begun:]:
+            os.kill(rank, signal.SIGSTOP)  # before it has a pulse, which takes it much longer than this
+        wait_for_pulses(run, tmp_path / "tmp", has_begun)
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait(timeout_s=30) == 75, run.err
+        assert "not sent by paceline" not in run.err
+        assert "failed" not in run.err
+    assert not (tmp_path / "run" / "failures.jsonl").exists()
+    status = read_json(tmp_path / "run" / "status.json")
+    assert (status["status"], status["reason"], status["step"]) == ("preempted", "SIGTERM", 0)
+
+
+def test_a_stop_before_the_supervisor_listens_is_a_stop(tmp_path: Path) -> None:
+    """The command has begun to import: 75 as later."""
+    with started(*FLAGS, cwd=tmp_path) as run:
+        deadline = time.monotonic() + 60
+        while not handles(run.process.pid, signal.SIGTERM):
+            assert time.monotonic() < deadline, run.err
+        os.kill(run.process.pid, signal.SIGTERM)
+        assert run.wait(timeout_s=30) == 75, run.err
+        seconds_until_empty(tmp_path, limit_s=10)
+
+
+def handles(pid: int, number: signal.Signals) -> bool:
+    """Whether the process has a handler for this signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    caught = next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt:"))
+    return bool(caught >> (number - 1) & 1)
 
 
 @pytest.mark.faults

@@ -8,10 +8,20 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
+from types import FrameType
 from typing import NoReturn
 
 import paceline
-from paceline.errors import EXIT_INTERNAL, EXIT_INTERRUPTED, EndsWithPrimary, PacelineError, UserError, explain_exit
+from paceline.errors import (
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    EndsWithPrimary,
+    PacelineError,
+    UserError,
+    explain_exit,
+)
 from paceline.metrics.safe_output import finish_console, protect_console
 
 VERBS = {
@@ -122,6 +132,8 @@ def leave() -> NoReturn:
     if _LONG_VERBS & set(sys.argv[1:2]) and "RANK" not in os.environ and hasattr(signal, "SIGHUP"):
         # A closed terminal does not end a run. (torchrun passes this signal on to its ranks before it kills them.)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        if sys.argv[1] == "train":
+            signal.signal(signal.SIGTERM, _stop_before_the_start)
     code = main()
     is_supervisor = "paceline.launch.attempt" in sys.modules
     if "RANK" not in os.environ and not is_supervisor and code != EXIT_INTERRUPTED:
@@ -129,6 +141,13 @@ def leave() -> NoReturn:
         sys.exit(code)
     finish_console()
     os._exit(code)
+
+
+def _stop_before_the_start(number: int, frame: FrameType | None) -> NoReturn:
+    """Until the supervisor listens: there is nothing to save, and a scheduler starts the run again all the same."""
+    with suppress(OSError):
+        os.write(2, f"\nstopped ({signal.Signals(number).name})\n".encode())
+    os._exit(EXIT_PREEMPTED)
 
 
 def _dispatch(given: list[str]) -> int:

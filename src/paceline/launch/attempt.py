@@ -52,6 +52,7 @@ class AttemptEnd:
     ranks: dict[int, RankSight]
     exit_codes: dict[int, int | None]  # negative: the signal that ended the rank
     hung: list[int]
+    is_cut_short: bool = False  # a stop has ended ranks that had not begun; what the others say is a consequence
 
     @property
     def is_finished(self) -> bool:
@@ -105,7 +106,8 @@ class Attempts:
                 meeting.announce_failure()
             meeting.close()
             shutil.rmtree(attempt_dir, ignore_errors=True)
-        return AttemptEnd(watch.ranks, {**dict.fromkeys(watch.ranks), **ranks.exit_codes()}, watch.hung)
+        exit_codes = {**dict.fromkeys(watch.ranks), **ranks.exit_codes()}
+        return AttemptEnd(watch.ranks, exit_codes, watch.hung, watch.is_cut_short)
 
     def _start(self, ranks: _Ranks, attempt: Attempt, part: Assignment, attempt_dir: Path) -> None:
         surroundings = {

@@ -37,7 +37,6 @@ from paceline.world.detect import Nodes
 from paceline.world.signals import HEAR_SIGNALS_S
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
-_SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
 _OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
 
 
@@ -109,6 +108,8 @@ class Supervisor:
                     attempts=attempts,
                     oom_kills=_count_oom_kills() - oom_kills,
                 )
+                if self._stop is not None and report.cause == "peer-lost":
+                    return self._tell_stop(end)  # the ranks of another node were stopped before they had begun
                 worlds = self._job.read_worlds()
                 decision = self._decide(report, worlds, processes)
                 self._tell_failure(report, decision, number, processes)
@@ -239,8 +240,9 @@ class Supervisor:
         sys.stderr.flush()
 
     def _is_stopped(self, end: AttemptEnd) -> bool:
-        if self._stop is not None and all(sight.beat is None and sight.words is None for sight in end.ranks.values()):
-            return True  # before they had begun
+        has_begun = any(sight.beat is not None or sight.words is not None for sight in end.ranks.values())
+        if self._stop is not None and (end.is_cut_short or not has_begun):
+            return True
         left = [sight.words is not None and sight.words.exit_code == EXIT_PREEMPTED for sight in end.ranks.values()]
         return (bool(left) and all(left)) or self._stop is signal.SIGINT
 
@@ -261,14 +263,14 @@ class Supervisor:
         if not self._is_first:
             return EXIT_PREEMPTED
         kept = {name: status[name] for name in ("step", "save_s", "console") if name in status}
-        folder.write_status("preempted" if saved else "failed", **kept, reason=reason)
+        if not (saved and is_told):
+            kept["step"] = step  # where it goes on
+        folder.write_status("preempted", **kept, reason=reason)
         self._leave_page()
         erase_live_line()
         go_on = f"; go on with: --resume {folder.path}" if step else ""
         print(fit_to(sys.stderr, f"\n{what}{go_on}"), file=sys.stderr)
-        if self._stop is signal.SIGINT:
-            return EXIT_INTERRUPTED
-        return EXIT_PREEMPTED if saved else _SIGNAL_EXIT + int(self._stop or signal.SIGTERM)
+        return EXIT_INTERRUPTED if self._stop is signal.SIGINT else EXIT_PREEMPTED
 
     def _leave_page(self) -> None:
         """The run's story so far, if it got as far as to have one."""

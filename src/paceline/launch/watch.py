@@ -68,6 +68,7 @@ class Watch:
     ) -> None:
         self.ranks: dict[int, RankSight] = {}
         self.hung: list[int] = []  # ranks whose deadline passed
+        self.is_cut_short = False  # a stop has ended ranks that had not begun
         self._attempt_dir = attempt_dir
         self._stacks_of = stacks_of
         self._read_pids = read_pids
@@ -95,7 +96,14 @@ class Watch:
         for rank, pid in self._read_pids().items():
             sight = self._sight_of(rank, pid)
             sight.beat = read_pulse(pulse_path(self._attempt_dir, rank)) or sight.beat
-            _signal(sight, number if sight.beat is not None else signal.SIGKILL)
+            if sight.beat is not None:
+                _signal(sight, number)
+            else:
+                self._end_before_it_begins(sight)
+
+    def _end_before_it_begins(self, sight: RankSight) -> None:
+        self.is_cut_short = True
+        _signal(sight, signal.SIGKILL)
 
     def _signal_all(self, number: int) -> None:
         """Send a signal to every rank that is still there."""
@@ -123,7 +131,7 @@ class Watch:
             if not sight.is_alive or self.hung:
                 continue
             if is_new and self._is_asked_to_stop:
-                _signal(sight, signal.SIGKILL)
+                self._end_before_it_begins(sight)
             sight.seen_at_s = now
             # Alive is asked first: what a dead rank left behind is then complete.
             sight.is_alive = sight.process is not None and sight.process.is_running
