@@ -53,7 +53,7 @@ EXIT_CODES = {
     ),
     "EXIT_INTERRUPTED": (
         "interrupted",
-        "Ctrl-C: saved if there was time. Also a command that ended because the pipe of its output was closed; `train`, "
+        "Ctrl-C: saved if there was time. Also a command whose output pipe was closed; `train`, "
         "`study` and `equivalence` go on then.",
     ),
 }
