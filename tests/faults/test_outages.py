@@ -282,8 +282,14 @@ def test_all_damaged_ends_with_exit_code_4_and_starts_over_when_asked(run: Path)
     for path in step_folders(folder):
         (path / "manifest.json").unlink()
     flags = [*QUICK, *FLAGS, "--processes=1", "--output-dir=run", "--resume=auto"]
+    said = paceline("evaluate", "run", cwd=run.parent)
+    assert (said.code, "4 damaged" in said.err) == (EXIT_CHECKPOINT, True), said
     for _ in range(2):
         answer = paceline("train", "shapes-cnn", *flags, cwd=run.parent)
+        assert [answer.out.count(f"{path.name} is damaged") for path in step_folders(folder)] == [1] * 4, answer
+        told = json.loads(paceline("status", "run", "--json", cwd=run.parent).out)
+        assert told["saved_step"] == 0
+        assert "--resume" not in str(told["failure"])
         assert answer.code == EXIT_CHECKPOINT, answer
         assert "--start-over-if-damaged" in answer.err
         assert len(step_folders(folder)) == 4

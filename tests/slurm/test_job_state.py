@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from harness.fake_slurm import FakeSlurm, clean_home
+from paceline.checkpoints.store import commit, temporary_folder
 from paceline.cli.main import main
 from paceline.launch.job_record import JobRecord, read_record
 from paceline.launch.slurm_client import JobState, SlurmUnavailable, read_state
@@ -167,8 +168,8 @@ def test_queued_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pytes
 def test_running_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status = {"status": "running", "step": 700, "last_step": 1400, "eta_s": 190.0}
     folder = make_run(tmp_path / "run", status)
-    (folder.checkpoints / "step-00000600").mkdir()
-    (folder.checkpoints / "step-00000600" / "manifest.json").write_text("{}")
+    temporary_folder(folder.checkpoints, 600).mkdir()
+    commit(temporary_folder(folder.checkpoints, 600), {}, b'{"step": 600}', {})
     (folder.checkpoints / "step-00000650").mkdir()  # not whole
     failure = {"attempt": 1, "attempts": 4, "what": "rank 1 was ended by SIGKILL\nmore", "done": "started again"}
     folder.failure.write_text(json.dumps(failure))

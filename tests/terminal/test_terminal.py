@@ -92,7 +92,7 @@ def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, hom
         *(r"warning: .* step 4", r" +1/2 .*best", r"attempt 1 of 4 failed: rank 0 was ended by SIGKILL"),
         *(r"  done:    started again from step 10", r"paceline  going on with 2 ranks", r"resumed   at step 10 from"),
         *(r" +2/2 ", r"test accuracy", r"everything is in run"),
-        *(r"  paceline predict run PICTURE", r"  paceline export run", r"  paceline runs "),
+        *(r"  paceline predict run PICTURE", r"  paceline export run --format safetensors", r"  paceline runs "),
     ]
     found = [next((n for n, row in enumerate(rows) if re.match(pattern, row)), -1) for pattern in order]
     assert -1 not in found, (order[found.index(-1)], screen)

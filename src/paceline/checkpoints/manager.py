@@ -27,7 +27,7 @@ from paceline.checkpoints import store
 from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
-from paceline.checkpoints.resume import checkpoints_of, choose_checkpoint, decided_by_primary
+from paceline.checkpoints.resume import LEFT_IN_PLACE, checkpoints_of, choose_checkpoint, decided_by_primary
 from paceline.errors import CheckpointError, OwnerLost
 from paceline.parallel.collectives import is_true_on_any, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
@@ -122,10 +122,11 @@ class CheckpointManager:
             for folder in {self._folder, *([checkpoints_of(source)] if source else [])}:
                 newest, rejected = store.find_newest(folder)
                 aside = read_patiently("listing checkpoints", folder, partial(store.list_damaged, folder))
-                if newest is not None or ((rejected or aside) and not may_drop_damaged):
-                    raise _start_refused(folder, newest, len(rejected) + len(aside))
+                is_refused = newest is not None or ((rejected or aside) and not may_drop_damaged)
                 for item in rejected if folder == self._folder else []:
-                    _log.warning("warning: %s; %s", item, self._set_aside(item.path))
+                    _log.warning("warning: %s; %s", item, LEFT_IN_PLACE if is_refused else self._set_aside(item.path))
+                if is_refused:
+                    raise _start_refused(folder, newest, len(rejected) + len(aside))
             return {}
 
         decided_by_primary(self._world, decide)

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.checkpoints import store
 from paceline.checkpoints.capture import Tensors, restore_model, restore_optimizer, restore_tensors
-from paceline.checkpoints.format import MANIFEST
+from paceline.checkpoints.format import MANIFEST, step_folders
 from paceline.checkpoints.payload import PayloadReader
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import broadcast_text
@@ -23,6 +23,7 @@ from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
 OnDamaged = Callable[[Path], str]
+LEFT_IN_PLACE = "it was left as it is"
 
 
 def choose_checkpoint(
@@ -36,6 +37,23 @@ def choose_checkpoint(
     """
     answer = decided_by_primary(world, lambda: _choose(source, prefer_best, on_damaged))
     return store.read_as_told(Path(answer["path"])) if "path" in answer else None
+
+
+def require_checkpoint(source: Path, world: World, *, prefer_best: bool) -> store.Checkpoint:
+    """The same for those who only read; CheckpointError if there is none. Collective."""
+    found = choose_checkpoint(source, world, prefer_best=prefer_best)
+    if found is not None:
+        return found
+    folder = checkpoints_of(source)
+    num_damaged = len(step_folders(folder)) + len(store.list_damaged(folder))
+    if not num_damaged:
+        raise CheckpointError("this run has no checkpoint", where=str(source))
+    raise CheckpointError(
+        "no whole checkpoint of this run is left",
+        where=str(folder),
+        got=f"{num_damaged} damaged",
+        hint="restore one from a copy; paceline checkpoints RUN --verify names what is wrong with each",
+    )
 
 
 def decided_by_primary(world: World, decide: Callable[[], dict[str, str]]) -> dict[str, str]:
@@ -57,9 +75,9 @@ def _choose(source: Path, prefer_best: bool, on_damaged: OnDamaged | None) -> di
     if read_patiently("looking for checkpoints", source, lambda: is_present(source / MANIFEST)):
         return {"path": str(store.open_checkpoint(source).path)}
     newest, rejected = store.find_newest(checkpoints_of(source), prefer_best=prefer_best)
-    for item in rejected:
-        done = on_damaged(item.path) if on_damaged and newest else "it was left as it is"
-        _log.warning("warning: %s; %s", item, done)
+    is_start = newest is None and on_damaged is not None  # the owner decides what becomes of them, and says it
+    for item in rejected if not is_start else []:
+        _log.warning("warning: %s; %s", item, on_damaged(item.path) if on_damaged else LEFT_IN_PLACE)
     return {"path": str(newest.path)} if newest else {}
 
 

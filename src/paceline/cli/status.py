@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
+from paceline.checkpoints.format import DamagedCheckpoint, step_folders, step_of
+from paceline.checkpoints.store import inspect_checkpoint
 from paceline.cli.arguments import read_words
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError, printable_line
 from paceline.launch.job_record import JobRecord, read_record
@@ -17,10 +19,11 @@ from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.file_shapes import FAILURE
 from paceline.runs.find import find_run
-from paceline.runs.folder import CHECKPOINT_MARK, RunFolder
+from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_object
 from paceline.runs.mirror_note import read_note
 from paceline.runs.owner import Owner
+from paceline.runs.patience import UnreadableNow
 
 _USAGE = """\
 usage: paceline status RUN [--json]
@@ -125,8 +128,6 @@ def look(folder: RunFolder) -> RunView:
             trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
     status = folder.read_status()
     is_far = record is not None and record.scheduler == "kubernetes" and not status
-    names = [path.parent.name.removeprefix("step-") for path in _checkpoints(folder)]
-    steps = [int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 20]
     return RunView(
         folder=folder,
         status=status,
@@ -135,7 +136,7 @@ def look(folder: RunFolder) -> RunView:
         trouble=trouble,
         owner=read_owner(folder.path),
         failure=read_object(folder.failure, FAILURE),
-        saved_step=max(steps, default=0),
+        saved_step=_newest_saved_step(folder),
         entry=read_entry(folder.path),
         now=read_last_step(folder.metrics_jsonl),
         last_line=read_last_line(record) if record is not None and is_far and job is not None and job.state else "",
@@ -280,5 +281,13 @@ def _failure_line(view: RunView) -> str:
     return f"attempt {failure.get('attempt')} of {failure.get('attempts')}: {what}{done}"
 
 
-def _checkpoints(folder: RunFolder) -> list[Path]:
-    return list(folder.checkpoints.glob(f"step-[0-9]*/{CHECKPOINT_MARK}"))
+def _newest_saved_step(folder: RunFolder) -> int:
+    """Of the newest checkpoint whose manifest, sizes and headers are right; 0 if none is, or it cannot be read."""
+    try:
+        for path in step_folders(folder.checkpoints):
+            with suppress(DamagedCheckpoint):
+                inspect_checkpoint(path)
+                return step_of(path)
+    except (UnreadableNow, OSError):
+        return 0
+    return 0

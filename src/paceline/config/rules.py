@@ -120,8 +120,9 @@ def _check_modes(loaded: LoadedConfig) -> None:
         raise UserError(
             "warm-up takes the whole run",
             where=loaded.where("warmup_epochs"),
-            got=f"{config.optim.warmup_epochs:g} of {config.train.epochs} epochs",
+            got=f"--warmup-epochs {config.optim.warmup_epochs:g}, --epochs {config.train.epochs}",
             allowed=f"less than {config.train.epochs}",
+            hint=f"--warmup-epochs {config.train.epochs / 10:g}, or more --epochs",
         )
 
 

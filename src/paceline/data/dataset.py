@@ -38,6 +38,11 @@ class DatasetInfo:
     def is_image(self) -> bool:
         return len(self.sample_shape) == 3
 
+    @property
+    def takes_pictures(self) -> bool:
+        """Whether a picture file can be made a sample: square images can."""
+        return self.is_image and self.sample_shape[1] == self.sample_shape[2]
+
 
 class Dataset(Protocol):
     """A fixed set of labelled samples."""

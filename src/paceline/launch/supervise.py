@@ -22,7 +22,7 @@ from types import FrameType
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
 from paceline.config.schema import GuardConfig
-from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost
+from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
@@ -222,7 +222,8 @@ class Supervisor:
                 report.done += f"; {now} microbatches instead of {before} on every rank"
         else:
             report.done = f"not started again: {decision.reason}"
-            report.done += f"; --resume {folder.path} goes on from step {saved}" if saved else ""
+            can_go_on = saved and report.exit_code != EXIT_CHECKPOINT
+            report.done += f"; --resume {folder.path} goes on from step {saved}" if can_go_on else ""
             if self._is_first:
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if self._job.nodes.count > 1 and report.cause == "peer-lost":

@@ -13,14 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from paceline.checkpoints.resume import choose_checkpoint, restore_weights
+from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.config.load import load_config
 from paceline.config.schema import Config
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.data.registry import describe_dataset
-from paceline.errors import CheckpointError, UserError
+from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.trust import require_trusted_run, trusting_code
 from paceline.training.evaluate import look_often
@@ -59,9 +59,7 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
         model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
     alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
     source, prefer_best = _find_checkpoint(path, checkpoint)
-    found = choose_checkpoint(source, build_world(alone, ALONE), prefer_best=prefer_best)
-    if found is None:
-        raise CheckpointError("this run has no checkpoint", where=str(path))
+    found = require_checkpoint(source, build_world(alone, ALONE), prefer_best=prefer_best)
     restore_weights(found, model)
     return OpenModel(model.eval(), config, info, pipeline)
 

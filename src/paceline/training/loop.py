@@ -91,6 +91,6 @@ def train(
         if examples is not None:
             examples.write(ride.folder, plan.info.classes)
             leave_page(ride.folder, "finished")
-            for line in describe_summary(results, ride.folder):
+            for line in describe_summary(results, ride.folder, plan.info):
                 console.note(line)
     return results

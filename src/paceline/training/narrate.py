@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.data.dataset import DatasetInfo
 from paceline.metrics.console import format_seconds
 from paceline.metrics.screen import output_mode
 from paceline.runs.catalog import recipe_of
@@ -71,13 +72,13 @@ def describe_steps(plan: RunPlan) -> str:
     return text + (f"; ends at step {plan.last_step}" if plan.last_step < plan.total_steps else "")
 
 
-def describe_summary(results: dict[str, Any], folder: RunFolder) -> list[str]:
+def describe_summary(results: dict[str, Any], folder: RunFolder, info: DatasetInfo) -> list[str]:
     path = shlex.quote(str(folder.path))
     page = "report.html, " if folder.report.exists() else ""
     weights = "best" if results["best_epoch"] else "latest"
     commands = {
-        f"paceline predict {path} PICTURE": "label pictures",
-        f"paceline export {path}": "for other programs",
+        **({f"paceline predict {path} PICTURE": "label pictures"} if info.takes_pictures else {}),
+        f"paceline export {path} --format safetensors": "for other programs",
         "paceline runs": "all your runs",
     }
     widest = max(map(len, commands))

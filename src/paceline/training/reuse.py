@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
-from paceline.checkpoints.resume import choose_checkpoint, restore_weights
+from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.checkpoints.store import Checkpoint
 from paceline.config.load import load_config
 from paceline.config.rules import check_config
 from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
-from paceline.errors import CheckpointError, UserError
+from paceline.errors import UserError
 from paceline.runs.folder import require_run_folder
 from paceline.runs.trust import TRUST_FLAG, require_trusted_run, trusting_code
 from paceline.training.evaluate import Evaluation, evaluate, look_often
@@ -47,9 +47,7 @@ def open_run(path: Path, flags: list[str], *, trust_code: bool = False) -> OpenR
     config = dataclasses.replace(loaded.config, parallel=alone)
     world = build_world(config.parallel, ALONE)
     torch.set_num_threads(world.threads)
-    checkpoint = choose_checkpoint(path, world, prefer_best=True)
-    if checkpoint is None:
-        raise CheckpointError("this run has no checkpoint", where=str(path))
+    checkpoint = require_checkpoint(path, world, prefer_best=True)
     rig = build_rig(config, world, load_weights=False)
     rig.warn_of_other_code(checkpoint)
     restore_weights(checkpoint, rig.model.module)
@@ -73,7 +71,7 @@ def evaluate_run(run: OpenRun) -> Evaluation:
 def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
     """Class probabilities of each picture: prepared, cut into batches and averaged over views as evaluation does it."""
     info = run.rig.plan.info
-    if not info.is_image or info.sample_shape[1] != info.sample_shape[2]:
+    if not info.takes_pictures:
         raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
     pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
     model, train = run.rig.model, run.config.train

@@ -1,0 +1,40 @@
+"""The last screen of a run names commands that work."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from harness.ranks import make_world
+from harness.runs import QUICK, quick_config, train_in
+from paceline.cli.export import _read_request
+from paceline.config.load import load_config
+from paceline.config.rules import check_config
+from paceline.data.dataset import DatasetInfo
+from paceline.errors import UserError
+from paceline.runs.folder import RunFolder
+from paceline.training.narrate import describe_summary
+
+
+@pytest.mark.parametrize(("shape", "takes_pictures"), [((3, 8, 8), True), ((3, 8, 9), False), ((20,), False)])
+def test_the_commands_named_fit_the_run(tmp_path: Path, shape: tuple[int, ...], takes_pictures: bool) -> None:
+    """`export` has its format; `predict` is named only where pictures can be labelled."""
+    results = train_in(make_world(0, 1), str(tmp_path / "run"), ("--max-steps=1",))
+    lines = describe_summary(results, RunFolder(tmp_path / "run"), DatasetInfo("made", 8, 8, ("a", "b"), shape))
+    commands = [shlex.split(line.rpartition("  ")[0]) for line in lines if line.startswith("  paceline ")]
+    named = {words[1]: words[2:] for words in commands}
+    assert ("predict" in named) == takes_pictures
+    assert _read_request(named["export"]).run == tmp_path / "run"
+
+
+def test_a_warm_up_as_long_as_the_run_names_its_flags() -> None:
+    """The values come from different flags; the message has both."""
+    loaded = load_config("shapes-cnn", [*QUICK, "--epochs=1", "--warmup-epochs=1"])
+    with pytest.raises(UserError) as caught:
+        check_config(loaded)
+    for flag in ("--warmup-epochs", "--epochs"):
+        assert flag in str(caught.value.got)
+    hint = str(caught.value.hint).partition(",")[0].split()
+    assert quick_config("--epochs=1", *hint).optim.warmup_epochs < 1
