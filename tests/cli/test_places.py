@@ -117,3 +117,37 @@ def test_a_rehearsal_of_a_runs_config_has_a_folder_of_its_own(workplace: Path) -
     assert answer.code == 0, answer
     assert not (workplace / "A").exists()
     assert len(list((workplace / "runs").glob("gift-rehearsal-*"))) == 1
+
+
+def test_a_copy_of_a_mirrored_run_leaves_the_store_alone(tmp_path: Path) -> None:
+    """Only the working copy of a URL is mirrored to it; a copy is a run of its own, and says so."""
+    assert train(tmp_path, "--epochs=1", f"--output-dir=file://{tmp_path}/store/run").code == 0
+    shutil.copytree(tmp_path / f"runs/file{tmp_path}/store/run", tmp_path / "exp", symlinks=True)
+    before = content(tmp_path / "store")
+    flags = ("--epochs=2", "--base-lr=0.1", "--output-dir=exp", "--resume=auto")
+    answer = paceline("train", *QUICK[:-1], *flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert "is not mirrored" in answer.out + answer.err
+    assert steps(tmp_path / "exp")[0] == 16
+    assert content(tmp_path / "store") == before
+    pushed = paceline("checkpoints", "exp", "--push", cwd=tmp_path)
+    assert pushed.code == 2, pushed
+    assert content(tmp_path / "store") == before
+    status = json.loads((tmp_path / "exp/status.json").read_text())
+    assert "mirror" not in status
+
+
+def test_a_forged_mirror_note_writes_nowhere(workplace: Path) -> None:
+    """A folder from elsewhere names a place of the user: no file goes there."""
+    home = workplace / "home/.ssh"
+    home.mkdir(parents=True)
+    (workplace / "A/authorized_keys").write_text("a key\n")
+    for url in (f"file://{home}", f"local://{home}", "file://../x/y", "://", "file://" + "x" * 5000):
+        (workplace / "A/mirror.json").write_text(json.dumps({"url": url, "token": "x"}))
+        pushed = paceline("checkpoints", "A", "--push", cwd=workplace)
+        assert pushed.code == 2, pushed
+    (workplace / "A/mirror.json").write_text(json.dumps({"url": f"file://{home}", "token": "x"}))
+    for flags in (["--output-dir=A", "--resume=auto", "--epochs=2"], ["--resume=A", "--epochs=3"]):
+        answer = train(workplace, *flags)
+        assert answer.code == 0, answer
+    assert list(home.iterdir()) == []

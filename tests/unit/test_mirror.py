@@ -55,13 +55,20 @@ def save(folder: RunFolder, step: int, *, accuracy: float = 0.5, keep: bool = Fa
     return final
 
 
-def new_run(name: str = "run") -> RunFolder:
-    folder = RunFolder(Path(name))
+def new_run(machine: str = ".") -> RunFolder:
+    """The working copy of the URL; on another machine than this one by another path."""
+    folder = RunFolder(Path(machine) / local_path(URL))
     folder.create()
     folder.config.write_text("epochs: 3\n")
     folder.metrics_jsonl.write_text('{"step": 1}\n')
     MirrorNote(URL, keep_last=2, keep_best=1).write(folder.path)
     return folder
+
+
+def believe_every_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders of several machines lie beside each other here; on its own machine each is the working copy."""
+    for module in (fetch, mirror):
+        monkeypatch.setattr(module, "read_own_note", read_note)
 
 
 def stored() -> dict[str, bytes]:
@@ -314,7 +321,10 @@ def test_a_checkpoint_that_is_damaged_here_is_not_sent(capsys: pytest.CaptureFix
     assert "is damaged on this disk" in capsys.readouterr().err
 
 
-def test_another_start_takes_over_and_the_first_one_stops_writing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_start_takes_over_and_the_first_one_stops_writing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    believe_every_note(monkeypatch)
     folder = new_run("first")
     save(folder, 1)
     assert push(folder, nothing)
@@ -487,8 +497,9 @@ def test_names_in_a_store_cannot_leave_the_working_copy(tmp_path: Path) -> None:
 
 
 def test_a_store_on_a_disk_works_the_same(tmp_path: Path) -> None:
-    folder = new_run()
     url = f"file://{tmp_path}/store/run"
+    folder = RunFolder(local_path(url))
+    folder.create()
     MirrorNote(url).write(folder.path)
     save(folder, 1)
     assert push(folder, nothing)
@@ -531,8 +542,9 @@ def test_a_local_resume_of_a_working_copy_goes_on_mirroring() -> None:
     assert (after.url, after.token != before.token) == (URL, True)
 
 
-def test_another_run_is_fetched_to_go_on_from(tmp_path: Path) -> None:
-    folder = new_run()
+def test_another_run_is_fetched_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    believe_every_note(monkeypatch)
+    folder = new_run("another-machine")
     save(folder, 1)
     assert push(folder, nothing)
     request("--resume=memory://run/checkpoints/latest", f"--output-dir={tmp_path / 'elsewhere'}")

@@ -17,7 +17,18 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
 from paceline.runs.owner import new_owner
 from paceline.runs.stores import Store, StoreTrouble, local_path, open_store
-from unit.test_mirror import URL, in_an_empty_store, new_run, nothing, request, save, steps_stored, stored, watch
+from unit.test_mirror import (
+    URL,
+    believe_every_note,
+    in_an_empty_store,
+    new_run,
+    nothing,
+    request,
+    save,
+    steps_stored,
+    stored,
+    watch,
+)
 
 __all__ = ["in_an_empty_store"]  # a fixture for every test here
 
@@ -81,6 +92,7 @@ def test_a_mirror_that_lost_the_store_drops_nothing(monkeypatch: pytest.MonkeyPa
 
 def test_fake_race_what_another_start_has_sent_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if the token is looked at too early: a mirror drops only what it has seen or sent, and unchanged."""
+    believe_every_note(monkeypatch)
     folder = new_run()
     for step in (1, 2):
         save(folder, step)

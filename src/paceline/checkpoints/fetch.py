@@ -15,9 +15,9 @@ from paceline.checkpoints.mirror import Mirror
 from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoints
 from paceline.config.load import LoadedConfig
 from paceline.config.schema import RunConfig
-from paceline.errors import CheckpointError, UserError
+from paceline.errors import CheckpointError, UserError, printable_line
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
-from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
+from paceline.runs.mirror_note import MirrorNote, parse_note, read_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.place import owner_of
 from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
@@ -37,13 +37,13 @@ def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
         if source != run.output_dir.rstrip("/"):
             _fetch_source(source, wanted, loaded.where("resume"), tell)
     where = loaded.where("output_dir" if run.output_dir else "resume")
-    url, folder, wanted = _store_of(run, where)
+    url, folder, wanted = _store_of(run, where, tell)
     if not url:
         return lambda: None
     folder.refuse_if_owned()
     store = open_store(url, where)
     is_fresh = not run.resume or (run.resume == "auto" and run.load_policy == "none")
-    note = read_note(folder.path)
+    note = read_own_note(folder.path)
     try:
         if is_fresh:
             _refuse_a_second_run(store)
@@ -63,8 +63,9 @@ def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
 
 def push(folder: RunFolder, tell: _Tell) -> bool:
     """Send to the store what a run could not; whether everything has arrived."""
-    note = read_note(folder.path)
+    note = read_own_note(folder.path)
     if note is None:
+        _refuse_a_copy(folder.path)
         hint = "--output-dir s3://BUCKET/RUN makes one"
         raise UserError("this run is not mirrored to a store", where=str(folder.path), hint=hint)
     folder.refuse_if_owned()
@@ -128,7 +129,7 @@ def _fetch_companions(remote: RemoteCheckpoints, folder: RunFolder, best: Remote
 # --- What is where
 
 
-def _store_of(run: RunConfig, where: str) -> tuple[str, RunFolder, str]:
+def _store_of(run: RunConfig, where: str, tell: _Tell) -> tuple[str, RunFolder, str]:
     """The URL that this run is mirrored to, its folder here, and the checkpoint that was named; no URL: no store."""
     named = run.output_dir or ("" if run.resume == "auto" else run.resume)
     url, wanted = split_checkpoint(run.resume) if is_url(run.resume) else ("", "")
@@ -136,8 +137,23 @@ def _store_of(run: RunConfig, where: str) -> tuple[str, RunFolder, str]:
         place = run.output_dir.rstrip("/") or url
         return place, RunFolder(local_path(place, where)), wanted if place == url else ""
     folder = owner_of(Path(named)) if named else Path()
-    note = read_note(folder) if named else None
+    note = read_own_note(folder) if named else None
+    if named and note is None and (copied := read_note(folder)) is not None:
+        there = printable_line(copied.url)
+        tell(f"note: {folder} is not mirrored: {folder / MIRROR_NOTE} names {there}, whose working copy is elsewhere")
     return (note.url if note else ""), RunFolder(folder), ""
+
+
+def _refuse_a_copy(folder: Path) -> None:
+    note = read_note(folder)
+    if note is not None:
+        raise UserError(
+            "this folder is not the working copy of the store it names",
+            where=str(folder / MIRROR_NOTE),
+            got=printable_line(note.url),
+            allowed="the folder below runs/ that a run in this store works in",
+            hint="start paceline in the folder in which the run was started",
+        )
 
 
 def _refuse_a_second_run(store: Store) -> None:

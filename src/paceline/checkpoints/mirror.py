@@ -29,7 +29,7 @@ from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, add_checksu
 from paceline.checkpoints.remote import FOLDER, POINTERS, RemoteCheckpoints
 from paceline.errors import OwnerLost
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
-from paceline.runs.mirror_note import MirrorNote, parse_note, read_note
+from paceline.runs.mirror_note import MirrorNote, parse_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.patience import UnreadableNow
 from paceline.runs.stores import Store, StoreTrouble, open_store
@@ -328,7 +328,7 @@ class Mirror:
 @contextmanager
 def mirrored(folder: RunFolder, gives_up: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Mirror the run folder, if it has a store, for as long as the block lasts."""
-    note = read_note(folder.path)
+    note = read_own_note(folder.path)
     if note is None:
         yield
         return

@@ -21,7 +21,7 @@ from paceline.runs.file_shapes import FAILURE
 from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_object
-from paceline.runs.mirror_note import read_note
+from paceline.runs.mirror_note import read_own_note
 from paceline.runs.owner import Owner
 from paceline.runs.patience import UnreadableNow
 
@@ -250,7 +250,7 @@ def _best_line(view: RunView) -> str:
 
 
 def _mirror_line(view: RunView) -> str:
-    note = read_note(view.folder.path)
+    note = read_own_note(view.folder.path)
     return f"{note.url} {note.says}".rstrip() if note else ""
 
 

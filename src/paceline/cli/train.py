@@ -24,7 +24,7 @@ from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.safe_output import finish_console
 from paceline.metrics.screen import OUTPUT, output_mode, say
 from paceline.runs.folder import RunFolder
-from paceline.runs.mirror_note import read_note
+from paceline.runs.mirror_note import read_own_note
 from paceline.runs.patience import read_patiently
 from paceline.runs.place import decide_place
 from paceline.runs.stores import is_url, local_path
@@ -138,9 +138,8 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments:
 
 def _name_of(folder: RunFolder) -> str:
     """As a person would name it: a run in a store keeps its URL in config.yaml."""
-    note = read_note(folder.path)
-    is_working_copy = note is not None and local_path(note.url).absolute() == folder.path.absolute()
-    return note.url if note is not None and is_working_copy else str(folder.path)
+    note = read_own_note(folder.path)
+    return note.url if note is not None else str(folder.path)
 
 
 def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
-from paceline.runs.file_shapes import ENVIRONMENT, MIRROR, STATUS
+from paceline.runs.file_shapes import ENVIRONMENT, STATUS
 from paceline.runs.json_files import read_object
 from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.runs.members import Member
@@ -242,8 +242,10 @@ class RunFolder:
 
     def _mirror_line(self) -> dict[str, Any]:
         """How far the mirror has come: told by whoever mirrors, which may be another process."""
-        says = read_object(self.path / MIRROR_NOTE, MIRROR).get("says")
-        return {"mirror": says} if says else {}
+        from paceline.runs.mirror_note import read_own_note  # which itself needs this file
+
+        note = read_own_note(self.path)
+        return {"mirror": note.says} if note is not None and note.says else {}
 
     @contextmanager
     def owned(

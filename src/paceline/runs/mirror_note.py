@@ -6,9 +6,11 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from paceline.config.small_files import parse_json
+from paceline.errors import UserError
 from paceline.runs.file_shapes import MIRROR
 from paceline.runs.folder import MIRROR_NOTE, write_json
 from paceline.runs.json_files import fit, read_bounded
+from paceline.runs.stores import local_path
 
 _LARGEST_NOTE_BYTES = 100_000
 
@@ -25,8 +27,22 @@ class MirrorNote:
         write_json(folder / MIRROR_NOTE, asdict(self))
 
 
+def read_own_note(folder: Path) -> MirrorNote | None:
+    """The note of a working copy: None for a run that lives on this disk only, and for any other folder with a note.
+
+    A copy of a working copy would overwrite the store of the original. A folder from elsewhere could name any place
+    that this user may write to. So a URL counts only where it leads to this very folder.
+    """
+    note = read_note(folder)
+    try:
+        is_own = note is not None and local_path(note.url).resolve() == folder.resolve()
+    except (UserError, OSError, ValueError):  # no URL of a run
+        return None
+    return note if is_own else None
+
+
 def read_note(folder: Path) -> MirrorNote | None:
-    """None for a run that lives on this disk only."""
+    """What the file says. It is believed only by `read_own_note`."""
     try:
         return parse_note(read_bounded(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES))
     except (OSError, ValueError):

@@ -13,7 +13,7 @@ from paceline.config.schema import Config
 from paceline.metrics.console import Console
 from paceline.metrics.recorder import Recorder, inherit_rows
 from paceline.runs.folder import RunFolder, write_json
-from paceline.runs.mirror_note import read_note
+from paceline.runs.mirror_note import read_own_note
 from paceline.runs.patience import read_patiently
 from paceline.runs.place import RunPlace, owner_of
 from paceline.training.guards import Guards
@@ -63,7 +63,7 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     # After the resume: the checkpoint may have decided which samples are trained on.
     for line in describe_run(rig, world, place):
         console.note(line)
-    note = read_note(place.folder)
+    note = read_own_note(place.folder)
     if note is not None:
         console.note(f"store     {note.url}, mirrored beside training")
     if resumed_from is not None:
