@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -106,6 +107,24 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path: Path) -> None:
         run.process.kill()
         assert seconds_until_empty(tmp_path, limit_s=20) <= GONE_S
         check_saved_stop(run, tmp_path, "the supervisor died")
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("script", [False, True], ids=["python", "script"])
+def test_ranks_do_not_outlive_torchrun(script: bool, tmp_path: Path) -> None:
+    """The agent is killed, with or without a shell script between it and the ranks: they save and leave."""
+    command = ["-m", "paceline"]
+    if script:
+        (tmp_path / "start.sh").write_text(f'#!/bin/sh\n{sys.executable} -m paceline "$@"\nexit $?\n')
+        (tmp_path / "start.sh").chmod(0o755)
+        command = ["--no-python", "./start.sh"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    flags = [flag for flag in FLAGS if "processes" not in flag]
+    with started(*flags, "--epochs=200", cwd=tmp_path, launcher=torchrun) as run:
+        run.wait_for("step 12/")
+        run.process.kill()
+        seconds_until_empty(tmp_path, limit_s=20)
+        check_saved_stop(run, tmp_path, "torchrun died")
 
 
 @pytest.mark.faults

@@ -104,7 +104,7 @@ def _open_pulse(environment: RankEnvironment) -> Pulse:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     at_once = threading.Event()
     at_once.set()  # there is nothing to save
-    StopRequest().watch_supervisor(os.environ[SUPERVISOR_PID], at_once)
+    StopRequest().watch_launcher(os.environ[SUPERVISOR_PID], at_once)
     pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), environment.rank))
     pulse.beat("start", 0, _START_S)
     return pulse

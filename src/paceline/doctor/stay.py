@@ -28,7 +28,7 @@ class Stay:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         at_once = threading.Event()
         at_once.set()  # there is nothing to save
-        StopRequest().watch_supervisor(os.environ[SUPERVISOR_PID], at_once)
+        StopRequest().watch_launcher(os.environ[SUPERVISOR_PID], at_once)
         self._pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), self._environment.rank))
         self._pulse.beat("start", 0, _ALLOWED_S)
 

@@ -143,10 +143,15 @@ def is_stopped(pid: int) -> bool:
     return stat_fields(pid)[:1] in (["T"], ["t"])
 
 
+def identity_of(pid: int) -> str:
+    """`PID` or `PID@START`."""
+    start = process_start(pid)
+    return str(pid) if start is None else f"{pid}@{start}"
+
+
 def identity_of_this_process() -> str:
-    """For the environment of a child: `PID` or `PID@START`."""
-    start = process_start(os.getpid())
-    return str(os.getpid()) if start is None else f"{os.getpid()}@{start}"
+    """For the environment of a child."""
+    return identity_of(os.getpid())
 
 
 def find_process(identity: str) -> ProcessHandle | None:

@@ -15,8 +15,10 @@ from paceline.metrics.phases import PhaseClock
 from paceline.metrics.profile import StepProfiler
 from paceline.runs.folder import RunFolder
 from paceline.runs.members import Member
+from paceline.runs.process_handle import identity_of
 from paceline.training.inject import Faults
 from paceline.world.detect import RankEnvironment, World
+from paceline.world.job_identity import find_torchrun_agent
 from paceline.world.pulse import ATTEMPT_DIR, Pulse, private_pulse_path, pulse_path
 from paceline.world.signals import SUPERVISOR_PID, StopRequest
 from paceline.world.watchdog import Watchdog
@@ -74,5 +76,8 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
     guards = Guards(watchdog, stop)
     if environment.is_supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the supervisor decides
-        guards.stop.watch_supervisor(os.environ[SUPERVISOR_PID], guards.is_over)
+        guards.stop.watch_launcher(os.environ[SUPERVISOR_PID], guards.is_over)
+    elif environment.launcher == "torchrun":
+        # Each rank has a session of its own: what ends a killed agent, and Ctrl-C, does not reach it.
+        guards.stop.watch_launcher(identity_of(find_torchrun_agent()), guards.is_over, "torchrun")
     return guards

@@ -25,13 +25,14 @@ def identify_job(environment: Mapping[str, str] = os.environ) -> str:
         has_other_nodes = environment.get("GROUP_WORLD_SIZE", "1") != "1"
         if has_other_nodes and run_id != _NO_RUN_ID:
             return f"torchrun {run_id} {slurm_job}".strip()
-        return f"torchrun {_agent()}"
+        pid = find_torchrun_agent()
+        return f"torchrun {THIS_MACHINE.host} {THIS_MACHINE.boot_id} {pid} {THIS_MACHINE.process_start(pid)}"
     if slurm_job and "SLURM_PROCID" in environment:
         return f"srun {slurm_job}.{environment.get('SLURM_STEP_ID', '')}"
     return ""
 
 
-def _agent() -> str:
+def find_torchrun_agent() -> int:
     """The first process above this one that torchrun did not start: a script may stand in between."""
     pid = os.getppid()
     while _is_started_by_torchrun(pid):
@@ -40,7 +41,7 @@ def _agent() -> str:
         if parent <= 1:
             break
         pid = parent
-    return f"{THIS_MACHINE.host} {THIS_MACHINE.boot_id} {pid} {THIS_MACHINE.process_start(pid)}"
+    return pid
 
 
 def _is_started_by_torchrun(pid: int) -> bool:

@@ -51,17 +51,17 @@ class StopRequest:
         for name in names:
             signal.signal(getattr(signal, name), take_note)
 
-    def watch_supervisor(self, identity: str, after_that: threading.Event) -> None:
-        """Ask to stop when the supervisor dies; should the ranks not get there, end the process."""
+    def watch_launcher(self, identity: str, after_that: threading.Event, name: str = "the supervisor") -> None:
+        """Ask to stop when the launcher dies; should the ranks not get there, end the process."""
 
         def watch() -> None:
-            supervisor = find_process(identity)
-            if supervisor is not None:
-                supervisor.wait()
-            self.ask("the supervisor died")
+            launcher = find_process(identity)
+            if launcher is not None:
+                launcher.wait()
+            self.ask(f"{name} died")
             clock = RunningClock()
             while clock.seconds < _ORPHAN_GRACE_S and not after_that.wait(_LOOK_S):
                 pass  # in short waits: a suspended rank gets the rest of its time when it goes on
             os._exit(75)
 
-        threading.Thread(target=watch, name="supervisor-watch", daemon=True).start()
+        threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
