@@ -91,3 +91,24 @@ def _config(home: Path) -> str:
     from paceline.config.load import load_config, to_yaml
 
     return to_yaml(load_config("shapes-cnn", [*QUICK, f"--loss={home}/own.py:focal"]).config)
+
+
+def test_a_changed_model_is_named_when_the_library_opens_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`run.model()` and `run.predict()` build the model from the file as it is now."""
+    from harness.runs import QUICK
+    from paceline.config.load import load_config, to_yaml
+    from paceline.library.predictions import open_model
+
+    code = "import torch\n\n\ndef build(num_classes, input_shape):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
+    code += "torch.nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], num_classes))\n"
+    (tmp_path / "net.py").write_text(code)
+    model = f"--model-name={tmp_path}/net.py:build"
+    train_in(make_world(0, 1), str(tmp_path / "run"), (model, "--max-steps=1"))
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(load_config("shapes-cnn", [*QUICK, model]).config))
+    caplog.clear()
+    open_model(tmp_path / "run", "latest", trust_code=True)
+    assert warnings_in(caplog) == []
+    (tmp_path / "net.py").write_text(code + "# another\n")
+    open_model(tmp_path / "run", "latest", trust_code=True)
+    (warning,) = warnings_in(caplog)
+    assert "net.py:build" in warning

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, step_folders
 from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_at
+from paceline.config.code import CodeReference
 from paceline.errors import CheckpointError
 from paceline.runs.patience import UnreadableNow
 
@@ -31,6 +33,7 @@ SILENT = (
     ),
 )
 _MOST_LINES = 3
+_log = logging.getLogger("paceline")
 
 
 def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int | None = None) -> list[str]:
@@ -62,6 +65,14 @@ def changed_code(state: dict[str, Any], now: dict[str, str]) -> list[str]:
     if not isinstance(saved, dict):
         return []
     return [name for name, digest in now.items() if saved.get(name, digest) != digest]
+
+
+def warn_of_changed_code(checkpoint: Checkpoint, code: dict[CodeReference, str]) -> None:
+    """`code`: a hash of each function's file. Not refused: a comment changes a file too."""
+    names = changed_code(checkpoint.state, {item.name: digest for item, digest in code.items()})
+    changed = ", ".join(f"{item.field} {item}" for item in code if item.name in names)
+    if changed:
+        _log.warning("warning: code has changed since %s was saved: %s", checkpoint.path.name, changed)
 
 
 def refuse_early(source: Path, now: dict[str, Any], *, prefer_best: bool = False) -> None:

@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from paceline.checkpoints.identity import warn_of_changed_code
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.config.load import load_config
 from paceline.config.schema import Config
@@ -22,7 +23,7 @@ from paceline.data.pictures import read_pixels, square_pixels
 from paceline.data.registry import describe_dataset
 from paceline.errors import UserError
 from paceline.models.registry import build_model
-from paceline.runs.trust import require_trusted_run, trusting_code
+from paceline.runs.trust import hash_code, require_trusted_run, trusting_code
 from paceline.training.evaluate import look_often
 from paceline.world.detect import ALONE, build_world
 
@@ -60,6 +61,8 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
     alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
     source, prefer_best = _find_checkpoint(path, checkpoint)
     found = require_checkpoint(source, build_world(alone, ALONE), prefer_best=prefer_best)
+    used = {item: digest for item, digest in hash_code(config).items() if item.field in ("model_name", "dataset")}
+    warn_of_changed_code(found, used)
     restore_weights(found, model)
     return OpenModel(model.eval(), config, info, pipeline)
 

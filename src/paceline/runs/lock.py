@@ -252,7 +252,8 @@ def _remove(path: Path) -> str:
 
 
 def _tell_of_takeover(dead: Owner | str) -> None:
-    _log.info("note: the owner before, %s, ended without releasing this run folder; taking it over", dead)
+    # A warning: where no log is set up yet, Python prints it on standard error.
+    _log.warning("note: the owner before, %s, ended without releasing this run folder; taking it over", dead)
 
 
 def _write_owner(descriptor: int, owner: Owner) -> None:

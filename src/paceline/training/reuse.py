@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.checkpoints.identity import warn_of_changed_code
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.checkpoints.store import Checkpoint
 from paceline.config.load import load_config
@@ -49,7 +50,7 @@ def open_run(path: Path, flags: list[str], *, trust_code: bool = False) -> OpenR
     torch.set_num_threads(world.threads)
     checkpoint = require_checkpoint(path, world, prefer_best=True)
     rig = build_rig(config, world, load_weights=False)
-    rig.warn_of_other_code(checkpoint)
+    warn_of_changed_code(checkpoint, rig.code)
     restore_weights(checkpoint, rig.model.module)
     return OpenRun(config, world, checkpoint, rig)
 

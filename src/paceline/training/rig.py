@@ -15,7 +15,7 @@ import torch
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
-from paceline.checkpoints.identity import SILENT, changed_code, require_same_run
+from paceline.checkpoints.identity import SILENT, require_same_run, warn_of_changed_code
 from paceline.checkpoints.resume import reader_of, restore_training
 from paceline.checkpoints.store import Checkpoint
 from paceline.config.code import CodeReference
@@ -120,7 +120,7 @@ class Rig:
     def resume(self, checkpoint: Checkpoint, world: World) -> TrainState:
         """Take over everything a checkpoint holds; refuse one of another run."""
         _compare_configs(checkpoint, self.plan)
-        self.warn_of_other_code(checkpoint)
+        warn_of_changed_code(checkpoint, self.code)
         state = _state_of(checkpoint)  # first: what cannot be used must not be half taken over
         self._take_data_of(checkpoint)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
@@ -131,13 +131,6 @@ class Rig:
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
         return state
-
-    def warn_of_other_code(self, checkpoint: Checkpoint) -> None:
-        """Functions of the user whose file has changed. Not refused: a comment changes a file too."""
-        names = changed_code(checkpoint.state, {item.name: digest for item, digest in self.code.items()})
-        changed = ", ".join(f"{item.field} {item}" for item in self.code if item.name in names)
-        if changed:
-            _log.warning("warning: code has changed since %s was saved: %s", checkpoint.path.name, changed)
 
     def _take_data_of(self, checkpoint: Checkpoint) -> None:
         """Train and validate on the parts of the data that the checkpoint's run has them in."""
