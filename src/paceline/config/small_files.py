@@ -6,11 +6,14 @@ describe billions of nodes, and deep nesting overflows the stack. Every reader h
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from paceline.errors import UserError
 
 if TYPE_CHECKING:
     import yaml
@@ -147,3 +150,29 @@ def read_small(path: Path, at_most_bytes: int, *, follows_links: bool = True) ->
         return bytes(content)
     finally:
         os.close(descriptor)
+
+
+def open_plain(path: Path, flags: int) -> int:
+    """A descriptor for writing a regular file of a run folder, which is made if it is not there.
+
+    Another person may have put a link in its place, which would change any file of this user, or a FIFO, which would
+    wait for a reader. Both are a UserError.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):
+            raise
+        raise not_plain(path) from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise not_plain(path)
+    return descriptor
+
+
+def not_plain(path: Path) -> UserError:
+    return UserError(
+        "this name in the run folder cannot be written: a link, or something else that is no plain file, has it",
+        where=str(path),
+        hint="remove it, or give another --output-dir",
+    )

@@ -24,6 +24,7 @@ _PATIENCE_AT_END_S = 5.0
 _MOST_WAITING_BYTES = 2**20
 _CHUNK_BYTES = 4096  # a pipe takes so much in one piece, or nothing (PIPE_BUF)
 _SMALL_CHUNK_BYTES = 256
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a log in a run folder is no link
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -218,7 +219,7 @@ class SafeStream(io.TextIOBase):
             if path is None:
                 continue
             with suppress(OSError):
-                file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                file = os.open(path, _APPEND, 0o666)
                 if file != self._descriptor:
                     os.dup2(file, self._descriptor)
                     os.close(file)
@@ -235,7 +236,7 @@ class SafeStream(io.TextIOBase):
             del self._kept[:-_MOST_WAITING_BYTES]
             return
         with suppress(OSError):
-            file = os.open(self._log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = os.open(self._log, _APPEND, 0o666)
             try:
                 os.write(file, data)
             finally:
@@ -291,8 +292,9 @@ def send_console_to(log: Path) -> None:
     for stream in streams:
         stream.send_to(log)
     for number in {1, 2} - {stream.fileno() for stream in streams}:
-        with log.open("a") as file:
-            os.dup2(file.fileno(), number)
+        file = os.open(log, _APPEND, 0o666)
+        os.dup2(file, number)
+        os.close(file)
 
 
 def finish_console() -> None:

@@ -25,13 +25,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import not_plain, open_plain
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
 from paceline.runs.file_shapes import ENVIRONMENT, STATUS
 from paceline.runs.json_files import read_object
 from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.runs.members import Member
-from paceline.runs.owner import LOCK
+from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.patience import names_in, read_patiently
 
 _log = logging.getLogger("paceline")
@@ -111,7 +112,7 @@ class RankLog(logging.Handler):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._file = path.open("ab", buffering=0)
+        self._file = open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: PTH123, SIM115
         self._is_told = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -256,6 +257,7 @@ class RunFolder:
         on_lost: called, in another thread, if another host takes the folder over all the same.
         """
         before = self.member
+        self._require_plain()
         with lock.owned(self.lock, machine) as owner_id:
             remove_drafts(self.path)
             self.member = member = Member(self.path, owner_id, on_lost, machine, is_owner=True)
@@ -265,6 +267,18 @@ class RunFolder:
             finally:
                 member.leave()
                 self.member = before
+
+    def _require_plain(self) -> None:
+        """What a run changes in place must be plain files in folders of its own, not links to elsewhere."""
+        folders = (self.logs, self.stacks, self.bad_batches)
+        in_place = (self.lock, self.path / OWNER_FILE, self.metrics_jsonl, self.failures, self.faults, self.requeues)
+        for path in folders:
+            if path.is_symlink() or (path.exists() and not path.is_dir()):
+                raise not_plain(path)
+        logs_and_stacks = [path for folder in folders[:2] if folder.is_dir() for path in folder.iterdir()]
+        for path in (*in_place, *(path for path in logs_and_stacks if path.is_symlink() or not path.is_dir())):
+            if path.is_symlink() or (path.exists() and not path.is_file()):
+                raise not_plain(path)
 
     def require_owner(self) -> None:
         """Before a change that must last. Raises OwnerLost; OSError if the lock file cannot be read now."""
@@ -277,6 +291,7 @@ class RunFolder:
 
     def refuse_if_owned(self) -> None:
         """A quick look before anything is started; `owned` is what counts."""
+        self._require_plain()
         lock.refuse_if_owned(self.lock)
 
 

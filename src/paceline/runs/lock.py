@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from paceline.config.small_files import open_plain
 from paceline.errors import UserError
 from paceline.runs.machine import THIS_MACHINE, Machine, read_text
 from paceline.runs.members import (
@@ -130,7 +131,7 @@ def _flocked(lock: Path, machine: Machine) -> int | None:
 def _open_flocked(lock: Path, machine: Machine) -> int:
     """A descriptor that holds the lock of the file that has this name now. Raises UserError if it is taken."""
     while True:
-        descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        descriptor = open_plain(lock, os.O_RDWR | os.O_APPEND)
         try:
             machine.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_named(descriptor, lock):  # else it was deleted meanwhile, and another process may lock a new one
@@ -188,7 +189,7 @@ def _create_with_words(path: Path, owner: Owner, machine: Machine) -> None:
     leave it, names no owner that could be seen to be dead."""
     draft = path.with_name(f".{path.name}.{machine.pid}.tmp")
     try:
-        with draft.open("w", encoding="utf-8") as file:
+        with open(open_plain(draft, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:  # noqa: PTH123
             file.write(owner.to_json())
             file.flush()
             os.fsync(file.fileno())

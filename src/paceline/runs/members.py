@@ -21,6 +21,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from paceline.config.small_files import open_plain
 from paceline.errors import OwnerLost, UserError
 from paceline.runs.machine import THIS_MACHINE, Machine, read_text
 from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner, read_ids, this_process
@@ -73,8 +74,7 @@ class Member:
         process = this_process(self._machine, self.id)
         record = replace(process, is_owner=self._is_owner or None, folder=_identify(self._folder))
         draft = self._record.with_suffix(".tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        descriptor = os.open(draft, flags, 0o666)
+        descriptor = open_plain(draft, os.O_WRONLY | os.O_TRUNC)
         # Open until this process leaves or ends: the proof that the record is about this process.
         self._close_record = weakref.finalize(self, os.close, descriptor)
         os.write(descriptor, record.to_json().encode())

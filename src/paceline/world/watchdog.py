@@ -9,6 +9,7 @@ that does the same for it (`hang_guard.py`).
 from __future__ import annotations
 
 import faulthandler
+import os
 import subprocess
 import time
 from collections import deque
@@ -17,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
+from paceline.config.small_files import open_plain
 from paceline.world.hang_guard import STACKS_SIGNAL, start_hang_guard
 from paceline.world.pulse import Pulse
 
@@ -48,7 +50,7 @@ class Watchdog:
     def open_stacks(self, path: Path) -> None:
         """From now on this rank's stacks can be had."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stacks = path.open("w")
+        self._stacks = open(open_plain(path, os.O_WRONLY | os.O_TRUNC), "w")  # noqa: PTH123, SIM115 - a descriptor
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if not self._is_supervised and self.pulse.path is not None:
             self._guard = start_hang_guard(self.pulse.path, path)
