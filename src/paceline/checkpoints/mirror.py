@@ -27,6 +27,7 @@ from typing import Any
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, add_checksum, read_state, step_folders, step_of
 from paceline.checkpoints.remote import FOLDER, POINTERS, RemoteCheckpoints
+from paceline.config.variables import STORE_TIMEOUT, read_number
 from paceline.errors import OwnerLost
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_own_note
@@ -35,7 +36,7 @@ from paceline.runs.patience import UnreadableNow
 from paceline.runs.stores import Store, StoreTrouble, open_store
 from paceline.world.running_clock import RunningClock
 
-PATIENCE = "PACELINE_STORE_TIMEOUT_S"
+PATIENCE = STORE_TIMEOUT
 _PATIENCE_S = 60.0  # at the end of a run: how long the store may make no progress
 _LOOK_EVERY_S, _SMALL_FILES_EVERY_S = 1.0, 10.0
 _LONGEST_PAUSE_S, _LAST_PAUSE_S = 30.0, 1.0
@@ -76,7 +77,7 @@ class Mirror:
 
     def close(self, gives_up: Callable[[], bool] = lambda: False) -> bool:
         """Send the rest, for as long as the store makes progress; says and returns whether everything arrived."""
-        patience_s = float(os.environ.get(PATIENCE, _PATIENCE_S))
+        patience_s = read_number(PATIENCE, _PATIENCE_S)
         self._progress_s = time.monotonic()
         clock, progress_s, since_s = RunningClock(), self._progress_s, 0.0
         self._is_closing.set()

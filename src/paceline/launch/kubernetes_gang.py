@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Literal
 
+from paceline.config.variables import START_TIMEOUT, read_number
 from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.launch.policy import FINAL_CODES
 from paceline.world.peers import MalformedMessage, Message, Peer, integer_in, listen_on_all_addresses
 from paceline.world.secret import read_secret
 
 NODES, NODE, MEET = "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET"
-START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 900.0
 _STOPPED = (EXIT_PREEMPTED, 128 + signal.SIGTERM)
 
@@ -49,7 +49,7 @@ def read_place(environment: Mapping[str, str] = os.environ) -> Place:
             node=int(environment[NODE]),
             host=host,
             port=int(port),
-            start_timeout_s=float(environment.get(START_TIMEOUT, _START_TIMEOUT_S)),
+            start_timeout_s=read_number(START_TIMEOUT, _START_TIMEOUT_S, environment),
             secret=secret,
         )
         if not (host and 0 <= place.node < place.nodes):

@@ -11,6 +11,7 @@ from typing import Any
 
 import paceline
 from paceline.config.text import check_fields, check_text
+from paceline.config.variables import START_TIMEOUT
 from paceline.errors import EXIT_PREEMPTED
 from paceline.launch.job_record import SECRET_PREFIX, hide_values
 from paceline.launch.kubernetes_access import (
@@ -24,7 +25,7 @@ from paceline.launch.kubernetes_access import (
     secret_name,
     service_account,
 )
-from paceline.launch.kubernetes_gang import MEET, NODE, NODES, START_TIMEOUT
+from paceline.launch.kubernetes_gang import MEET, NODE, NODES
 from paceline.launch.kubernetes_job import FILES_PATH, KubernetesJob, Volume
 from paceline.launch.policy import FINAL_CODES
 from paceline.world.secret import RUN_SECRET

@@ -7,12 +7,13 @@ import dataclasses
 from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
 from paceline.config.rules import check_config, check_world, fitting_worlds
+from paceline.config.variables import check_numbers
 from paceline.data.reference import check_reference
 from paceline.data.registry import check_data_config
 from paceline.errors import UserError
 from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
-from paceline.runs.place import check_init_from
+from paceline.runs.place import check_init_from, check_paths
 from paceline.runs.stores import is_url
 from paceline.runs.trust import require_trusted_recipe
 from paceline.world.cores import usable_cores
@@ -44,7 +45,9 @@ def _leave_folder_of_run(loaded: LoadedConfig) -> LoadedConfig:
 
 def check_loaded(loaded: LoadedConfig) -> None:
     """Everything that can be said of a request before its number of ranks is known."""
+    check_numbers()
     check_config(loaded)
+    check_paths(loaded)
     require_trusted_recipe(loaded)  # before a name is looked up: that may import a package
     check_data_config(loaded.config.data)
     check_model_name(loaded.config.model.model_name)

@@ -32,6 +32,11 @@ _LOCKS = (LOCK, OWNER_FILE)
 STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
 LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
 _DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
+_DEEPEST_IN_STORE = 32  # runs/s3/bucket/a/b/run: a working copy has the path that its store has
+_PROTOCOLS = {  # of fsspec, which is not imported for a listing
+    *("abfs", "abfss", "adl", "az", "dbfs", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "local"),
+    *("memory", "oci", "oss", "s3", "s3a", "sftp", "smb", "ssh", "wasb", "webhdfs"),
+}
 _SILENT_S = 1800.0  # no word for so long, from an owner that cannot be asked from here
 _STAMP = re.compile(r"(-rehearsal)?-\d{8}-\d{6}(-\d+)?$")
 _TAIL_BYTES = 1 << 16
@@ -104,8 +109,9 @@ def _find(folder: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
         return
     if depth > 0:
         for entry in sorted(entries, key=lambda entry: entry.name):
-            if not entry.name.startswith(".") and entry.is_dir(follow_symlinks=False):
-                yield from _find(folder / entry.name, depth - 1)
+            if entry.is_dir(follow_symlinks=False) and (depth > _DEEPEST or not entry.name.startswith(".")):
+                is_store = depth == _DEEPEST and entry.name in _PROTOCOLS
+                yield from _find(folder / entry.name, _DEEPEST_IN_STORE if is_store else depth - 1)
 
 
 def is_run(names: set[str]) -> bool:

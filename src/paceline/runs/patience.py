@@ -13,10 +13,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from paceline.config.variables import STORAGE_PATIENCE, read_number
 from paceline.errors import CheckpointError
 
 _log = logging.getLogger("paceline")
-PATIENCE = "PACELINE_STORAGE_PATIENCE_S"
+PATIENCE = STORAGE_PATIENCE
 _PATIENCE_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.25, 4.0
 _T = TypeVar("_T")
@@ -36,7 +37,7 @@ class UnreadableNow(CheckpointError):
 
 def patience_s() -> float:
     """How long storage may fail before the run ends."""
-    return float(os.environ.get(PATIENCE, _PATIENCE_S))
+    return read_number(PATIENCE, _PATIENCE_S)
 
 
 def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:

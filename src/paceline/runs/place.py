@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from paceline.runs.json_files import read_object
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
 
+_LONGEST_NAME_INSIDE = "checkpoints/.mirror/replaced-step-00000000/model-00000-of-00000.safetensors.0000000.tmp"
 RESUMED_FROM = "resumed_from"  # in environment.json
 
 
@@ -137,6 +139,23 @@ def _place_for_restart(loaded: LoadedConfig, folder: Path) -> RunPlace:
     if resume == "auto":
         return dataclasses.replace(_place_for_auto(loaded, folder), is_restart=True)
     return RunPlace(folder, local_path(resume) if resume else None, is_restart=True)
+
+
+def check_paths(loaded: LoadedConfig) -> None:
+    """Not the empty text of an unset shell variable, and not longer than a path may be."""
+    for name in ("output_dir", "resume", "init_from"):
+        given = str(getattr(loaded.config.run, name))
+        if not given and loaded.origin(name) == "flag":
+            raise UserError(f"{name} is empty", where=loaded.where(name), hint="is a shell variable not set?")
+        try:
+            os.lstat(local_path(given, loaded.where(name)) / _LONGEST_NAME_INSIDE)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise UserError(
+                    f"{name} is longer than the file system allows",
+                    where=loaded.where(name),
+                    got=f"{given[:60]}..., {len(given):,} characters",
+                ) from error
 
 
 def check_init_from(loaded: LoadedConfig) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.config.schema import ParallelConfig
+from paceline.config.variables import read_whole
 from paceline.errors import UserError
 from paceline.world.cores import usable_cores
 from paceline.world.gpus import count_gpus_without_torch
@@ -158,9 +159,9 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
         store_host=environment["MASTER_ADDR"],
         store_port=numbers["MASTER_PORT"],
         has_store_server=environment.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True",
-        store_fd=int(environment[STORE_FD]) if STORE_FD in environment else None,
+        store_fd=read_whole(STORE_FD, 0, environment) if STORE_FD in environment else None,
         says_local_ranks="LOCAL_WORLD_SIZE" in environment,
-        attempt=int(environment.get(ATTEMPT) or 1 + int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))),
+        attempt=read_whole(ATTEMPT, 0, environment) or 1 + read_whole("TORCHELASTIC_RESTART_COUNT", 0, environment),
     )
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
+from paceline.config.variables import START_TIMEOUT, read_number
 from paceline.errors import PacelineError, UserError
 from paceline.world.detect import RankEnvironment, World
 from paceline.world.peers import loopback_interface
@@ -31,7 +32,6 @@ from paceline.world.running_clock import RunningClock
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # until the watchdog is there, whose deadlines are shorter
 _SUSPENDED_TIMEOUT = timedelta(days=365)
-START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 _START_TIMEOUT_S = 300.0
 _NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
 ANSWER_TIMEOUT_S = 8.0
@@ -85,7 +85,7 @@ def allow_suspension() -> None:
 
 def _meet(world: World, environment: RankEnvironment) -> Store:
     """The store of this attempt, with every rank present."""
-    timeout_s = float(os.environ.get(START_TIMEOUT, _START_TIMEOUT_S))
+    timeout_s = read_number(START_TIMEOUT, _START_TIMEOUT_S)
     address = f"{environment.store_host}:{environment.store_port}"
     is_server = world.is_primary and not environment.has_store_server
     if not is_server:

@@ -15,9 +15,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from paceline.config.variables import MAX_REQUEUES, read_whole
 from paceline.runs.json_files import COUNT, Fields, read_objects
 
-MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
 _MAX_REQUEUES = 3
 _WARNINGS = ("SIGUSR1", "SIGUSR2")  # what `sbatch --signal` sends; a preempted job is requeued by Slurm itself
 _TIMEOUT_S = 20
@@ -48,7 +48,7 @@ def requeue_job(signal_name: str, path: Path, step: int) -> None:
     job = job_to_requeue(signal_name)
     if job is None or shutil.which("scontrol") is None:
         return
-    most = int(os.environ.get(MAX_REQUEUES, _MAX_REQUEUES))
+    most = read_whole(MAX_REQUEUES, _MAX_REQUEUES)
     count = returns_without_progress(path, step)
     if count >= most:
         _tell(f"Slurm job {job} stays out of the queue: it came back {count} times without a step of progress")

@@ -1,0 +1,54 @@
+"""Numbers from the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from harness.cli import paceline
+from harness.made_runs import make_run
+from paceline.config.variables import read_number, read_whole
+from paceline.errors import UserError
+from paceline.runs.catalog import list_runs
+
+NAMES = ["PACELINE_STORAGE_PATIENCE_S", "PACELINE_STORE_TIMEOUT_S", "PACELINE_START_TIMEOUT_S", "PACELINE_MAX_REQUEUES"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_number_in_the_environment_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
+    """Also one that is read only at the end of a run."""
+    answer = paceline("train", "synthetic-mlp", cwd=tmp_path, **{name: "abc"})
+    assert (answer.code, list(tmp_path.iterdir())) == (2, []), answer
+    assert name in answer.err
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e999", "abc", "0x10", " "])
+def test_what_is_no_number_is_refused(text: str) -> None:
+    """nan would wait for ever: no time is later than it."""
+    with pytest.raises(UserError):
+        read_number("A", 1.0, {"A": text})
+    with pytest.raises(UserError):
+        read_whole("A", 1, {"A": text})
+
+
+def test_numbers_are_read() -> None:
+    """An empty variable counts as one that is not set."""
+    assert [read_number("A", 1.5, there) for there in ({}, {"A": ""}, {"A": "0"}, {"A": "2.5"})] == [1.5, 1.5, 0.0, 2.5]
+    assert [read_whole("A", 3, there) for there in ({}, {"A": ""}, {"A": "0"}, {"A": "25"})] == [3, 3, 0, 25]
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--resume", "--init-from"])
+@pytest.mark.parametrize("value", ["", "x" * 300, "/".join(["y" * 200] * 30)], ids=["empty", "long-name", "long-path"])
+def test_a_path_that_can_be_none_is_refused(tmp_path: Path, flag: str, value: str) -> None:
+    """An unset shell variable, or a name that no file system takes: exit 2, and nothing is started."""
+    answer = paceline("train", "synthetic-mlp", flag, value, cwd=tmp_path)
+    assert (answer.code, list(tmp_path.iterdir())) == (2, []), answer
+
+
+def test_working_copies_of_stores_are_listed_however_deep(tmp_path: Path) -> None:
+    """A working copy has the path of its store; elsewhere a listing looks three folders deep."""
+    names = {"file/a/b/.hidden/c/d/run", "s3/bucket/night/of/may/run", "project/sweep/run"}
+    for name in (*names, "project/sweep/deep/er/run"):
+        make_run(tmp_path / name)
+    assert {entry.name for entry in list_runs(tmp_path)} == names
