@@ -13,6 +13,7 @@ from paceline.cli.export import _read_request
 from paceline.config.load import load_config
 from paceline.config.rules import check_config
 from paceline.data.dataset import DatasetInfo
+from paceline.data.reference import check_reference
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 from paceline.training.narrate import describe_summary
@@ -38,3 +39,13 @@ def test_a_warm_up_as_long_as_the_run_names_its_flags() -> None:
         assert flag in str(caught.value.got)
     hint = str(caught.value.hint).partition(",")[0].split()
     assert quick_config("--epochs=1", *hint).optim.warmup_epochs < 1
+
+
+def test_metrics_with_commas_are_refused_with_the_way_to_give_several(tmp_path: Path) -> None:
+    """Spaces separate them; a comma would be a part of a file's name."""
+    (tmp_path / "own.py").write_text("def one(a, b): ...\n\n\ndef two(a, b): ...\n")
+    own = f"{tmp_path}/own.py"
+    assert quick_config("--metrics", f"{own}:one", f"{own}:two").train.metrics == (f"{own}:one", f"{own}:two")
+    with pytest.raises(UserError) as caught:
+        check_reference(f"{own}:one,{own}:two", where="--metrics")
+    assert "spaces" in str(caught.value.hint)

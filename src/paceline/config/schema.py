@@ -156,7 +156,7 @@ class TrainConfig:
     """FILE.py:FUNCTION of (logits, labels): their mean loss, or one per sample; empty: cross entropy."""
 
     metrics: tuple[str, ...] = ()
-    """FILE.py:FUNCTION ... of (logits, labels): a value per sample, whose mean is told after each evaluation."""
+    """FILE.py:FUNCTION of (logits, labels): a value per sample, averaged in each evaluation. Several: with spaces."""
 
     seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
     """Decides initial weights, sample order, augmentation and generated data."""

@@ -86,7 +86,10 @@ def _source_file(place: str, where: str) -> Path | None:
     if _is_file(place):
         path = Path(place)
         if not path.is_file():
-            raise UserError("no such file", where=where, got=str(path.absolute()), allowed="FILE.py:FUNCTION")
+            hint = "separate several functions with spaces, not commas" if "," in place else None
+            raise UserError(
+                "no such file", where=where, got=str(path.absolute()), allowed="FILE.py:FUNCTION", hint=hint
+            )
         return path
     try:
         spec = importlib.util.find_spec(place)
