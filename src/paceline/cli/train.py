@@ -15,7 +15,7 @@ from paceline.cli.main import main
 from paceline.config.fields import flatten
 from paceline.config.load import LoadedConfig
 from paceline.config.processes import parse_processes
-from paceline.config.rules import check_world
+from paceline.config.rules import check_faults, check_world
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.bytecode import keep_bytecode
 from paceline.launch.policy import samples_to_cut
@@ -71,6 +71,7 @@ def run(arguments: list[str]) -> int:
     if nodes.own == 0:
         RunFolder(place.folder).refuse_if_owned()
     check_world(loaded, nodes.count * decide_processes(loaded))
+    check_faults(loaded, nodes.count * decide_processes(loaded))
     if claim_store is not None:
         claim_store()
     return _supervise(loaded, RunFolder(place.folder), nodes, arguments)

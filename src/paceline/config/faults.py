@@ -5,7 +5,9 @@ Only the words are judged here; `training/inject.py` makes them happen.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import UserError
@@ -54,6 +56,14 @@ class Fault:
 def parse_faults(text: str, where: str = "flag --inject") -> tuple[Fault, ...]:
     parts = [part.strip() for part in text.split(";") if part.strip()]
     return tuple(_parse_fault(number, part, where) for number, part in enumerate(parts))
+
+
+def read_ledger(path: Path) -> list[dict[str, Any]]:
+    """What has struck so far, in order."""
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    except (OSError, ValueError):
+        return []
 
 
 def _parse_fault(number: int, text: str, where: str) -> Fault:

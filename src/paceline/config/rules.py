@@ -161,6 +161,18 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
         )
 
 
+def check_faults(loaded: LoadedConfig, world_size: int) -> None:
+    """A fault of a rank that is not there would never strike."""
+    for fault in parse_faults(loaded.config.guard.inject):
+        if fault.rank >= world_size:
+            raise UserError(
+                f"there is no rank {fault.rank} to inject a fault into",
+                where=loaded.where("inject"),
+                got=loaded.config.guard.inject,
+                allowed=f"rank=0 to rank={world_size - 1}, or rank=*",
+            )
+
+
 def fitting_worlds(config: Config, processes: ProcessRange) -> list[int]:
     """The numbers of ranks, of those allowed, that share the batch (and the lanes, where given) equally."""
     batch, accumulate, lanes = config.train.global_batch_size, config.train.accumulate, config.parallel.lanes

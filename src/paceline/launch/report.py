@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.config.faults import read_ledger
 from paceline.errors import EXIT_HANG, EXIT_INTERNAL
 from paceline.launch.attempt import AttemptEnd
-from paceline.launch.causes import is_peer_loss, name_cause
+from paceline.launch.causes import Cause, is_peer_loss, name_cause
 from paceline.launch.watch import RankSight
 from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_json
 
@@ -87,6 +88,8 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         oom_kills=oom_kills,
         is_hung=is_hung,
     )
+    if words is None and not is_hung:
+        cause = _injected(folder.faults, attempt, culprit.rank) or cause
     stands_at = _line_of(stacks_of(culprit.rank)) if is_hung else None
     if is_hung:
         what = f"rank {culprit.rank} made no progress for {_age(culprit):.0f} s"
@@ -112,6 +115,15 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         log=_last_lines(folder.log_of(culprit.rank)),
         others={sight.rank: _doing(sight) for sight in end.ranks.values() if sight.rank != culprit.rank},
     )
+
+
+def _injected(ledger: Path, attempt: int, rank: int) -> Cause | None:
+    """A rank that a rehearsed fault has ended."""
+    struck = [row for row in read_ledger(ledger) if (row.get("attempt"), row.get("rank")) == (attempt, rank)]
+    what = str(struck[-1].get("what", "")) if struck else ""
+    names = {"kill": "killed", "exit": "exited"}
+    name = names.get(what.partition(" ")[0])
+    return Cause(name, f"--inject has asked for it: {what}") if name else None
 
 
 def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankSight:

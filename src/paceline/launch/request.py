@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.config.load import LoadedConfig, load_config
 from paceline.config.processes import ProcessRange, parse_processes
-from paceline.config.rules import check_config, check_world, fitting_worlds
+from paceline.config.rules import check_config, check_faults, check_world, fitting_worlds
 from paceline.config.variables import check_numbers
 from paceline.data.reference import check_reference
 from paceline.data.registry import check_data_config
@@ -136,3 +136,4 @@ def check_joined_world(loaded: LoadedConfig, environment: RankEnvironment) -> No
             hint="--strategy ddp",
         )
     check_world(loaded, environment.world_size)
+    check_faults(loaded, environment.world_size)

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.checkpoints.identity import refuse_early
 from paceline.config.fields import FieldSpec, find_field, flatten
 from paceline.config.recipe_file import unknown_name
-from paceline.config.rules import check_world
+from paceline.config.rules import check_faults, check_world
 from paceline.errors import UserError
 from paceline.launch.request import decide_processes, read_request
 from paceline.library.explained import explained
@@ -83,6 +83,7 @@ def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path
     loaded = read_request(_arguments(recipe, settings, file))
     place = decide_place(loaded)
     check_world(loaded, decide_processes(loaded))
+    check_faults(loaded, decide_processes(loaded))
     if place.resume_from is not None and not source:  # a draft has another name than the file it will be
         refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
     return place.folder

@@ -15,12 +15,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from paceline.errors import UserError
 from paceline.parallel.exposed import Exposed
 from paceline.world.detect import World
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:
     """One group of shards per block, and one for what lies between blocks."""
+    _refuse_scalars(model)
     options: dict[str, Any] = {
         # Named, because FSDP would take the GPUs of a machine that has some even for a run on its CPUs.
         "mesh": init_device_mesh(torch.device(world.device).type, (world.world_size,)),
@@ -31,6 +33,17 @@ def shard(model: nn.Module, world: World, dtype: torch.dtype | None, *, offload:
         fully_shard(block, **options)
     fully_shard(model, **options)
     return model
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise UserError(
+            "FSDP cannot shard a parameter without dimensions",
+            where="--strategy fsdp",
+            got=", ".join(scalars),
+            hint="--strategy ddp, or a parameter of shape [1]: nn.Parameter(torch.ones(1))",
+        )
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from paceline.checkpoints.format import MANIFEST, step_folders
-from paceline.config.faults import EVERY_RANK, Fault
+from paceline.config.faults import EVERY_RANK, Fault, read_ledger
 from paceline.data.loader import Batch
 from paceline.errors import EXIT_INTERNAL, PacelineError
 
@@ -132,14 +132,6 @@ class Faults:
             _leak(fault.values.get("megabytes", 10**6))
         elif fault.kind == "corrupt-latest":
             flip_a_bit(self._checkpoints)
-
-
-def read_ledger(path: Path) -> list[dict[str, int]]:
-    """What has struck so far, in order."""
-    try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    except OSError:
-        return []
 
 
 def flip_a_bit(checkpoints: Path) -> Path:

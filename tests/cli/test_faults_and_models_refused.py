@@ -1,0 +1,81 @@
+"""Requests that cannot work end with exit code 2 at the first attempt; a rehearsed fault is reported as one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from harness.cli import Answer, paceline
+
+CODE = """\
+import torch
+from torch import nn
+
+
+class Scaled(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.layer = nn.Linear(64, classes)
+
+    def forward(self, inputs):
+        return self.scale * self.layer(inputs.flatten(1)[:, :64])
+
+
+def scaled(num_classes):
+    return Scaled(num_classes)
+
+
+def too_few():
+    return Scaled(5)
+
+
+class Wide(Scaled):
+    def forward(self, inputs):
+        return self.layer(inputs.flatten(1)[:, :3])
+
+
+def wrong_input(num_classes):
+    return Wide(num_classes)
+
+
+def no_gradient(logits, labels):
+    return (logits.argmax(1) != labels).float()
+"""
+FLAGS = ["train", "synthetic-mlp", "--num-samples=2000", "--epochs=1", "--processes=2", "--output-dir=run"]
+
+
+def train(folder: Path, *flags: str) -> Answer:
+    (folder / "own.py").write_text(CODE)
+    return paceline(*FLAGS, *flags, cwd=folder)
+
+
+def failures(folder: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in (folder / "run" / "failures.jsonl").read_text().splitlines()]
+
+
+def test_a_scalar_parameter_under_fsdp_is_refused(tmp_path: Path) -> None:
+    """torch refuses it in each attempt; the screen names the parameter."""
+    answer = train(tmp_path, "--strategy=fsdp", "--model-name=own.py:scaled")
+    assert answer.code == 2, answer
+    assert "scale" in answer.err
+    assert len(failures(tmp_path)) == 1
+
+
+def test_a_fault_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    """It would never strike; nothing is started."""
+    answer = train(tmp_path, "--inject=kill rank=9 step=3")
+    assert answer.code == 2, answer
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("fault", "cause"), [("kill", "killed"), ("exit", "exited")])
+def test_a_rehearsed_end_is_reported_as_rehearsed(fault: str, cause: str, tmp_path: Path) -> None:
+    """The report does not send anybody to dmesg for a signal that --inject has asked for."""
+    answer = train(tmp_path, f"--inject={fault} rank=1 step=3", "--max-restarts=0")
+    assert answer.code == 70, answer
+    (failure,) = failures(tmp_path)
+    assert (failure["cause"], failure["rank"], failure["hint"]) == (cause, 1, None)
+    assert f"{fault} (rank 1, step 3)" in str(failure["what"])
