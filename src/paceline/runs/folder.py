@@ -30,6 +30,7 @@ from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
 from paceline.runs.file_shapes import ENVIRONMENT, STATUS
 from paceline.runs.json_files import read_object
+from paceline.runs.linked_checkpoints import claim_linked_checkpoints, refuse_checkpoints_of_another_run
 from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.runs.members import Member
 from paceline.runs.owner import LOCK, OWNER_FILE
@@ -258,7 +259,9 @@ class RunFolder:
         """
         before = self.member
         self._require_plain()
+        refuse_checkpoints_of_another_run(self.path)
         with lock.owned(self.lock, machine) as owner_id:
+            claim_linked_checkpoints(self.path)
             remove_drafts(self.path)
             self.member = member = Member(self.path, owner_id, on_lost, machine, is_owner=True)
             try:
@@ -292,6 +295,7 @@ class RunFolder:
     def refuse_if_owned(self) -> None:
         """A quick look before anything is started; `owned` is what counts."""
         self._require_plain()
+        refuse_checkpoints_of_another_run(self.path)
         lock.refuse_if_owned(self.lock)
 
 
