@@ -79,3 +79,14 @@ def test_a_rehearsed_end_is_reported_as_rehearsed(fault: str, cause: str, tmp_pa
     (failure,) = failures(tmp_path)
     assert (failure["cause"], failure["rank"], failure["hint"]) == (cause, 1, None)
     assert f"{fault} (rank 1, step 3)" in str(failure["what"])
+
+
+@pytest.mark.parametrize(
+    "flag", ["--model-name=own.py:too_few", "--model-name=own.py:wrong_input", "--loss=own.py:no_gradient"]
+)
+def test_a_model_or_loss_that_cannot_be_trained_is_the_users_mistake(flag: str, tmp_path: Path) -> None:
+    """Too few outputs, another input, a loss without a gradient: exit code 2 after one attempt, with the name."""
+    answer = train(tmp_path, flag)
+    assert answer.code == 2, answer
+    assert flag.partition("=")[2] in answer.err
+    assert len(failures(tmp_path)) == 1

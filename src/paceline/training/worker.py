@@ -41,6 +41,7 @@ from paceline.runs.trust import TRUST_FLAG, sign_code
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.narrate import tell_result
+from paceline.training.own_code import explain_own_code
 from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
@@ -88,6 +89,12 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
             results = run(config, world, place, guards)
         except SystemExit as error:
             raise explain_exit(error) from error
+        except Exception as error:
+            is_first_step = guards.watchdog.longest_step_s == 0
+            explained = explain_own_code(error, config) if is_first_step else None
+            if explained is not None:
+                raise explained from error
+            raise
     except Preempted as stopped:
         if not world.is_primary:  # the primary's words are for the console, where they stand already
             _log.info("rank %d: %s", world.rank, stopped.what)
