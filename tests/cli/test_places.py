@@ -151,3 +151,19 @@ def test_a_forged_mirror_note_writes_nowhere(workplace: Path) -> None:
         answer = train(workplace, *flags)
         assert answer.code == 0, answer
     assert list(home.iterdir()) == []
+
+
+def test_a_resume_that_fails_leaves_a_finished_run_as_it_was(tmp_path: Path) -> None:
+    """Data, model and checkpoint are looked at before the run folder says that the run goes on."""
+    model = tmp_path / "own.py"
+    build = "import math\nfrom torch import nn\ndef build(num_classes, input_shape):\n"
+    model.write_text(build + "    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))\n")
+    flags = ("--model-name=own.py:build", "--max-restarts=0")
+    assert train(tmp_path, *flags, "--epochs=1", "--output-dir=B").code == 0
+    names = ("status.json", "config.yaml", "environment.json", "results.json")
+    before = {name: (tmp_path / "B" / name).read_bytes() for name in names}
+    model.write_text(build + "    raise ValueError('broken since')\n")
+    answer = train(tmp_path, *flags, "--epochs=3", "--resume=B")
+    assert answer.code not in (0, 75), answer
+    assert "rank 0 failed" in (tmp_path / "B/logs/rank-0.log").read_text()  # not found before the ranks started
+    assert {name: (tmp_path / "B" / name).read_bytes() for name in names} == before

@@ -224,7 +224,7 @@ class Supervisor:
             report.done = f"not started again: {decision.reason}"
             can_go_on = saved and report.exit_code != EXIT_CHECKPOINT
             report.done += f"; --resume {folder.path} goes on from step {saved}" if can_go_on else ""
-            if self._is_first:
+            if self._is_first and not folder.stays_over(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if self._job.nodes.count > 1 and report.cause == "peer-lost":
             print(f"node {report.host}: attempt {number} ended, because another node's did", file=sys.stderr)
@@ -266,7 +266,8 @@ class Supervisor:
         kept = {name: status[name] for name in ("step", "save_s", "console") if name in status}
         if not (saved and is_told):
             kept["step"] = step  # where it goes on
-        folder.write_status("preempted", **kept, reason=reason)
+        if not folder.stays_over(self._status_before):
+            folder.write_status("preempted", **kept, reason=reason)
         self._leave_page()
         erase_live_line()
         go_on = f"; go on with: --resume {folder.path}" if step else ""

@@ -235,6 +235,10 @@ class RunFolder:
     def read_status(self) -> dict[str, Any]:
         return read_object(self.status, STATUS)
 
+    def stays_over(self, before: dict[str, Any]) -> bool:
+        """Whether the run had ended before a start, and this start has not gone on with it: then its status stays."""
+        return before.get("status") in ("finished", "preempted") and self.read_status() == before
+
     def tell_mirror(self) -> None:
         """Bring what status.json says of the mirror up to date, when nobody writes it any more."""
         self._require_owner_if_known()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -34,6 +35,7 @@ class Guards:
     faults: Faults | None = None
     profiler: StepProfiler | None = None
     member: Member | None = None  # who owns the run folder; None: nobody asks
+    begin: Callable[[], None] = lambda: None  # the run folder says from now on that this run is under way
     is_over: threading.Event = field(default_factory=threading.Event)
 
     def enter(self, phase: str, step: int) -> None:

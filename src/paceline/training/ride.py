@@ -68,6 +68,7 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
         console.note(f"store     {note.url}, mirrored beside training")
     if resumed_from is not None:
         console.note(f"resumed   at step {state.step} from {resumed_from}")
+    guards.begin()
     rig.samples = None  # on a GPU, the copy in the host's memory may go
     console.clock = rig.plan.clock  # other data may have other epochs
     if world.is_primary:

@@ -35,7 +35,15 @@ from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
 from paceline.runs.members import OWNER_ID, Member, drop_dead_members
-from paceline.runs.place import RESUMED_FROM, RunPlace, decide_place, find_folder_of_job, read_source
+from paceline.runs.place import (
+    RESUMED_FROM,
+    RunPlace,
+    decide_place,
+    find_folder_of_job,
+    is_same_folder,
+    owner_of,
+    read_source,
+)
 from paceline.runs.stores import local_path
 from paceline.runs.trust import TRUST_FLAG, sign_code
 from paceline.training.guards import Guards, open_guards
@@ -75,7 +83,9 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             guards.open_folder(config, world, folder, environment.attempt)
             allow_suspension()
             if world.is_primary:
-                _write_identity(folder, loaded, place, environment)
+                guards.begin = partial(_write_identity, folder, loaded, place, environment)
+            if place.resume_from is None or not is_same_folder(place.folder, owner_of(place.resume_from)):
+                guards.begin()  # a new run; one that is there already stays as it is until it goes on
             results = _train_with_status(config, world, place, guards)
         guards.close()  # a store that is behind holds up nobody but the primary, and is no hang
     return results
@@ -83,6 +93,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
 
 def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
     folder = RunFolder(place.folder, guards.member)
+    before = folder.read_status()
     try:
         run = rehearse if config.run.rehearse else train
         try:
@@ -102,7 +113,7 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
     except BaseException as error:
         what = _in_words(error)
         _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
-        if world.is_primary:
+        if world.is_primary and not folder.stays_over(before):
             with suppress(OSError, OwnerLost):  # the folder may be what failed, or belong to another
                 folder.write_status("failed", reason=what)
         raise
