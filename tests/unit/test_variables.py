@@ -8,9 +8,12 @@ import pytest
 
 from harness.cli import paceline
 from harness.made_runs import make_run
+from paceline.config.load import load_config
 from paceline.config.variables import read_number, read_whole
 from paceline.errors import UserError
 from paceline.runs.catalog import list_runs
+from paceline.runs.folder import RunFolder
+from paceline.runs.place import decide_place
 
 NAMES = ["PACELINE_STORAGE_PATIENCE_S", "PACELINE_STORE_TIMEOUT_S", "PACELINE_START_TIMEOUT_S", "PACELINE_MAX_REQUEUES"]
 
@@ -52,3 +55,17 @@ def test_working_copies_of_stores_are_listed_however_deep(tmp_path: Path) -> Non
     for name in (*names, "project/sweep/deep/er/run"):
         make_run(tmp_path / name)
     assert {entry.name for entry in list_runs(tmp_path)} == names
+
+
+def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
+    """A project with a results.json of its own is no run folder; an unknown name is no obstacle."""
+    (tmp_path / "train.py").touch()
+    (tmp_path / "stacks").mkdir()
+    (tmp_path / "stacks/empty.txt").touch()
+    request = load_config("synthetic-mlp", ["--output-dir", str(tmp_path)])
+    assert decide_place(request).folder == tmp_path
+    RunFolder(tmp_path).drop_empty_stacks()
+    assert (tmp_path / "stacks/empty.txt").exists()
+    (tmp_path / "results.json").write_text("my own")
+    with pytest.raises(UserError, match="holds other files"):
+        decide_place(request)

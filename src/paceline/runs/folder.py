@@ -43,6 +43,11 @@ MIRROR_NOTE = "mirror.json"
 _STAMP = re.compile(r"-(?P<time>[0-9]{8}-[0-9]{6})(-(?P<number>[0-9]{1,9}))?$")
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+_STACKS = re.compile(r"attempt-[0-9]+-rank-[0-9]+\.txt")
+_WRITTEN_FILES = (  # by a run, whatever was there
+    *("data.json", "results.json", "environment.json", "report.html", "examples.json", "metrics.csv", "status.json"),
+    *("failure.json", "failures.jsonl", "faults.jsonl", "requeues.jsonl"),
+)
 _STEP_FOLDER = re.compile(r"((damaged|replaced)-)?step-[0-9]+")
 
 
@@ -179,6 +184,12 @@ class RunFolder:
     def holds_a_run(self) -> bool:
         return self.config.exists() or self.metrics_jsonl.exists() or has_checkpoint(self.path)
 
+    @property
+    def files_of_others(self) -> list[str]:
+        """Files that a run would overwrite, in a folder in which no run was ever started."""
+        names = set(names_in(self.path))
+        return [] if LOCK in names else sorted(names & set(_WRITTEN_FILES))
+
     def log_of(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"
 
@@ -189,7 +200,7 @@ class RunFolder:
         """Every rank opens a file for its stacks; most never need it."""
         with suppress(OSError):  # not empty, not there, or in a folder that has turned read-only
             for path in self.stacks.glob("*.txt"):
-                if path.stat().st_size == 0:
+                if _STACKS.fullmatch(path.name) and path.stat().st_size == 0:
                     path.unlink()
             self.stacks.rmdir()
 

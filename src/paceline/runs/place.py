@@ -53,6 +53,7 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
         folder = given or new_run_folder(name)
         if RunFolder(folder).holds_a_run:
             raise _already_holds_a_run(folder)
+        _refuse_files_of_others(folder)
         return RunPlace(folder, None)
     if run.resume == "auto":
         return _place_for_auto(loaded, given)
@@ -76,12 +77,24 @@ def _place_for_continuation(folder: Path, source: Path) -> RunPlace:
     checkpoints would give way to those of the source.
     """
     if not RunFolder(folder).holds_a_run:
+        _refuse_files_of_others(folder)
         return RunPlace(folder, source)
     recorded = read_object(RunFolder(folder).environment, ENVIRONMENT).get(RESUMED_FROM, "")
     named = {recorded, str(owner_of(Path(recorded)))} if recorded else set()
     if describe_source(source) not in named:
         raise _already_holds_a_run(folder)
     return RunPlace(folder, folder if has_checkpoint(folder) else source)
+
+
+def _refuse_files_of_others(folder: Path) -> None:
+    found = RunFolder(folder).files_of_others
+    if found:
+        raise UserError(
+            "this folder holds other files, which the run would overwrite",
+            where=str(folder),
+            got=", ".join(found[:4]) + (", ..." if len(found) > 4 else ""),
+            hint="another --output-dir",
+        )
 
 
 def _already_holds_a_run(folder: Path) -> UserError:
