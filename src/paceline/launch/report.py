@@ -88,7 +88,7 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         oom_kills=oom_kills,
         is_hung=is_hung,
     )
-    if words is None and not is_hung:
+    if cause is not None and cause.name in ("killed", "exited"):
         cause = _injected(folder.faults, attempt, culprit.rank) or cause
     stands_at = _line_of(stacks_of(culprit.rank)) if is_hung else None
     if is_hung:
