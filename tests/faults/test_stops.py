@@ -212,20 +212,22 @@ def test_a_stop_just_after_resuming_gives_its_own_reason(tmp_path: Path) -> None
         run.wait_for("step 12/")
         os.kill(run.process.pid, signal.SIGUSR1)
         assert run.wait() == 75, run.err
+    before = read_json(tmp_path / "run" / "status.json")
     with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
-        wait_for_processes(run, 4)  # the first rank is born, and has said nothing yet
+        wait_for_processes(run, 4)  # the first rank has started, and has written nothing yet
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait(timeout_s=30) == 75, run.err
     assert "(SIGTERM)" in run.err
     assert "SIGUSR1" not in run.err
-    assert read_json(tmp_path / "run" / "status.json")["reason"] == "SIGTERM"
+    assert read_json(tmp_path / "run" / "status.json") == before  # it did not train: the run is as it was
 
 
 def interrupt_while_it_hangs(run: Started) -> None:
     """Ctrl-C once the fault has struck; returns when the supervisor has taken note, since two at once count as one."""
     run.wait_for("step 11/")
     deadline = time.monotonic() + 20
-    while not (run.folder / "run" / "faults.jsonl").exists():
+    saved = run.folder / "run" / "checkpoints" / "step-00000010"
+    while not ((run.folder / "run" / "faults.jsonl").exists() and saved.exists()):  # saved beside training
         assert time.monotonic() < deadline
     os.killpg(run.process.pid, signal.SIGINT)
     while "Ctrl-C again" not in run.err:
