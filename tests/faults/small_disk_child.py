@@ -80,7 +80,7 @@ def look_at(folder: Path) -> dict[str, Any]:
         "exists": folder.exists(),
         "steps": [step_of(path) for path in steps],
         "leftovers": hidden,
-        "rows": [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"],
+        "rows": [row["step"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step" and row["step"]],
     }
 
 
@@ -97,9 +97,9 @@ def full_for_a_while(base: Path) -> dict[str, Any]:
         fill(base)
         was_full.append(is_full(base))
 
-    # A disk gives out whole pages: with this row the metrics need a second one while there is none to be had.
+    # A disk gives out whole pages: with these rows the metrics need a second one while there is none to be had.
     (base / "run").mkdir()
-    (base / "run" / "metrics.jsonl").write_text(json.dumps({"kind": "padding", "step": 0, "x": 2000 * "x"}) + "\n")
+    (base / "run" / "metrics.jsonl").write_text(60 * (json.dumps({"kind": "step", "step": 0, "loss": 0.0}) + "\n"))
     story = run_story(base / "run", {5: fill_it, 10: (base / "filler").unlink})
     return {**story, "was_full": was_full == [True]}
 
