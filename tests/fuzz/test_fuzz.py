@@ -22,7 +22,7 @@ from fuzz.table import FORMATS
 
 SEED = 20261116
 QUICK_CASES = 15
-ALL_CASES = int(os.environ.get("FUZZ_CASES", "200"))
+ALL_CASES = int(os.environ.get("FUZZ_CASES", "60"))
 
 
 @pytest.fixture(scope="module")
