@@ -189,10 +189,12 @@ def _create_with_words(path: Path, owner: Owner, machine: Machine) -> None:
     leave it, names no owner that could be seen to be dead."""
     draft = path.with_name(f".{path.name}.{machine.pid}.tmp")
     try:
-        with open(open_plain(draft, os.O_WRONLY | os.O_TRUNC), "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.write(owner.to_json())
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor = open_plain(draft, os.O_WRONLY | os.O_TRUNC)
+        try:
+            os.write(descriptor, owner.to_json().encode())
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
         os.link(draft, path)
     except OSError as error:
         if error.errno not in (*_NO_LINKS_HERE, *_FULL):
