@@ -67,7 +67,7 @@ def test_a_copy_of_a_live_run_starts_under_torchrun_and_leaves_the_original_alon
     with started(*FLAGS, "--inject=hang rank=1 step=13", cwd=live) as run:
         run.wait_for("step 12/")
         ranks = wait_for_ranks(run)
-        shutil.copytree(live / "run", tmp_path / "run", symlinks=True)
+        shutil.copytree(live / "run", tmp_path / "run", symlinks=True, ignore=shutil.ignore_patterns(".*tmp*"))
         assert len(list((tmp_path / "run" / ".members").iterdir())) == 3
         launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
         flags = [flag for flag in FLAGS if not flag.startswith("--processes")]

@@ -116,10 +116,11 @@ class RankLog(logging.Handler):
     """A rank's log file. What cannot be written is left out, told once: a full disk must not fill the screen."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
+        # First: a handler that could not open its file must not be known to logging.
         self._file = open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: PTH123, SIM115
+        self._path = path
         self._is_told = False
+        super().__init__()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
