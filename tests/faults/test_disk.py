@@ -166,7 +166,7 @@ def test_metrics_by_rlimit_fsize_wait_in_memory_and_never_tear_a_line(
 def test_a_log_on_a_full_device_does_not_fill_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = RankLog(tmp_path / "full")
     handler._file.close()
-    handler._file = Path("/dev/full").open("ab", buffering=0)
+    handler._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 - the handler closes it
     logger = logging.Logger("full")
     logger.addHandler(handler)
     for number in range(3):
