@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -171,14 +172,16 @@ def wait_for_pulses(run: Started, attempts: Path, number: int) -> None:
 @pytest.mark.parametrize("has_begun", [0, 1])
 def test_a_stop_while_ranks_start_is_a_stop(has_begun: int, tmp_path: Path) -> None:
     """One rank listens already, or none does; the other is suspended before it can: 75, no failure, not `failed`."""
-    (tmp_path / "tmp").mkdir()
-    with started(*FLAGS, cwd=tmp_path, TMPDIR=str(tmp_path / "tmp")) as run:
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short,  # a socket's path is limited
+        started(*FLAGS, cwd=tmp_path, TMPDIR=short) as run,
+    ):
         deadline = time.monotonic() + 60
         while len(ranks := run.ranks()) < 2:
             assert time.monotonic() < deadline, run.err
         for rank in ranks[has_begun:]:
             os.kill(rank, signal.SIGSTOP)  # before it has a pulse, which takes it much longer than this
-        wait_for_pulses(run, tmp_path / "tmp", has_begun)
+        wait_for_pulses(run, Path(short), has_begun)
         os.kill(run.process.pid, signal.SIGTERM)
         assert run.wait(timeout_s=30) == 75, run.err
         assert "not sent by paceline" not in run.err
