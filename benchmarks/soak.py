@@ -90,6 +90,7 @@ def flags_for(faults: int) -> list[str]:
             "--keep-last=2",
             "--log-frequency=10",
             f"--hang-timeout={HANG_TIMEOUT_S}",
+            "--omp-num-threads=1",  # several runs share the cores
         ),
         *("--max-restarts=1000000", "--resume=auto"),
         # Steps as long as a larger model's, that leave the cores to the restarts.
