@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +17,16 @@ import pytest
 import paceline
 from paceline.launch.watch import Watch
 from paceline.runs import process_handle
-from paceline.runs.process_handle import ProcessHandle, end_group, find_forked, find_process, process_start
+from paceline.runs.machine import Machine
+from paceline.runs.process_handle import (
+    ProcessHandle,
+    end_group,
+    find_forked,
+    find_process,
+    has_open_for_writing,
+    process_start,
+    stat_fields,
+)
 from paceline.world.pulse import Pulse, pulse_path
 
 PAUSE = "import signal; print(flush=True); signal.pause()"
@@ -125,6 +135,35 @@ def test_a_group_is_ended_before_its_leader_is_reaped(leader: str) -> None:
         end_group(process, grace_s=0.0)
         member.wait()
     assert process.returncode in ((-signal.SIGTERM, -signal.SIGKILL) if leader == "stays" else (0,))
+
+
+MAIN_THREAD_EXITS = """
+import ctypes, sys, threading
+def hold():
+    with open(sys.argv[1], "w"):
+        print("open", flush=True)
+        sys.stdin.read()
+threading.Thread(target=hold).start()
+ctypes.CDLL(None).pthread_exit(None)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_process_without_its_main_thread_is_not_dead(tmp_path: Path) -> None:
+    """It looks like a zombie, but its other threads still write."""
+    held = tmp_path / "held"
+    command = [sys.executable, "-c", MAIN_THREAD_EXITS, str(held)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        while stat_fields(process.pid)[0] != "Z":
+            time.sleep(0.001)
+        assert Machine().exists(process.pid)
+        assert has_open_for_writing(process.pid, held) is None  # the system does not say
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not Machine().exists(process.pid)
+        assert has_open_for_writing(process.pid, held) is False
 
 
 def test_only_this_module_signals_bare_numbers() -> None:

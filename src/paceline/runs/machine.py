@@ -15,7 +15,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from paceline.config.small_files import read_small
-from paceline.runs.process_handle import ProcessHandle, has_open_for_writing, process_start, stat_fields
+from paceline.runs.process_handle import (
+    ProcessHandle,
+    has_open_for_writing,
+    has_several_threads,
+    process_start,
+    stat_fields,
+)
 
 _LARGEST_BYTES = 1_000_000
 
@@ -51,7 +57,8 @@ class Machine:
             return False
         except PermissionError:
             pass
-        return stat_fields(pid)[:1] != ["Z"]  # a zombie holds nothing and writes nothing
+        # A zombie holds nothing and writes nothing. While other threads run, only its main thread has exited.
+        return stat_fields(pid)[:1] != ["Z"] or has_several_threads(pid)
 
     def process_start(self, pid: int) -> str | None:
         """In clock ticks since the machine started. Together with the number it identifies a process."""

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 _POLL_S = 0.05
-_START_TIME = 19  # position in /proc/PID/stat, counted from the state
+_THREADS = 17  # positions in /proc/PID/stat, counted from the state
+_START_TIME = 19
 
 
 class ProcessHandle:
@@ -64,7 +65,7 @@ class ProcessHandle:
         """Whether the process has not exited. A zombie has exited but was not reaped."""
         if self._descriptor is not None:
             return not select.select([self._descriptor], [], [], 0)[0]
-        return self._is_same_process() and self.state != "Z"
+        return self._is_same_process() and (self.state != "Z" or has_several_threads(self.pid))
 
     @property
     def is_stopped(self) -> bool:
@@ -121,6 +122,8 @@ def has_open_for_writing(pid: int, path: Path) -> bool | None:
         return False if Path("/proc/self/fd").is_dir() else None
     except OSError:
         return None
+    if not descriptors and has_several_threads(pid):
+        return None  # its main thread has exited; the others may still write
     return any(_is_open_as(descriptor, path.name, wanted) for descriptor in descriptors)
 
 
@@ -136,6 +139,11 @@ def _is_open_as(descriptor: Path, name: str, wanted: os.stat_result) -> bool:
         return False
     flags = next((int(line.split()[1], 8) for line in lines if line.startswith("flags:")), os.O_RDONLY)
     return flags & os.O_ACCMODE != os.O_RDONLY
+
+
+def has_several_threads(pid: int) -> bool:
+    fields = stat_fields(pid)
+    return len(fields) > _THREADS and int(fields[_THREADS]) > 1
 
 
 def is_stopped(pid: int) -> bool:
