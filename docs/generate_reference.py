@@ -59,7 +59,7 @@ EXIT_CODES = {
 }
 
 RUN_FILES = {
-    "config.yaml": "the resolved config; is itself a recipe for the same run",
+    "config.yaml": "the resolved config, defaults marked as such; is itself a recipe for the same run",
     "environment.json": "versions, git commit, host, command, the launcher's job",
     "data.json": "what the data was: numbers of samples, checksums, and changes accepted by `--accept-new-data`",
     "status.json": "running, preempted, finished or failed; step, time left, reason",

@@ -36,7 +36,6 @@ model_name: cnn
 base_lr: 0.2
 schedule: onecycle
 log_frequency: 1
-track: []
 """
 PARAMETERS = ["--recipe", "tiny.yaml", "--epochs", "2", "--batch-size", "64", "--cluster-size", "2"]
 STEPS = 40
@@ -164,6 +163,18 @@ def test_two_nodes_of_a_flow_give_the_bits_of_two_processes(undisturbed: FlowRun
     rows = what_was_computed(read_rows(trained_without_a_flow / "metrics.jsonl"))
     assert what_was_computed(told["history"]) == rows
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(1, STEPS + 1))
+
+
+def test_a_default_tracker_that_is_not_installed_is_one_line(undisturbed: FlowRun) -> None:
+    """The guide's install line brings no TensorBoard: the flow trains without it and says so once."""
+    assert undisturbed.out.count("pip install 'paceline[tensorboard]'") == 1
+
+
+def test_a_chosen_tracker_that_is_not_installed_is_refused_in_start(place: Place) -> None:
+    answer = place.flow("flow.py", "run", "--flags", "--track tensorboard")
+    assert answer.code == 1
+    assert "flag --track" in answer.out + answer.err
+    assert "/train/" not in answer.out + answer.err
 
 
 def test_no_node_leaves_its_folder_behind(undisturbed: FlowRun) -> None:

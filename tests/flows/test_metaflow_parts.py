@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 import socket
 import subprocess
@@ -17,10 +18,12 @@ import pytest
 
 from harness.cli import paceline
 from paceline.checkpoints.format import step_folders, verify
+from paceline.config.load import load_config
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.integrations.metaflow_support.courier import Courier
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet, read_answer
 from paceline.integrations.metaflow_support.request import check_request
+from paceline.launch.request import check_loaded
 from paceline.runs.folder import RunFolder
 from paceline.training.inject import flip_a_bit
 from paceline.world.peers import MalformedMessage, connect
@@ -56,6 +59,7 @@ SECRET = create_secret().encode()
         ({"flags": "--output-dir here"}, "the flow decides", "--work-dir"),
         ({"flags": "--inject 'kil step=3'"}, "", "kill"),
         ({"flags": "--optimizer 'adam"}, "cannot be read", "--flags"),
+        ({"flags": "--track mlflow"}, "mlflow is not installed", "flag --track"),
         ({"flags": "adam"}, "unexpected argument", "flags start with"),
         ({"flags": "--strategy single", "cluster_size": 2}, "one process", "--cluster-size 1"),
         ({"cluster_size": 0}, "cluster-size", "from 1"),
@@ -78,6 +82,16 @@ def test_parameters_become_settings_and_the_rest_is_the_recipes() -> None:
     for line in ("global_batch_size: 128", "base_lr: 0.3", "optimizer: 'adamw'", "epochs: 10"):
         assert line in request.recipe.splitlines()
     assert request.about["epochs"] == 10
+
+
+def test_a_default_tracker_that_is_missing_does_not_count_as_chosen_on_the_nodes(tmp_path: Path) -> None:
+    """The request carries which settings are defaults: a node leaves out a default that it cannot have."""
+    assert importlib.util.find_spec("tensorboard") is None  # .venv-flows is a plain install
+    for flags, origin in (("", "default"), ("--track", "file")):
+        (tmp_path / "sent.yaml").write_text(check_request(recipe="shapes-cnn", flags=flags).recipe)
+        loaded = load_config(str(tmp_path / "sent.yaml"), [])
+        assert loaded.origin("track") == origin
+        check_loaded(loaded)
 
 
 def test_a_gang_starts_again_by_metaflow_and_a_lone_node_by_itself() -> None:
@@ -274,7 +288,7 @@ class FolderStore:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with three checkpoints, one of which is the best."""
     path = tmp_path_factory.mktemp("trained")
-    flags = ["--num-samples=200", "--epochs=3", "--hidden-size=8", "--processes=1", "--keep-last=3", "--track"]
+    flags = ["--num-samples=200", "--epochs=3", "--hidden-size=8", "--processes=1", "--keep-last=3"]
     answer = paceline("train", "synthetic-mlp", "--global-batch-size=32", *flags, "--output-dir=run", cwd=path)
     assert answer.code == 0, answer
     return path / "run"

@@ -86,6 +86,26 @@ def test_resolved_config_is_a_recipe_for_the_same_run(tmp_path: Path) -> None:
     assert load_config(write(tmp_path / "again.yaml", to_yaml(config)), []).config == config
 
 
+def test_a_default_stays_a_default_in_the_resolved_config(tmp_path: Path) -> None:
+    """Written and read again, every setting has its value, and only what was chosen counts as chosen."""
+    first = load_config("shapes-cnn", ["--track", "tensorboard", "--device", "auto", "--seed", "3"])
+    again = load_config(write(tmp_path / "again.yaml", to_yaml(first.config, first.settings)), [])
+    assert again.config == first.config
+    is_chosen = {name: (first.origin(name) != "default", again.origin(name) == "file") for name in field_table()}
+    assert all(before == after for before, after in is_chosen.values()), is_chosen
+    assert is_chosen["track"] == is_chosen["device"] == (True, True)  # chosen, although it is what the default would be
+
+
+def test_a_default_that_is_edited_in_the_resolved_config_is_a_choice(tmp_path: Path) -> None:
+    """The mark of a default holds only for the default's own value."""
+    loaded = load_config("shapes-cnn", [])
+    text = to_yaml(loaded.config, loaded.settings)
+    edited = text.replace("track: ['tensorboard']", "track: ['mlflow']")
+    assert edited != text
+    again = load_config(write(tmp_path / "again.yaml", edited), [])
+    assert (again.config.run.track, again.origin("track")) == (("mlflow",), "file")
+
+
 @pytest.mark.parametrize("name", shipped_recipes())
 def test_shipped_recipes_are_valid_and_say_what_they_are(name: str) -> None:
     check_config(load_config(name, []))

@@ -6,13 +6,14 @@ import bisect
 import contextlib
 import dataclasses
 import io
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
 
 from paceline.config.fields import FieldSpec, field_table, find_field, flatten
-from paceline.config.recipe_file import Setting, find_recipe, read_recipe, unknown_name
+from paceline.config.recipe_file import Setting, default_line, find_recipe, read_recipe, setting_line, unknown_name
 from paceline.config.schema import Config
 from paceline.config.text import check_text
 from paceline.errors import UserError
@@ -135,34 +136,21 @@ def print_help(prog: str, description: str) -> None:
         tyro.cli(Config, args=["--help"], prog=prog, description=description, config=_TYRO_STYLE)
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved config as a recipe that gives the same run."""
+def to_yaml(config: Config, chosen: Container[str] | None = None) -> str:
+    """The resolved config as a recipe that gives the same run.
+
+    `chosen` names the settings that are not defaults; without it, all are. A default is written with its value, so that
+    a release with another default gives the same run, and with a mark, so that it does not turn into a choice.
+    """
     lines: list[str] = []
     group = ""
     for name, value in flatten(config).items():
         if field_table()[name].group != group:
             group = field_table()[name].group
             lines.append(f"\n# {group}" if lines else f"# {group}")
-        lines.append(f"{name}: {_scalar(value)}")
+        is_default = chosen is not None and name not in chosen and value == field_table()[name].default
+        lines.append(default_line(field_table()[name]) if is_default else setting_line(name, value))
     return "\n".join(lines) + "\n"
-
-
-def _scalar(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return "[" + ", ".join(map(_scalar, value)) + "]"
-    if isinstance(value, str):
-        return _quoted(value)
-    return repr(value)
-
-
-def _quoted(text: str) -> str:
-    """Single quotes keep printable text as it is; only the quote itself is doubled. Other characters are escaped."""
-    if text.isprintable():
-        return "'" + text.replace("'", "''") + "'"
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
-    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
 
 
 def _recipe_name(path: Path) -> str:

@@ -92,6 +92,8 @@ def _settings(root: yaml.MappingNode, path: Path) -> Iterator[Setting]:
         if field.name in seen:
             raise UserError(f"{field.name} is given twice", where=f"{where} and line {seen[field.name]}")
         seen[field.name] = line
+        if _line_of(key_node) == default_line(field):
+            continue  # a resolved config: nobody chose this
         yield Setting(field, _values(field, value_node, where), "file", where)
 
 
@@ -111,6 +113,40 @@ def _scalar(field: FieldSpec, node: yaml.Node, where: str) -> str:
         found = "nothing" if isinstance(node, yaml.ScalarNode) else "a list or a mapping"
         raise UserError(f"{field.name} needs a value", where=where, got=found, allowed=field.expects)
     return check_text(str(node.value), field.name, where=where)
+
+
+def _line_of(node: yaml.Node) -> str:
+    """The line of the file that begins with this key, with its comment."""
+    mark = node.start_mark
+    return str(mark.buffer)[mark.pointer :].partition("\n")[0].rstrip()
+
+
+def setting_line(name: str, value: object) -> str:
+    """A setting as a recipe has it."""
+    return f"{name}: {_written(value)}"
+
+
+def default_line(field: FieldSpec) -> str:
+    """A default in a resolved config. Only this very line is read as a default; with another value it is a choice."""
+    return f"{setting_line(field.name, field.default)}  # default"
+
+
+def _written(value: object) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "[" + ", ".join(map(_written, value)) + "]"
+    if isinstance(value, str):
+        return _quoted(value)
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """Single quotes keep printable text as it is; only the quote itself is doubled. Other characters are escaped."""
+    if text.isprintable():
+        return "'" + text.replace("'", "''") + "'"
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'
 
 
 def unknown_name(key: str, where: str) -> UserError:

@@ -54,7 +54,8 @@ def check_loaded(loaded: LoadedConfig) -> None:
     check_weights(loaded.config.model)
     check_functions(loaded)
     check_init_from(loaded)
-    check_trackers(loaded.config.run.track, chosen=loaded.origin("track") != "default")
+    if loaded.origin("track") != "default":  # a default that is missing is left out later, with a note
+        check_trackers(loaded.config.run.track, where=loaded.where("track"))
 
 
 def check_functions(loaded: LoadedConfig) -> None:

@@ -232,7 +232,7 @@ def _write_identity(folder: RunFolder, loaded: LoadedConfig, place: RunPlace, en
     story = {"recipe": recipe, "job": job, **({RESUMED_FROM: source} if source else {}), **describe_environment()}
     # Before config.yaml, which makes it a run: the same command must find what the run was started from.
     write_json(folder.environment, story)
-    write_atomically(folder.config, to_yaml(plain))
+    write_atomically(folder.config, to_yaml(plain, loaded.settings))
     unsigned = sign_code(folder.path, plain)
     if unsigned:
         _log.info("note: evaluate, predict and export will ask for %s: %s", TRUST_FLAG, unsigned)

@@ -36,7 +36,7 @@ class Request:
     """What every node needs to know. The recipe travels as text: its file need not exist on the nodes."""
 
     name: str
-    recipe: str  # resolved: YAML of every setting
+    recipe: str  # resolved: YAML of every setting, defaults marked as such
     cluster_size: int
     processes_per_node: int
     load_policy: str
@@ -79,7 +79,7 @@ def check_request(
     config = loaded.config
     return Request(
         name=loaded.recipe_name,
-        recipe=to_yaml(config),
+        recipe=to_yaml(config, loaded.settings),
         cluster_size=cluster_size,
         processes_per_node=processes_per_node,
         load_policy=load_policy,

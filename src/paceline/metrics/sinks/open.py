@@ -13,13 +13,13 @@ from paceline.runs.folder import RunFolder
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 
 
-def check_trackers(names: tuple[str, ...], *, chosen: bool) -> None:
-    """Refuse a tracker the user chose and does not have; the default one may be missing."""
+def check_trackers(names: tuple[str, ...], *, where: str) -> None:
+    """Refuse a tracker that the user chose and does not have."""
     for name in names:
-        if chosen and importlib.util.find_spec(_PACKAGES[name]) is None:
+        if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise UserError(
                 f"the tracker {name} is not installed",
-                where="--track",
+                where=where,
                 hint=f"pip install 'paceline[{name}]', or leave {name} out of --track",
             )
 
