@@ -114,7 +114,11 @@ class OwnerLost(PacelineError):
 
 
 class EndsWithPrimary(SystemExit):
-    """The primary has failed and explains why; this rank ends with its exit code and says nothing."""
+    """The primary has failed and prints why; this rank ends with its exit code and prints nothing."""
+
+    def __init__(self, code: int, screen: str) -> None:
+        super().__init__(code)
+        self.screen = screen  # of the primary's error
 
 
 def explain_exit(error: SystemExit) -> UserError:

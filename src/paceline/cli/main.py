@@ -19,6 +19,7 @@ from paceline.errors import (
     EXIT_PREEMPTED,
     EndsWithPrimary,
     PacelineError,
+    Preempted,
     UserError,
     explain_exit,
 )
@@ -92,6 +93,9 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         return _tell(error.screen(), error, error.exit_code)
     except EndsWithPrimary as error:
+        from paceline.world.error_file import leave_error_file
+
+        leave_error_file(error.screen, int(error.code or EXIT_INTERNAL), is_consequence=True)
         return int(error.code or EXIT_INTERNAL)
     except SystemExit as error:
         explained = explain_exit(error)
@@ -180,10 +184,16 @@ def _dispatch(given: list[str]) -> int:
 
 
 def _tell(screen: str, error: BaseException, code: int) -> int:
-    """Print the screen, unless this is a rank of our own supervisor, which tells the first failure itself."""
+    """Print the screen, unless the launcher of this rank does: our supervisor, or torchrun in its summary."""
+    from paceline.launch.causes import is_peer_loss
     from paceline.launch.words import leave_last_words
     from paceline.metrics.screen import fit_to
+    from paceline.world.error_file import is_summary_expected, leave_error_file
 
-    if not leave_last_words(screen, code, error):
+    if leave_last_words(screen, code, error):
+        return code
+    was_stopped = isinstance(error, Preempted | KeyboardInterrupt)  # torchrun prints no summary if it was asked to stop
+    is_left = leave_error_file(screen, code, is_consequence=was_stopped or is_peer_loss(screen))
+    if was_stopped or not (is_left and is_summary_expected()):
         print(fit_to(sys.stderr, screen), file=sys.stderr)
     return code

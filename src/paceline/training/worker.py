@@ -19,12 +19,10 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.config.load import LoadedConfig, to_yaml
 from paceline.config.schema import Config
 from paceline.errors import (
-    EXIT_USER,
     EndsWithPrimary,
     OwnerLost,
     PacelineError,
     Preempted,
-    UserError,
     explain_exit,
 )
 from paceline.metrics.safe_output import describe_console_loss, keep_console_in, send_console_to, write_at_once
@@ -53,6 +51,7 @@ from paceline.training.own_code import explain_own_code
 from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
 from paceline.world.detect import RankEnvironment, World, build_world
+from paceline.world.error_file import leave_error_file
 from paceline.world.group import allow_suspension, process_group
 from paceline.world.heap import keep_freed_memory
 from paceline.world.job_identity import identify_job
@@ -146,13 +145,23 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
             resume = str(place.resume_from or "")
             answer = {"folder": str(place.folder), "resume_from": resume, "is_restart": place.is_restart}
         except PacelineError as error:
-            broadcast_text(json.dumps({"exit_code": error.exit_code}), world)
+            _broadcast_error(error, world)
             raise
-    answer = json.loads(broadcast_text(json.dumps(answer), world))
-    if "exit_code" in answer:
-        raise EndsWithPrimary(answer["exit_code"])
+    answer = _receive_answer(answer, world)
     resume = answer["resume_from"]
     return RunPlace(Path(answer["folder"]), Path(resume) if resume else None, answer["is_restart"])
+
+
+def _broadcast_error(error: PacelineError, world: World) -> None:
+    broadcast_text(json.dumps({"exit_code": error.exit_code, "screen": error.screen()}), world)
+
+
+def _receive_answer(answer: dict[str, Any], world: World) -> dict[str, Any]:
+    """The primary's answer on every rank. If the primary has failed instead, this rank ends with it."""
+    received: dict[str, Any] = json.loads(broadcast_text(json.dumps(answer), world))
+    if "exit_code" in received:
+        raise EndsWithPrimary(received["exit_code"], received["screen"])
+    return received
 
 
 def _folder_of_attempt_before(loaded: LoadedConfig, environment: RankEnvironment) -> Path | None:
@@ -178,14 +187,12 @@ def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, h
     if world.is_primary and not environment.is_supervised:
         try:
             member = held.enter_context(folder.owned(on_lost))
-        except UserError:
-            broadcast_text("", world)
+        except PacelineError as error:
+            _broadcast_error(error, world)
             raise
         held.enter_context(mirrored(folder))
     if not environment.is_supervised:
-        owner_id = broadcast_text(member.id if member is not None else "", world)
-        if not owner_id:
-            raise EndsWithPrimary(EXIT_USER)
+        owner_id = _receive_answer({"owner_id": member.id if member is not None else ""}, world)["owner_id"]
     if member is None:
         member = Member(folder.path, owner_id, on_lost)
         member.join()
@@ -195,6 +202,7 @@ def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, h
 
 def _end_at_once(lost: OwnerLost, *, is_speaking: bool) -> None:
     """Called by another thread: the rank may wait in a collective, or for a disk."""
+    leave_error_file(lost.screen(), lost.exit_code)
     if is_speaking:
         write_at_once(sys.stderr, f"{lost.screen()}\n".encode())
     os._exit(lost.exit_code)

@@ -7,6 +7,7 @@ rank write its stacks and kills it. It ends with the rank.
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +16,9 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from paceline.errors import EXIT_HANG, PacelineError
 from paceline.runs.process_handle import find_process, identity_of_this_process, is_stopped, stat_fields
-from paceline.world.pulse import OPEN_FILES, read_pulse
+from paceline.world.pulse import OPEN_FILES, Beat, read_pulse
 from paceline.world.running_clock import HangClock
 
 STACKS_SIGNAL = signal.SIGURG  # ignored by a process that has not yet registered for it
@@ -53,6 +55,19 @@ def _size(path: Path) -> int:
         return 0
 
 
+def _leave_error_file(beat: Beat, stacks: Path) -> None:
+    """Under torchrun: its summary would only name the signal."""
+    from paceline.world.error_file import leave_error_file
+
+    what = f"rank {os.environ.get('RANK', '?')} made no progress for {time.monotonic() - beat.since_s:.0f} s"
+    error = PacelineError(
+        what,
+        where=f"{beat.phase} of step {beat.step}",
+        hint=f"every rank's stack is in {stacks.parent} (this one's: {stacks.name}); --hang-timeout sets the deadline",
+    )
+    leave_error_file(error.screen(), EXIT_HANG, is_consequence=beat.phase == "reduce")  # waits for another rank
+
+
 def _is_peer_stopped(rank: int) -> bool:
     """Whether a signal has stopped another rank of this node: the same command, started by the same launcher."""
     try:
@@ -82,6 +97,7 @@ def main(identity: str, pulse: Path, stacks: Path) -> None:
         if clock.find_late(beats, is_any_stopped=rank.is_stopped or _is_peer_stopped(rank.pid)):
             rank.send(STACKS_SIGNAL)
             wait_for_stacks([stacks])
+            _leave_error_file(beats[0], stacks)
             rank.send(signal.SIGKILL)
         time.sleep(_LOOK_S)
     with suppress(OSError):
