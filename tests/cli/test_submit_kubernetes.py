@@ -474,7 +474,9 @@ def test_a_pod_that_does_not_know_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 POD = """
 import os, sys
 from paceline.errors import PacelineError
+from paceline.launch import kubernetes_pod
 from paceline.launch.kubernetes_pod import Pod, read_place
+kubernetes_pod._FAILURE_IS_REPORTED_WITHIN_S = float(os.environ["REPORTED_WITHIN_S"])
 try:
     code = Pod(read_place(), sys.argv[1:]).run()
 except PacelineError as error:
@@ -495,9 +497,12 @@ class Gang:
         with socket.create_server(("", 0)) as server:
             self.port = server.getsockname()[1]
 
-    def start(self, node: int, timeout_s: float = 20, nodes: int = 2) -> subprocess.Popen[str]:
+    def start(
+        self, node: int, timeout_s: float = 20, nodes: int = 2, reported_within_s: float = 0.1
+    ) -> subprocess.Popen[str]:
         place = {"PACELINE_NODES": str(nodes), "PACELINE_NODE": str(node), "PACELINE_MEET": f"127.0.0.1:{self.port}"}
         place[RUN_SECRET] = self.secret
+        place["REPORTED_WITHIN_S"] = str(reported_within_s)
         pod = subprocess.Popen(
             [sys.executable, "-c", POD, "sh", "train.sh"],
             cwd=self.folder,
@@ -556,6 +561,20 @@ def test_a_mistake_in_one_pod_ends_the_stand_in_training_of_all(gangs: list[Gang
     gang = make_gang(gangs, tmp_path, f'[ "$node" = 0 ] || exit 2; {WAIT}')
     first, second = gang.start(0), gang.start(1)
     assert (first.wait(15), second.wait(15)) == (USER, USER)
+
+
+def test_the_log_of_node_0_outlives_a_mistake_in_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+    """The controller deletes the pods that are left. Node 0 ends first, and says what the others said last."""
+    gang = make_gang(gangs, tmp_path, f'[ "$node" = 0 ] || {{ echo "no data on node 1" >&2; exit 3; }}; {WAIT}')
+    first, second = gang.start(0), gang.start(1, reported_within_s=60)
+    _, words = first.communicate(timeout=20)
+    assert first.returncode == DATA
+    assert "node 1 ended with 3 and said:\nno data on node 1" in words
+    assert second.poll() is None
+    second.send_signal(signal.SIGTERM)  # as the controller does
+    _, words = second.communicate(timeout=20)
+    assert second.returncode == DATA
+    assert "no data on node 1" in words  # its own log has it, too
 
 
 @pytest.mark.parametrize("lost", [0, 1])

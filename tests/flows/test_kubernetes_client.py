@@ -7,171 +7,30 @@ written down by each test.
 from __future__ import annotations
 
 import json
-import re
-import threading
-import urllib.parse
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
+from harness.fake_kubernetes import PLURALS, FakeCluster, fake_cluster
 from harness.fake_slurm import clean_home
 from paceline.cli.main import main
 
 pytestmark = pytest.mark.flows
 NEEDS = ("kubernetes",)
-USER, INTERNAL = 2, 70
+USER, DATA, INTERNAL = 2, 3, 70
 IMAGE = "registry.example.com/team/paceline:0.1.0"
 JOB = [*("shapes-cnn", "--image", IMAGE, "--runs", "paceline-runs", "--nodes", "2", "--processes-per-node", "2")]
 JOB += ["--output-dir", "runs/ride"]
-INDEX = "batch.kubernetes.io/job-completion-index"
-PLURALS = {
-    "Job": "jobs",
-    "JobSet": "jobsets",
-    "TrainJob": "trainjobs",
-    "Service": "services",
-    "ConfigMap": "configmaps",
-    "NetworkPolicy": "networkpolicies",
-    "ServiceAccount": "serviceaccounts",
-}
-
-
-class FakeCluster(ThreadingHTTPServer):
-    """The paths of the API that jobs need, over objects in memory."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.objects: dict[tuple[str, str], dict[str, Any]] = {}  # by plural and name
-        self.logs: dict[str, str] = {}
-        self.calls: list[str] = []
-        self.refusals: dict[str, tuple[int, str]] = {}  # "POST jobs": status and message
-        self.absent: set[str] = set()  # kinds this cluster does not know
-
-    def add_pod(self, index: int, phase: str, *, code: int | None = None, waiting: str = "") -> None:
-        (job,) = [item for (plural, _), item in self.objects.items() if plural in ("jobs", "jobsets", "trainjobs")]
-        state: dict[str, Any] = {"terminated": {"exitCode": code}} if code is not None else {"running": {}}
-        status: dict[str, Any] = {"phase": phase, "startTime": "2026-11-15T10:00:00Z"}
-        if waiting:
-            state = {"waiting": {"reason": waiting, "message": "Back-off pulling image"}}
-        status["containerStatuses"] = [{"name": "train", "state": state}]
-        name = f"{job['metadata']['name']}-{index}-{len(self.objects)}"
-        self.objects["pods", name] = {
-            "metadata": {
-                "name": name,
-                "labels": job["metadata"]["labels"],
-                "annotations": {INDEX: str(index)},
-                "creationTimestamp": f"2026-11-15T10:00:{len(self.objects):02}Z",
-            },
-            "spec": {"nodeName": "" if waiting else f"worker-{index}"},
-            "status": status,
-        }
-        self.logs[name] = f"pod {index} begins\nstep 3/9  loss 2.3\n"
-
-    def the(self, plural: str) -> dict[str, Any]:
-        (found,) = [item for (kind, _), item in self.objects.items() if kind == plural]
-        return found
-
-    def set_condition(self, plural: str, kind: str, reason: str = "", message: str = "") -> None:
-        row = {"type": kind, "status": "True", "reason": reason, "message": message}
-        self.the(plural)["status"] = {"conditions": [row]}
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: FakeCluster
-
-    def do_GET(self) -> None:
-        plural, name, query = self._read()
-        if name.endswith("/log"):
-            self._answer(200, self.server.logs[name.removesuffix("/log")].encode())
-        elif name:
-            self._hand_out((plural, name), self.server.objects.get((plural, name)))
-        else:
-            self._answer(200, {"kind": "List", "items": self._select(plural, query)})
-
-    def do_POST(self) -> None:
-        plural, _, _ = self._read()
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        key = (plural, body["metadata"]["name"])
-        if key in self.server.objects:
-            self._fail(409, f'{plural} "{key[1]}" already exists')
-        elif plural in self.server.absent:
-            self._fail(404, "the server could not find the requested resource")
-        elif refusal := self.server.refusals.get(f"POST {plural}"):
-            self._fail(*refusal)
-        else:
-            body["metadata"]["uid"] = f"uid-of-{key[1]}"
-            self.server.objects[key] = body
-            self._answer(201, body)
-
-    def do_DELETE(self) -> None:
-        plural, name, query = self._read()
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.server.calls.append(f"{query.get('propagationPolicy')} {body.decode()}")
-        # Gone before the answer is: who was answered may look at once.
-        self._hand_out((plural, name), self.server.objects.pop((plural, name), None))
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        pass
-
-    def _read(self) -> tuple[str, str, dict[str, str]]:
-        url = urllib.parse.urlsplit(self.path)
-        match = re.fullmatch(r"/(?:api/v1|apis/[^/]+/[^/]+)/namespaces/([^/]+)/([^/]+)/?(.*)", url.path)
-        assert match is not None, self.path
-        self.server.calls.append(f"{self.command} {match[1]} {match[2]} {match[3]}".strip())
-        return match[2], match[3], dict(urllib.parse.parse_qsl(url.query))
-
-    def _select(self, plural: str, query: dict[str, str]) -> list[dict[str, Any]]:
-        items = [item for (kind, _), item in self.server.objects.items() if kind == plural]
-        if "labelSelector" in query:
-            key, _, value = query["labelSelector"].partition("=")
-            items = [item for item in items if item["metadata"]["labels"].get(key) == value]
-        if "fieldSelector" in query:
-            name = query["fieldSelector"].removeprefix("metadata.name=")
-            items = [item for item in items if item["metadata"]["name"] == name]
-        return items
-
-    def _hand_out(self, key: tuple[str, str], item: dict[str, Any] | None) -> None:
-        if item is not None:
-            self._answer(200, item)
-        else:
-            self._fail(404, f'{key[0]} "{key[1]}" not found')
-
-    def _fail(self, code: int, message: str) -> None:
-        self._answer(code, {"kind": "Status", "status": "Failure", "message": message, "code": code})
-
-    def _answer(self, code: int, content: object) -> None:
-        body = content if isinstance(content, bytes) else json.dumps(content).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "text/plain" if isinstance(content, bytes) else "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCluster]:
     clean_home(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
-    with FakeCluster() as cluster:
-        threading.Thread(target=cluster.serve_forever, args=(0.02,), daemon=True).start()
-        config = {
-            "apiVersion": "v1",
-            "kind": "Config",
-            "current-context": "here",
-            "clusters": [{"name": "here", "cluster": {"server": f"http://127.0.0.1:{cluster.server_port}"}}],
-            "users": [{"name": "me", "user": {"token": "none"}}],
-            "contexts": [{"name": "here", "context": {"cluster": "here", "user": "me", "namespace": "vision"}}],
-        }
-        (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with fake_cluster(tmp_path, monkeypatch.setenv) as cluster:
         yield cluster
-        cluster.shutdown()
 
 
 def submit(*arguments: str) -> int:
@@ -235,7 +94,7 @@ def test_a_failure_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFi
     assert "runs/ride: failed" in text
     assert "(PodFailurePolicy: Container train for pod vision/ride-0 failed)" in text
     assert "exit code 3" in text
-    assert main(["watch", "runs/ride", "--every", "0"]) == INTERNAL
+    assert main(["watch", "runs/ride", "--every", "0"]) == DATA
 
 
 def test_in_a_queue_of_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:

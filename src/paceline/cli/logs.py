@@ -14,14 +14,15 @@ from paceline.cli.status import look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, UserError, printable
 from paceline.launch.job_record import JobRecord, read_record
 from paceline.launch.kubernetes_client import cluster_of
+from paceline.launch.kubernetes_logs import choose_pod, follow_log, read_log
 from paceline.runs.folder import RunFolder
 
 _USAGE = """\
 usage: paceline logs RUN [--rank N|all] [--job] [--lines N] [--follow]
 
 The log of rank 0, of another rank, or of all of them one after the other. --job: the output of the Slurm job itself,
-or of all pods of a Kubernetes job, which has what happened before there were ranks; it is also shown when a run has no
-other log yet, or none that can be seen from here (then of pod 0).
+or of all pods of a Kubernetes job, replaced ones too, which has what happened before there were ranks; it is also shown
+when a run has no other log yet, or none that can be seen from here (then of pod 0, or of a pod that is left).
 --lines N: only the last N. --follow: go on until the run has ended; Ctrl-C leaves the run alone.
 """
 _POLL_S = 0.5
@@ -61,18 +62,44 @@ def _print_pods(record: JobRecord, flags: dict[str, str], last_lines: int | None
             got=f"--rank {flags['--rank']}",
             hint="leave --rank out for pod 0, which speaks for all; --job for every pod",
         )
-    cluster, follow = cluster_of(record), "--follow" in flags
-    count = cluster.count_pods(record.job_id) if "--job" in flags and not follow else 1
     try:
-        for index in range(count):
-            if count > 1:
-                print(f"==> pod {index} <==", flush=True)
-            output = _Output()
-            for chunk in cluster.read_log(record.job_id, record.api, index, last_lines=last_lines, follow=follow):
-                output.write(chunk)
+        if "--follow" in flags:
+            _write_out(follow_log(record, last_lines, _remark))
+        else:
+            _print_pod_logs(record, last_lines, is_for_all="--job" in flags)
     except KeyboardInterrupt:
         print(f"\nno longer followed; {record.job_id} goes on", file=sys.stderr)
     return EXIT_FINISHED
+
+
+def _print_pod_logs(record: JobRecord, last_lines: int | None, *, is_for_all: bool) -> None:
+    cluster = cluster_of(record)
+    pods = cluster.read_pods(record.job_id)
+    chosen = choose_pod(pods, f"{cluster.namespace}/{record.job_id}")
+    if not is_for_all:
+        if chosen.index:
+            _remark(f"pod 0 is gone; this is the log of pod {chosen.index} ({chosen.name})")
+        _write_out(read_log(cluster, chosen, record.api, last_lines))
+        return
+    with_log = sorted((pod for pod in pods if pod.has_log), key=lambda pod: pod.index)
+    indexes = [pod.index for pod in with_log]
+    for pod in with_log:
+        if len(with_log) > 1:
+            # A pod that was replaced has a log of its own, under its name.
+            name = f": {pod.name}" if indexes.count(pod.index) > 1 else ""
+            code = f", exit code {pod.exit_code}" if name and pod.exit_code is not None else ""
+            print(f"==> pod {pod.index}{name}{code} <==", flush=True)
+        _write_out(read_log(cluster, pod, record.api, last_lines))
+
+
+def _write_out(chunks: Iterator[bytes]) -> None:
+    output = _Output()
+    for chunk in chunks:
+        output.write(chunk)
+
+
+def _remark(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _ranks(folder: RunFolder) -> dict[int, Path]:

@@ -1,10 +1,13 @@
-"""`paceline status RUN [--json]`: where a run is. Reads files, asks the cluster that has its job; changes nothing."""
+"""`paceline status RUN [--json]`: where a run is. Reads files and asks the cluster that has its job.
+
+It changes nothing but job.json: how a Kubernetes job ended is kept there, because the cluster forgets finished jobs.
+"""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -13,7 +16,8 @@ from paceline.checkpoints.store import inspect_checkpoint
 from paceline.cli.arguments import read_words
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError, printable_line
 from paceline.launch.job_record import JobRecord, read_record
-from paceline.launch.kubernetes_client import read_kubernetes_state, read_last_line
+from paceline.launch.kubernetes_client import read_kubernetes_state
+from paceline.launch.kubernetes_logs import read_last_line
 from paceline.launch.slurm_client import JobState, read_state
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
@@ -54,16 +58,25 @@ class RunView:
     @property
     def is_far(self) -> bool:
         """Its folder is in the cluster: nothing of the run but its job can be seen from here."""
-        return self.record is not None and self.record.scheduler == "kubernetes" and not self.status
+        return self.is_kubernetes and not self.status
+
+    @property
+    def is_kubernetes(self) -> bool:
+        return self.record is not None and self.record.scheduler == "kubernetes"
 
     @property
     def state(self) -> str:
-        """queued, starting, running, finished, failed, preempted, cancelled, lost, or unknown; of an array, ended."""
+        """queued, starting, running, stopping, finished, failed, preempted, cancelled, lost, or unknown.
+
+        An array has ended, and so has a Kubernetes job that is gone before anything here saw how.
+        """
         if self.record is not None and self.record.array:
             return self._state_of_array()
         written = str(self.status.get("status", ""))
         if written == "finished":
             return written
+        if self.is_kubernetes and self.job is not None and self.job.state == "COMPLETING":
+            return "stopping"
         if self.job is not None and self.job.is_active:
             waits = self.job.state != "RUNNING" and not self.job.running_for
             return "queued" if waits else "running" if written == "running" or self.is_far else "starting"
@@ -78,7 +91,7 @@ class RunView:
         if self.job is not None and self.job.state in ("CANCELLED", *_FAILED_JOBS):
             return "cancelled" if self.job.state == "CANCELLED" else "failed"
         if self.job is not None:
-            return "lost"
+            return "ended" if self.is_far else "lost"
         if self.entry.state == "lost":
             return "lost"
         return written or ("starting" if self.owner is not None else "unknown")
@@ -124,6 +137,7 @@ def look(folder: RunFolder) -> RunView:
     if record is not None:
         try:
             job = read_job(record)
+            record, job = _remember_outcome(folder, record, job)
         except PacelineError as error:
             trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
     status = folder.read_status()
@@ -148,6 +162,19 @@ def read_job(record: JobRecord) -> JobState:
     if record.scheduler == "kubernetes":
         return read_kubernetes_state(record)
     return read_state(record.job_id, record.cluster)
+
+
+def _remember_outcome(folder: RunFolder, record: JobRecord, job: JobState) -> tuple[JobRecord, JobState]:
+    """Keep how a Kubernetes job has ended; and recall it, when its cluster has forgotten the job."""
+    if record.scheduler != "kubernetes":
+        return record, job
+    if job.state in ("COMPLETED", "FAILED") and not record.outcome:
+        record = replace(record, outcome=job.state, outcome_reason=job.reason, outcome_code=job.exit_code)
+        with suppress(OSError):  # a folder of somebody else
+            record.write(folder.path)
+    elif not job.state and record.outcome:
+        job = replace(job, state=record.outcome, reason=record.outcome_reason, exit_code=record.outcome_code)
+    return record, job
 
 
 def describe(view: RunView) -> str:
@@ -210,7 +237,8 @@ def _job_line(view: RunView) -> str:
         return f"{name}: {view.trouble}"
     if not job.state:
         scheduler = {"slurm": "Slurm", "kubernetes": "the cluster"}.get(view.record.scheduler, view.record.scheduler)
-        return f"{name}: {scheduler} does not know it any more"
+        kept = "; it was deleted, or ended more than 7 days ago" if view.is_kubernetes else ""
+        return f"{name}: {scheduler} does not know it any more{kept}"
     if job.tasks:
         counts = ", ".join(f"{count} {state.lower()}" for state, count in job.tasks.items())
         return f"{name}: {counts} (paceline status {view.folder.path}/task-N)"

@@ -279,17 +279,18 @@ def _read_files(files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
 def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: JobRecord | None) -> int:
     cluster = Cluster(job.context, job.namespace)
     cluster.require()  # before anything is written
-    is_new = not folder.path.exists()
+    new_folders = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     folder.path.mkdir(parents=True, exist_ok=True)
     manifest = folder.path / MANIFEST
     write_private(manifest, write_manifest(job))
     try:
         cluster.create(job)
-    except UserError:
-        if is_new:
+    except BaseException:  # refused, unreachable or interrupted: a run folder would look like a run
+        if folder.path in new_folders:
             with suppress(OSError):
                 manifest.unlink()
-                folder.path.rmdir()
+                for path in new_folders:
+                    path.rmdir()
         raise
     record = JobRecord(
         job_id=job.name,

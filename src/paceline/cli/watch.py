@@ -80,4 +80,6 @@ def _exit_code(view: RunView) -> int:
     if view.state == "preempted":
         return EXIT_PREEMPTED
     code = view.failure.get("exit_code")
+    if code is None and view.is_kubernetes and view.job is not None and view.job.exit_code.isdecimal():
+        code = int(view.job.exit_code)
     return code if isinstance(code, int) and 0 < code < 256 else EXIT_INTERNAL

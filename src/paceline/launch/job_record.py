@@ -36,6 +36,10 @@ class JobRecord:
     submitted: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     earlier: list[str] = field(default_factory=list)  # ids of the jobs before, oldest first
     cancelled: str = ""  # when; Kubernetes forgets a job that was deleted
+    # How a Kubernetes job ended, as first seen from here: the cluster forgets finished jobs, too.
+    outcome: str = ""  # COMPLETED or FAILED
+    outcome_reason: str = ""
+    outcome_code: str = ""
 
     def write(self, folder: Path) -> None:
         command = hide_values(self.command)

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from typing import Any, Literal
 
 from paceline.config.variables import START_TIMEOUT, read_number
-from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED, PacelineError, UserError
+from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED, PacelineError, UserError, printable
 from paceline.launch.policy import FINAL_CODES
 from paceline.world.peers import MalformedMessage, Message, Peer, integer_in, listen_on_all_addresses
 from paceline.world.secret import read_secret
@@ -22,6 +22,7 @@ from paceline.world.secret import read_secret
 NODES, NODE, MEET = "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET"
 _START_TIMEOUT_S = 900.0
 _STOPPED = (EXIT_PREEMPTED, 128 + signal.SIGTERM)
+_LONGEST_WORDS = 4000
 
 
 @dataclass(frozen=True)
@@ -79,13 +80,17 @@ def judge(codes: Mapping[int, int], nodes: int) -> Verdict | None:
         if code in FINAL_CODES:
             return Verdict("end", code)
     for node, code in codes.items():
-        if code != EXIT_FINISHED and code not in _STOPPED:
+        if is_failure(code):
             return Verdict("fail", code, node)  # the first is the likely cause; a new pod may land on a better node
     if len(codes) < nodes:
         return None  # a stop is everybody's, and others may still be saving
     if set(codes.values()) == {EXIT_FINISHED}:
         return Verdict("end")
     return Verdict("again")
+
+
+def is_failure(code: int) -> bool:
+    return code != EXIT_FINISHED and code not in _STOPPED
 
 
 # --- Messages ---------------------------------------------------------------------------------------------------------
@@ -105,6 +110,14 @@ def read_go(message: Message) -> int:
 def read_ended(message: Message) -> int:
     """How a follower's training has ended."""
     return integer_in(message, "ended", 0, 255)
+
+
+def read_last_words(message: Message) -> str:
+    """What a follower's training said last, if it failed."""
+    words = message.get("words", "")
+    if not isinstance(words, str):
+        raise MalformedMessage("'words' of a message is not text")
+    return printable(words[-_LONGEST_WORDS:])
 
 
 def read_verdict(message: Message, nodes: int) -> Verdict:

@@ -33,14 +33,17 @@ from paceline.launch.kubernetes_gang import (
     Line,
     Place,
     Verdict,
+    is_failure,
     judge,
     listen_at,
     read_ended,
     read_go,
     read_hello,
+    read_last_words,
     read_place,
     read_verdict,
 )
+from paceline.launch.stderr_tail import StderrTail
 from paceline.runs.process_handle import ProcessHandle, end_group, exit_code_of
 from paceline.world.detect import Nodes, agent_variables
 from paceline.world.peers import MalformedMessage, Message, Peer, PeerServer, connect, log_drop
@@ -49,6 +52,10 @@ from paceline.world.signals import HEAR_SIGNALS_S
 _RETRY_S = 0.2
 _CONNECT_TIMEOUT_S = 2.0
 _STOP_GRACE_S = 5.0  # for ranks whose peers are gone: all they can do is finish writing a checkpoint
+# The Job controller deletes the pods that are left when the first one fails for good, and their logs with them. So the
+# leader ends first. Its log has the last words of the others.
+_LEADER_ENDS_WITHIN_S = 30.0
+_FAILURE_IS_REPORTED_WITHIN_S = 10.0  # by the kubelet, to the API server
 _FIRST_PORT, _PORTS, _PORTS_OF_JOB = 20_000, 20_000, 64  # below those a system gives to whoever asks for any
 _CONTEXT = "pods of a job"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -64,6 +71,7 @@ class Pod:
         self._early: list[Event] = []  # who has come for the next gathering already
         self._lines: dict[int, Line] = {}  # of the leader: to its followers; of a follower: to the leader
         self._child: subprocess.Popen[bytes] | None = None
+        self._stderr: StderrTail | None = None  # of the child
         self._handle: ProcessHandle | None = None  # of the child
         self._stop_signal = 0
 
@@ -79,6 +87,8 @@ class Pod:
                 return EXIT_PREEMPTED  # asked to stop, and there is nothing to save
             verdict = self._ride(port)
             code = self._end_child()
+            if verdict.do == "end" and is_failure(verdict.code) and not self.place.leads:
+                self._let_leader_end_first()
             self._leave_lines()
             if self._stop_signal:
                 return code
@@ -206,7 +216,7 @@ class Pod:
                     continue  # of an earlier round
                 codes[self.place.node] = _exit_code(self._child)
                 if not self.place.leads:
-                    self._lines[0].say(ended=codes[self.place.node])
+                    self._report_end(codes[self.place.node])
             elif event.kind == "lost" and is_ours:
                 return self._after_loss(line)
             elif event.kind == "word" and is_ours and line is not None:
@@ -227,7 +237,11 @@ class Pod:
         try:
             if not self.place.leads:
                 return read_verdict(message, self.place.nodes)
-            codes.setdefault(line.node, read_ended(message))  # it ends once
+            code, words = read_ended(message), read_last_words(message)
+            if line.node not in codes:  # it ends once
+                codes[line.node] = code
+                if is_failure(code):
+                    self._tell(f"node {line.node} ended with {code}" + (f" and said:\n{words}" if words else ""))
         except MalformedMessage as error:
             log_drop(line.address, error.what)
         return None
@@ -242,6 +256,22 @@ class Pod:
         if self.place.leads:
             for line in self._lines.values():
                 line.say(do=verdict.do, code=verdict.code, node=verdict.node)
+
+    def _report_end(self, code: int) -> None:
+        """As a follower: how the training has ended here, and why."""
+        assert self._stderr is not None
+        self._lines[0].say(ended=code, words=self._stderr.read() if is_failure(code) else "")
+
+    def _let_leader_end_first(self) -> None:
+        """Until the leader's end is known to the cluster, or this pod is asked to end."""
+        self._wait_for_loss_of(self._lines[0], _LEADER_ENDS_WITHIN_S)
+        self._wait_for_loss_of(None, _FAILURE_IS_REPORTED_WITHIN_S)
+
+    def _wait_for_loss_of(self, line: Line | None, timeout_s: float) -> None:
+        deadline_s = time.monotonic() + timeout_s
+        while not self._stop_signal and not (line is not None and not line.is_open):
+            if self._next_event(deadline_s) is None:
+                return
 
     def _leave_lines(self) -> None:
         """What was said in this round is not for the next one, but for who has come for it."""
@@ -263,7 +293,9 @@ class Pod:
             self._command,
             env={**os.environ, **agent_variables(Nodes(self.place.nodes, self.place.node, host, port))},
             start_new_session=True,  # so that all of it can be ended at once
+            stderr=subprocess.PIPE,
         )
+        self._stderr = StderrTail(child)
 
         def wait() -> None:
             os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # not reaped: `_end_child` still signals its group

@@ -28,6 +28,7 @@ JOB_RECORD = Fields(
     required=_JOB,
     optional={
         **dict.fromkeys(("array", "scheduler", "namespace", "api", "submitted", "cancelled"), str),
+        **dict.fromkeys(("outcome", "outcome_reason", "outcome_code"), str),
         "earlier": ListOf(str),
     },
 )
