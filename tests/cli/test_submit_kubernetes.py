@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from harness.cli import environment
 from harness.fake_slurm import clean_home
@@ -22,6 +24,7 @@ from paceline.cli.main import main
 from paceline.config.fields import find_field
 from paceline.launch.kubernetes_flags import kubernetes_settings
 from paceline.launch.kubernetes_gang import Verdict, judge, read_go, read_place, read_verdict
+from paceline.launch.kubernetes_job import Api, as_name, longest_name
 from paceline.world.peers import MalformedMessage, Peer, connect
 from paceline.world.secret import RUN_SECRET, NotProved, create_secret
 
@@ -94,6 +97,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "namespace with capitals": ([*JOB, "--namespace", "My_Team"], ["namespace: 'My_Team'", "--namespace my-team"]),
     "job name with a digit first": ([*JOB, "--job-name", "3d"], ["job_name: '3d'", "a letter first", "run-3d"]),
     "job name too long": ([*JOB, "--job-name", "x" * 51], ["job_name: ", "up to 50"]),
+    "job name too long for a pod of a jobset": (
+        [*JOB, "--api", "jobset", "--job-name", "x" * 49],
+        ["job_name: ", "up to 48"],
+    ),
     "queue with a slash": ([*JOB, "--queue", "team/gpu"], ["queue: 'team/gpu'", "--queue team-gpu"]),
     "mount not absolute": ([*JOB, "--mount", "claim:models"], ["mount: 'claim:models'", "--mount claim:/models"]),
     "mount without path": ([*JOB, "--mount", "claim"], ["mount: 'claim'", "CLAIM:/PATH"]),
@@ -204,6 +211,38 @@ def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str])
     assert variables["PACELINE_MEET"]["value"] == "ride-0.ride:29400"
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert variables["PACELINE_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == index
+
+
+@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("nodes", [1, 2, 10, 11, 100, 101, 10_000])
+def test_the_longest_name_of_a_job_leaves_room_for_its_pods(api: Api, nodes: int) -> None:
+    """A label of DNS has 63 letters. JobSets add NAME-node-0-INDEX-xxxxx, Jobs need NAME-INDEX as a host name."""
+    longest = longest_name(api, nodes)
+    assert len("x" * longest + f"-{nodes - 1}") <= 63
+    if api != "job":
+        assert len("x" * longest + f"-node-0-{nodes - 1}-abcde") == 63
+        assert longest_name("trainjob", nodes, "mine") + len("-dataset-initializer-0") <= 63
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(alphabet="aB0-_. \u00e9", max_size=70), st.integers(min_value=8, max_value=50))
+@example("a-" + "1" * 49, 50)
+@example("1" * 45 + "-1", 50)
+@example("1" * 45 + "-" + "1" * 4, 50)
+def test_a_name_is_one_that_a_service_takes(text: str, longest: int) -> None:
+    """A letter first, no dash at either end, never too long."""
+    name = as_name(text, longest)
+    assert name == "" or re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name)
+    assert len(name) <= longest
+
+
+@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
+def test_a_long_run_folder_gives_a_name_that_fits(api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder's name is cut to what this kind of job takes; the end of it stays."""
+    words = [*JOB, "--api", api, "--output-dir", "runs/" + "1-" * 40 + "20261115"]
+    name = manifest(capsys, *words)[-1]["metadata"]["name"]
+    assert len(name) <= longest_name("job" if api == "job" else "jobset", 2)
+    assert re.fullmatch(r"run-[1-]*-20261115", name)
 
 
 def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:

@@ -150,6 +150,15 @@ def test_a_run_has_one_job_in_a_fake_cluster(
     assert json.loads((tmp_path / "runs" / "ride" / "job.json").read_text())["earlier"] == ["ride"]
 
 
+def test_a_long_name_of_a_second_job_in_a_fake_cluster_keeps_its_number(fake: FakeCluster) -> None:
+    """The number at the end tells the second job of a run from the first, however long the folder's name is."""
+    words = [*JOB[:-1], "runs/" + "1" * 70]
+    assert submit(*words) == 0
+    fake.set_condition("jobs", "Failed", "BackoffLimitExceeded")
+    assert submit(*words, "--resume", "auto") == 0
+    assert {name for kind, name in fake.objects if kind == "jobs"} == {"run-" + "1" * 46, "run-" + "1" * 44 + "-2"}
+
+
 REFUSALS = {
     "forbidden": (403, 'jobs.batch is forbidden: User "me" cannot create', "the cluster does not let you", "can-i"),
     "no namespace": (404, 'namespaces "vision" not found', "there is no such namespace", "--namespace"),

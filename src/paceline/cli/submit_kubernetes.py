@@ -26,7 +26,7 @@ from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
 from paceline.launch.kubernetes_client import Cluster, read_kubernetes_state
 from paceline.launch.kubernetes_flags import kubernetes_settings, parse_kubernetes_job
-from paceline.launch.kubernetes_job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name
+from paceline.launch.kubernetes_job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name, longest_name
 from paceline.launch.kubernetes_manifest import MANIFEST, write_manifest
 from paceline.runs.folder import RUNS, RunFolder, new_run_folder
 
@@ -169,9 +169,10 @@ def _earlier_job(folder: RunFolder) -> JobRecord | None:
 def _job_name(job: KubernetesJob, folder: RunFolder, earlier: JobRecord | None) -> str:
     if job.name != KubernetesJob.name:
         return job.name
-    name = as_name(folder.path.absolute().name) or KubernetesJob.name
     count = len(earlier.earlier) + 1 if earlier else 0
-    return as_name(f"{name}-{count + 1}") if count else name
+    suffix = f"-{count + 1}" if count else ""
+    longest = longest_name(job.api, job.nodes, job.runtime) - len(suffix)
+    return (as_name(folder.path.absolute().name, longest) or KubernetesJob.name) + suffix
 
 
 def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:

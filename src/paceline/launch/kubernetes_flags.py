@@ -15,13 +15,13 @@ from paceline.launch.kubernetes_job import (
     APIS,
     DATA_PATH,
     FILES_PATH,
-    LONGEST_NAME,
     RUNS_PATH,
     Api,
     KubernetesJob,
     Toleration,
     Volume,
     as_name,
+    longest_name,
 )
 from paceline.world.secret import RUN_SECRET
 
@@ -97,18 +97,19 @@ def parse_kubernetes_job(settings: JobSettings) -> KubernetesJob:
     check_given(settings)
     nodes = _number(settings, "nodes", 1, low=1, high=10_000)
     ranks, has_gpus = _parse_ranks(settings, nodes)
+    api, runtime = _parse_api(settings), _name(settings, "runtime", dots=True) or KubernetesJob.runtime
     user, group = _parse_user(settings)
     job = KubernetesJob(
         image=_parse_image(settings),
         runs=_parse_runs(settings),
-        name=_parse_job_name(settings),
+        name=_parse_job_name(settings, longest_name(api, nodes, runtime)),
         nodes=nodes,
         ranks_per_node=ranks,
         has_gpus=has_gpus,
         gpu_resource=_parse_key(settings, "gpu_resource", KubernetesJob.gpu_resource),
         volumes=_parse_volumes(settings),
-        api=_parse_api(settings),
-        runtime=_name(settings, "runtime", dots=True) or KubernetesJob.runtime,
+        api=api,
+        runtime=runtime,
         cpus=_number(settings, "cpus", 0, low=1, high=10_000),
         memory=_parse_size(settings, "memory") or f"{ranks * (16 if has_gpus else 4)}Gi",
         shm=_parse_size(settings, "shm") or ("8Gi" if has_gpus else "1Gi"),
@@ -174,11 +175,11 @@ def _name(settings: JobSettings, name: str, *, dots: bool = False) -> str:
     return _require_name(settings, name, text, dots=dots, longest=253 if dots else 63) if text else ""
 
 
-def _parse_job_name(settings: JobSettings) -> str:
+def _parse_job_name(settings: JobSettings, longest: int) -> str:
     text = _text(settings, "job_name") or KubernetesJob.name
-    if not _SERVICE.fullmatch(text) or len(text) > LONGEST_NAME:
-        allowed = f"small letters, digits and dashes, a letter first, up to {LONGEST_NAME}"
-        raise _invalid(settings, "job_name", text, allowed, f"--job-name {as_name(text) or 'my-job'}")
+    if not _SERVICE.fullmatch(text) or len(text) > longest:
+        allowed = f"small letters, digits and dashes, a letter first, up to {longest}: the cluster adds to it"
+        raise _invalid(settings, "job_name", text, allowed, f"--job-name {as_name(text, longest) or 'my-job'}")
     return text
 
 

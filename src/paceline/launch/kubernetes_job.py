@@ -11,7 +11,10 @@ Api = Literal["job", "jobset", "trainjob"]
 APIS: tuple[Api, ...] = get_args(Api)
 RUNS_PATH, DATA_PATH = "/runs", "/data"
 FILES_PATH = "/etc/paceline"  # a recipe and functions of the user's own
-LONGEST_NAME = 50  # pods add their index, and JobSets more; a host name has 63 letters
+REPLICATED_JOB = "node"  # of a JobSet: as Kubeflow's runtimes call theirs, so that host names are the same
+DEFAULT_RUNTIME = "torch-distributed"
+_LONGEST_LABEL = 63  # of DNS: names of pods, jobs and services
+_LONGEST_NAME = 50
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class KubernetesJob:
     gpu_resource: str = "nvidia.com/gpu"
     volumes: tuple[Volume, ...] = ()  # beside the one of runs
     api: Api = "job"
-    runtime: str = "torch-distributed"
+    runtime: str = DEFAULT_RUNTIME
     cpus: int = 0
     memory: str = ""
     shm: str = ""
@@ -86,7 +89,20 @@ class KubernetesJob:
         return any(place.is_relative_to(volume.path) for volume in self.all_volumes)
 
 
-def as_name(text: str, longest: int = LONGEST_NAME) -> str:
+def longest_name(api: Api, nodes: int, runtime: str = DEFAULT_RUNTIME) -> int:
+    """Of a job whose pods and inner jobs still have names. An operator refuses a longer one, or waits for ever."""
+    suffixes = [f"-{nodes - 1}"]  # the host name of a pod
+    if api != "job":
+        suffixes.append(f"-{REPLICATED_JOB}-0-{nodes - 1}-abcde")  # a pod, with the five letters of its controller
+    if api == "trainjob" and runtime != DEFAULT_RUNTIME:
+        suffixes.append("-dataset-initializer-0")  # other runtimes may have such a job
+    return min(_LONGEST_NAME, _LONGEST_LABEL - max(map(len, suffixes)))
+
+
+def as_name(text: str, longest: int = _LONGEST_NAME) -> str:
     """The nearest name that Kubernetes takes; of a long one the end, which has the time in it."""
-    name = re.sub(r"[^a-z0-9-]+", "-", text.lower()).strip("-")[-longest:].strip("-")
-    return f"run-{name}"[:longest] if name[:1].isdigit() else name  # a Service's name begins with a letter
+    name = re.sub(r"[^a-z0-9-]+", "-", text.lower()).strip("-")
+    short = name[-longest:].strip("-")
+    if not short[:1].isdigit():
+        return short
+    return f"run-{name[4 - longest :].strip('-')}"  # a Service's name begins with a letter

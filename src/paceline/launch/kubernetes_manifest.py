@@ -26,13 +26,12 @@ from paceline.launch.kubernetes_access import (
     service_account,
 )
 from paceline.launch.kubernetes_gang import MEET, NODE, NODES
-from paceline.launch.kubernetes_job import FILES_PATH, KubernetesJob, Volume
+from paceline.launch.kubernetes_job import FILES_PATH, REPLICATED_JOB, KubernetesJob, Volume
 from paceline.launch.policy import FINAL_CODES
 from paceline.world.secret import RUN_SECRET
 
 MANIFEST = "job.yaml"
 INDEX = "batch.kubernetes.io/job-completion-index"
-REPLICATED_JOB = "node"  # as Kubeflow's runtimes call theirs, so that host names are the same
 CONTAINER = {"job": "train", "jobset": "train", "trainjob": "node"}
 _KEEP_FINISHED_S = 7 * 86_400
 _OTHER_BREAKS = frozenset("\r\x85\u2028\u2029\ufeff")
