@@ -1,0 +1,253 @@
+"""Values of the flags of `paceline submit kubernetes`, one at a time: what Kubernetes would take, or one screen."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import PurePosixPath
+
+from paceline.config.sites import JobSettings
+from paceline.errors import UserError, printable_line
+from paceline.launch.job_record import SECRET_PREFIX
+from paceline.launch.kubernetes_job import (
+    APIS,
+    DATA_PATH,
+    FILES_PATH,
+    RUNS_PATH,
+    Api,
+    KubernetesJob,
+    Toleration,
+    Volume,
+    as_name,
+)
+from paceline.world.secret import RUN_SECRET
+
+_OWN_PATHS = ("/tmp", "/dev/shm", FILES_PATH)
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_SERVICE = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # the job's Service has its name
+_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
+_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SECRET = re.compile(SECRET_PREFIX + r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}")
+_VARIABLE_FORMS = "NAME=VALUE, or NAME=secret:SECRET/KEY for a key of a Secret in the namespace"
+_QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[KMGTP]i|[kMGTP])?")
+_BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
+_BYTES |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTP")}
+_IMAGE = re.compile(
+    r"(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?/)?(?P<path>[a-z0-9]+([._/-]+[a-z0-9]+)*)"
+    r"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(@sha256:(?P<digest>[0-9a-f]{64}))?"
+)
+_EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET", RUN_SECRET)
+
+
+def in_bytes(quantity: str) -> float:
+    match = _QUANTITY.fullmatch(quantity)
+    assert match is not None, quantity
+    return float(match["number"]) * _BYTES[match["unit"] or ""]
+
+
+# --- One value --------------------------------------------------------------------------------------------------------
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def read_values(settings: JobSettings, name: str) -> tuple[str, ...]:
+    return settings[name].values if name in settings else ()
+
+
+def read_text(settings: JobSettings, name: str) -> str:
+    if name not in settings:
+        return ""
+    value = settings[name].values[-1]
+    if not value or not value.isprintable() or " " in value:
+        raise invalid(settings, name, value, "text without spaces")
+    return value
+
+
+def invalid(settings: JobSettings, name: str, value: str, allowed: str, hint: str | None = None) -> UserError:
+    return UserError(f"{name}: {value!r} is not valid", where=settings[name].where, allowed=allowed, hint=hint)
+
+
+def read_number(settings: JobSettings, name: str, default: int, *, low: int = 0, high: int = 1_000_000) -> int:
+    if name not in settings:
+        return default
+    text = settings[name].values[-1]
+    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+        raise invalid(settings, name, text, f"a whole number from {low} to {high:,}")
+    return int(text)
+
+
+def read_name(settings: JobSettings, name: str, *, dots: bool = False) -> str:
+    text = read_text(settings, name)
+    return _require_name(settings, name, text, dots=dots, longest=253 if dots else 63) if text else ""
+
+
+def parse_job_name(settings: JobSettings, longest: int) -> str:
+    text = read_text(settings, "job_name") or KubernetesJob.name
+    if not _SERVICE.fullmatch(text) or len(text) > longest:
+        allowed = f"small letters, digits and dashes, a letter first, up to {longest}: the cluster adds to it"
+        raise invalid(settings, "job_name", text, allowed, f"--job-name {as_name(text, longest) or 'my-job'}")
+    return text
+
+
+def read_names(settings: JobSettings, name: str) -> tuple[str, ...]:
+    return tuple(_require_name(settings, name, text, dots=True, longest=253) for text in read_values(settings, name))
+
+
+def _require_name(settings: JobSettings, name: str, text: str, *, dots: bool, longest: int) -> str:
+    if (_SUBDOMAIN if dots else _LABEL).fullmatch(text) and len(text) <= longest:
+        return text
+    letters = "small letters, digits and dashes" + (" and dots" if dots else "")
+    allowed = f"{letters}, a letter or digit at both ends, up to {longest}"
+    better = as_name(text)
+    flag = flag_of(name)
+    raise invalid(settings, name, text, allowed, f"{flag} {better}" if better else None)
+
+
+def parse_image(settings: JobSettings) -> str:
+    if "image" not in settings:
+        raise UserError(
+            "which image do the pods run?",
+            allowed="--image NAME:TAG, an image with paceline in it",
+            hint="docker build --tag REGISTRY/paceline:0.1.0 . && docker push REGISTRY/paceline:0.1.0",
+        )
+    text = read_text(settings, "image")
+    match = _IMAGE.fullmatch(text)
+    if match is None:
+        small = text.lower() if _IMAGE.fullmatch(text.lower()) else ""
+        allowed = "[REGISTRY/]NAME:TAG or NAME@sha256:DIGEST, in small letters"
+        raise invalid(settings, "image", text, allowed, f"--image {small}" if small else None)
+    if not match["digest"] and match["tag"] in (None, "latest"):
+        raise UserError(
+            "this image may be another one tomorrow",
+            where=settings["image"].where,
+            got=text,
+            allowed="a tag other than latest, or a digest: a pod that comes back must run what the others run",
+            hint=f"--image {text.removesuffix(':latest')}:0.1.0",
+        )
+    return text
+
+
+def parse_api(settings: JobSettings) -> Api:
+    text = read_text(settings, "api") or "job"
+    for api in APIS:
+        if text.lower() == api:
+            return api
+    close = difflib.get_close_matches(text.lower(), APIS, n=1)
+    raise invalid(settings, "api", text, ", ".join(APIS), f"--api {close[0]}" if close else None)
+
+
+def parse_size(settings: JobSettings, name: str) -> str:
+    text = read_text(settings, name)
+    if not text:
+        return ""
+    match = _QUANTITY.fullmatch(text)
+    if match is None or not match["unit"] or float(match["number"]) == 0:
+        number = re.match(r"[0-9]+(\.[0-9]+)?", text)
+        unit = re.sub(r"[^KMGTP]", "", text.upper())[:1] or "G"
+        hint = f"{flag_of(name)} {number[0]}{unit}i" if number and float(number[0]) else None
+        raise invalid(settings, name, text, "a number with Mi, Gi or Ti (or M, G, T), as 64Gi", hint)
+    return text
+
+
+def parse_key(settings: JobSettings, name: str, default: str) -> str:
+    text = read_text(settings, name) or default
+    if not _KEY.fullmatch(text):
+        raise invalid(settings, name, text, "such as nvidia.com/gpu")
+    return text
+
+
+def parse_variable(text: str, settings: JobSettings) -> tuple[str, str]:
+    """A name and a value, or a name and `secret:SECRET/KEY`. Error screens do not repeat values."""
+    name, is_set, value = text.partition("=")
+    where = settings["env"].where
+    is_secret = value.startswith(SECRET_PREFIX)
+    if not is_set or not _VARIABLE.fullmatch(name) or (is_secret and not _SECRET.fullmatch(value)):
+        raise UserError("this is not a variable", where=where, got=printable_line(name), allowed=_VARIABLE_FORMS)
+    if name in _OWN_VARIABLES or name.startswith(("SLURM_", "PET_")):
+        raise UserError(f"{name} belongs to the launcher", where=where, got=name, hint="leave it out")
+    return name, value
+
+
+def parse_selector(text: str, settings: JobSettings) -> tuple[str, str]:
+    key, is_set, value = text.partition("=")
+    if not is_set or not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
+        raise invalid(settings, "node_selector", text, "KEY=VALUE of a node's label, as accelerator=h100")
+    return key, value
+
+
+def parse_toleration(text: str, settings: JobSettings) -> Toleration:
+    rest, has_effect, effect = text.partition(":")
+    key, _, value = rest.partition("=")
+    if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value) or (has_effect and effect not in _EFFECTS):
+        close = difflib.get_close_matches(effect, _EFFECTS, n=1)
+        hint = f"--toleration {rest}:{close[0]}" if close else None
+        raise invalid(settings, "toleration", text, f"KEY, KEY=VALUE, either with :{', :'.join(_EFFECTS)}", hint)
+    return Toleration(key, value, effect)
+
+
+def parse_user(settings: JobSettings) -> tuple[int, int]:
+    text = read_text(settings, "user") or "10001"
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    if match is None or int(match[1]) == 0:
+        raise invalid(settings, "user", text, "UID or UID:GID, numbers; not 0: pods do not run as root")
+    return int(match[1]), int(match[2] or match[1])
+
+
+# --- Volumes ----------------------------------------------------------------------------------------------------------
+
+
+def parse_runs(settings: JobSettings) -> Volume:
+    if "runs" not in settings:
+        raise UserError(
+            "where are runs kept?",
+            allowed="--runs CLAIM, a PersistentVolumeClaim that all pods can write; or --runs /PATH of every node",
+            hint="kubectl get pvc lists claims; examples/kubernetes/storage.yaml makes one",
+        )
+    return Volume(_source(settings, "runs", read_text(settings, "runs")), RUNS_PATH)
+
+
+def parse_volumes(settings: JobSettings) -> tuple[Volume, ...]:
+    volumes = []
+    if "data" in settings:
+        volumes.append(Volume(_source(settings, "data", read_text(settings, "data")), DATA_PATH))
+    volumes += [_parse_mount(text, settings) for text in read_values(settings, "mount")]
+    taken = [RUNS_PATH, *_OWN_PATHS]
+    for volume in volumes:
+        around = next((path for path in taken if _overlap(volume.path, path)), None)
+        if around is not None:
+            where = settings["mount"].where
+            raise UserError("two volumes at one place", where=where, got=f"{volume.path} and {around}")
+        taken.append(volume.path)
+    return tuple(volumes)
+
+
+def _parse_mount(text: str, settings: JobSettings) -> Volume:
+    source, _, rest = text.partition(":")
+    path, _, mode = rest.partition(":")
+    if not source or not path or mode not in ("", "ro", "rw"):
+        raise invalid(settings, "mount", text, "CLAIM:/PATH or /PATH_OF_NODE:/PATH, optionally with :ro")
+    if not path.startswith("/") or path.rstrip("/") == "" or ".." in path.split("/") or ":" in path:
+        hint = f"--mount {source}:/{path.strip('/.')}" if path.strip("/.") else None
+        raise invalid(settings, "mount", text, "an absolute path below /, without ..", hint)
+    return Volume(_source(settings, "mount", source), path.rstrip("/"), mode == "ro")
+
+
+def _source(settings: JobSettings, name: str, text: str) -> str:
+    """A claim's name, or an absolute path of the nodes."""
+    if not text.startswith("/"):
+        if "/" in text:
+            raise invalid(settings, name, text, "the name of a PersistentVolumeClaim, or an absolute path of all nodes")
+        return _require_name(settings, name, text, dots=True, longest=253)
+    if ".." in text.split("/"):
+        raise invalid(settings, name, text, "an absolute path without ..")
+    return text.rstrip("/") or "/"
+
+
+def _overlap(one: str, other: str) -> bool:
+    first, second = PurePosixPath(one), PurePosixPath(other)
+    return first.is_relative_to(second) or second.is_relative_to(first)
