@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -116,13 +117,24 @@ def test_run_folder_holds_what_is_promised(run_folder: Path) -> None:
     assert list((run_folder / "tensorboard").glob("events*"))
 
 
+# The pattern by which the course's collect_results.py finds the lines.
+COURSE_PATTERN = re.compile(r"\[METRIC\] epoch=(\d+) time=([\d\.]+) val_loss=([\d\.]+) acc=([\d\.]+) peak_mem=(\d+)MB")
+
+
 def test_metric_lines_have_the_form_scripts_know(run_folder: Path) -> None:
+    """Every line matches as a whole, with the values of the epoch."""
     text = (run_folder.parent / "answer.txt").read_text()
     lines = [line for line in text.splitlines() if line.startswith("[METRIC]")]
     assert len(lines) == 2
     keys = [part.split("=")[0] for part in lines[0].split()[1:]]
     assert keys == ["epoch", "time", "val_loss", "acc", "peak_mem"]
-    assert lines[0].endswith("MB")
+    found = [COURSE_PATTERN.fullmatch(line) for line in lines]
+    assert all(found), lines
+    rows = [row for row in read_rows(run_folder / "metrics.jsonl") if row["kind"] == "epoch"]
+    losses = [row["loss"] for row in rows if row["phase"] == "val"]
+    assert [float(match[3]) for match in found if match] == [round(loss, 6) for loss in losses]
+    peaks = [row["memory_peak_mb"] for row in rows if row["phase"] == "train"]
+    assert [int(match[5]) for match in found if match] == [round(peak) for peak in peaks]
 
 
 def test_step_rows_hold_what_is_promised(run_folder: Path) -> None:

@@ -165,17 +165,6 @@ def test_without_network_the_remedy_is_told(tmp_path: Path) -> None:
     assert str(tmp_path / cifar10.ARCHIVE_NAME) in screen
 
 
-@pytest.mark.usefixtures("no_network")
-@pytest.mark.parametrize("given", ["", "cifar-10-batches-py"])
-def test_pickles_are_refused_with_the_reason(tmp_path: Path, given: str) -> None:
-    pickled = tmp_path / "cifar-10-batches-py"
-    pickled.mkdir()
-    (pickled / "data_batch_1").write_bytes(b"cos\nsystem\n.")
-    with pytest.raises(DataError, match="binary version") as caught:
-        load_dataset(config(tmp_path / given), 0)
-    assert "execute code" in caught.value.screen()
-
-
 @pytest.mark.shared
 def test_the_real_thing() -> None:
     data = load_dataset(config(real_cifar10()), 0)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # these import more than --help may
 _USAGE = """\
 usage: paceline study RECIPE [--world-sizes 1,2,4] [--strategies ddp,fsdp] [--repeats 3] [flags of train]
        paceline study report STUDY                  results.csv, plots and page again, from what is there
+       paceline study collect RUN... [--output-dir PATH]        the same from runs that were started by hand
        paceline study predict STUDY --world-sizes 16,64,256 [--link 100Gbit/s,2us] [--epochs 90] [--price 2.5] [--json]
 
 Train a recipe on every world size with every strategy, several times, and say how it scales and why. Each cell is an
@@ -61,6 +62,8 @@ def run(arguments: list[str]) -> int:
         return predict(arguments[1:])
     if arguments[0] == "report":
         return _report_only(arguments[1:])
+    if arguments[0] == "collect":
+        return _collect(arguments[1:])
     return _study(arguments)
 
 
@@ -224,6 +227,25 @@ def _finish(folder: Path, spec: StudySpec, states: list[CellState]) -> int:
     if failed:
         print("next      the same command with --retry")
     return EXIT_DIFFERENT if failed else EXIT_FINISHED
+
+
+def _collect(arguments: list[str]) -> int:
+    from paceline.cli.submit_common import split_flags
+    from paceline.study.by_hand import collect
+
+    typed, names = split_flags(arguments, {"output_dir": _OWN["output_dir"]})
+    unknown = next((name for name in names if name.startswith("-")), None)
+    if unknown is not None or not names:
+        hint = "paceline study collect runs/a runs/b"
+        raise UserError("paceline study collect needs runs", got=unknown or "none", hint=hint)
+    folder = Path(_value(typed, "output_dir")) if "output_dir" in typed else None
+    table, lines, code = collect(names, folder)
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    for row in table:
+        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in lines:
+        print(line)
+    return code
 
 
 def _report_only(arguments: list[str]) -> int:

@@ -66,9 +66,11 @@ def predict(arguments: list[str]) -> int:
 
 
 def _read_cells(path: Path) -> list[Measured]:
-    from paceline.study.collect import collect, read_csv
-    from paceline.study.grid import read_spec
+    from paceline.study.collect import CSV_FILE, collect, read_csv
+    from paceline.study.grid import STUDY_FILE, read_spec
 
+    if not (path / STUDY_FILE).exists() and (path / CSV_FILE).exists():
+        path = path / CSV_FILE  # runs that were started by hand
     cells = read_csv(path) if path.is_file() else collect(path, read_spec(path))
     if not cells:
         raise UserError("no cell of this study has finished", where=str(path))

@@ -250,7 +250,7 @@ class RunConfig:
     """Steps between two step lines."""
 
     metric_lines: bool = False
-    """Print one [METRIC] line per epoch for scripts."""
+    """Print one [METRIC] line per epoch for scripts, in the form that the course's collect_results.py reads."""
 
     track: tuple[Literal["tensorboard", "mlflow", "wandb"], ...] = ("tensorboard",)
     """Also write metrics to these trackers (mlflow and wandb need their extra; both offline)."""

@@ -93,6 +93,9 @@ def _check_cifar10(data_dir: Path) -> str:
     is_itself = data_dir.name == cifar10.FOLDER or any((data_dir / file).exists() for file in cifar10.FILES)
     folder = data_dir if is_itself else data_dir / cifar10.FOLDER
     if missing := [file for file in cifar10.FILES if not (folder / file).exists()]:
+        pickled = cifar10.find_pickled(data_dir)
+        if pickled is not None and not cifar10.missing_pickles(pickled):
+            return _check_pickled_cifar10(pickled)
         raise _absent("cifar10", data_dir, f"no {', '.join(missing)} in {folder}")
     archive = folder.parent / cifar10.ARCHIVE_NAME
     if not archive.exists():
@@ -107,6 +110,20 @@ def _check_cifar10(data_dir: Path) -> str:
     except (tarfile.TarError, KeyError, EOFError, OSError, zlib.error) as error:
         raise _damaged(archive, str(error) or type(error).__name__) from error
     return f"every byte as in {cifar10.ARCHIVE_NAME}, whose MD5 agrees"
+
+
+def _check_pickled_cifar10(folder: Path) -> str:
+    """Either the official file, or a file that was pickled again and holds the same labels and pixels."""
+    from paceline.data.sources import cifar10
+
+    for file, (md5, records_sha1) in cifar10.PICKLED_CHECKSUMS.items():
+        with (folder / file).open("rb") as stream:
+            found = hashlib.file_digest(stream, "md5").hexdigest()
+        if found != md5:
+            records = cifar10.read_pickled_records(folder / file)
+            if hashlib.sha1(records.tobytes()).hexdigest() != records_sha1:
+                raise _damaged(folder / file, f"MD5 {found}, expected {md5}; and other labels or pixels")
+    return "every label and pixel as in the official files"
 
 
 def _check_fashion_mnist(data_dir: Path) -> str:

@@ -127,9 +127,10 @@ class Console:
             )
         if self._metric_lines:
             loss, accuracy = (val["loss"], val["accuracy"]) if val else (math.nan, math.nan)
+            # Scripts match this form: in decimal notation, memory in whole MB.
             self.note(
                 f"[METRIC] epoch={epoch} time={train['seconds']:.4f} val_loss={loss:.6f}"
-                f" acc={100 * accuracy:.4f} peak_mem={train['memory_peak_mb']:.2f}MB"
+                f" acc={100 * accuracy:.4f} peak_mem={train['memory_peak_mb']:.0f}MB"
             )
 
     def stop(self) -> None:

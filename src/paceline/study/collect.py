@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ COLUMNS = (
     *("scaling", "repeat", "global_batch_size", "samples_per_rank", "steps_per_epoch", "images_per_second"),
     *("step_ms_mean", "step_ms_p50", "step_ms_p95", *(f"{phase}_ms" for phase in STEP_PHASES)),
     *("communicated_bytes_per_step", "peak_mem_each", "test_accuracy", "test_loss", "energy_joules", "precision"),
-    *("parameters", "attempts", "wall_seconds", "device", "hosts"),
+    *("parameters", "attempts", "wall_seconds", "device", "hosts", "run"),
 )
 State = Literal["waiting", "running", "finished", "failed"]
 
@@ -58,6 +58,7 @@ class Measured:
     wall_s: float | None = None
     device: str = ""
     hosts: int = 1
+    run: str = ""  # the name of its folder
 
     @property
     def samples_per_rank(self) -> int:
@@ -93,11 +94,16 @@ def collect(folder: Path, spec: StudySpec) -> list[Measured]:
 
 
 def measure(folder: Path, cell: Cell) -> Measured:
-    run = RunFolder(folder / CELLS / cell.name)
+    return measure_run(RunFolder(folder / CELLS / cell.name), cell, read_note(folder, cell))
+
+
+def measure_run(run: RunFolder, cell: Cell, note: dict[str, Any]) -> Measured:
+    """A finished run. `note`: what a study knows of it."""
     try:
         results = fit(parse_json(read_bounded(run.results)), RESULTS)
         rows = [row for row in read_rows(run.metrics_jsonl) if row["kind"] == "epoch"]
-        return _measure(cell, results, rows, read_note(folder, cell), _count_lines(run.failures))
+        found = _measure(cell, results, rows, note, _count_lines(run.failures))
+        return replace(found, run=run.path.name)
     except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError, ArithmeticError) as error:
         raise UserError("this cell cannot be read", where=str(run.path), got=repr(error), hint="--retry") from error
 
@@ -189,6 +195,7 @@ def _row(found: Measured) -> dict[str, Any]:
         "wall_seconds": found.wall_s,
         "device": found.device,
         "hosts": found.hosts,
+        "run": found.run,
     }
 
 
@@ -252,6 +259,7 @@ def _from_row(row: dict[str, str], repeats: dict[tuple[str, str, int], int], bat
         wall_s=number("wall_seconds"),
         device=row.get("device") or "",
         hosts=int(number("hosts") or 1),
+        run=row.get("run") or "",
     )
 
 

@@ -28,6 +28,7 @@ _SHAPE = Fields(
     optional={"place": str, "launch": dict},
 )
 CELLS = "cells"
+BY_HAND = "by hand"  # the place of runs that no study started
 STRATEGIES = ("ddp", "fsdp")
 SCALINGS = ("strong", "weak", "both")
 # A study decides these for each cell.
@@ -68,7 +69,7 @@ class StudySpec:
     scaling: str
     global_batch_size: int  # strong: of every cell; weak: of one rank, times the ranks
     stated: tuple[str, ...] = ()  # what the study set by itself, in words
-    place: str = "local"  # or slurm
+    place: str = "local"  # or slurm, or by hand
     launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and such, as typed
 
     def cells(self) -> Iterator[Cell]:

@@ -16,7 +16,7 @@ from paceline.runs.json_files import read_object
 from paceline.study.answers import Answer, answer_all, in_one_sentence
 from paceline.study.collect import CSV_FILE, Measured, collect, write_csv
 from paceline.study.findings import Findings, Kind, find
-from paceline.study.grid import CELLS, StudySpec
+from paceline.study.grid import BY_HAND, CELLS, StudySpec
 from paceline.study.model import TERMS, hold_out
 from paceline.study.plots import PLOTS, make_charts, write_plots
 from paceline.study.statistics import Estimate
@@ -31,9 +31,19 @@ _TERM_WORDS = {
 }
 
 
-def write_report(folder: Path, spec: StudySpec, failed: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Make everything anew from the cells; returns the lines to print."""
-    cells = collect(folder, spec)
+def write_report(
+    folder: Path,
+    spec: StudySpec,
+    failed: Sequence[tuple[str, str]] = (),
+    *,
+    cells: list[Measured] | None = None,
+    machine_of: Path | None = None,
+) -> list[str]:
+    """Make everything anew from the cells; returns the lines to print.
+
+    Runs that were started by hand are given as `cells`, and one of their folders as `machine_of`.
+    """
+    cells = collect(folder, spec) if cells is None else cells
     write_csv(folder / CSV_FILE, cells)
     lines = [f"table     {os.path.relpath(folder / CSV_FILE)} ({len(cells)} rows)"]
     findings = find(cells)
@@ -44,9 +54,8 @@ def write_report(folder: Path, spec: StudySpec, failed: Sequence[tuple[str, str]
         lines.append(f"plots     {os.path.relpath(folder / PLOTS)}/ ({len(charts)}, each as PNG and SVG)")
     except UserError as error:
         lines.append(f"note      no plots as files: {error.hint}")
-    path = write_study_page(
-        folder / PAGE, spec, findings, cells, answers, charts, failed, machine=_machine(folder, spec)
-    )
+    machine = _machine([machine_of] if machine_of else [folder / CELLS / cell.name for cell in spec.cells()])
+    path = write_study_page(folder / PAGE, spec, findings, cells, answers, charts, failed, machine=machine)
     lines.append(f"page      {os.path.relpath(path)}")
     return [*(f"answer    {answer.question} {_plain(answer.words)}" for answer in answers), *lines]
 
@@ -237,7 +246,7 @@ def _coefficients(findings: Findings) -> Details:
 def _every_cell(cells: Sequence[Measured], failed: Sequence[tuple[str, str]]) -> list[Block]:
     blocks: list[Block] = []
     if failed:
-        blocks.append(Table(["failed cell", "why"], [[name, words] for name, words in failed]))
+        blocks.append(Table(["not in the table", "why"], [[name, words] for name, words in failed]))
     rows: list[list[str | float | int | None]] = [
         [
             cell.cell.name,
@@ -260,31 +269,46 @@ def _every_cell(cells: Sequence[Measured], failed: Sequence[tuple[str, str]]) ->
 
 
 def _method(spec: StudySpec, cells: Sequence[Measured], machine: dict[str, Any]) -> list[Block]:
-    same = ["the recipe, the seed, the global batch and precision " + _precisions(cells), *spec.stated]
     blocks: list[Block] = [
-        "The same in every cell: " + "; ".join(same) + ". Cells run repeat by repeat, so that a machine that drifts "
-        "does so for all alike.",
+        *_what_is_equal(spec, cells),
         "Epoch times leave out the first epoch where there are several, step times the first ten steps. Time per step "
         "is a mean over ranks; memory is that of the rank that needed most. Throughput is all samples of an epoch over "
         "its time, logging included.",
     ]
     if machine:
         blocks.append(Table(["machine", ""], [[key, str(value)] for key, value in machine.items()]))
+    if spec.place == BY_HAND:
+        return blocks
     command = ["paceline", "study", spec.recipe, "--world-sizes", ",".join(map(str, spec.world_sizes))]
     command += ["--strategies", ",".join(spec.strategies), "--repeats", str(spec.repeats), "--scaling", spec.scaling]
     blocks.append(Code(shlex.join([*command, *spec.flags])))
     return blocks
 
 
+def _what_is_equal(spec: StudySpec, cells: Sequence[Measured]) -> list[Block]:
+    if spec.place == BY_HAND:
+        named = Table(["cell", "run"], [[cell.cell.name, cell.run] for cell in cells])
+        notes = f" Differences: {' | '.join(spec.stated)}." if spec.stated else ""
+        text = (
+            "These runs were started by hand. They have the same data, model, optimizer and loss, and precision "
+            f"{_precisions(cells)}. Threads, other load and the time of day may differ.{notes}"
+        )
+        return [text, named]
+    same = ["the recipe, the seed, the global batch and precision " + _precisions(cells), *spec.stated]
+    return [
+        "The same in every cell: " + "; ".join(same) + ". Cells run repeat by repeat, so that a machine that drifts "
+        "does so for all alike."
+    ]
+
+
 def _precisions(cells: Sequence[Measured]) -> str:
     return " and ".join(sorted({cell.precision for cell in cells if cell.precision})) or "unknown"
 
 
-def _machine(folder: Path, spec: StudySpec) -> dict[str, Any]:
-    """What the first finished cell says of where it ran."""
-    for cell in spec.cells():
-        path = RunFolder(folder / CELLS / cell.name).environment
-        found = read_object(path)
+def _machine(runs: Sequence[Path]) -> dict[str, Any]:
+    """What the first finished run says of where it ran."""
+    for run in runs:
+        found = read_object(RunFolder(run).environment)
         if found:
             return {key: value for key, value in found.items() if isinstance(value, str | int | float)}
     return {}

@@ -1,8 +1,8 @@
-"""CIFAR-10 from its official binary files, fetched when absent.
+"""CIFAR-10 from its official binary files, or from the pickled ones that torchvision uses; fetched when absent.
 
 The binary layout is one label byte and 3072 pixel bytes per record, so its size proves its wholeness and
-reading it is one reshape. The pickled "python version" is never opened: unpickling executes whatever
-the file says.
+reading it is one reshape. The pickled "python version" is read without an unpickler, which would execute
+what the file says.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.fetch import fetch_file, locked
+from paceline.data.pickled import UnreadablePickle, array_of_bytes, read_pickle
 from paceline.errors import DataError
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
@@ -29,10 +30,21 @@ PICKLED_FOLDER = "cifar-10-batches-py"
 TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 TEST_FILE = "test_batch.bin"
 FILES = (*TRAIN_FILES, TEST_FILE)
+PICKLED_FILES = tuple(name.removesuffix(".bin") for name in FILES)
+# MD5 of the official file; SHA-1 of its records as the binary file has them.
+PICKLED_CHECKSUMS = {
+    "data_batch_1": ("c99cafc152244af753f735de768cd75f", "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
+    "data_batch_2": ("d4bba439e000b95fd0a9bffe97cbabec", "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795"),
+    "data_batch_3": ("54ebc095f3ab1f0389bbae665268c751", "1dd00a74ab1d17a6e7d73e185b69dbf31242f295"),
+    "data_batch_4": ("634d18415352ddfa80567beed471001a", "aab85764eb3584312d3c7f65fd2fd016e36a258e"),
+    "data_batch_5": ("482c414d41f54cd18b22e5b47cb7c3cb", "26e2849e66a845b7f1e4614ae70f4889ae604628"),
+    "test_batch": ("40351d587109b95175f43aff81a1287e", "67eb016db431130d61cd03c7ad570b013799c88c"),
+}
 
 RECORDS_PER_FILE = 10_000
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
+_MOST_PICKLED_BYTES_PER_RECORD = 2 * RECORD_BYTES  # pixels, label and file name; text takes up to two bytes a pixel
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -51,12 +63,15 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
 
 
 def load(config: DataConfig, seed: int) -> LoadedData:
-    folder = _folder(Path(config.data_dir))
-    if _missing(folder):
-        _fetch(folder)
-    train = _read([folder / name for name in TRAIN_FILES])
-    test = _read([folder / TEST_FILE])
-    return LoadedData(describe(config, seed), train, test)
+    data_dir = Path(config.data_dir)
+    folder = _folder(data_dir)
+    if _missing(folder) and (pickled := find_pickled(data_dir)) and not missing_pickles(pickled):
+        records = [read_pickled_records(pickled / name) for name in PICKLED_FILES]
+    else:
+        if _missing(folder):
+            _fetch(folder, data_dir)
+        records = [_records(folder / name) for name in FILES]
+    return LoadedData(describe(config, seed), _resident(records[:-1]), _resident(records[-1:]))
 
 
 def _folder(data_dir: Path) -> Path:
@@ -69,7 +84,19 @@ def _missing(folder: Path) -> list[str]:
     return [name for name in FILES if not (folder / name).exists()]
 
 
-def _fetch(folder: Path) -> None:
+def find_pickled(data_dir: Path) -> Path | None:
+    """The folder of the pickled version, complete or not: `data_dir` or a folder in it."""
+    for folder in (data_dir, data_dir / PICKLED_FOLDER):
+        if any((folder / name).exists() for name in PICKLED_FILES):
+            return folder
+    return None
+
+
+def missing_pickles(folder: Path) -> list[str]:
+    return [name for name in PICKLED_FILES if not (folder / name).exists()]
+
+
+def _fetch(folder: Path, data_dir: Path) -> None:
     """Put the missing files in place. Each appears whole, so a reader that sees all six may read."""
     try:
         with locked(folder):
@@ -83,8 +110,8 @@ def _fetch(folder: Path) -> None:
                 )
                 _unpack(archive, folder, missing)
     except DataError as error:
-        if pickled := _pickled(folder):
-            raise _needs_binary(pickled, error) from error
+        if pickled := find_pickled(data_dir):
+            raise _incomplete(pickled, error) from error
         raise
     except OSError as error:
         raise DataError("could not put CIFAR-10 in place", where=str(folder), got=error) from error
@@ -117,25 +144,18 @@ def _member(tar: tarfile.TarFile, file: str) -> tarfile.TarInfo:
     return member
 
 
-def _pickled(folder: Path) -> Path | None:
-    beside = folder.parent / PICKLED_FOLDER
-    if beside.is_dir():
-        return beside
-    return folder.parent if (folder.parent / "data_batch_1").exists() else None
-
-
-def _needs_binary(pickled: Path, error: DataError) -> DataError:
+def _incomplete(pickled: Path, error: DataError) -> DataError:
     return DataError(
-        "the binary version of CIFAR-10 is needed, not the pickled one",
+        "CIFAR-10 is not complete",
         where=str(pickled),
-        got=f"Python pickles, which execute code when opened; and {error.what}: {error.got}",
-        allowed=f"a folder {FOLDER} with {', '.join(FILES)}",
+        got=f"no {', '.join(missing_pickles(pickled))}; and {error.what}: {error.got}",
+        allowed=f"{', '.join(PICKLED_FILES)}, or a folder {FOLDER} with {', '.join(FILES)}",
         hint=f"get {ARCHIVE_URL}\n{error.hint}" if error.where == ARCHIVE_URL else error.hint,
     )
 
 
-def _read(paths: list[Path]) -> ResidentDataset:
-    records = np.concatenate([_records(path) for path in paths])
+def _resident(parts: list[NDArray[np.uint8]]) -> ResidentDataset:
+    records = np.concatenate(parts)
     images = np.ascontiguousarray(records[:, 1:]).reshape(-1, *SHAPE)
     return ResidentDataset(torch.from_numpy(images), torch.from_numpy(records[:, 0].astype(np.int64)))
 
@@ -149,7 +169,37 @@ def _records(path: Path) -> NDArray[np.uint8]:
         raise DataError("this CIFAR-10 file cannot be read", where=str(path), got=error.strerror) from error
     if records is None:
         raise _damaged(path, f"{size:,} bytes", f"exactly {expected:,} bytes")
-    records = records.reshape(-1, RECORD_BYTES)
+    return _with_known_labels(records.reshape(-1, RECORD_BYTES), path)
+
+
+def read_pickled_records(path: Path) -> NDArray[np.uint8]:
+    """The records of a pickled file, as the binary file has them."""
+    most_bytes = RECORDS_PER_FILE * _MOST_PICKLED_BYTES_PER_RECORD + 2**16
+    try:
+        content = read_pickle(path, most_bytes)
+        if not isinstance(content, dict) or "data" not in content or "labels" not in content:
+            raise UnreadablePickle("no dictionary with data and labels")
+        pixels = array_of_bytes(content["data"], (RECORDS_PER_FILE, RECORD_BYTES - 1))
+        labels = content["labels"]
+        if not isinstance(labels, list) or len(labels) != RECORDS_PER_FILE:
+            count = f"{len(labels):,}" if isinstance(labels, list) else "no list of"
+            raise UnreadablePickle(f"{count} labels for {RECORDS_PER_FILE:,} pictures")
+        if not all(type(label) is int and 0 <= label <= 255 for label in labels):
+            raise UnreadablePickle("labels that are no small numbers")
+    except OSError as error:
+        raise DataError("this CIFAR-10 file cannot be read", where=str(path), got=error.strerror) from error
+    except UnreadablePickle as error:
+        raise DataError(
+            "this CIFAR-10 file is damaged, or holds something else than data",
+            where=str(path),
+            got=str(error),
+            allowed="plain data and arrays, as torchvision's files; nothing in a file is executed",
+            hint=f"remove {path.parent}; the binary version of CIFAR-10 is then downloaded, with its checksum",
+        ) from error
+    return _with_known_labels(np.column_stack([np.array(labels, dtype=np.uint8), pixels]), path)
+
+
+def _with_known_labels(records: NDArray[np.uint8], path: Path) -> NDArray[np.uint8]:
     wrong = np.flatnonzero(records[:, 0] >= len(CLASSES))
     if len(wrong):
         raise _damaged(path, f"label {records[wrong[0], 0]} in record {wrong[0]}", "labels from 0 to 9")
