@@ -86,13 +86,13 @@ def _print_runs(folder: Path) -> None:
     runs.run(["--json", "--sort", "progress"])
 
 
-LIST = Reader("runs", _print_runs)
-STATUS = Reader("status", _print_status)
-PAGE = Reader("report page", _evaluate_pages_json, every=3)
+LIST = Reader("runs", _print_runs, every=3)
+STATUS = Reader("status", _print_status, every=3)
+PAGE = Reader("report page", _evaluate_pages_json, every=10)
 COMPARE = Reader("compare", lambda folder: compare.run([ONE, "runs/two", "--html=compare.html"]), every=10)
 COMPARE_JSON = Reader("compare --json", lambda folder: compare.run(["runs/two", ONE, "--json"]), every=10)
-LIBRARY = Reader("load_run", _open_as_library)
-CLEAN = Reader("clean", lambda folder: clean.run(["--older-than", "0m", "--dry-run"]))
+LIBRARY = Reader("load_run", _open_as_library, every=3)
+CLEAN = Reader("clean", lambda folder: clean.run(["--older-than", "0m", "--dry-run"]), every=2)
 CHECKPOINTS = Reader("checkpoints", lambda folder: checkpoints.run([ONE, "--verify"]))
 FIND = Reader("a run by its job", lambda folder: find_run("123"))
 RECORD = Reader("resume: metrics", _resume_recording, changes_folder=True)

@@ -370,6 +370,54 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
     assert said[-1].endswith(": busy")
 
 
+def wait_until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("lost", ["everything", "small files", "pointers"])
+def test_what_goes_missing_in_the_store_is_sent_again_at_the_end(
+    lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """ "The store has everything" is said of what is there at the end, not of what was sent."""
+    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.01)
+    folder = new_run()
+    save(folder, 1, is_best=True)
+    with mirrored(folder):
+        wait_until(lambda: read_note(folder.path).says == "in step, checkpoints up to step 1")  # type: ignore[union-attr]
+        wait_until(lambda: "metrics.jsonl" in stored())
+        before = stored()
+        for name in before:
+            is_pointer = name in ("checkpoints/latest", "checkpoints/best")
+            if lost == "everything" or (is_pointer if lost == "pointers" else not name.startswith("checkpoints/")):
+                open_store(URL, "here").remove(name)
+        assert set(stored()) < set(before)
+    assert set(stored()) >= set(before)
+    assert stored()["checkpoints/latest"] == b"step-00000001\n"
+    assert "the store has everything" in capsys.readouterr().out
+
+
+def test_a_store_that_loses_what_was_just_sent_is_behind(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last look comes after the last file."""
+    monkeypatch.setenv(mirror.PATIENCE, "0.5")
+    folder = new_run()
+    save(folder, 1)
+    put = Store.put
+
+    def forget_the_config(self: Store, source: Path, name: str) -> None:
+        if name != "config.yaml":
+            put(self, source, name)
+
+    monkeypatch.setattr(Store, "put", forget_the_config)
+    with mirrored(folder):
+        pass
+    printed = capsys.readouterr()
+    assert "the store has everything" not in printed.out
+    assert "config.yaml" in printed.err
+
+
 def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
