@@ -4,7 +4,7 @@
 PYTHON ?= python3
 RECIPE ?= shapes-cnn
 FAULTS ?= 100
-FUZZ_CASES ?= 60
+FUZZ_CASES ?= 1000
 ARGS ?=
 # For example PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu" for a CPU-only torch.
 PIP_ARGS ?=
@@ -35,7 +35,7 @@ help:
 	@echo "make test        run the tests (minutes)"
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
-	@echo "make test-fuzz   read damaged files of every format (FUZZ_CASES=60): only our own errors may appear"
+	@echo "make test-fuzz   read damaged files of every format (FUZZ_CASES=1000): only our own errors may appear"
 	@echo "make soak        random faults against one run, which must end with the bits of an undisturbed one (FAULTS=100)"
 	@echo "make bench-cpu   Paceline beside DDP by hand, Lightning and Accelerate on two CPU ranks (minutes), in .venv-bench"
 	@echo "make test-flows  run the tests of Metaflow, Runnable, Kubernetes manifests and object stores, in .venv-flows"
@@ -102,7 +102,7 @@ test-extras: $(EXTRAS_READY)
 test-faults: setup
 	$(BIN)/python -m pytest -m "faults" tests/faults $(ARGS)
 
-# Ten thousand damaged files of every format; two at a time, each in a process of its own.
+# Damaged files of every format; two formats at a time, each in a process of its own.
 test-fuzz: setup
 	FUZZ_CASES=$(FUZZ_CASES) $(BIN)/python -m pytest -m "fuzz" tests/fuzz -n 2 --dist load $(ARGS)
 

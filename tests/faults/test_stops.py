@@ -183,7 +183,7 @@ def test_a_stop_while_ranks_start_is_a_stop(has_begun: int, tmp_path: Path) -> N
             os.kill(rank, signal.SIGSTOP)  # before it has a pulse, which takes it much longer than this
         wait_for_pulses(run, Path(short), has_begun)
         os.kill(run.process.pid, signal.SIGTERM)
-        assert run.wait(timeout_s=30) == 75, run.err
+        assert run.wait(timeout_s=120) == 75, run.err
         assert "not sent by paceline" not in run.err
         assert "failed" not in run.err
     assert not (tmp_path / "run" / "failures.jsonl").exists()

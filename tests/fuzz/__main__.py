@@ -18,7 +18,7 @@ def main() -> int:
     if not root.exists():
         root.mkdir()
         make_samples(root)
-    work = Path(tempfile.mkdtemp())
+    work = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     form = next(form for form in FORMATS if form.name == name)
     began = time.monotonic()
     findings = run_cases(form, root, work, seed=int(seed), cases=range(int(cases)), by_all_readers=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from functools import lru_cache
 from pathlib import Path
 from random import Random
@@ -68,7 +69,8 @@ def _weights(folder: Path) -> None:
 def _newest(folder: Path) -> None:
     from paceline.checkpoints.store import find_newest
 
-    find_newest(folder / ONE / "checkpoints")
+    found, _ = find_newest(folder / ONE / "checkpoints")
+    assert found is not None, "an older checkpoint is whole"
 
 
 def _early(folder: Path) -> None:
@@ -115,6 +117,48 @@ READERS = (
 )
 
 
+# --- Slices of several ranks
+
+
+def _build_slices(samples: Path, folder: Path) -> None:
+    """Two ranks' halves of a matrix, a vector in a type that safetensors does not have, and a whole scalar."""
+    import torch
+
+    from paceline.checkpoints.payload import Piece, write_pieces
+    from paceline.checkpoints.tiling import Box
+
+    for rank in range(2):
+        pieces = {
+            "w": Piece(torch.full((2, 3), float(rank)), Box((2 * rank, 0), (2, 3)), (4, 3)),
+            "z": Piece(torch.ones(2, dtype=torch.complex64) * rank, Box((2 * rank,), (2,)), (4,)),
+        }
+        if rank == 0:
+            pieces["n"] = Piece(torch.tensor(3), Box((), ()), ())
+        write_pieces(folder / f"model-{rank}.safetensors", pieces)
+
+
+def _read_slices(folder: Path) -> None:
+    """Every value comes from a file: memory that was not written would show as anything."""
+    from paceline.checkpoints.payload import PayloadReader
+
+    reader = PayloadReader(folder, ["model-0.safetensors", "model-1.safetensors"])
+    for key in reader.shapes:
+        reader.read(key)
+
+
+def _mutate_slices(data: bytes, draw: Random) -> bytes:
+    """Half of the time only the places that a rank claims, which are JSON in the header's JSON."""
+    if draw.randrange(2):
+        return mutate_safetensors(data, draw)
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    name = draw.choice([name for name in header["__metadata__"] if name.startswith("paceline_")])
+    mutated = mutate_json(header["__metadata__"][name].encode(), draw)
+    header["__metadata__"][name] = mutated.decode(errors="replace")
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data[8 + length :]
+
+
 def _file(name: str, mutate: Mutate, **more: Any) -> Format:
     return Format(f"checkpoint/{name}", _build, f"{STEP}/{name}", mutate, READERS, **more)
 
@@ -126,6 +170,13 @@ _SEALED = (
 )
 FORMATS = (
     _file("manifest.json", mutate_manifest),
+    Format(
+        "checkpoint/slices",
+        _build_slices,
+        "model-1.safetensors",
+        _mutate_slices,
+        (Reader("read every tensor", _read_slices),),
+    ),
     *_SEALED,
     dataclasses.replace(
         _file("model.safetensors", mutate_safetensors), name="checkpoint/model.safetensors, with its old checksum"

@@ -23,6 +23,7 @@ from types import CodeType
 from typing import Any
 
 from fuzz.mutations import OUTSIDE, Mutate
+from paceline.checkpoints import store as checkpoint_store
 from paceline.config import load
 from paceline.errors import PacelineError
 
@@ -98,6 +99,7 @@ def run_cases(
     valid = (template / form.file).read_bytes()
     os.chdir(folder)
     _remember_configs()
+    _read_again_at_once()
     _require_valid_is_read(form, folder)
     _renew(template, folder)
     watch = _Watch(folder, form.may_run)
@@ -145,6 +147,11 @@ def _remember_configs() -> None:
         return known[words]
 
     load._tyro = parse_once
+
+
+def _read_again_at_once() -> None:
+    """A damaged checkpoint is read again after a pause. Files do not change here meanwhile."""
+    checkpoint_store.RETRY_PAUSE_S = 0.0
 
 
 def _renew(template: Path, folder: Path) -> None:

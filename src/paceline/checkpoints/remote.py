@@ -12,7 +12,6 @@ seen when it took the store over, and only while that is unchanged.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,6 +35,7 @@ from paceline.checkpoints.format import (
     read_manifest,
     step_of,
 )
+from paceline.config.small_files import parse_json
 from paceline.runs.stores import Store, Stored, StoreTrouble
 
 FOLDER = "checkpoints"
@@ -196,7 +196,7 @@ class RemoteCheckpoints:
         if remote.name not in self._states:
             try:
                 self.manifest_of(remote)
-                self._states[remote.name] = dict(json.loads(self._read(remote, STATE)))
+                self._states[remote.name] = dict(parse_json(self._read(remote, STATE)))
             except (DamagedCheckpoint, ValueError, TypeError):
                 return None
         return self._states[remote.name]

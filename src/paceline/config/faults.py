@@ -5,13 +5,14 @@ Only the words are judged here; `training/inject.py` makes them happen.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import parse_json, read_small
 from paceline.errors import UserError
 
+_LARGEST_LEDGER_BYTES = 20_000_000
 PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate")
 # What each fault does, and the settings it knows besides rank, step, phase and times.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -59,11 +60,21 @@ def parse_faults(text: str, where: str = "flag --inject") -> tuple[Fault, ...]:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """What has struck so far, in order."""
+    """What has struck so far, in order. A line that a crash has torn, or that somebody else wrote, is left out."""
     try:
-        return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        lines = read_small(path, _LARGEST_LEDGER_BYTES).splitlines()
     except (OSError, ValueError):
         return []
+    return [row for line in lines if (row := _parse_row(line))]
+
+
+def _parse_row(line: bytes) -> dict[str, Any]:
+    try:
+        row = parse_json(line)
+    except ValueError:
+        return {}
+    is_ours = isinstance(row, dict) and all(type(row.get(name)) is int for name in ("fault", "rank", "attempt"))
+    return row if is_ours else {}
 
 
 def _parse_fault(number: int, text: str, where: str) -> Fault:

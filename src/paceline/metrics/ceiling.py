@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from paceline.config.small_files import read_json_object
 from paceline.metrics.timing import gather_numbers, repeat
 from paceline.parallel.collectives import wait_for_all
 from paceline.runs.cache import cache_folder
@@ -110,7 +111,7 @@ def cache_file(conditions: Conditions) -> Path:
 def recall(conditions: Conditions) -> float | None:
     """What an earlier run measured under these conditions; None if there is no such file, or not a whole one."""
     try:
-        content = json.loads(cache_file(conditions).read_text(encoding="utf-8"))
+        content = read_json_object(cache_file(conditions))
         rate = float(content["flops_per_s"])
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # RuntimeError: a user without a home
         return None

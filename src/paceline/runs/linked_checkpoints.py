@@ -64,7 +64,7 @@ def refuse_checkpoints_of_another_run(folder: Path) -> None:
     named = Path(str(mark.get("folder", "")))
     if not mark or _is_same(named, folder):
         return
-    if named.exists():
+    if _exists(named):
         if _is_same(named / "checkpoints", checkpoints):
             raise _refusal(checkpoints, str(named))
         return  # it was moved, or uses other checkpoints by now
@@ -93,7 +93,14 @@ def _read_mark(checkpoints: Path) -> dict[str, Any]:
 def _is_same(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
-    except OSError:
+    except (OSError, ValueError):  # ValueError: not a path
+        return False
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # too long for a path
         return False
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import read_json_object
 from paceline.metrics.sinks.base import CarefulSink, scalars_of
 from paceline.runs.folder import write_json
 
@@ -62,10 +62,10 @@ class WandbSink(CarefulSink):
     def _read_earlier(self) -> str | None:
         """The id of this folder's run, if it had one; `_written` is filled along with it."""
         try:
-            earlier = json.loads(self._file.read_text(encoding="utf-8"))
+            earlier = read_json_object(self._file)
             self._written = {str(kind): int(step) for kind, step in earlier["written"].items()}
             return str(earlier["id"])
-        except FileNotFoundError:
+        except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):  # none, or not a whole one
             return None
 
     def _log(self, row: dict[str, Any]) -> None:
