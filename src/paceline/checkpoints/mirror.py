@@ -169,23 +169,21 @@ class Mirror:
         return self._remote
 
     def _look_again(self, remote: RemoteCheckpoints) -> None:
-        """Before the end: what was replaced or removed in the store meanwhile is sent once more."""
+        """Forget what was replaced or removed in the store since it was sent: it is sent once more."""
         there = {item.name: item for item in remote.list()}
         self._whole = {name: seal for name, seal in self._whole.items() if remote.is_unchanged(there.get(name))}
         self._pointed = {name: to for name, to in self._pointed.items() if remote.pointed_at(name) == to}
         files = remote.store.list()
-        sizes = {name: stored.size_bytes for name, stored in files.items()}
-        self._sent = {name: mark for name, mark in self._sent.items() if sizes.get(name) == mark[1]}
+        self._sent = {name: mark for name, mark in self._sent.items() if name in files}
         if MIRROR_NOTE not in files:
             remote.store.put(self._folder.path / MIRROR_NOTE, MIRROR_NOTE)
 
     def _require_everything(self, remote: RemoteCheckpoints) -> None:
-        """After the last file: a store that lost some of them meanwhile does not count as complete."""
-        files = remote.store.list()
-        lost = [name for name in (MIRROR_NOTE, *self._sent) if name not in files]
-        there = {item.name: item for item in remote.list()}
-        lost += [name for name in self._whole if not remote.is_unchanged(there.get(name))]
-        lost += [name for name, to in self._pointed.items() if remote.pointed_at(name) != to]
+        """After the last file: a store that has lost some of them meanwhile is behind."""
+        self._look_again(remote)
+        lost = [path.name for path in self._missing()]
+        lost += [name for name, to in self._pointers().items() if self._pointed.get(name) != to]
+        lost += [name for name in _small_files(self._folder.path) if name not in self._sent]
         if lost:
             raise StoreTrouble(f"{lost[0]} is no longer in the store, though it was sent")
 
@@ -273,10 +271,10 @@ class Mirror:
         paths = step_folders(self._folder.checkpoints)
         # Not the newest on disk: a store that is behind never has that one, and would never be pruned. Later ones than
         # those on disk are of a line that the run has left.
-        sent = [name for name in self._whole if paths and _step_named(name) <= step_of(paths[0])]
+        sent = [name for name in self._whole if paths and step_of(Path(name)) <= step_of(paths[0])]
         if not self._must_prune or not sent:
             return
-        newest = max(sent, key=_step_named)
+        newest = max(sent, key=lambda name: step_of(Path(name)))
         retention = disk.Retention(self._note.keep_last, self._note.keep_best)
         own = {path.name: _state_of(path) for path in paths}
         if not remote.prune(newest, own, retention, went_back=self._has_sent_newest):
@@ -325,7 +323,7 @@ class Mirror:
                 self._note.write(self._folder.path)
 
     def _newest_in_words(self) -> str:
-        newest = max(map(_step_named, self._whole), default=None)
+        newest = max((step_of(Path(name)) for name in self._whole), default=None)
         return "" if newest is None else f", checkpoints up to step {newest}"
 
     def _tell_behind(self) -> None:
@@ -370,10 +368,6 @@ def _small_files(folder: Path) -> dict[str, tuple[int, int]]:
             if about.st_size and path.is_file() and not path.is_symlink():
                 found["/".join(parts)] = (about.st_mtime_ns, about.st_size)
     return found
-
-
-def _step_named(name: str) -> int:
-    return step_of(Path(name))
 
 
 def _seal_of(path: Path) -> Seal:
