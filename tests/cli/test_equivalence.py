@@ -16,6 +16,7 @@ from harness.processes import seconds_until_empty
 from harness.runs import read_results, step_losses
 from paceline.cli.equivalence import Outcome, Study
 from paceline.cli.main import main
+from paceline.models.external import PER_RANK
 
 TESTS = str(Path(__file__).resolve().parents[1])
 QUICK = ["--num-samples=640", "--global-batch-size=64", "--epochs=1", "--max-steps=4"]
@@ -30,6 +31,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "answer.txt").write_text(answer.out)
     assert answer.code == 0, answer
     assert answer.err == ""
+    assert PER_RANK not in answer.out  # lanes are a part of the run
     return folder
 
 
@@ -67,7 +69,7 @@ def test_compare_agrees(exact: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 def test_exact_asks_for_the_hashes_and_not_only_the_losses() -> None:
     outcome = Outcome(2, {}, [], loss_difference=0.0, same_hashes=False)
-    studies = [Study([1, 2], 0.0, is_exact, False, {}, {}) for is_exact in (True, False)]
+    studies = [Study([1, 2], 0.0, is_exact, False, False, {}, {}) for is_exact in (True, False)]
     assert [study.accepts(outcome) for study in studies] == [False, True]
 
 
@@ -89,6 +91,24 @@ def test_without_exact_a_plain_model_agrees_within_the_tolerance(tmp_path: Path)
     answer = paceline("equivalence", *flags, cwd=tmp_path)
     assert answer.code == 0, answer
     assert "equivalent: 2 steps give one answer on 2 and 1 processes, within 1e-05" in answer.out
+
+
+def test_the_recipe_with_dropout_is_equivalent(tmp_path: Path) -> None:
+    """Dropout of our models is drawn per sample: one answer without --exact."""
+    flags = ["synthetic-mlp", "--num-samples=1280", "--max-steps=5", "--world-sizes=1,2,4", "--output-dir=study"]
+    answer = paceline("equivalence", *flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert PER_RANK not in answer.out
+    assert len(step_losses(tmp_path / "study" / "world-4")) == 5
+
+
+@pytest.mark.parametrize(("function", "code"), [("build", 1), ("build_by_sample", 0)])
+def test_the_limit_of_external_models_is_stated(tmp_path: Path, function: str, code: int) -> None:
+    """torch's dropout in an external model is drawn per rank. With our layer the model is equivalent."""
+    flags = [*QUICK, "--model-name", f"harness.dropout_model:{function}", "--world-sizes=1,2", "--output-dir=study"]
+    answer = paceline("equivalence", "shapes-cnn", *flags, cwd=tmp_path, PYTHONPATH=TESTS)
+    assert answer.code == code, answer
+    assert PER_RANK in answer.out
 
 
 def test_a_failed_run_ends_the_study_with_its_error_and_code(tmp_path: Path) -> None:

@@ -14,7 +14,9 @@ import torch
 from harness.runs import read_results, step_losses
 from paceline.cli.main import main
 from paceline.config.schema import ModelConfig
+from paceline.models.dropout import draw_mask
 from paceline.models.registry import build_model
+from paceline.training.sample_keys import ShareKeys
 
 pytestmark = [
     pytest.mark.gpu,
@@ -135,3 +137,29 @@ def test_a_recorded_step_is_the_plain_one(tmp_path: Path) -> None:
     # --deterministic: else kernels may be chosen anew, and add up in another order.
     plain = train(tmp_path / "plain", "--deterministic", "--compile", "never")
     assert train(tmp_path / "recorded", "--deterministic") == plain
+
+
+def test_dropout_is_the_same_on_cpu_and_gpu() -> None:
+    """Keys and masks are exact integer arithmetic."""
+    keys = [ShareKeys(3, 1, device).of(40, 64) for device in ("cpu", "cuda")]
+    assert torch.equal(keys[0], keys[1].cpu())
+    inputs = torch.ones(64, 3, 5, 7)
+    masks = [draw_mask(inputs.to(drawn.device), 0.3, drawn, 2) for drawn in keys]
+    assert torch.equal(masks[0], masks[1].cpu())
+
+
+@pytest.mark.parametrize("flags", [(), ("--accumulate=4",)])
+def test_a_recorded_step_draws_the_dropout_of_plain_steps(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """A recording is replayed with other keys at each step."""
+    flags = ("--dropout=0.5", "--no-amp", "--deterministic", *flags)
+    recorded, plain = (train(tmp_path / mode, *flags, f"--compile={mode}") for mode in ("auto", "never"))
+    assert recorded == plain
+
+
+def test_compiled_steps_draw_the_dropout_of_plain_steps(tmp_path: Path) -> None:
+    """Compiled and recorded, with microbatches: other kernels, the same masks."""
+    flags = ("--dropout=0.5", "--no-amp", "--accumulate=2", "--max-steps=6")
+    compiled, plain = (train(tmp_path / mode, *flags, f"--compile={mode}") for mode in ("always", "never"))
+    # Other masks move the first losses by 0.01 and more.
+    assert compiled == pytest.approx(plain, abs=1e-3)
+    assert train(tmp_path / "cpu", *flags, "--device=cpu") == pytest.approx(plain, abs=1e-3)

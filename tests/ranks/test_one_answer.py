@@ -78,3 +78,47 @@ def test_clipping_and_moving_average_agree_between_ddp_and_fsdp(tmp_path: Path) 
     assert sharded == pytest.approx(replicated, abs=TOLERANCE)
     accuracies = [read_results(tmp_path / name)["test_accuracy"] for name in ("ddp", "fsdp")]
     assert accuracies[0] == accuracies[1]
+
+
+DROPOUT = ("--dropout", "0.3", "--base-lr", "0.05", "--max-steps", "6")
+
+
+@pytest.fixture(scope="module")
+def alone_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """Losses of one rank, for each small model of ours that has dropout."""
+    folder = tmp_path_factory.mktemp("alone-with-dropout")
+    return {model: losses_of(folder / model, 1, "--model-name", model, *DROPOUT) for model in ("mlp", "cnn")}
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "flags"),
+    [
+        ("mlp", 1, ("--accumulate", "4")),
+        ("mlp", 2, ("--strategy", "fsdp", "--accumulate", "2")),
+        ("mlp", 4, ("--strategy", "ddp")),
+        ("cnn", 1, ("--exact", "--lanes", "4")),
+        ("cnn", 2, ("--strategy", "ddp", "--accumulate", "2")),
+        ("cnn", 2, ("--exact", "--lanes", "8", "--accumulate", "2")),
+        ("cnn", 4, ("--strategy", "fsdp")),
+    ],
+)
+def test_dropout_is_the_same_on_any_number_of_ranks(
+    tmp_path: Path, alone_with_dropout: dict[str, list[float]], model: str, world_size: int, flags: tuple[str, ...]
+) -> None:
+    """A sample's dropout does not depend on its rank, microbatch, lane or strategy."""
+    losses = losses_of(tmp_path, world_size, "--model-name", model, *DROPOUT, *flags)
+    assert losses == pytest.approx(alone_with_dropout[model], abs=TOLERANCE)
+
+
+def test_dropout_changes_the_answer(tmp_path: Path, alone_with_dropout: dict[str, list[float]]) -> None:
+    """Without this, the test above shows nothing."""
+    assert losses_of(tmp_path, 1, *DROPOUT, "--dropout", "0") != pytest.approx(alone_with_dropout["cnn"], abs=1e-3)
+
+
+def test_dropout_goes_on_the_same_after_a_resume_on_other_ranks(
+    tmp_path: Path, alone_with_dropout: dict[str, list[float]]
+) -> None:
+    """Resumed inside an epoch on another number of ranks, the run draws what the undisturbed one draws."""
+    for number, (size, stop) in enumerate([(2, 2), (4, 5), (1, 6)]):
+        run_ranks(size, train_in, str(tmp_path), (*DROPOUT, "--max-steps", str(stop)), number > 0)
+    assert step_losses(tmp_path) == pytest.approx(alone_with_dropout["cnn"], abs=TOLERANCE)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from safetensors.torch import load_file
 
-from harness.ranks import run_ranks
+from harness.ranks import make_world, run_ranks
 from harness.runs import read_results, step_losses, train_in
+from paceline.training import rig
 
 EVERYTHING = ("--ema-decay", "0.9", "--clip-norm", "1", "--dropout", "0.3", "--warmup-epochs", "0.5")
 
@@ -27,6 +30,20 @@ def state_of(folder: Path) -> dict[str, object]:
     assert any(name.startswith("optimizer") for name in tensors)
     assert any(name.startswith("ema") for name in tensors)
     return {**state, **tensors}
+
+
+def test_a_checkpoint_with_other_random_numbers_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A run goes on from it, with a warning; a run without dropout has no reason for one."""
+    for dropout, warned in (("0.3", True), ("0", False)):
+        folder, flags = tmp_path / dropout, ("--dropout", dropout, "--max-steps")
+        train_in(make_world(0, 1), str(folder), (*flags, "2"))
+        train_in(make_world(0, 1), str(folder), (*flags, "3"), True)
+        assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+        with mock.patch.object(rig, "RANDOM_NUMBERS", 3):
+            train_in(make_world(0, 1), str(folder), (*flags, "4"), True)
+        warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+        assert ["dropout" in text for text in warnings] == [True] * warned
+        caplog.clear()
 
 
 def metrics_without_time(folder: Path) -> list[str]:

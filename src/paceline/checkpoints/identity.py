@@ -75,6 +75,16 @@ def warn_of_changed_code(checkpoint: Checkpoint, code: dict[CodeReference, str])
         _log.warning("warning: code has changed since %s was saved: %s", checkpoint.path.name, changed)
 
 
+def warn_of_other_random_numbers(checkpoint: Checkpoint, now: int) -> None:
+    """`now`: the number of the way in which they are drawn. Checkpoints that do not say it are of the first way."""
+    if checkpoint.state.get("random_numbers", 1) != now:
+        _log.warning(
+            "warning: %s is from another version of Paceline, which draws dropout differently;"
+            " the run goes on with other random numbers",
+            checkpoint.path.name,
+        )
+
+
 def refuse_early(source: Path, now: dict[str, Any], *, prefer_best: bool = False) -> None:
     """The same question before torch is imported and ranks are started, of the checkpoint that would be taken.
 

@@ -19,6 +19,7 @@ from paceline.config.small_files import read_json_object
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.request import read_request, require_folder
 from paceline.metrics.recorder import read_rows
+from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.comparison import HASHES, Row, largest_loss_difference
 from paceline.runs.folder import RunFolder, new_run_folder
 from paceline.world.detect import count_gpus, read_rank_environment
@@ -43,6 +44,7 @@ class Study:
     tolerance: float
     is_exact: bool
     is_sync_bn: bool
+    draws_per_rank: bool  # an external model may: see models/external.py
     commands: dict[int, list[str]]  # of `paceline`, by world size
     folders: dict[int, Path]
 
@@ -105,7 +107,8 @@ def _plan_study(arguments: list[str]) -> Study:
     for size in sizes:
         _check_run(commands[size][1:], size, folders[size])
     _check_devices(loaded, sizes)
-    return Study(sizes, tolerance, parallel.exact, parallel.sync_bn, commands, folders)
+    per_rank = draws_per_rank(loaded.config.model.model_name, is_exact=parallel.exact)
+    return Study(sizes, tolerance, parallel.exact, parallel.sync_bn, per_rank, commands, folders)
 
 
 def _split_own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -226,7 +229,10 @@ def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:
 
 def _print_header(study: Study) -> None:
     kind = "exact: every bit counts" if study.is_exact else f"losses may differ by {study.tolerance:g}"
-    print(f"one training each on {', '.join(map(str, study.sizes))} processes; {kind}\n")
+    print(f"one training each on {', '.join(map(str, study.sizes))} processes; {kind}")
+    if study.draws_per_rank:
+        print(f"note: {PER_RANK}")
+    print()
     columns = f"{'world':>5}  {'final loss':>12}  {'largest difference':>18}  {'seconds':>7}  {'images/s':>8}"
     hashes = f"  {'weights':<{SHORT_HASH}}  {'optimizer':<{SHORT_HASH}}" if study.is_exact else ""
     print((columns + hashes).rstrip(), flush=True)
@@ -256,7 +262,6 @@ def _print_verdict(study: Study, outcomes: list[Outcome]) -> int:
         print(f"\nNOT equivalent: {sizes} processes give another answer than {first.size}")
         if not study.is_exact and not study.is_sync_bn:
             print("a model with BatchNorm differs without --sync-bn or --exact: batch statistics are each rank's own")
-            print("(dropout too is drawn by each rank for itself; --exact draws it by lane)")
         print(f"look closer: paceline compare {study.folders[first.size]} {study.folders[different[0].size]}")
     print(f"the runs are in {base}")
     return EXIT_DIFFERENT if different else EXIT_FINISHED

@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from paceline.errors import UserError
+from paceline.models.dropout import SampleDropout
 from paceline.models.pooling import MaxPool2x2
 
 WIDTHS = (16, 32, 64)
@@ -34,7 +35,7 @@ class CNN(nn.Module):
             channels, height, width = filters, height // 2, width // 2
         self.features = nn.Sequential(*layers)
         self.hidden = nn.Sequential(
-            nn.Flatten(), nn.Linear(channels * height * width, 512), nn.ReLU(), nn.Dropout(dropout)
+            nn.Flatten(), nn.Linear(channels * height * width, 512), nn.ReLU(), SampleDropout(dropout)
         )
         self.classifier = nn.Linear(512, num_classes)
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 COLLECTIONS = ("timm", "torchvision")
 WHERE = "--model-name"
+# Layers of our own models draw per sample (models/dropout.py). An external model draws from torch's generators.
+PER_RANK = (
+    "dropout and other random operations of an external model are drawn per rank:"
+    " with them, losses depend on the number of ranks"
+)
 
 
 def suggest(name: str, known: Iterable[str]) -> str | None:
@@ -39,6 +44,11 @@ def first_line(error: BaseException) -> str:
     """An exception in one line short enough for an error screen."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
+
+
+def draws_per_rank(name: str, *, is_exact: bool) -> bool:
+    """Whether a model's random operations may depend on the number of ranks. Under --exact they depend on lanes."""
+    return ":" in name and not is_exact
 
 
 # ------------------------------------------------------------------------------------- checking

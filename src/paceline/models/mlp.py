@@ -10,6 +10,8 @@ import math
 
 from torch import Tensor, nn
 
+from paceline.models.dropout import SampleDropout
+
 
 class MLP(nn.Module):
     def __init__(
@@ -21,10 +23,10 @@ class MLP(nn.Module):
             nn.Flatten(),
             nn.Linear(math.prod(input_shape), hidden_size),
             nn.ReLU(),
-            nn.Dropout(dropout),
+            SampleDropout(dropout),
             nn.Linear(hidden_size, narrow),
             nn.ReLU(),
-            nn.Dropout(dropout),
+            SampleDropout(dropout),
         )
         self.classifier = nn.Linear(narrow, num_classes)
 

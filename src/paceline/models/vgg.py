@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from paceline.errors import UserError
+from paceline.models.dropout import SampleDropout
 from paceline.models.pooling import MaxPool2x2
 
 WIDTHS = (64, 128, 256, 512, 512)  # of the five stages; each ends in a 2x2 max-pool
@@ -53,10 +54,10 @@ class VGG(nn.Module):
         self.classifier = nn.Sequential(
             nn.Linear(channels * GRID * GRID, 4096),
             nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
+            SampleDropout(dropout),
             nn.Linear(4096, 4096),
             nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
+            SampleDropout(dropout),
             nn.Linear(4096, num_classes),
         )
         self.apply(_initialise)

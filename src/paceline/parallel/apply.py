@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.config.schema import Config
+from paceline.models.dropout import share_keys
 from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.buffers import begin_alike
 from paceline.parallel.exposed import Exposed, find_last_gradient
@@ -45,8 +46,20 @@ class ParallelModel:
         self._unused = UnusedParameters(self._trained)
         self._presence = Presence(self._trained)
         self._present = torch.empty(0)  # of the last step, added up over ranks
+        self._sample_keys = share_keys(self.module)
 
-    def __call__(self, inputs: Tensor) -> Tensor:
+    @property
+    def draws_by_sample(self) -> bool:
+        """Whether layers of the model draw from their samples' keys."""
+        return self._sample_keys is not None
+
+    def set_keys(self, keys: Tensor | None) -> None:
+        """Of the samples of the next pass. They stay until its backward pass is over, which may compute it again."""
+        if self._sample_keys is not None:
+            self._sample_keys.keys = keys
+
+    def __call__(self, inputs: Tensor, keys: Tensor | None = None) -> Tensor:
+        self.set_keys(keys)
         logits: Tensor = self.forward(inputs)
         return logits
 
@@ -223,7 +236,7 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     before, counts = [buffer.clone() for buffer in model.module.buffers()], PlainAttributes(model.module)
     # As training will run it: a compiled model would have to be compiled again for another precision.
     with torch.autocast(example.device.type, model.autocast_dtype, enabled=model.autocast_dtype is not None):
-        logits = model(example)
+        logits = model(example, torch.arange(len(example), device=example.device))
     objective = logits.float().sum() * 0.0
     last = find_last_gradient(model.module, objective.backward)
     model.finish_backward(objective, model.passenger.new_zeros(PASSENGERS))

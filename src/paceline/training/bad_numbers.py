@@ -120,6 +120,7 @@ def _diagnose(ride: Ride, batch: Batch) -> dict[str, Any]:
         return finding  # a sharded forward pass needs all ranks, and one may have left already
     model = ride.rig.model.module
     seed_step(ride.config.train.seed, ride.state.step, ride.world.rank)
+    ride.rig.model.set_keys(ride.rig.step.keys_of(batch, ride.state.step))
     with _first_bad_output(model) as found, autocast(ride.rig.model, ride.world):
         logits = model(batch.inputs).float()
         loss = ride.rig.step.objective.mean_loss(logits, batch.labels)

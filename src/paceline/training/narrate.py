@@ -12,6 +12,7 @@ import paceline
 from paceline.data.dataset import DatasetInfo
 from paceline.metrics.console import format_seconds
 from paceline.metrics.screen import output_mode
+from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
@@ -40,8 +41,13 @@ def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
         f"data      {describe_data(plan)}",
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
+        *([f"random    {PER_RANK}"] if _draws_per_rank(plan) else []),
         f"folder    {place.folder}",
     ]
+
+
+def _draws_per_rank(plan: RunPlan) -> bool:
+    return draws_per_rank(plan.config.model.model_name, is_exact=plan.config.parallel.exact)
 
 
 def _way(rig: Rig) -> str:

@@ -19,7 +19,7 @@ from paceline.config.schema import Config
 from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel, PlainAttributes
 from paceline.training.optim import MovingAverage
-from paceline.training.step import StepReport, TrainStep, cut, total_norm
+from paceline.training.step import Part, StepReport, TrainStep, cut, total_norm
 from paceline.training.tally import DeviceTally
 from paceline.world.detect import World
 from paceline.world.recorded import Recorded
@@ -63,7 +63,8 @@ class RecordedStep(TrainStep):
         began = time.perf_counter()
         self.guards.enter("forward", step + 1)
         seed_step(self._config.train.seed, step, self._world.rank)
-        sums, row = self._record_gradients(batch.inputs, batch.labels)
+        keys = self.keys_of(batch, step)
+        sums, row = self._record_gradients(batch.inputs, batch.labels, *([] if keys is None else [keys]))
         norm, loss = row.tolist()  # the only moment a step waits for the GPU
         pulse = self.guards.watchdog.pulse
         pulse.fitted = max(pulse.fitted, len(batch.labels) // self._config.train.accumulate)
@@ -88,7 +89,8 @@ class RecordedStep(TrainStep):
         touched, counts = [*self._buffers, *self._trained], PlainAttributes(self._model.module)
         before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step will tell
-            self._record_gradients.prepare(inputs, torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device))
+            labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
+            self._record_gradients.prepare(inputs, labels, *([labels] if self._model.draws_by_sample else []))
             if self._record_gradients.is_recorded:
                 self._record_update.prepare()
         with torch.no_grad():
@@ -112,17 +114,17 @@ class RecordedStep(TrainStep):
         drawn = [random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()]
         return [counted, present, *drawn]
 
-    def _make_gradients(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _make_gradients(self, inputs: Tensor, labels: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
         for parameter in self._trained:
             parameter.grad = None
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         accumulate = self._config.train.accumulate
         tally = DeviceTally(str(labels.device))
-        for part, answers, weight in cut(inputs, labels, accumulate):
-            loss, correct = self._forward(part, answers)
-            tally.add(loss, correct, len(answers))
-            (loss * weight).backward()
+        for part in cut(Part(inputs, labels, keys), accumulate):
+            loss, correct = self._forward(part)
+            tally.add(loss, correct, len(part.labels))
+            (loss * part.weight).backward()
         norm = total_norm(self._model.local_gradients())
         return tally.sums()[None], torch.stack([norm.float(), tally.mean_loss()])
 

@@ -15,7 +15,12 @@ import torch
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
-from paceline.checkpoints.identity import SILENT, require_same_run, warn_of_changed_code
+from paceline.checkpoints.identity import (
+    SILENT,
+    require_same_run,
+    warn_of_changed_code,
+    warn_of_other_random_numbers,
+)
 from paceline.checkpoints.resume import reader_of, restore_training
 from paceline.checkpoints.store import Checkpoint
 from paceline.config.code import CodeReference
@@ -40,6 +45,7 @@ from paceline.training.plan import RunPlan, make_plan
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
 from paceline.training.same_ranks import require_same_data
+from paceline.training.sample_keys import RANDOM_NUMBERS
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 from paceline.world.detect import World
@@ -103,6 +109,7 @@ class Rig:
             "scaler": self.step.scaler.state_dict(),
             "config": flatten(self.plan.config),
             "data": self.data.to_json(),
+            "random_numbers": RANDOM_NUMBERS,
             "code": {item.name: digest for item, digest in self.code.items()},
         }
 
@@ -121,6 +128,8 @@ class Rig:
         """Take over everything a checkpoint holds; refuse one of another run."""
         _compare_configs(checkpoint, self.plan)
         warn_of_changed_code(checkpoint, self.code)
+        if self.model.draws_by_sample:
+            warn_of_other_random_numbers(checkpoint, RANDOM_NUMBERS)
         state = _state_of(checkpoint)  # first: what cannot be used must not be half taken over
         self._take_data_of(checkpoint)
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())

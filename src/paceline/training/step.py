@@ -23,6 +23,7 @@ from paceline.parallel.exact import LaneReducer
 from paceline.training.guards import Guards
 from paceline.training.objective import build_objective
 from paceline.training.optim import MovingAverage, bare_step
+from paceline.training.sample_keys import ShareKeys
 from paceline.training.tally import DeviceTally, HostTally
 from paceline.world.detect import World
 from paceline.world.seeds import seed_step
@@ -37,6 +38,16 @@ class StepReport:
     grad_norm: float  # over all ranks, before clipping
     is_stop_wanted: bool  # by any rank
     busy_s: float  # this rank's own work: it waits for nobody in the forward pass
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some samples of a batch: a rank's share, a lane or a microbatch."""
+
+    inputs: Tensor
+    labels: Tensor
+    keys: Tensor | None  # of the samples: layers draw from them
+    weight: float = 1.0  # of its mean loss in the mean that is minimised
 
 
 class TrainStep:
@@ -61,6 +72,7 @@ class TrainStep:
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
         self.objective = build_objective(config)
+        self._keys = ShareKeys(config.train.seed, world.rank, world.device) if model.draws_by_sample else None
         self.guards = Guards()  # the ride's own, once it is open
         self._bytes_to_sum = model.bytes_to_sum()
         self._busy_s = 0.0
@@ -147,6 +159,10 @@ class TrainStep:
         for parameter in self._updated:  # the optimizer's own way takes as long as ten small operations
             parameter.grad = None
 
+    def keys_of(self, batch: Batch, step: int) -> Tensor | None:
+        """What layers draw from, for each sample of this rank's share; None if the model has no such layer."""
+        return self._keys.of(step, len(batch.labels)) if self._keys is not None else None
+
     def warm_up(self, inputs: Tensor) -> None:
         """Before the first step, with inputs of its shape: what need be done only once. Leaves no trace."""
 
@@ -156,7 +172,8 @@ class TrainStep:
     def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """The rank's whole share at once; the strategy sums gradients over ranks."""
         seed_step(self._config.train.seed, step, self._world.rank)
-        sums, mine = self._accumulate_gradients(batch.inputs, batch.labels, step, wants_stop, weight=1.0)
+        part = Part(batch.inputs, batch.labels, self.keys_of(batch, step))
+        sums, mine = self._accumulate_gradients(part, step, wants_stop)
         if self._model.shared is not None:
             self.guards.enter("reduce", step + 1)
             agreed = self._model.shared.average(mine)
@@ -171,37 +188,33 @@ class TrainStep:
         first = self._world.rank * lanes
         self._reducer.begin_step()
         rows = []
-        parts = zip(batch.inputs.chunk(lanes), batch.labels.chunk(lanes), strict=True)
-        for lane, (inputs, labels) in enumerate(parts, start=first):
+        share = Part(batch.inputs, batch.labels, self.keys_of(batch, step), weight=1 / self._world.world_size)
+        for lane, part in enumerate(cut(share, lanes), start=first):
             seed_step(self._config.train.seed, step, lane)
             self._reducer.begin_lane()
-            weight = 1 / (lanes * self._world.world_size)
-            sums, mine = self._accumulate_gradients(inputs, labels, step, wants_stop, weight=weight)
+            sums, mine = self._accumulate_gradients(part, step, wants_stop)
             rows.append(sums)
             self._reducer.end_lane(mine)
         self.guards.enter("reduce", step + 1)
         return torch.stack(rows), self._reducer.end_step()
 
-    def _accumulate_gradients(
-        self, inputs: Tensor, labels: Tensor, step: int, wants_stop: bool, *, weight: float
-    ) -> tuple[Tensor, Tensor]:
-        """Forward and backward, microbatch by microbatch; `weight` is this part's share of the mean.
+    def _accumulate_gradients(self, share: Part, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
+        """Forward and backward, microbatch by microbatch.
 
         Returns the sums and this part's passengers: whether to stop, and its mean loss.
         """
         accumulate = self._config.train.accumulate
         tally = HostTally() if self._world.device == "cpu" else DeviceTally(self._world.device)
         mine = None
-        for number, (part, answers, part_weight) in enumerate(cut(inputs, labels, accumulate), start=1):
+        for number, part in enumerate(cut(share, accumulate), start=1):
             began = time.perf_counter()
             self.guards.enter("forward", step + 1)
             if self.guards.faults:
-                self.guards.faults.take_memory(len(part), step + 1)
+                self.guards.faults.take_memory(len(part.labels), step + 1)
             self._model.reduce_gradients(number == accumulate)
-            loss, correct = self._forward(part, answers)
-            tally.add(loss, correct, len(answers))
-            share = weight * part_weight
-            objective = self.scaler.scale(loss * share if share != 1 else loss)
+            loss, correct = self._forward(part)
+            tally.add(loss, correct, len(part.labels))
+            objective = self.scaler.scale(loss * part.weight if part.weight != 1 else loss)
             if number == accumulate:
                 mine = tally.passengers(wants_stop)
             self._busy_s += time.perf_counter() - began
@@ -209,17 +222,17 @@ class TrainStep:
                 self._tell_waiting()  # sharded weights were waited for on the way
             self.guards.enter("backward", step + 1)
             self._backward(objective, mine)
-            self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part))
+            self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part.labels))
         assert mine is not None
         return tally.sums(), mine
 
-    def _forward(self, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, part: Part) -> tuple[Tensor, Tensor]:
         """The mean loss, and the number of correct answers."""
         with autocast(self._model, self._world):
-            logits = self._model(inputs)
-            loss = self.objective.mean_loss(logits.float(), labels)
+            logits = self._model(part.inputs, part.keys)
+            loss = self.objective.mean_loss(logits.float(), part.labels)
         with torch.no_grad():
-            return loss, (logits.argmax(1) == labels).sum()
+            return loss, (logits.argmax(1) == part.labels).sum()
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
         objective.backward()
@@ -232,10 +245,14 @@ class TrainStep:
         self.guards.phases.waited(*self._model.exposed.take())
 
 
-def cut(inputs: Tensor, labels: Tensor, parts: int) -> list[tuple[Tensor, Tensor, float]]:
-    """Microbatches, each with its share of the samples: the weight of its mean loss in the mean of all."""
-    pieces = zip(inputs.tensor_split(parts), labels.tensor_split(parts), strict=True)
-    return [(part, answers, len(answers) / len(labels)) for part, answers in pieces]
+def cut(whole: Part, parts: int) -> list[Part]:
+    """Lanes or microbatches. Their mean losses are weighted by their samples."""
+    if parts == 1:
+        return [whole]
+    inputs, labels = whole.inputs.tensor_split(parts), whole.labels.tensor_split(parts)
+    keys = whole.keys.tensor_split(parts) if whole.keys is not None else [None] * parts
+    weights = [whole.weight * (len(part) / len(whole.labels)) for part in labels]
+    return list(map(Part, inputs, labels, keys, weights))
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

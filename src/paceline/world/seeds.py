@@ -1,7 +1,8 @@
-"""Random numbers of the model: initial weights and dropout.
+"""Random numbers from generators: initial weights, and random operations of external models.
 
 The generators are set anew before every step from (seed, step, rank), so there is no generator state
-to save and a resumed run draws what the undisturbed one would have drawn.
+to save and a resumed run draws what the undisturbed one would have drawn. Our own models draw no numbers from
+generators in a step (models/dropout.py).
 """
 
 from __future__ import annotations

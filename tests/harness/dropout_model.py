@@ -1,0 +1,21 @@
+"""External models with dropout: of torch, which is drawn per rank, and of ours, which is drawn per sample."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from paceline.models.dropout import SampleDropout
+
+
+def build(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    return _build(num_classes, input_shape, nn.Dropout(0.5))
+
+
+def build_by_sample(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    return _build(num_classes, input_shape, SampleDropout(0.5))
+
+
+def _build(num_classes: int, input_shape: tuple[int, ...], dropout: nn.Module) -> nn.Module:
+    pooled = nn.Sequential(nn.AvgPool2d(4), nn.Flatten())
+    width = input_shape[0] * (input_shape[1] // 4) * (input_shape[2] // 4)
+    return nn.Sequential(pooled, dropout, nn.Linear(width, num_classes))
