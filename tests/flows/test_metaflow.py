@@ -349,6 +349,49 @@ def test_the_faults_struck_and_each_attempt_says_where_it_goes_on(disturbed: Flo
         assert disturbed.out.count("node 1 has a disk of its own") == 3
 
 
+# --- From one run to the next
+
+
+def test_an_interrupted_flow_is_resumed_from_its_checkpoints(
+    place: Place, undisturbed: FlowRun, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """`flow.py resume` after power loss: on from the origin run's newest checkpoint, to the same weights."""
+    cut = Place(tmp_path_factory.mktemp("cut"))
+    shutil.copy(place.path / "tiny.yaml", cut.path)
+    flags = "--save-steps 5 --inject 'slow rank=0 step=22 seconds=60'"
+    with cut.started("flow.py", "run", *PARAMETERS, "--flags", flags) as process:
+        wait_for_checkpoint_in_store(cut, process, attempt=1)
+    interrupted = FlowRun(cut, (cut.path / "out.txt").read_text())
+    answer = cut.flow("flow.py", "resume")
+    assert answer.code == 0, answer.out + answer.err
+    resumed = FlowRun(cut, answer.out)
+    assert resumed.pathspec != interrupted.pathspec
+    (origin,) = re.findall(r"\] From step (\d+) of (PacelineFlow/\d+)/train/2, attempt 1", resumed.out)
+    assert origin[1] == interrupted.pathspec
+    assert re.findall(r"resumed +at step (\d+)", resumed.out) == [origin[0]]
+    assert resumed.told["results"]["weights_sha256"] == undisturbed.told["results"]["weights_sha256"]
+    assert what_was_computed(resumed.told["history"]) == what_was_computed(undisturbed.told["history"])
+
+
+def test_eager_passes_over_a_newer_run_with_other_settings(undisturbed: FlowRun) -> None:
+    """`start` chooses the newest checkpoint that fits, and the training goes on from it."""
+    place = undisturbed.place
+    few = ["--recipe", "tiny.yaml", "--epochs", "1", "--batch-size", "64", "--cluster-size", "1"]
+    other = place.flow("flow.py", "run", *few, "--flags", "--seed 7 --max-steps 2", "--load-policy", "eager")
+    assert other.code == 0, other.out + other.err
+    note = f"From the beginning: no earlier run has a checkpoint for this one ({undisturbed.pathspec} is another run"
+    assert note in other.out
+    longer = [*PARAMETERS, "--epochs", "3", "--load-policy", "eager"]
+    answer = place.flow("flow.py", "run", *longer)
+    assert answer.code == 0, answer.out + answer.err
+    run = FlowRun(place, answer.out)
+    chosen = f"From step {STEPS} of {undisturbed.pathspec}/train/2, attempt 1"
+    assert re.findall(rf"/start/1 .*\] {chosen}$", run.out, re.MULTILINE)
+    assert re.findall(r"resumed +at step (\d+)", run.out) == [str(STEPS)]
+    assert run.told["results"]["steps"] == STEPS + STEPS // 2
+    assert run.told["attempts"] == 1
+
+
 # --- Clusters, as far as they can be compiled here
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import json
 import shutil
 import socket
 import subprocess
@@ -22,7 +24,7 @@ from paceline.config.load import load_config
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.integrations.metaflow_support.courier import Courier
 from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet, read_answer
-from paceline.integrations.metaflow_support.request import check_request
+from paceline.integrations.metaflow_support.request import StartPoint, check_request
 from paceline.launch.request import check_loaded
 from paceline.runs.folder import RunFolder
 from paceline.training.inject import flip_a_bit
@@ -425,43 +427,72 @@ def test_a_store_that_fails_does_not_end_training_and_is_tried_again(run: RunFol
 # --- What a task goes on from
 
 
-def parcel(step: int, run: int, *, is_best: bool, best_key: str = "") -> dict[str, Any]:
+def parcel(step: int, run: int, *, is_best: bool = False, best_key: str = "", **about: Any) -> dict[str, Any]:
+    said = {**json.loads(json.dumps(check_request(recipe="shapes-cnn").about)), **about}
     return {
         "key": f"key-{step}",
         "pathspec": f"F/{run}/train/2",
         "attempt": 0,
         "created_on": f"2026-01-{run:02}T{step:02}:00:00",
-        "metadata": {"step": step, "is_best": is_best, "best_key": best_key},
+        "metadata": {**said, "step": step, "is_best": is_best, "best_key": best_key},
     }
 
 
+OWN = parcel(9, 3, best_key="key-5")
+ORIGIN = StartPoint("key-7", "key-6", 7, "F/2/train/2", 0)
+EARLIER = StartPoint("key-8", "key-4", 8, "F/1/train/2", 0)
+
+
 @pytest.mark.parametrize(
-    ("policy", "has_own", "best_is_latest", "keys"),
+    ("policy", "has_own", "is_resumed", "keys"),
     [
         ("fresh", False, False, []),
         ("fresh", True, False, ["key-9", "key-5"]),
+        ("fresh", False, True, ["key-7", "key-6"]),
+        ("fresh", True, True, ["key-9", "key-5"]),
         ("eager", False, False, ["key-8", "key-4"]),
-        ("eager", False, True, ["key-4"]),
         ("eager", True, False, ["key-9", "key-5"]),
-        ("none", True, False, []),
+        ("eager", False, True, ["key-7", "key-6"]),
+        ("none", True, True, []),
     ],
 )
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what Metaflow imports
 def test_load_policies_with_a_fake_datastore(
-    policy: str, has_own: bool, best_is_latest: bool, keys: list[str], monkeypatch: pytest.MonkeyPatch
+    policy: str, has_own: bool, is_resumed: bool, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Its own attempts first, then the run that is resumed, then what eager has found in start."""
     from paceline.integrations.metaflow_support import steps
 
-    own = parcel(9, 3, is_best=False, best_key="key-5")
-    others = [parcel(2, 1, is_best=True), parcel(8, 2, is_best=False, best_key="key-4"), parcel(4, 2, is_best=True)]
-    store = SimpleNamespace(
-        is_loaded=has_own,
-        info=SimpleNamespace(to_dict=lambda: own),
-        list=lambda *, name, full_namespace: others if full_namespace else [],
-    )
-    monkeypatch.setattr(steps, "current", SimpleNamespace(checkpoint=store, parallel=SimpleNamespace(node_index=1)))
-    request = check_request(recipe="shapes-cnn", load_policy=policy, best_is_latest=best_is_latest)
-    assert steps.choose_parcels(request)[0] == keys
+    store = SimpleNamespace(is_loaded=has_own, info=SimpleNamespace(to_dict=lambda: OWN))
+    current = SimpleNamespace(checkpoint=store, origin_run_id="2" if is_resumed else None, flow_name="F", step_name="s")
+    monkeypatch.setattr(steps, "current", current)
+    monkeypatch.setattr(steps, "newest_of_origin", lambda *given: (ORIGIN, ""))
+    request = check_request(recipe="shapes-cnn", load_policy=policy)
+    request = dataclasses.replace(request, earlier=EARLIER if policy == "eager" else None)
+    assert steps.tell_start(request)[0] == keys
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_only_a_checkpoint_of_the_same_recipe_and_identity_is_chosen() -> None:
+    """The newest of another recipe, of other settings or without any is passed over, and the newest one is named."""
+    from paceline.integrations.metaflow_support.earlier import choose
+
+    identity = check_request(recipe="shapes-cnn").about["identity"]
+    own = [parcel(2, 1, is_best=True), parcel(4, 1, best_key="key-2")]
+    others = [
+        parcel(6, 2, recipe="synthetic-mlp"),
+        parcel(7, 3, identity={**identity, "seed": 7}),
+        parcel(8, 4, identity={**identity, "dataset": "cifar10"}),
+    ]
+    unknown = parcel(9, 5)
+    del unknown["metadata"]["identity"]
+    request = check_request(recipe="shapes-cnn", epochs=30, learning_rate=0.3)  # these may change
+    assert choose(request, [*own, *others, unknown])[0] == StartPoint("key-4", "key-2", 4, "F/1/train/2", 0)
+    best_first = check_request(recipe="shapes-cnn", best_is_latest=True)
+    assert choose(best_first, [*others, *own])[0] == StartPoint("key-2", "", 2, "F/1/train/2", 0)
+    assert choose(request, others[:2]) == (None, "F/3 is another run: seed 7, now 42")
+    assert choose(request, others[:1]) == (None, "F/2 is another run: recipe 'synthetic-mlp', now 'shapes-cnn'")
+    assert choose(request, []) == (None, "")
 
 
 # --- The leash

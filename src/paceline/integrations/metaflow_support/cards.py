@@ -25,10 +25,9 @@ _COLOURS = {  # told apart by colour-blind people, too
 class TrainingCard:
     """Where this node is; and on the one that has rank 0's metrics, how training goes, kept up to date by a thread."""
 
-    def __init__(self, card: Any, node: Node, origin: str) -> None:
+    def __init__(self, card: Any, node: Node) -> None:
         self._card = card
         self._node = node
-        self._origin = origin
         self._over = threading.Event()
         self._shown: tuple[int, int] | None = None
         self._head = Markdown(self._headline({}))
@@ -82,7 +81,7 @@ class TrainingCard:
         request = self._node.request
         where = f"node {self._node.place.own} of {self._node.place.nodes}, attempt {self._node.attempt + 1}"
         title = f"# {request.name}: {request.about['model_name']} on {request.about['dataset']}"
-        words = [title, f"{where}. {self._origin}."]
+        words = [title, f"{where}. {self._node.origin}."]
         if status:
             reason = f" ({status['reason']})" if status.get("reason") else ""
             words.append(f"**{status.get('status', '')}**{reason}, step {status.get('step', 0)}")
@@ -96,7 +95,7 @@ class TrainingCard:
             numbers = [f"{loss:.4f}" if loss is not None else "", f"{accuracy:.2%}" if accuracy is not None else ""]
             name = sent["key"].rpartition("/")[2]
             lines.append(f"| {sent['step']} | {sent['epoch']} | {' | '.join(numbers)} | {marks} | `{name}` |")
-        return "\n".join([f"{self._origin}. Sent to the datastore since:", "", *lines])
+        return "\n".join([f"{self._node.origin}. Sent to the datastore since:", "", *lines])
 
 
 def layout_table(node: Node) -> str:

@@ -51,6 +51,11 @@ class Node:
     has_shared_disk: bool  # with the main node
 
     @property
+    def origin(self) -> str:
+        """Where the gang goes on from, in words."""
+        return str(self.gang.plan["origin"])
+
+    @property
     def owns_folder(self) -> bool:
         """Whether what is in the run folder is this node's to send, show and remove."""
         return self.place.is_main or not self.has_shared_disk
@@ -141,8 +146,8 @@ class Node:
             print(f"warning: a checkpoint did not arrive: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def join(request: Request, place: Place, datastore: Datastore, attempt: int, keys: list[str]) -> Node:
-    """Meet the other nodes. `keys` are the parcels to go on from, as the main node sees them."""
+def join(request: Request, place: Place, datastore: Datastore, attempt: int, keys: list[str], origin: str = "") -> Node:
+    """Meet the other nodes. `keys` are the parcels to go on from, as the main node sees them; `origin` in words."""
 
     def make_courier(folder: RunFolder) -> Courier:
         return Courier(folder, datastore, request.about, request.best_is_latest)
@@ -158,7 +163,7 @@ def join(request: Request, place: Place, datastore: Datastore, attempt: int, key
         (courier.folder.path / _MARK).write_text(mark)
         device, gpus = _share_gpus(request, layout)
         places = {"folder": str(courier.folder.path), "mark": mark, "port": free_port() if place.nodes > 1 else 0}
-        return {**places, "keys": keys, "device": device, "gpus": gpus}
+        return {**places, "keys": keys, "origin": origin, "device": device, "gpus": gpus}
 
     about = {"host": socket.gethostname(), "machine": _machine(), "cores": usable_cores(), "pid": os.getpid()}
     gang = meet(place, about, make_plan, request.node_timeout_s)

@@ -11,6 +11,8 @@ import shlex
 from dataclasses import dataclass, field
 from typing import Any
 
+from paceline.checkpoints.identity import IDENTITY
+from paceline.config.fields import flatten
 from paceline.config.load import LoadedConfig, load_config, parse_flags, to_yaml
 from paceline.config.rules import check_world
 from paceline.errors import UserError
@@ -32,6 +34,24 @@ _NOT_IN_FLAGS = {
 
 
 @dataclass(frozen=True)
+class StartPoint:
+    """A checkpoint in the datastore to go on from."""
+
+    key: str
+    best_key: str  # of the best checkpoint so far; empty: this one, or none yet
+    step: int
+    pathspec: str  # of the task that sent it
+    attempt: int
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for key in (self.key, self.best_key) if key]
+
+    def __str__(self) -> str:
+        return f"From step {self.step} of {self.pathspec}, attempt {self.attempt + 1}"
+
+
+@dataclass(frozen=True)
 class Request:
     """What every node needs to know. The recipe travels as text: its file need not exist on the nodes."""
 
@@ -50,6 +70,7 @@ class Request:
     about: dict[str, Any]  # what a person looks for in a list of models: model_name, epochs, batch_size, ...
     # Of this flow's nodes. It travels with the request in the datastore, and is not part of what is printed of it.
     secret: str = field(default="", repr=False, compare=False)
+    earlier: StartPoint | None = None  # of an earlier run, if the load policy allows it
 
 
 def check_request(
@@ -98,6 +119,7 @@ def check_request(
             "batch_size": config.train.global_batch_size,
             "learning_rate": config.optim.base_lr,
             "seed": config.train.seed,
+            "identity": {name: value for name, value in flatten(config).items() if name in IDENTITY},
         },
         secret=create_secret(),
     )

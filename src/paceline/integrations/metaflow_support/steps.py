@@ -15,7 +15,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,10 @@ from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.store import pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.metaflow_support.cards import TrainingCard
-from paceline.integrations.metaflow_support.courier import PARCEL_NAME
+from paceline.integrations.metaflow_support.earlier import as_start_point, newest_of_flow, newest_of_origin
 from paceline.integrations.metaflow_support.gang import Place
 from paceline.integrations.metaflow_support.node import Node, join
-from paceline.integrations.metaflow_support.request import Request, check_request
+from paceline.integrations.metaflow_support.request import Request, StartPoint, check_request
 from paceline.launch.policy import FINAL_CODES
 from paceline.metrics.recorder import Row, read_rows
 from paceline.runs.folder import RunFolder
@@ -94,18 +94,31 @@ def _wants_packages(arguments: list[str], environment: Mapping[str, str]) -> boo
 
 
 @contextmanager
-def one_screen() -> Iterator[None]:
-    """Errors that explain themselves, in Metaflow's way of telling them."""
+def one_screen(*, is_final: bool = False) -> Iterator[None]:
+    """Errors that explain themselves, in Metaflow's way of telling them.
+
+    `is_final`: a person's mistake is not tried again, where the step has @retry.
+    """
     try:
         yield
     except PacelineError as error:
+        if is_final and isinstance(error, UserError):
+            print(error.screen(), file=sys.stderr, flush=True)
+            sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
         raise Refused(error.screen()) from None
 
 
-def checked(**parameters: Any) -> Request:
-    """The flow's parameters as one request; what is wrong with them is said here, before anything starts."""
+def checked(*, train_step: str = "train", **parameters: Any) -> Request:
+    """The flow's parameters as one request; what is wrong with them is said here, before anything starts.
+
+    `train_step` is the name of the step that trains: with load policy eager its checkpoints are looked for.
+    """
     with one_screen():
         request = check_request(**parameters)
+    if request.load_policy == "eager":
+        found, note = newest_of_flow(request, current.flow_name, current.run_id, train_step)
+        request = replace(request, earlier=found)
+        print(found or f"From the beginning: no earlier run has a checkpoint for this one{note and f' ({note})'}")
     nodes = f"{request.cluster_size} node" + ("s" if request.cluster_size > 1 else "")
     print(f"{request.name}: {request.about['model_name']} on {request.about['dataset']}, {nodes}")
     return request
@@ -114,11 +127,12 @@ def checked(**parameters: Any) -> Request:
 @contextmanager
 def training(request: Request) -> Iterator[Trained | None]:
     """Train as this node of the gang. Yields the outcome on the node that has it, None on the others."""
-    with one_screen():
-        keys, origin = choose_parcels(request)
-        node = join(request, read_place(request), current.checkpoint, current.retry_count, keys)
+    place = read_place(request)
+    with one_screen(is_final=True):
+        keys, origin = tell_start(request) if place.is_main else ([], "")
+        node = join(request, place, current.checkpoint, current.retry_count, keys, origin)
     try:
-        with _card(node, origin):
+        with _card(node):
             code = node.train()
         if code != 0:
             _fail(node, code)
@@ -135,39 +149,39 @@ def read_place(request: Request) -> Place:
     return Place(gang.num_nodes, gang.node_index, gang.main_ip, name, secret)
 
 
-def choose_parcels(request: Request) -> tuple[list[str], str]:
-    """The checkpoint to go on from, with the best one so far, and where it came from in words."""
-    found: Any = None
-    if request.load_policy != "none" and current.checkpoint.is_loaded:
-        found = current.checkpoint.info.to_dict()
-    elif request.load_policy == "eager":
-        found = _newest_of_all(best_only=request.best_is_latest)
-    if found is None:
-        origin = "From the beginning"
-    else:
-        said = found["metadata"]
-        origin = f"From step {said['step']} of {found['pathspec']}, attempt {int(found['attempt']) + 1}"
-    if current.parallel.node_index == 0:
-        print(f"{origin} (load policy {request.load_policy})", flush=True)
-    return [key for key in (found["key"], found["metadata"]["best_key"]) if key] if found else [], origin
+def choose_start(request: Request) -> tuple[StartPoint | None, str]:
+    """Where to go on from, and a note if a checkpoint was found that is another run's. For the main node."""
+    if request.load_policy == "none":
+        return None, ""
+    if current.checkpoint.is_loaded:  # by an earlier attempt of this task
+        return as_start_point(current.checkpoint.info.to_dict()), ""
+    note = ""
+    if current.origin_run_id:  # flow.py resume
+        found, note = newest_of_origin(request, current.flow_name, current.origin_run_id, current.step_name)
+        if found is not None:
+            return found, ""
+    return request.earlier, note
 
 
-def _newest_of_all(*, best_only: bool) -> dict[str, Any] | None:
-    """Of any earlier run of this step, in this namespace."""
-    listed = current.checkpoint.list(name=PARCEL_NAME, full_namespace=True)
-    fitting = [entry for entry in listed if entry["metadata"].get("is_best") or not best_only]
-    return max(fitting, key=lambda entry: str(entry["created_on"]), default=None)
+def tell_start(request: Request) -> tuple[list[str], str]:
+    """The keys of the parcels to go on from, and where they came from in words, which are printed."""
+    found, note = choose_start(request)
+    origin = str(found) if found else "From the beginning"
+    print(f"{origin} (load policy {request.load_policy})", flush=True)
+    if note and found is None:
+        print(f"note: {note}", flush=True)
+    return found.keys if found else [], origin
 
 
 @contextmanager
-def _card(node: Node, origin: str) -> Iterator[None]:
+def _card(node: Node) -> Iterator[None]:
     """A flow may leave the card out."""
     try:
         card = current.card[CARD]
     except (AttributeError, KeyError):
         yield
         return
-    live = TrainingCard(card, node, origin)
+    live = TrainingCard(card, node)
     live.start()
     try:
         yield
@@ -178,8 +192,9 @@ def _card(node: Node, origin: str) -> Iterator[None]:
 def _fail(node: Node, code: int) -> None:
     words = node.gang.lost or _IN_WORDS.get(code, "its own report is above")
     message = f"node {node.place.own}: paceline ended with exit code {code} ({words})"
-    # Nodes with disks of their own may miss a checkpoint that arrives a moment late; the next attempt has it.
-    is_late = code == EXIT_CHECKPOINT and node.place.nodes > 1
+    # Nodes with disks of their own may miss a checkpoint that arrives a moment late; the next attempt has it. The main
+    # node knows that there was one: without it, ranks have refused the checkpoint that they were to go on from.
+    is_late = code == EXIT_CHECKPOINT and node.place.nodes > 1 and not (node.place.is_main and not node.courier.history)
     if code in FINAL_CODES and not is_late:
         print(f"{message}; it would fail again in the same way", file=sys.stderr, flush=True)
         sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)

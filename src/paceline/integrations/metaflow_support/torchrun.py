@@ -14,7 +14,7 @@ from metaflow import current
 
 from paceline.integrations.metaflow_support.courier import Courier
 from paceline.integrations.metaflow_support.request import Request
-from paceline.integrations.metaflow_support.steps import Trained, choose_parcels, one_screen, outcome
+from paceline.integrations.metaflow_support.steps import Trained, one_screen, outcome, tell_start
 from paceline.runs.folder import RunFolder, has_checkpoint
 
 
@@ -25,10 +25,10 @@ def training_by_torchrun(request: Request) -> Iterator[Trained | None]:
     folder, recipe = RunFolder(base / "run"), base / f"{request.name}.yaml"
     is_main = current.parallel.node_index == 0
     courier: Courier | None = None
-    with one_screen():
-        keys, _ = choose_parcels(request)
+    with one_screen(is_final=True):
         folder.create()
         if is_main:
+            keys, _ = tell_start(request)
             courier = Courier(folder, current.checkpoint, request.about, request.best_is_latest)
             if not has_checkpoint(folder.path):  # an earlier attempt's disk may be gone
                 courier.fetch(keys)
