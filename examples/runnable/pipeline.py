@@ -38,7 +38,7 @@ def main() -> Pipeline:
             PythonTask(
                 name="train",
                 function=steps.train,
-                catalog=Catalog(put=steps.catalogued("*_output.log", f"{steps.CHECKPOINT}/*")),
+                catalog=Catalog(put=steps.catalogued("*_output.log", steps.CHECKPOINTS)),
                 overrides={"argo": "train"},
             ),
             PythonTask(

@@ -24,7 +24,7 @@ from flows.runnable_rides import (
     start_pipeline,
     undisturbed_pipeline,
 )
-from harness.cli import environment
+from harness.cli import environment, paceline
 from harness.processes import kill_all_in, seconds_until_empty
 from harness.runs import read_results, step_losses
 from paceline.checkpoints.store import open_checkpoint
@@ -116,7 +116,11 @@ def test_catalog_holds_everything(pipeline: Pipeline) -> None:
         "distributed_model_checkpoint/model.safetensors",
         "distributed_model_checkpoint/optimizer.safetensors",
         "distributed_model_checkpoint/state.json",
+        "best_model_checkpoint/manifest.json",
+        "best_model_checkpoint/model.safetensors",
+        "epoch_2_checkpoint/manifest.json",
     }
+    assert "epoch_1_checkpoint/manifest.json" not in names  # save_frequency 2
     assert (pipeline.catalog / "report.html").read_bytes() == (pipeline.folder / "report.html").read_bytes()
     assert not any(name.endswith((".pt", ".pth", ".pkl", ".pickle")) for name in names)
 
@@ -131,12 +135,37 @@ def test_metrics_come_from_every_rank(pipeline: Pipeline) -> None:
     assert results["success"] is True
     for rank in (0, 1):
         log = (pipeline.catalog / f"process_{rank}_output.log").read_text()
-        assert log == (pipeline.folder / "logs" / f"rank-{rank}.log").read_text()
+        assert log.startswith((pipeline.folder / "logs" / f"rank-{rank}.log").read_text())
         assert f"rank {rank} " in log
+        assert log.count(" of this rank, ") == 2  # a line of each epoch
+    assert "test accuracy" in (pipeline.catalog / "process_0_output.log").read_text()  # what it said on the console
 
 
-def test_checkpoint_in_the_catalog_is_whole_and_the_last(pipeline: Pipeline) -> None:
+def test_each_rank_has_its_losses_accuracies_and_times_by_epoch(pipeline: Pipeline) -> None:
+    """metrics_rank_R.json: what this rank's own samples gave; over the ranks they add up to the epoch's."""
+    rows = [row for row in read_rows(pipeline.folder / "metrics.jsonl") if row.get("phase") == "train"]
+    ranks = [json.loads((pipeline.catalog / f"metrics_rank_{rank}.json").read_text())["epochs"] for rank in (0, 1)]
+    for number, row in enumerate(rows):
+        parts = [epochs[number] for epochs in ranks]
+        assert [part["epoch"] for part in parts] == [row["epoch"]] * 2
+        assert [part["samples"] for part in parts] == [80, 80]
+        assert [part["seconds"] for part in parts] == [row["seconds"]] * 2
+        for name in ("loss", "accuracy"):
+            assert sum(part[name] for part in parts) / 2 == pytest.approx(row[name], rel=1e-12)  # in another order
+    assert ranks[0][0]["loss"] != ranks[1][0]["loss"]
+
+
+def test_checkpoints_in_the_catalog_are_whole_and_the_test_names_the_one_it_used(pipeline: Pipeline) -> None:
+    """The last and the best; `paceline evaluate` of the catalog's folder gives the pipeline's own test accuracy."""
     assert open_checkpoint(pipeline.catalog / "distributed_model_checkpoint").step == STEPS
+    assert open_checkpoint(pipeline.catalog / "epoch_2_checkpoint").step == STEPS
+    tested = read_json(pipeline.catalog / "evaluation.json")
+    assert tested["checkpoint"] == "best_model_checkpoint"
+    best = open_checkpoint(pipeline.catalog / "best_model_checkpoint").step
+    assert tested["step"] == best == STEPS // 2 * int(str(read_results(pipeline.folder)["best_epoch"]))
+    answer = paceline("evaluate", str(pipeline.catalog / "best_model_checkpoint"), cwd=pipeline.home)
+    assert answer.code == 0, answer
+    assert f"test accuracy {tested['test_accuracy']:.2%}, loss {tested['test_loss']:.4f}" in answer.out
 
 
 def test_data_is_what_was_trained_on(pipeline: Pipeline) -> None:
@@ -201,6 +230,19 @@ def test_a_retried_run_counts_every_step_once(retried: Pipeline) -> None:
     assert results["performance"]["total_samples_processed"] == STEPS * 32
     attempts = json.loads(retried.run_log.read_text())["steps"]["train"]["attempts"]
     assert [attempt["status"] for attempt in attempts] == ["FAIL", "SUCCESS"]
+
+
+@pytest.mark.parametrize("name", ["pipeline", "retried"])
+def test_there_is_one_rate_and_the_times_of_epochs_add_up(name: str, request: pytest.FixtureRequest) -> None:
+    """samples_per_second means the same everywhere, and time_per_epoch times the epochs is the training time."""
+    results = json.loads((request.getfixturevalue(name).catalog / "distributed_training_results.json").read_text())
+    performance, ranks = results["performance"], results["process_metrics"]
+    rate = performance["total_samples_processed"] / performance["total_training_time"]
+    assert results["samples_per_second"] == performance["samples_per_second"] == rate
+    assert sum(entry["samples_per_second"] for entry in ranks) == pytest.approx(rate, rel=1e-12)
+    assert performance["time_per_epoch"] * 2 == pytest.approx(performance["total_training_time"], rel=1e-12)
+    assert sum(epoch["seconds"] for epoch in ranks[0]["epochs"]) == performance["total_training_time"]
+    assert performance["learning_rate"] == pytest.approx(0.004, rel=1e-12)
 
 
 def test_a_retry_says_which_variables_it_does_not_use(retried: Pipeline) -> None:

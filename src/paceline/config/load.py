@@ -9,11 +9,20 @@ import io
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tyro
 
 from paceline.config.fields import FieldSpec, field_table, find_field, flatten
-from paceline.config.recipe_file import Setting, default_line, find_recipe, read_recipe, setting_line, unknown_name
+from paceline.config.recipe_file import (
+    Setting,
+    as_typed,
+    default_line,
+    find_recipe,
+    read_recipe,
+    setting_line,
+    unknown_name,
+)
 from paceline.config.schema import Config
 from paceline.config.text import check_text
 from paceline.errors import UserError
@@ -50,6 +59,18 @@ def load_config(recipe: str, flags: list[str]) -> LoadedConfig:
         config=_parse(settings),
         settings={setting.field.name: setting for setting in settings},
     )
+
+
+def load_saved(values: dict[str, Any], where: Path, flags: list[str]) -> LoadedConfig:
+    """The same from the flat config that a checkpoint holds. Settings that this release does not know are left out."""
+    fields = {name: field for name in values if (field := field_table().get(name)) is not None}
+    saved = [Setting(field, as_typed(values[name]), "file", f"{where}, {name}") for name, field in fields.items()]
+    for setting in saved:
+        for value in setting.values:
+            check_text(value, setting.field.name, where=setting.where)
+    settings = saved + parse_flags(flags)
+    winners = {setting.field.name: setting for setting in settings}
+    return LoadedConfig(_recipe_name(where), where, _parse(settings), winners)
 
 
 def parse_flags(arguments: list[str]) -> list[Setting]:

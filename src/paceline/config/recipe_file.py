@@ -121,6 +121,12 @@ def _line_of(node: yaml.Node) -> str:
     return str(mark.buffer)[mark.pointer :].partition("\n")[0].rstrip()
 
 
+def as_typed(value: object) -> tuple[str, ...]:
+    """A value as a person would type it."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+
+
 def setting_line(name: str, value: object) -> str:
     """A setting as a recipe has it."""
     return f"{name}: {_written(value)}"

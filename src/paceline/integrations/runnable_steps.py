@@ -15,16 +15,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.checkpoints.store import pointed_at
+from paceline.checkpoints.format import step_folders, step_of
+from paceline.checkpoints.store import inspect_checkpoint, pointed_at
 from paceline.errors import EXIT_FINISHED, PacelineError
 from paceline.integrations.runnable_child import run_paceline
 from paceline.integrations.runnable_parameters import Request, fit_world, load_request, make_request, name_parameters
 from paceline.metrics.recorder import Row, read_rows
+from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RUNS, RunFolder, write_atomically, write_json
 
 RUN_ID = "RUNNABLE_RUN_ID"
 RETRY_RUN_ID = "RUNNABLE_RETRY_RUN_ID"
-CHECKPOINT = "distributed_model_checkpoint"
+_CHECKPOINT_END = "_checkpoint"
+CHECKPOINT = f"distributed_model{_CHECKPOINT_END}"  # the last one
+BEST_CHECKPOINT = f"best_model{_CHECKPOINT_END}"
+CHECKPOINTS = f"*{_CHECKPOINT_END}/*"  # for the catalog
 TRAINING_LOG = "training_output.log"  # of all attempts
 RESULTS = "distributed_training_results.json"
 
@@ -101,7 +106,8 @@ def prepare_data(**parameters: Any) -> dict[str, Any]:
 def train(training_request: dict[str, Any]) -> None:
     """`paceline train` in the run folder, from the beginning, or in a retry from the newest checkpoint."""
     request = Request(**training_request)
-    flags, warning = fit_world(load_request(request))
+    loaded = load_request(request)
+    flags, warning = fit_world(loaded)
     if warning:
         print(warning)
     arguments = ["train", request.recipe, *request.flags, *flags, "--output-dir", str(run_folder().path)]
@@ -113,20 +119,34 @@ def train(training_request: dict[str, Any]) -> None:
         _copy_logs(run_folder())  # above all those of a training that failed
     if code != EXIT_FINISHED:
         raise CommandFailed("paceline train", code)
-    _copy_checkpoint(run_folder())
+    _copy_checkpoints(run_folder(), loaded.config.run.save_frequency)
 
 
 def _copy_logs(folder: RunFolder) -> None:
+    """The output of each rank, complete. What rank 0 prints goes to the console, which training_output.log holds."""
     for log in folder.logs.glob("rank-*.log"):
-        shutil.copyfile(log, artifacts() / f"process_{log.stem.removeprefix('rank-')}_output.log")
+        target = artifacts() / f"process_{log.stem.removeprefix('rank-')}_output.log"
+        shutil.copyfile(log, target)
+        if log.stem == "rank-0":
+            with target.open("ab") as out, (artifacts() / TRAINING_LOG).open("rb") as console:
+                shutil.copyfileobj(console, out)
 
 
-def _copy_checkpoint(folder: RunFolder) -> None:
-    """The newest one, whole: weights, optimizer, state and the manifest that seals them."""
-    latest = pointed_at(folder.checkpoints, "latest")
+def _copy_checkpoints(folder: RunFolder, save_frequency: int) -> None:
+    """The last one, the best one, and those that `save_frequency` keeps; each whole, with its manifest."""
+    for old in artifacts().glob(f"*{_CHECKPOINT_END}"):
+        shutil.rmtree(old)
+    latest, best = (pointed_at(folder.checkpoints, name) for name in ("latest", "best"))
     assert latest is not None  # a finished run has saved
-    shutil.rmtree(artifacts() / CHECKPOINT, ignore_errors=True)
     shutil.copytree(latest, artifacts() / CHECKPOINT)
+    if best is not None:
+        shutil.copytree(best, artifacts() / BEST_CHECKPOINT)
+    for path in step_folders(folder.checkpoints) if save_frequency else []:
+        state = inspect_checkpoint(path).state
+        clock = EpochClock.from_json(state)
+        epoch, inside = clock.locate(step_of(path)) if clock else (0, 1)
+        if inside == 0 and epoch % save_frequency == 0:
+            shutil.copytree(path, artifacts() / f"epoch_{epoch}{_CHECKPOINT_END}")
 
 
 @_step
@@ -135,20 +155,29 @@ def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
     folder = run_folder()
     results = json.loads(folder.results.read_text())
     rows = read_rows(folder.metrics_jsonl)
-    seconds = seconds_of_steps(rows, results["distributed_training"]["global_batch_size"])
     epochs = [row for row in rows if row.get("phase") == "train"]
+    # A run that ended inside an epoch has steps after its last whole epoch.
+    rest = [row for row in rows if row["step"] > (epochs[-1]["step"] if epochs else 0)]
+    first_step = epochs[-1]["step"] if epochs else 0
+    in_epochs_s = sum(row["seconds"] for row in epochs)
+    seconds = in_epochs_s + seconds_of_steps(rest, results["distributed_training"]["global_batch_size"], first_step)
     # Of a run that had nothing left to train in its last attempt, the rows know the last epoch.
     final = {name: results["performance"][f"avg_final_{name}"] for name in ("loss", "accuracy")}
     if final["accuracy"] is None and epochs:
         final = {name: epochs[-1][name] for name in final}
+    # One rate: samples over the seconds in steps. results.json counts validation and saving of the last attempt too.
+    results["samples_per_second"] = results["samples_seen"] / max(seconds, 1e-9)
     results["performance"] |= {
         "avg_final_loss": final["loss"],
         "avg_final_accuracy": final["accuracy"],
         "total_samples_processed": results["samples_seen"],
         "total_training_time": seconds,
-        "samples_per_second": results["samples_seen"] / max(seconds, 1e-9),
+        "samples_per_second": results["samples_per_second"],
+        "time_per_epoch": in_epochs_s / len(epochs) if epochs else None,
+        "learning_rate": results["distributed_training"]["learning_rate"],
     }
     results["dataset"] = json.loads((artifacts() / "dataset_info.json").read_text())
+    results["process_metrics"] = [add_epochs(entry, epochs, seconds) for entry in results["process_metrics"]]
     write_json(artifacts() / RESULTS, results)
     for entry in results["process_metrics"]:
         write_json(artifacts() / f"metrics_rank_{entry['rank']}.json", entry)
@@ -159,9 +188,22 @@ def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
     return final["accuracy"], seconds
 
 
-def seconds_of_steps(rows: list[Row], global_batch_size: int) -> float:
+def add_epochs(entry: dict[str, Any], epochs: list[Row], seconds: float) -> dict[str, Any]:
+    """What one rank's own samples gave, epoch by epoch, over all attempts; its rate is its part of the one rate."""
+    rank, own = entry["rank"], []
+    for row in epochs:
+        columns = row.get("ranks", {})
+        if all(rank < len(columns.get(name, ())) for name in ("loss", "accuracy", "samples")):
+            values = {name: columns[name][rank] for name in ("loss", "accuracy", "samples")}
+            own.append({"epoch": row["epoch"], **values, "seconds": row["seconds"]})
+    samples = round(sum(row["samples"] for row in own)) or entry["samples"]
+    rate = {"samples": samples, "seconds": seconds, "samples_per_second": samples / max(seconds, 1e-9)}
+    return {**entry, **rate, "epochs": own}
+
+
+def seconds_of_steps(rows: list[Row], global_batch_size: int, before: int = 0) -> float:
     """What the steps of a run took, each counted once, over all its attempts; evaluation and saving left out."""
-    total, before = 0.0, 0
+    total = 0.0
     for row in rows:
         if row["kind"] == "step":
             total += (row["step"] - before) * global_batch_size / row["throughput"]
@@ -171,22 +213,24 @@ def seconds_of_steps(rows: list[Row], global_batch_size: int) -> float:
 
 @_step
 def evaluate(training_request: dict[str, Any]) -> float:
-    """Test the best weights again, from their checkpoint, in one process. Returns test_accuracy."""
+    """Test the best weights again, from the catalog's checkpoint, in one process. Returns test_accuracy."""
     from paceline.training.reuse import evaluate_run, open_run
 
-    run = open_run(run_folder().path, [], trust_code=True)  # the pipeline's own run, perhaps of another node
+    name = BEST_CHECKPOINT if (artifacts() / BEST_CHECKPOINT).is_dir() else CHECKPOINT  # nothing was validated
+    run = open_run(artifacts() / name, [], trust_code=True)  # the pipeline's own run, perhaps of another node
     evaluation = evaluate_run(run)
     classes = run.rig.plan.info.classes
     content = {
         "test_accuracy": evaluation.accuracy,
         "test_loss": evaluation.loss,
         "samples": evaluation.samples,
+        "checkpoint": name,
         "step": run.checkpoint.step,
         "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
         "confusion_matrix": evaluation.confusion,
     }
     write_json(artifacts() / "evaluation.json", content)
-    print(f"test      accuracy {evaluation.accuracy:.2%} with the weights of step {run.checkpoint.step}")
+    print(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
     return evaluation.accuracy
 
 
@@ -206,9 +250,11 @@ def report(
     results = json.loads((artifacts() / RESULTS).read_text())
     speed = results["performance"]["samples_per_second"]
     trained = "-" if avg_final_accuracy is None else f"{avg_final_accuracy:.2%}"
+    tested = json.loads((artifacts() / "evaluation.json").read_text())
     lines = [
         f"recipe    {training_request['recipe']} on {results['world_size']} ranks, {results['steps']} steps",
-        f"accuracy  {trained} in the last epoch of training, {test_accuracy:.2%} on the test set",
+        f"accuracy  {trained} in the last epoch of training, {test_accuracy:.2%} on the test set"
+        f" ({tested['checkpoint']}, step {tested['step']})",
         f"time      {total_training_time:.1f} s in steps, {speed:,.0f} samples/s",
         f"weights   sha256 {results['weights_sha256']}",
         f"folder    {folder.path}",

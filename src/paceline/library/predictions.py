@@ -14,6 +14,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from paceline.checkpoints.identity import warn_of_changed_code
+from paceline.checkpoints.named import find_named
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.config.load import load_config
 from paceline.config.schema import Config
@@ -59,27 +60,12 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
     with torch.random.fork_rng(devices=[]):  # initial weights are thrown away, and nobody's dice are moved
         model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
     alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
-    source, prefer_best = _find_checkpoint(path, checkpoint)
-    found = require_checkpoint(source, build_world(alone, ALONE), prefer_best=prefer_best)
+    named = find_named(path, checkpoint)
+    found = require_checkpoint(named.source, build_world(alone, ALONE), prefer_best=named.prefer_best)
     used = {item: digest for item, digest in hash_code(config).items() if item.field in ("model_name", "dataset")}
     warn_of_changed_code(found, used)
     restore_weights(found, model)
     return OpenModel(model.eval(), config, info, pipeline)
-
-
-def _find_checkpoint(path: Path, checkpoint: str | int) -> tuple[Path, bool]:
-    if checkpoint in ("best", "latest"):
-        return path, checkpoint == "best"
-    name = f"step-{checkpoint:08}" if isinstance(checkpoint, int) else checkpoint
-    if not (path / "checkpoints" / name).is_dir():
-        there = sorted(folder.name for folder in (path / "checkpoints").glob("step-*"))
-        raise UserError(
-            "this run has no such checkpoint",
-            where=str(path),
-            got=checkpoint,
-            allowed=", ".join(["best", "latest", *there]),
-        )
-    return path / "checkpoints" / name, False
 
 
 @torch.no_grad()

@@ -80,7 +80,7 @@ class Run:
             rows = [row for row in read_rows(self._folder.metrics_jsonl) if row["kind"] == kind]
             if phase in ("train", "val", "test"):
                 rows = [row for row in rows if row.get("phase") == phase]
-            return Table({name: value for name, value in row.items() if name != "kind"} for row in rows)
+            return Table({name: value for name, value in row.items() if name not in ("kind", "ranks")} for row in rows)
 
     def model(self, checkpoint: str | int = "best", *, trust_code: bool = False) -> nn.Module:
         """The trained model, in eval mode on the CPU: of the best checkpoint, the latest, or that of a step.

@@ -64,8 +64,8 @@ class Recorder:
     def step(self, step: int, **values: float) -> None:
         self._append({"kind": "step", "step": step, **values})
 
-    def epoch(self, step: int, *, epoch: int, phase: str, **values: float) -> None:
-        """phase: train, val or test."""
+    def epoch(self, step: int, *, epoch: int, phase: str, **values: float | dict[str, list[float]]) -> None:
+        """phase: train, val or test. `ranks`: columns with a number of each rank; they are not for trackers."""
         self._append({"kind": "epoch", "step": step, "epoch": epoch, "phase": phase, **values})
         self._write_csv()
 

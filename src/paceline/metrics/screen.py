@@ -215,10 +215,15 @@ def pass_on(text: str, stream: TextIO | None) -> bool:
     return True
 
 
+ONLY_IN_LOG = {"is_only_in_log": True}  # for `extra=`: a record that is not for the screen
+
+
 class ScreenLog(logging.Handler):
     """The primary's notes and warnings on the screen. Errors are left to the screen that explains the end."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_only_in_log", False):
+            return
         is_warning = record.levelno >= logging.WARNING
         if record.levelno >= logging.ERROR or (output_mode() == "quiet" and not is_warning):
             return

@@ -45,7 +45,7 @@ _EPOCH_ROW = Fields(
         **{"kind": Word(("epoch",)), "step": COUNT, "epoch": COUNT, "phase": Word(("train", "val", "test"))},
         **dict.fromkeys(("loss", "accuracy", "throughput"), float),
     },
-    optional={"time": _TIME},
+    optional={"time": _TIME, "ranks": MapOf(ListOf(float))},
     others=(float, MAYBE),
 )
 ROW = (_STEP_ROW, _EPOCH_ROW)
@@ -111,6 +111,7 @@ RESULTS = Fields(
             optional={
                 **dict.fromkeys(("backend", "gradients", "precision"), str),
                 **dict.fromkeys(("world_size", "global_batch_size", "rank_batch_size", "epochs"), COUNT),
+                "learning_rate": Number(0),
                 "communicated_bytes_per_step": _SIZE,
             }
         ),

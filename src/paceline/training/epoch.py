@@ -85,6 +85,16 @@ def epoch_row(ride: Ride) -> dict[str, Any]:
     }
 
 
+def rank_columns(ride: Ride) -> dict[str, list[float]]:
+    """What each rank's own samples gave in this epoch, in the order of ranks."""
+    rows = ride.state.epoch_sums.ranks
+    return {
+        "loss": [loss / max(samples, 1) for loss, _, samples in rows],
+        "accuracy": [correct / max(samples, 1) for _, correct, samples in rows],
+        "samples": [samples for _, _, samples in rows],
+    }
+
+
 def _take_step(ride: Ride, batch: Batch, lr: float) -> StepReport | None:
     """Gradients, a look at them, and the update; None for a step that is left out."""
     step, state, guards = ride.rig.step, ride.state, ride.guards
@@ -164,6 +174,8 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
     loss, correct, samples, _ = tree_sum(rows).tolist()
     state, last_step = ride.state, ride.rig.plan.last_step
     state.epoch_sums.add(loss, correct, samples)
+    lanes = rows[:, :3].view(ride.world.world_size, -1, 3)
+    state.epoch_sums.add_ranks(lanes.sum(1).tolist())
     ride.stragglers.look(rows[:, 3], state.step)
     if samples == 0:
         return  # every step since the last line was left out, and told so

@@ -110,6 +110,7 @@ def make_results(
             "global_batch_size": plan.config.train.global_batch_size,
             "rank_batch_size": plan.rank_batch_size,
             "epochs": plan.config.train.epochs,
+            "learning_rate": plan.peak_lr,
             "precision": str(rig.model.autocast_dtype or "torch.float32").removeprefix("torch."),
         },
         "performance": {

@@ -8,17 +8,18 @@ from pathlib import Path
 
 import torch
 
+from paceline.checkpoints.format import STATE
 from paceline.checkpoints.identity import warn_of_changed_code
+from paceline.checkpoints.named import find_named
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
-from paceline.checkpoints.store import Checkpoint
-from paceline.config.load import load_config
+from paceline.checkpoints.store import Checkpoint, open_checkpoint
+from paceline.config.load import LoadedConfig, load_config, load_saved
 from paceline.config.rules import check_config
 from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
-from paceline.errors import UserError
-from paceline.runs.folder import require_run_folder
-from paceline.runs.trust import TRUST_FLAG, require_trusted_run, trusting_code
+from paceline.errors import CheckpointError, UserError
+from paceline.runs.trust import TRUST_FLAG, require_trusted_code, require_trusted_run, trusting_code
 from paceline.training.evaluate import Evaluation, evaluate, look_often
 from paceline.training.rig import Rig, build_rig
 from paceline.training.step import autocast
@@ -31,28 +32,43 @@ class OpenRun:
     world: World
     checkpoint: Checkpoint
     rig: Rig
+    folder: Path | None  # the run folder; None for a checkpoint without one
 
 
-def open_run(path: Path, flags: list[str], *, trust_code: bool = False) -> OpenRun:
-    """The best weights of a run (the latest, if it ended before its first epoch did) on one process.
+def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> OpenRun:
+    """The weights of a run on one process: the best (the latest, if it ended before its first epoch did), or those of
+    `checkpoint`: best, latest or a step. `path` may be a checkpoint folder too, also one without its run.
 
     Code that the run names is executed only if this user trained the run here, or trusts it.
     """
-    require_run_folder(path)
+    named = find_named(path, checkpoint)
+    given = [flag for flag in flags if flag != TRUST_FLAG]
     with trusting_code(trust_code or TRUST_FLAG in flags):
-        require_trusted_run(path)
-    loaded = load_config(str(path / "config.yaml"), [flag for flag in flags if flag != TRUST_FLAG])
+        if named.run is not None:
+            require_trusted_run(named.run)
+            loaded = load_config(str(named.run / "config.yaml"), given)
+        else:
+            loaded = _load_config_of(named.source, given)
+            require_trusted_code(named.source, loaded.config)
     check_config(loaded)
     # Whatever the run was trained on, one process evaluates it.
     alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes="1", cpu_offload=False)
     config = dataclasses.replace(loaded.config, parallel=alone)
     world = build_world(config.parallel, ALONE)
     torch.set_num_threads(world.threads)
-    checkpoint = require_checkpoint(path, world, prefer_best=True)
+    found = require_checkpoint(named.source, world, prefer_best=named.prefer_best)
     rig = build_rig(config, world, load_weights=False)
-    warn_of_changed_code(checkpoint, rig.code)
-    restore_weights(checkpoint, rig.model.module)
-    return OpenRun(config, world, checkpoint, rig)
+    warn_of_changed_code(found, rig.code)
+    restore_weights(found, rig.model.module)
+    return OpenRun(config, world, found, rig, named.run)
+
+
+def _load_config_of(folder: Path, flags: list[str]) -> LoadedConfig:
+    """A checkpoint holds the config it was trained with."""
+    config = open_checkpoint(folder).state.get("config")
+    if not isinstance(config, dict):
+        raise CheckpointError("this checkpoint does not say how it was trained", where=str(folder))
+    return load_saved(config, folder / STATE, flags)
 
 
 def evaluate_run(run: OpenRun) -> Evaluation:

@@ -13,7 +13,10 @@ _SHAPE = Fields(
         "best_epoch": COUNT,
         "best_accuracy": (SHARE, Number(-1, -1)),
         "best_loss": (float, MAYBE),
-        "epoch_sums": Fields(required={"loss": float, "correct": COUNT, "samples": COUNT, "seconds": Number(0)}),
+        "epoch_sums": Fields(
+            required={"loss": float, "correct": COUNT, "samples": COUNT, "seconds": Number(0)},
+            optional={"ranks": ListOf(ListOf(float))},
+        ),
         "validation": (MapOf((float, MAYBE)), MAYBE),
     },
     optional={
@@ -34,11 +37,20 @@ class EpochSums:
     correct: int = 0
     samples: int = 0
     seconds: float = 0.0
+    ranks: list[list[float]] = field(default_factory=list)  # of each rank: loss, correct, samples
 
     def add(self, loss: float, correct: float, samples: float) -> None:
         self.loss += loss
         self.correct += round(correct)
         self.samples += round(samples)
+
+    def add_ranks(self, rows: list[list[float]]) -> None:
+        """What each rank contributes to the sums. After a resume on another number of ranks they count from there."""
+        if len(self.ranks) != len(rows):
+            self.ranks = [[0.0, 0.0, 0.0] for _ in rows]
+        for sums, row in zip(self.ranks, rows, strict=True):
+            for column, value in enumerate(row):
+                sums[column] += value
 
     @property
     def mean_loss(self) -> float:
@@ -88,7 +100,8 @@ class TrainState:
             best_accuracy=float(values["best_accuracy"]),
             best_loss=float("inf") if loss is None else float(loss),
             epoch_sums=EpochSums(
-                **{name: values["epoch_sums"][name] for name in ("loss", "correct", "samples", "seconds")}
+                **{name: values["epoch_sums"][name] for name in ("loss", "correct", "samples", "seconds")},
+                ranks=_three_numbers_each(values["epoch_sums"].get("ranks", [])),
             ),
             validation=values["validation"],
             is_validation_due=bool(values.get("is_validation_due", False)),
@@ -96,3 +109,7 @@ class TrainState:
             jumped=list(values.get("jumped", [])),
             recent_losses=list(values.get("recent_losses", [])),
         )
+
+
+def _three_numbers_each(rows: list[list[float]]) -> list[list[float]]:
+    return rows if all(len(row) == 3 for row in rows) else []

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from functools import partial
 
 from paceline.data.loader import Loader
+from paceline.metrics.screen import ONLY_IN_LOG
 from paceline.parallel.buffers import average_statistics
-from paceline.training.epoch import StopAgreed, epoch_row, require_no_stop
+from paceline.training.epoch import StopAgreed, epoch_row, rank_columns, require_no_stop
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.examples import Examples
 from paceline.training.ride import Ride
+
+_log = logging.getLogger("paceline")
 
 
 def validate_epoch(ride: Ride) -> bool:
@@ -27,7 +31,8 @@ def validate_epoch(ride: Ride) -> bool:
     validation = _validate(ride) if len(ride.rig.validation_data) else None
     state.is_validation_due = False
     if ride.recorder is not None:
-        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row)
+        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row, ranks=rank_columns(ride))
+    _log_own_part(ride, epoch, train_row["seconds"])
     if validation is None:
         ride.console.epoch(epoch, state.step, train_row, None, False)
         return False
@@ -41,6 +46,14 @@ def validate_epoch(ride: Ride) -> bool:
         ride.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
     ride.console.epoch(epoch, state.step, train_row, val_row, is_best)
     return is_best
+
+
+def _log_own_part(ride: Ride, epoch: int, seconds: float) -> None:
+    """A line in each rank's own log. The screen has the line of all ranks together."""
+    own = {name: values[ride.world.rank] for name, values in rank_columns(ride).items()}
+    text = "epoch %d: loss %.4f, accuracy %.2f%% of %d samples of this rank, %.2f s"
+    values = (epoch, own["loss"], 100 * own["accuracy"], own["samples"], seconds)
+    _log.info(text, *values, extra=ONLY_IN_LOG)
 
 
 def _validate(ride: Ride) -> Evaluation:

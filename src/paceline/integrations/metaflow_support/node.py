@@ -49,6 +49,7 @@ class Node:
     courier: Courier
     attempt: int
     has_shared_disk: bool  # with the main node
+    strikes_faults: bool  # a rehearsed fault belongs to the first attempt of the first run
 
     @property
     def origin(self) -> str:
@@ -117,8 +118,8 @@ class Node:
             flags += ["--omp-num-threads", str(self._threads())]
         if self.gang.plan["device"]:
             flags += ["--device", self.gang.plan["device"]]
-        if self.attempt > 0:
-            flags += ["--inject="]  # a rehearsed fault belongs to the first attempt
+        if not self.strikes_faults:
+            flags += ["--inject="]
         return [sys.executable, "-m", "paceline", "train", str(recipe), *flags]
 
     def _threads(self) -> int:
@@ -146,7 +147,16 @@ class Node:
             print(f"warning: a checkpoint did not arrive: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
-def join(request: Request, place: Place, datastore: Datastore, attempt: int, keys: list[str], origin: str = "") -> Node:
+def join(
+    request: Request,
+    place: Place,
+    datastore: Datastore,
+    attempt: int,
+    keys: list[str],
+    origin: str = "",
+    *,
+    is_resumed: bool = False,
+) -> Node:
     """Meet the other nodes. `keys` are the parcels to go on from, as the main node sees them; `origin` in words."""
 
     def make_courier(folder: RunFolder) -> Courier:
@@ -174,7 +184,8 @@ def join(request: Request, place: Place, datastore: Datastore, attempt: int, key
         _refuse_shards(request, place, folder)
         print(f"node {place.own} has a disk of its own: checkpoints come from the datastore", flush=True)
         courier.fetch(gang.plan["keys"])
-    node = Node(request, place, gang, folder, courier, attempt, has_shared_disk)
+    strikes_faults = attempt == 0 and not is_resumed
+    node = Node(request, place, gang, folder, courier, attempt, has_shared_disk, strikes_faults)
     courier.on_sent = lambda parcel: gang.tell(asdict(parcel))
     gang.on_news = node.hear
     return node

@@ -130,7 +130,8 @@ def training(request: Request) -> Iterator[Trained | None]:
     place = read_place(request)
     with one_screen(is_final=True):
         keys, origin = tell_start(request) if place.is_main else ([], "")
-        node = join(request, place, current.checkpoint, current.retry_count, keys, origin)
+        is_resumed = bool(current.origin_run_id)
+        node = join(request, place, current.checkpoint, current.retry_count, keys, origin, is_resumed=is_resumed)
     try:
         with _card(node):
             code = node.train()

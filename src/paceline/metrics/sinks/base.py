@@ -58,5 +58,5 @@ class CarefulSink(ABC):
 def scalars_of(row: dict[str, Any]) -> dict[str, float]:
     """A row's numbers under the names trackers show: `train/loss`, `step/lr`."""
     prefix = row["phase"] if row["kind"] == "epoch" else "step"
-    skipped = ("kind", "step", "epoch", "phase", "time")
+    skipped = ("kind", "step", "epoch", "phase", "time", "ranks")
     return {f"{prefix}/{name}": value for name, value in row.items() if name not in skipped and value is not None}

@@ -1,0 +1,50 @@
+"""The checkpoint that a person means: best, latest, that of a step, or a folder. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.checkpoints.format import MANIFEST, STEP_PREFIX, step_folders
+from paceline.errors import UserError
+from paceline.runs.folder import require_run_folder
+
+
+@dataclass(frozen=True)
+class NamedCheckpoint:
+    """Where a checkpoint is looked for, and whose it is."""
+
+    source: Path  # a checkpoint folder, or a run folder, of which the best or the newest whole one counts
+    prefer_best: bool
+    run: Path | None  # the run folder around it; None for a checkpoint on its own
+
+
+def find_named(path: Path, name: str | int = "") -> NamedCheckpoint:
+    """`path` is a run folder or a checkpoint folder; `name` chooses one of a run: best, latest or a step."""
+    if (path / MANIFEST).is_file():
+        if name:
+            raise UserError("this is one checkpoint already", where=str(path), got=f"--checkpoint {name}")
+        folder = path.resolve()  # `best` and `latest` are links
+        run = folder.parent.parent
+        is_in_run = folder.parent.name == "checkpoints" and (run / "config.yaml").is_file()
+        return NamedCheckpoint(folder, False, run if is_in_run else None)
+    require_run_folder(path)
+    if name in ("", "best", "latest"):
+        return NamedCheckpoint(path, name != "latest", path)
+    return NamedCheckpoint(_of_step(path, str(name)), False, path)
+
+
+def _of_step(run: Path, name: str) -> Path:
+    number = name.removeprefix(STEP_PREFIX)
+    folders = step_folders(run / "checkpoints")
+    wanted = f"{STEP_PREFIX}{int(number):08}" if number.isdecimal() else ""
+    found = next((folder for folder in folders if folder.name == wanted), None)
+    if found is None:
+        steps = sorted(int(folder.name.removeprefix(STEP_PREFIX)) for folder in folders)
+        raise UserError(
+            "this run has no such checkpoint",
+            where=str(run),
+            got=name,
+            allowed=", ".join(["best", "latest", *map(str, steps)]),
+        )
+    return found
