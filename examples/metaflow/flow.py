@@ -7,6 +7,7 @@
 docs/guides/metaflow.md tells the rest.
 """
 
+import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: without Metaflow, one screen
 from metaflow import FlowSpec, Parameter, card, checkpoint, current, model, parallel, retry, step
 
 from paceline.integrations.metaflow_support.steps import CARD, checked, evaluate_model, packaged, training

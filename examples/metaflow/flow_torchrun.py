@@ -7,6 +7,7 @@
 once when one of its nodes dies.
 """
 
+import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: without Metaflow, one screen
 from metaflow import FlowSpec, Parameter, checkpoint, current, kubernetes, model, retry, step, torchrun
 
 from paceline.integrations.metaflow_support.steps import checked, evaluate_model, packaged

@@ -4,6 +4,7 @@ python test_flow.py run --run PacelineFlow/1234
 python test_flow.py run --model-key mf.models/models/artifacts/shapes_cnn_0123...
 """
 
+import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: without Metaflow, one screen
 from metaflow import FlowSpec, Parameter, current, model, step
 
 from paceline.integrations.metaflow_support.steps import evaluate_model, find_model, packaged

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ pytestmark = pytest.mark.flows
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIANTS = ("cpu", "cuda")
+FLOWS = {"plain": "constraints.txt", "metaflow": "constraints-flows.txt", "runnable": "constraints-flows.txt"}
 
 
 def instructions() -> list[tuple[str, str]]:
@@ -36,11 +38,11 @@ def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
     return found
 
 
-def line_of(name: str, variant: str) -> list[tuple[str, str]]:
+def line_of(name: str, variant: str, flow: str = "plain") -> list[tuple[str, str]]:
     """All instructions that a stage is made by."""
     parent, own = stages()[name]
-    parent = parent.replace("${VARIANT}", variant)
-    return (line_of(parent, variant) if parent in stages() else []) + own
+    parent = parent.replace("${VARIANT}", variant).replace("${FLOW}", flow)
+    return (line_of(parent, variant, flow) if parent in stages() else []) + own
 
 
 def test_every_word_is_one_of_dockers() -> None:
@@ -48,16 +50,41 @@ def test_every_word_is_one_of_dockers() -> None:
     assert {word for word, _ in instructions()} <= known
 
 
+@pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_stages_stand_on_stages_or_on_one_exact_image(variant: str) -> None:
+def test_stages_stand_on_stages_or_on_one_exact_image(variant: str, flow: str) -> None:
     for name, (written, own) in stages().items():
-        parent = written.replace("${VARIANT}", variant)
+        parent = written.replace("${VARIANT}", variant).replace("${FLOW}", flow)
         if parent not in stages():
             assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", parent), f"{name} stands on {parent}"
         for word, rest in own:
             source = re.match(r"--from=(\S+)", rest) if word == "COPY" else None
             assert source is None or source[1] in stages()
-    assert instructions()[0] == ("ARG", "VARIANT=cpu")  # before the first stage, or no FROM would know it
+    # Before the first stage, or no FROM would know them.
+    assert instructions()[:2] == [("ARG", "VARIANT=cpu"), ("ARG", "FLOW=plain")]
+
+
+@pytest.mark.parametrize(("flow", "constraints"), FLOWS.items())
+def test_each_use_has_its_extra_and_its_constraints_read_not_built(flow: str, constraints: str) -> None:
+    """One Dockerfile for plain, Metaflow and Runnable use: FLOW chooses the versions and the extra."""
+    made_by = line_of("build", "cpu", flow)
+    copied = [rest.split()[0] for word, rest in made_by if word == "COPY" and rest.endswith("/build/constraints.txt")]
+    assert copied == [constraints]
+    command = next(rest for word, rest in made_by if word == "RUN" and 'pip install ".[' in rest)
+    script = command.replace("pip install", "echo")
+    for extras in ("", "wandb,timm"):
+        words = subprocess.run(
+            ["sh", "-c", script], env={"FLOW": flow, "EXTRAS": extras}, capture_output=True, text=True, check=True
+        )
+        assert words.stdout.strip() == f".[{extras or {'plain': 'tensorboard'}.get(flow, flow)}]"
+
+
+def test_the_image_has_compilers_at_run_time_read_not_built() -> None:
+    """Triton needs a C compiler and torch on CPUs a C++ compiler, also in the last stage."""
+    installed = [rest for word, rest in line_of("final", "cpu") if word == "RUN" and "apt-get install" in rest]
+    assert len(installed) == 1
+    for word in (" gcc ", " g++ ", "--no-install-recommends", "rm -rf /var/lib/apt/lists"):
+        assert word in installed[0]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -113,5 +140,5 @@ def test_only_what_is_copied_travels() -> None:
 
 def test_nothing_is_fetched_unseen() -> None:
     text = (ROOT / "Dockerfile").read_text()
-    for word in (":latest", "curl", "wget", "sudo", "chmod 777", "apt-get"):
+    for word in (":latest", "curl", "wget", "sudo", "chmod 777"):
         assert word not in text

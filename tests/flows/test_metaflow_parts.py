@@ -44,6 +44,8 @@ SECRET = create_secret().encode()
         ({"recipe": "shapes-cn"}, "recipe", "shapes-cnn"),
         ({"recipe": "no/such.yaml"}, "recipe", "no/such.yaml"),
         ({"model_name": "nonet"}, "no model", "cnn"),
+        ({"model_name": "resnet50d"}, "no model", "pip install timm"),
+        ({"model_name": "timm:resnet50d"}, "timm is not installed", "pip install timm"),
         ({"model_name": "model.py"}, "no model", "model.py:build"),
         ({"batch_size": 0}, "out of range", "--batch-size"),
         ({"batch_size": 250, "cluster_size": 4}, "not divisible by 4", "--batch-size 248 or 252"),

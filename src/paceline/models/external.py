@@ -76,7 +76,7 @@ def _check_collection(collection: str, model: str) -> None:
             f"the package {collection} is not installed",
             where=WHERE,
             got=f"{collection}:{model}",
-            hint=f"pip install 'paceline[{collection}]'",
+            hint=f"pip install {collection}",
         )
 
 

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
+import shlex
+import shutil
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,11 +24,12 @@ from torch import nn
 
 from paceline.config.schema import Config
 from paceline.parallel.apply import resolve_precision, resolve_strategy
-from paceline.parallel.collectives import broadcast_text
+from paceline.parallel.collectives import broadcast_text, is_true_on_any
 from paceline.runs.cache import cache_folder
 from paceline.training.plan import RunPlan
 from paceline.world.detect import World
 
+_log = logging.getLogger("paceline")
 _SAVED = 0.2  # of a step's time, by compiling: 21 to 25 % were measured on ResNet-18, VGG-19 and smaller nets
 _PRICE_S, _PRICE_AGAIN_S = 20.0, 3.0  # the first time, and out of the cache
 
@@ -33,7 +38,7 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
     """The same on every rank. Collective."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "compiled"))  # torch's own is in /tmp
     if config.train.compile != "auto":
-        return config.train.compile == "always"
+        return config.train.compile == "always" and _can_compile(world)
     if not world.device.startswith("cuda") or config.train.deterministic or config.parallel.exact:
         return False  # on CPUs it was slower: 2,300 against 5,320 images/s on the course's CNN
     if resolve_strategy(config, world.world_size) == "fsdp":
@@ -41,11 +46,32 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
     mark = _mark_of(config, plan, world)
     gain_s = _SAVED * plan.last_step * _plain_step_s(model, config, plan, world)
     answer = gain_s > (_PRICE_AGAIN_S if mark.exists() else _PRICE_S)
-    if answer and world.is_primary:
+    if broadcast_text(str(answer), world) != "True" or not _can_compile(world):
+        return False
+    if world.is_primary:
         with suppress(OSError):  # then the next run thinks it is the first one
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
-    return broadcast_text(str(answer), world) == "True"
+    return True
+
+
+def _can_compile(world: World) -> bool:
+    """Whether every rank finds a compiler; the primary says so if not. Collective."""
+    if not is_true_on_any(not has_compiler(world.device, os.environ), world):
+        return True
+    kind = "C" if world.device.startswith("cuda") else "C++"
+    _log.info("note: steps are not compiled: no %s compiler was found (install gcc and g++)", kind)
+    return False
+
+
+def has_compiler(device: str, environment: Mapping[str, str]) -> bool:
+    """Triton builds its launchers with CC, gcc or clang; on CPUs torch uses CXX or g++."""
+    if device.startswith("cuda"):
+        names = [environment["CC"]] if environment.get("CC") else ["gcc", "clang"]
+    else:
+        names = [environment.get("CXX") or "g++"]
+    words = [shlex.split(name)[:1] for name in names]  # CC may have options
+    return any(shutil.which(word, path=environment.get("PATH")) is not None for found in words for word in found)
 
 
 def _mark_of(config: Config, plan: RunPlan, world: World) -> Path:

@@ -161,10 +161,17 @@ def _mapped_flags(
     """Each parameter that was given, as flags of `paceline train`."""
     mapped: dict[str, list[str]] = {}
     if model_name is not None:
-        # A bare name that is not ours is one of timm's, as in most examples; without timm it is a mistake.
+        # A bare name that is not ours is one of timm's, as in most examples.
         is_bare = model_name not in BUILT_IN and ":" not in model_name and not model_name.endswith(".py")
-        is_timm = is_bare and importlib.util.find_spec("timm") is not None
-        mapped["--model-name"] = ["--model-name", f"timm:{model_name}" if is_timm else model_name]
+        if is_bare and importlib.util.find_spec("timm") is None:
+            raise UserError(
+                "there is no model of this name",
+                where="--model-name",
+                got=model_name,
+                allowed=f"{', '.join(BUILT_IN)}, and with timm all of timm's",
+                hint="pip install timm",
+            )
+        mapped["--model-name"] = ["--model-name", f"timm:{model_name}" if is_bare else model_name]
     if batch_size is not None:
         mapped["--batch-size"] = ["--global-batch-size", str(batch_size)]
     if test_batch_size is not None:
