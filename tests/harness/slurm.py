@@ -7,7 +7,8 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -177,6 +178,16 @@ class Cluster:
 
     def restore_link(self, node: str) -> None:
         self._script("node", str(self.state), "restore", node)
+
+    @contextmanager
+    def unshared(self, folder: Path, *nodes: str) -> Iterator[None]:
+        """The folder is an empty one of their own on these nodes, as without shared storage."""
+        with ExitStack() as mounted:
+            for node in nodes:
+                enter = ["nsenter", "-t", str(self.host_pid(node)), "-m", "-p"]  # umount reads /proc/self
+                subprocess.run([*enter, "mount", "-t", "tmpfs", "none", str(folder)], check=True)
+                mounted.callback(subprocess.run, [*enter, "umount", "--lazy", str(folder)], check=True)
+            yield
 
     def cancel_all(self, timeout_s: float = 40) -> None:
         """No job is left in the queue, and none of their processes on a node that answers."""

@@ -98,7 +98,8 @@ def run(arguments: list[str]) -> int:
             hint="torchrun --nproc-per-node 2 -m paceline doctor --launch torchrun",
         )
     if asked.launch == "slurm":
-        start = SlurmStart(asked.nodes, asked.request.processes or 1, asked.for_ranks, asked.srun_options)
+        request = asked.request
+        start = SlurmStart(asked.nodes, request.processes or 1, asked.for_ranks, asked.srun_options, request.output_dir)
         if not asked.is_json:
             print(f"paceline doctor: {shlex.join(srun_command(start))}", flush=True)
         return _deliver(run_slurm(start), asked, started)

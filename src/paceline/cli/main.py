@@ -14,6 +14,7 @@ from typing import NoReturn
 
 import paceline
 from paceline.errors import (
+    EXIT_FINISHED,
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
@@ -71,6 +72,15 @@ _LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
+    code = _run(arguments)
+    if code != EXIT_FINISHED:
+        from paceline.launch.final_code import note_final_code  # which --help must not wait for
+
+        note_final_code(code)
+    return code
+
+
+def _run(arguments: list[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debugging = "--debug" in given
     is_trusting = "--trust-code" in given
@@ -93,10 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
             traceback.print_exc()
         return _tell(error.screen(), error, error.exit_code)
     except EndsWithPrimary as error:
+        from paceline.launch.words import leave_last_words
         from paceline.world.error_file import leave_error_file
 
-        leave_error_file(error.screen, int(error.code or EXIT_INTERNAL), is_consequence=True)
-        return int(error.code or EXIT_INTERNAL)
+        code = int(error.code or EXIT_INTERNAL)
+        leave_error_file(error.screen, code, is_consequence=True)
+        # Without a word its supervisor would take it for a rank that was killed, and start it again.
+        leave_last_words("rank 0 has failed, and says why", code, error)
+        return code
     except SystemExit as error:
         explained = explain_exit(error)
         return _tell(explained.screen(), explained, explained.exit_code)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +35,7 @@ class Expected:
     launcher: str
     hosts: tuple[str, ...] = ()  # of the nodes, where they are known beforehand
     trouble: str = ""  # what the launcher said when it failed
+    missing: Mapping[str, str] = field(default_factory=dict)  # nodes on which paceline cannot start, and why
 
 
 def assemble(
@@ -60,6 +62,11 @@ def assemble(
 
 def _who_is_missing(papers: Sequence[HandIn], expected: Expected) -> list[Finding]:
     found = []
+    if expected.missing:
+        nodes = list(expected.missing)
+        what = f"{sys.executable} cannot import paceline on {', '.join(nodes[:8])}: {expected.missing[nodes[0]]}"
+        remedy = "an installation in a folder that all nodes share, or the same one on every node"
+        found.append(failed("installation", what, remedy, nodes=nodes))
     stuck = [paper for paper in papers if paper.phase != DONE]
     if stuck:
         places = ", ".join(f"rank {paper.rank} on {paper.host} in {paper.phase}" for paper in stuck[:8])

@@ -30,6 +30,7 @@ from paceline.doctor.meeting import Meeting, MeetingError
 from paceline.doctor.plant import Planted
 from paceline.doctor.reach import Listener, Visit, visit_all
 from paceline.doctor.request import Request, Surroundings
+from paceline.doctor.shared import LeftToken, leave_token, read_token
 from paceline.errors import EXIT_HANG, UserError
 from paceline.parallel.collectives import wait_for_all
 from paceline.training.same_ranks import hash_code
@@ -118,6 +119,7 @@ class Session:
         if world is None:
             self._find("RANKS", skipped("training", "not tried: there is no device to train on"))
             return
+        self._check_login_folder()
         self.paper.phase = "training"
         self._find(
             "RANKS",
@@ -162,12 +164,34 @@ class Session:
         found = [versions, reach]
         if reach.status == "pass":
             found.append(peers.check_clocks(visits, hosts))
-        self._find("NODES", *found, peers.check_mtu(everyone))
+        self._find("NODES", *found, peers.check_mtu(everyone), *self._check_shared_folder(meeting))
         if any(identity["device"] is None for identity in everyone):
             return "a rank has no device to compute on"
         if versions.status == "fail":
             return "ranks of different versions may hang each other"
         return "not every rank reaches every other" if reach.status == "fail" else ""
+
+    def _check_shared_folder(self, meeting: Meeting) -> list[Finding]:
+        """Runs are written to one folder: rank 0, or the command that started all ranks, leaves a file there."""
+        hosts, mine = self.paper.hosts, read_token()
+        if mine is None and len(set(hosts)) == 1:
+            return []
+        self.paper.phase = "shared folder"
+        if mine is None and self._environment.rank == 0:
+            mine = leave_token(self._request.output_dir)
+        token = next((token for token in meeting.exchange("token", asdict(mine) if mine else None) if token), None)
+        if token is None:
+            return []  # the folder cannot be written, which part one says
+        left = LeftToken(**token)
+        troubles = meeting.exchange("shared", left.find())
+        if mine is not None and mine.writer == self.paper.host:
+            mine.remove()
+        return [peers.check_shared(left.folder, left.writer, troubles, hosts)]
+
+    def _check_login_folder(self) -> None:
+        token = read_token()
+        if token is not None:
+            self._find("NODES", peers.check_shared(token.folder, token.writer, [token.find()], [self.paper.host]))
 
     def _identity(self, port: int) -> dict[str, Any]:
         address = own_address(self._environment.store_host)

@@ -22,6 +22,7 @@ from pathlib import Path
 from paceline.doctor.assemble import Examination, Expected, assemble
 from paceline.doctor.examine import NodeReport
 from paceline.doctor.hand_in import TO, read_folder, read_lines
+from paceline.doctor.shared import leave_token, token_variables
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
 from paceline.launch.attempt import RankMain
 from paceline.world.cores import usable_cores
@@ -31,6 +32,12 @@ from paceline.world.slurm import expand_hosts
 _MOST_CPU_RANKS = 4
 _SRUN_S = 58.0  # beyond the time any rank allows itself
 _QUEUE_S = 30.0  # for an allocation of our own to begin
+_MISSING = "paceline-doctor-missing: "
+# Run on each node: what srun itself says of a python that is not there names no reason.
+_ON_NODE = (
+    'said=$("$0" -c "import paceline" 2>&1) || '
+    f'{{ echo "{_MISSING}${{SLURMD_NODENAME:-$(hostname)}} ${{said##*: }}"; exit 2; }}; exec "$0" "$@"'
+)
 _SIGNALLED = 128  # a shell's exit code for "ended by signal N" is this plus N
 
 
@@ -92,14 +99,39 @@ class SlurmStart:
     processes: int  # of each node
     arguments: list[str]
     options: Sequence[str]  # for srun, as typed
+    output_dir: Path = Path("runs")
 
 
 def run_slurm(start: SlurmStart) -> Examination:
     """One srun over the allocation, or over one of its own."""
     command = srun_command(start)
+    python = command.index(sys.executable)
     nodes = start.nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
     known = expand_hosts(os.environ.get("SLURM_JOB_NODELIST", "")) if not start.nodes else ()
-    surroundings = {**os.environ, TO: "output"}
+    token = leave_token(start.output_dir)
+    surroundings = {**os.environ, TO: "output", **token_variables(token)}
+    try:
+        code, out, err = _run_srun([*command[:python], "bash", "-c", _ON_NODE, *command[python:]], surroundings)
+    finally:
+        if token is not None:
+            token.remove()
+    papers, rest = read_lines(out.splitlines())
+    missing = dict(line.partition(_MISSING)[2].partition(" ")[::2] for line in rest if _MISSING in line)
+    trouble = "" if code == 0 else _first_line(err) or (rest[-1] if rest else f"exit {code}")
+    if not papers and not missing:
+        raise UserError(
+            "srun brought nothing back",
+            where=shlex.join(command[:python]),
+            got=trouble or "no output",
+            hint="fewer --processes where a node has too few CPUs; options of your site go behind --, as in\n"
+            "paceline doctor --launch slurm --nodes 2 -- --partition=NAME",
+        )
+    hosts = known or tuple(dict.fromkeys(host for paper in papers for host in paper.hosts or [paper.host]))
+    return assemble(papers, Expected(nodes * start.processes, "srun", hosts or tuple(missing), trouble, missing))
+
+
+def _run_srun(command: list[str], surroundings: dict[str, str]) -> tuple[int, str, str]:
+    """Exit code, output and errors."""
     limit_s = _SRUN_S + (0.0 if _is_in_allocation() else _QUEUE_S)
     with subprocess.Popen(
         command, env=surroundings, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -113,18 +145,7 @@ def run_slurm(start: SlurmStart) -> Examination:
         except BaseException:
             srun.terminate()
             raise
-    papers, rest = read_lines(out.splitlines())
-    trouble = "" if srun.returncode == 0 else _first_line(err) or (rest[-1] if rest else f"exit {srun.returncode}")
-    if not papers:
-        raise UserError(
-            "srun brought nothing back",
-            where=shlex.join(command[: command.index(sys.executable)]),
-            got=trouble or "no output",
-            hint="fewer --processes where a node has too few CPUs; options of your site go behind --, as in\n"
-            "paceline doctor --launch slurm --nodes 2 -- --partition=NAME",
-        )
-    hosts = known or tuple(dict.fromkeys(host for paper in papers for host in paper.hosts or [paper.host]))
-    return assemble(papers, Expected(nodes * start.processes, "srun", hosts, trouble))
+    return srun.returncode, out, err
 
 
 def srun_command(start: SlurmStart) -> list[str]:

@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.faults import read_ledger
-from paceline.errors import EXIT_HANG, EXIT_INTERNAL
+from paceline.errors import EXIT_HANG, EXIT_INTERNAL, EndsWithPrimary
 from paceline.launch.attempt import AttemptEnd
 from paceline.launch.causes import Cause, is_peer_loss, name_cause
 from paceline.launch.watch import RankSight
+from paceline.launch.words import LastWords
 from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_json
 
 _LOG_LINES = 5
@@ -140,8 +141,12 @@ def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankSigh
     if speechless:
         return speechless[0]
     speakers = sorted((s for s in ranks if s.words is not None), key=lambda s: s.words.said_at_s if s.words else 0.0)
-    causes = [s for s in speakers if s.words and not is_peer_loss(f"{s.words.what}\n{s.words.traceback}")]
+    causes = [s for s in speakers if s.words and not _is_consequence(s.words)]
     return (causes or speakers or ranks)[0]
+
+
+def _is_consequence(words: LastWords) -> bool:
+    return words.kind == EndsWithPrimary.__name__ or is_peer_loss(f"{words.what}\n{words.traceback}")
 
 
 def _in_words(sight: RankSight, code: int | None) -> str:

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config.text import check_fields, check_text
+from paceline.errors import EXIT_USER
+from paceline.launch.final_code import FINAL_CODE_FILE
 from paceline.launch.job import JobSpec, count_gres_gpus
 from paceline.world.secret import RUN_SECRET
 
@@ -132,7 +134,8 @@ def _environment(spec: JobSpec) -> list[str]:
             lines += ['eval "$(conda shell.bash hook)"', "conda activate " + shlex.quote(spec.conda)]
         lines += ["set -u"]
     if spec.venv:
-        lines += ["", "source " + shlex.quote(f"{spec.venv}/bin/activate")]
+        activate = shlex.quote(f"{spec.venv}/bin/activate")
+        lines += ["", f"if [ ! -e {activate} ]; then", *_missing(activate, "no such file"), "fi", f"source {activate}"]
     lines += ["", "# Lines reach the log when they are printed.", "export PYTHONUNBUFFERED=1"]
     if spec.start == "agent":
         lines += ["# The agents of the nodes find each other by Slurm's own variables.", "export PACELINE_START=agent"]
@@ -151,6 +154,11 @@ def _environment(spec: JobSpec) -> list[str]:
             "# torchrun would end ranks that are still saving after half a minute.",
             f"export PET_SHUTDOWN_TIMEOUT={spec.signal_notice_s}",
         ]
+    own_file = f"{shlex.quote(str(spec.folder))}/.final-code-${{SLURM_JOB_ID:-}}-${{SLURM_RESTART_COUNT:-0}}"
+    lines += [
+        "# A process that must not be started again writes its exit code here. srun may return another one.",
+        f"export {FINAL_CODE_FILE}={own_file}",
+    ]
     for text in spec.env:
         name, is_set, value = text.partition("=")
         # Without a value the variable comes from the environment of sbatch, and its value is in no file.
@@ -190,6 +198,7 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
         "stopped=no",
         "trap 'stopped=yes' TERM USR1",
         "code=0",
+        *_check_nodes(spec),
     ]
     if spec.start == "torchrun":
         lines += _torchrun(spec, " ".join(steps), python, command)
@@ -199,9 +208,52 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
     return [*lines, *_after(spec)]
 
 
+def _check_nodes(spec: JobSpec) -> list[str]:
+    """Before the ranks: a node without the python would end them all, and look like a killed task.
+
+    A container brings its own python, the same on every node, and may take minutes to start twice.
+    """
+    if spec.container_image or spec.environment:
+        return []
+    check = ['    said=$("$0" -c "import paceline" 2>&1) && exit', *_missing('"$0"', "${said##*: }")]
+    # The batch script itself runs on the first node.
+    others = f"srun --nodes={spec.nodes} --ntasks={spec.nodes} --ntasks-per-node=1 " if spec.nodes > 1 else ""
+    return [
+        "",
+        "# Every node needs this python with paceline in it. Without it the job ends here, and is not requeued.",
+        "# shellcheck disable=SC2016 # expanded on each node",
+        "check='",
+        *check,
+        "'",
+        f"python=$(type -P {shlex.quote(spec.python)} || echo {shlex.quote(spec.python)})",
+        f'{others}bash -c "$check" "$python" || code=$?',
+        f'if [ "$code" -eq {EXIT_USER} ] || [ "$stopped" = yes ]; then exit "$code"; fi',
+        "code=0",
+    ]
+
+
+def _missing(where: str, got: str) -> list[str]:
+    """Shell lines that say that this node lacks the installation, and end."""
+    return [
+        '    echo "error: paceline cannot start on node ${SLURMD_NODENAME:-$(hostname)}" >&2',
+        f'    echo "  where:  " {where} >&2',
+        f'    echo "  got:     {got}" >&2',
+        '    echo "  try:     an installation in a folder that all nodes share, or the same one on every node" >&2',
+        f"    exit {EXIT_USER}",
+    ]
+
+
 def _after(spec: JobSpec) -> list[str]:
     """What a node's agent cannot do for itself: come back after it was killed."""
-    lines = [""]
+    file = f'"${FINAL_CODE_FILE}"'
+    lines = [
+        "",
+        "# The exit code of the process that failed first explains more than the signal that ended the others.",
+        f"if [ -s {file} ]; then",
+        f"    code=$(cat {file})",
+        f"    rm -f {file}",
+        "fi",
+    ]
     if spec.resume:
         back = '"${SLURM_RESTART_COUNT:-0}"'
         lines += [

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.errors import PacelineError
+from paceline.errors import EndsWithPrimary, PacelineError
 from paceline.world.detect import OWN_LAUNCHER
 from paceline.world.pulse import ATTEMPT_DIR
 
@@ -37,7 +37,7 @@ def leave_last_words(screen: str, code: int, error: BaseException | None = None)
     words = LastWords(
         exit_code=code,
         kind=type(error).__name__ if error is not None else "",
-        what=error.what if isinstance(error, PacelineError) else str(error or screen),
+        what=_what(error, screen),
         screen=screen,
         traceback="\n".join(lines),
         said_at_s=time.monotonic(),
@@ -47,6 +47,12 @@ def leave_last_words(screen: str, code: int, error: BaseException | None = None)
     draft.write_text(json.dumps(asdict(words)))
     draft.rename(path)
     return True
+
+
+def _what(error: BaseException | None, screen: str) -> str:
+    if isinstance(error, PacelineError):
+        return error.what
+    return screen if isinstance(error, EndsWithPrimary) else str(error or screen)
 
 
 def words_path(attempt_dir: Path, rank: int) -> Path:

@@ -50,6 +50,7 @@ from paceline.training.narrate import tell_result
 from paceline.training.own_code import explain_own_code
 from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
+from paceline.training.shared_folder import require_shared_folder
 from paceline.world.detect import RankEnvironment, World, build_world
 from paceline.world.error_file import leave_error_file
 from paceline.world.group import allow_suspension, process_group
@@ -77,6 +78,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             place = _agree_on_place(loaded, world, environment)
             folder = RunFolder(place.folder)
             folder.create()
+            require_shared_folder(place, world, environment)
             guards.member = folder.member = _join_owner(folder, world, environment, held)
             _open_log(folder, world, environment.attempt)
             guards.open_folder(config, world, folder, environment.attempt)

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.doctor.findings import Finding, failed, passed, warned
 from paceline.doctor.reach import Visit
+from paceline.runs.shared_token import shared_hint
 
 Identity = dict[str, Any]  # what a rank says of itself: rank, host, versions, mtu
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 1.0, 30.0
@@ -51,6 +52,16 @@ def check_mtu(everyone: Sequence[Identity]) -> Finding:
     nodes = len({identity["host"] for identity in everyone})
     told = next(iter(by_host.values()), "unknown")
     return passed("mtu", f"{told} on {nodes} node{'s' if nodes > 1 else ''}")
+
+
+def check_shared(folder: str, writer: str, troubles: Sequence[str], hosts: Sequence[str]) -> Finding:
+    """`troubles`: what each rank found instead of the writer's file; empty where it saw the file."""
+    odd = [rank for rank, trouble in enumerate(troubles) if trouble]
+    if not odd:
+        return passed("shared folder", f"{folder}: {_ranks(len(hosts))} read what {writer} wrote there")
+    nodes = blame(odd, hosts)
+    what = f"{folder}: {', '.join(nodes[:_MANY])} cannot read what {writer} wrote there ({troubles[odd[0]]})"
+    return failed("shared folder", what, shared_hint([folder]), nodes=nodes)
 
 
 def check_reach(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Finding:

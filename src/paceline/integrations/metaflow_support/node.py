@@ -28,6 +28,7 @@ from paceline.integrations.metaflow_support.courier import Courier, Datastore, P
 from paceline.integrations.metaflow_support.gang import Gang, Place, free_port, meet
 from paceline.integrations.metaflow_support.request import Request
 from paceline.runs.folder import RunFolder
+from paceline.runs.shared_token import NODE_LOCAL
 from paceline.world.cores import usable_cores
 from paceline.world.detect import Nodes, agent_variables, count_gpus
 from paceline.world.peers import Message
@@ -132,6 +133,8 @@ class Node:
             place, port = self.place, int(self.gang.plan["port"])
             environment.update(agent_variables(Nodes(place.nodes, place.own, place.main_host, port)))
             environment[RUN_SECRET] = place.secret.decode()
+        if not self.has_shared_disk:
+            environment[NODE_LOCAL] = "1"  # the datastore brings this node its checkpoints
         gpus = self.gang.plan["gpus"].get(str(self.place.own))
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
