@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -109,6 +110,32 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "mount with a wrong mode": ([*JOB, "--mount", "claim:/x:rx"], ["mount: 'claim:/x:rx'", ":ro"]),
     "variable without value": ([*JOB, "--env", "A"], ["not a variable", "NAME=VALUE"]),
     "variable of the launcher": ([*JOB, "--env", "PACELINE_NODE=0"], ["belongs to the launcher"]),
+    "variable twice": ([*JOB, "--env", "A=1", "--env", "A=2"], ["--env gives A twice"]),
+    "variable of the manifest": ([*JOB, "--env", "HOME=/root"], ["HOME belongs to the launcher"]),
+    "variable of the pods": ([*JOB, "--env", "PACELINE_START_TIMEOUT_S=5"], ["belongs to the launcher"]),
+    "memory of a part of a byte": ([*JOB, "--memory", "8.1Gi"], ["memory: '8.1Gi'", "--memory 8295Mi"]),
+    "shm of a part of a byte": ([*JOB, "--shm", "0.3Gi"], ["shm: '0.3Gi'", "whole number of bytes"]),
+    "pull secret twice": (
+        [*JOB, "--image-pull-secret", "a", "--image-pull-secret", "a"],
+        ["--image-pull-secret gives a twice"],
+    ),
+    "secret twice": ([*JOB, "--secret", "a,a"], ["--secret gives a twice"]),
+    "selector twice": ([*JOB, "--node-selector", "a=1", "--node-selector", "a=2"], ["gives a twice"]),
+    "toleration twice": ([*JOB, "--toleration", "a", "--toleration", "a"], ["gives a twice"]),
+    "GPU without its domain": ([*JOB, "--gpu-resource", "gpu"], ["gpu_resource: 'gpu'", "nvidia.com/gpu"]),
+    "resource without its domain": ([*JOB, "--resource", "hca=1"], ["resource: 'hca=1'", "rdma/hca=1"]),
+    "resource without number": ([*JOB, "--resource", "rdma/hca"], ["resource: 'rdma/hca'"]),
+    "GPUs as a resource": ([*JOB, "--resource", "nvidia.com/gpu=1"], ["--gpus-per-node N"]),
+    "capability with its prefix": ([*JOB, "--capability", "CAP_IPC_LOCK"], ["--capability IPC_LOCK"]),
+    "all capabilities": ([*JOB, "--capability", "ALL"], ["capability: 'ALL'"]),
+    "annotation without value": ([*JOB, "--annotation", "a"], ["annotation: 'a'", "KEY=VALUE"]),
+    "label of the manifest": ([*JOB, "--label", "app.kubernetes.io/instance=x"], ["not the manifest's own"]),
+    "ephemeral storage without unit": ([*JOB, "--ephemeral-storage", "20"], ["ephemeral_storage: '20'", "20Gi"]),
+    "scheduler of a trainjob": ([*JOB, "--api", "trainjob", "--scheduler", "volcano"], ["leaves --scheduler"]),
+    "node timeout twice": (
+        [*JOB, "--node-timeout", "60", "--toleration", "node.kubernetes.io/unreachable:NoExecute"],
+        ["given twice"],
+    ),
     "selector without value": ([*JOB, "--node-selector", "gpu"], ["node_selector: 'gpu'", "KEY=VALUE"]),
     "toleration of a wrong effect": (
         [*JOB, "--toleration", "gpu:NoScheduling"],
@@ -245,6 +272,72 @@ def test_a_long_run_folder_gives_a_name_that_fits(api: str, capsys: pytest.Captu
     assert re.fullmatch(r"run-[1-]*-20261115", name)
 
 
+def test_pods_of_a_job_are_on_different_nodes(capsys: pytest.CaptureFixture[str]) -> None:
+    """One pod to a node is a requirement of the manifest, for every kind of job."""
+    for api in ("job", "jobset", "trainjob"):
+        (affinity,) = find_all(manifest(capsys, *JOB, "--api", api, "--job-name", "ride")[-1], "affinity")
+        assert affinity == {
+            "podAntiAffinity": {
+                "requiredDuringSchedulingIgnoredDuringExecution": [
+                    {
+                        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": "ride"}},
+                        "topologyKey": "kubernetes.io/hostname",
+                    }
+                ]
+            }
+        }
+
+
+def test_failures_are_counted_for_each_pod_and_grow_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three failures are few for a week; and pods that stop together do not delay each other."""
+    for flags, most in (([], 3), (["--time", "7-00"], 21), (["--time", "7-01", "--retries", "2"], 16)):
+        spec = manifest(capsys, *JOB, *flags)[-1]["spec"]
+        assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], "backoffLimit" in spec) == (most, 0, False)
+        spec = manifest(capsys, *JOB, *flags, "--api", "jobset")[-1]["spec"]
+        assert spec["failurePolicy"]["maxRestarts"] == most
+        inner = spec["replicatedJobs"][0]["template"]["spec"]
+        assert (inner["backoffLimitPerIndex"], inner["maxFailedIndexes"]) == (0, 0)
+
+
+def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixture[str]) -> None:
+    """RDMA, gang schedulers and local disks have flags of their own."""
+    flags = ["--annotation", "k8s.v1.cni.cncf.io/networks=a, b", "--label", "scheduling.x-k8s.io/pod-group=g"]
+    flags += ["--resource", "rdma/hca=1", "--capability", "IPC_LOCK", "--scheduler", "volcano"]
+    flags += ["--ephemeral-storage", "20Gi", "--node-timeout", "60"]
+    job = manifest(capsys, *JOB, *flags, "--job-name", "ride")[-1]
+    metadata, pod = job["spec"]["template"]["metadata"], pod_of(job)
+    (container,) = pod["containers"]
+    assert metadata["annotations"] == {"k8s.v1.cni.cncf.io/networks": "a, b"}
+    assert metadata["labels"]["scheduling.x-k8s.io/pod-group"] == "g"
+    assert metadata["labels"]["app.kubernetes.io/instance"] == "ride"
+    for kind in ("requests", "limits"):
+        assert container["resources"][kind]["rdma/hca"] == "1"
+        assert container["resources"][kind]["ephemeral-storage"] == "20Gi"
+    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"], "add": ["IPC_LOCK"]}
+    assert pod["schedulerName"] == "volcano"
+    assert {"name": "tmp", "emptyDir": {"sizeLimit": "20Gi"}} in pod["volumes"]
+    gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 60}
+    assert pod["tolerations"] == [
+        {"key": "node.kubernetes.io/not-ready", **gone},
+        {"key": "node.kubernetes.io/unreachable", **gone},
+    ]
+
+
+@pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
+def test_the_manifest_says_how_its_objects_go_with_the_job(api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """After kubectl apply, one command makes everything beside the job belong to it."""
+    assert submit(*JOB, "--api", api, "--job-name", "ride", "--dry-run") == 0
+    text = capsys.readouterr().out
+    *beside, job = yaml.safe_load_all(text)
+    (line,) = re.findall(r"^#   (kubectl patch .*)$", text, re.MULTILINE)
+    words = shlex.split(line.replace("$uid", "the-uid"))
+    names = words[2 : words.index("--type")]
+    wanted = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in beside]
+    assert names == [*wanted, "secret/ride-secret"]
+    (owner,) = json.loads(words[-1])["metadata"]["ownerReferences"]
+    assert owner == {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": "ride", "uid": "the-uid"}
+
+
 def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
     _, job = manifest(capsys, *BARE, "--processes-per-node", "2")
     (container,) = pod_of(job)["containers"]
@@ -295,9 +388,9 @@ def test_pods_of_a_trainjob_get_no_token(account: str, capsys: pytest.CaptureFix
     accounts = [item for item in beside if item["kind"] == "ServiceAccount"]
     mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     token = "/var/run/secrets/kubernetes.io/serviceaccount"
+    assert {"name": mounts[token], "emptyDir": {}} in pod["volumes"]
     if account:
         assert accounts == []
-        assert {"name": mounts[token], "emptyDir": {}} in pod["volumes"]
     else:
         assert [(item["metadata"]["name"], item["automountServiceAccountToken"]) for item in accounts] == [
             ("ride", False)
@@ -321,7 +414,7 @@ def test_exit_codes_become_a_failure_policy(capsys: pytest.CaptureFixture[str]) 
     by_code = {code: rule["action"] for rule in rules[1:] for code in rule["onExitCodes"]["values"]}
     assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob", 7: "FailJob"}
     assert {rule["onExitCodes"]["containerName"] for rule in rules[1:]} == {pod_of(job)["containers"][0]["name"]}
-    assert job["spec"]["backoffLimit"] == 5
+    assert job["spec"]["backoffLimitPerIndex"] == 5
     assert pod_of(job)["restartPolicy"] == "Never"  # the policy judges nothing else
     assert "activeDeadlineSeconds" not in job["spec"]
 

@@ -37,8 +37,10 @@ EVERYTHING = [
     *("--time", "01:00:00", "--grace", "300", "--start-timeout", "60", "--namespace", "vision", "--queue", "gpu-queue"),
     *("--service-account", "trainer", "--image-pull-secret", "registry", "--env", "NCCL_DEBUG=WARN"),
     *("--node-selector", "accelerator=h100", "--toleration", "nvidia.com/gpu:NoSchedule", "--user", "2000"),
+    *("--annotation", "a.example.com/b=c d", "--label", "scheduling.x-k8s.io/pod-group=g", "--resource", "rdma/hca=1"),
+    *("--capability", "IPC_LOCK", "--ephemeral-storage", "20Gi", "--node-timeout", "60"),
 ]
-NOT_FOR_TRAINJOBS = ["--priority-class", "high", "--secret", "wandb", "--retries", "5"]
+NOT_FOR_TRAINJOBS = ["--scheduler", "volcano", "--priority-class", "high", "--secret", "wandb", "--retries", "5"]
 SHAPES = {
     "one node": ["--processes-per-node", "2"],
     "CPUs": ["--nodes", "2", "--processes-per-node", "2"],
@@ -123,7 +125,7 @@ def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> 
     policy, (replicated,) = jobset["spec"]["failurePolicy"], jobset["spec"]["replicatedJobs"]
     assert policy["maxRestarts"] == 4
     assert ("FailJobSet", ["PodFailurePolicy"]) in [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]]
-    assert replicated["template"]["spec"]["backoffLimit"] == 0
+    assert replicated["template"]["spec"]["backoffLimitPerIndex"] == 0
     env = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
     meet = next(item["value"] for item in env if item["name"] == "PACELINE_MEET")
     network = jobset["spec"]["network"]

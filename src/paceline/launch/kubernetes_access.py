@@ -80,10 +80,12 @@ def service_account(job: KubernetesJob) -> Object:
 
 
 def keep_token_out(job: KubernetesJob, pod: Object, container: Object) -> None:
-    """Of a TrainJob's pod: an account of its own that mounts no token, or a mount in the place of the given one's."""
+    """Of a TrainJob's pod: an account of its own that mounts no token, and a mount in the place of any token.
+
+    The mount also holds where a runtime sets an account or asks for its token.
+    """
     if needs_service_account(job):
         pod["serviceAccountName"] = job.name
-        return
     path = "/var/run/secrets/kubernetes.io/serviceaccount"
     container["volumeMounts"].append({"name": "no-token", "mountPath": path, "readOnly": True})
     pod["volumes"].append({"name": "no-token", "emptyDir": {}})

@@ -18,8 +18,9 @@ from paceline.errors import PacelineError, UserError
 from paceline.launch.job_record import JobRecord
 from paceline.launch.kubernetes_access import NAME_LABEL, build_secret
 from paceline.launch.kubernetes_job import KubernetesJob
-from paceline.launch.kubernetes_manifest import CONTAINER, build_objects
+from paceline.launch.kubernetes_manifest import build_objects
 from paceline.launch.kubernetes_state import PodView, read_job_state, read_pods
+from paceline.launch.kubernetes_template import CONTAINER
 from paceline.launch.slurm_client import JobState
 from paceline.world.secret import create_secret
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
@@ -71,6 +72,13 @@ class KubernetesJob:
     env: tuple[tuple[str, str], ...] = ()
     node_selector: tuple[tuple[str, str], ...] = ()
     tolerations: tuple[Toleration, ...] = ()
+    node_timeout_s: int = 0  # 0: the cluster's default, 300
+    labels: tuple[tuple[str, str], ...] = ()  # of the pods, beside our own
+    annotations: tuple[tuple[str, str], ...] = ()  # of the pods
+    resources: tuple[tuple[str, str], ...] = ()  # beside CPUs, memory and GPUs
+    capabilities: tuple[str, ...] = ()
+    scheduler: str = ""
+    ephemeral_storage: str = ""
     user: int = 10001
     group: int = 10001
     port: int = 29400
@@ -78,6 +86,11 @@ class KubernetesJob:
     @property
     def world_size(self) -> int:
         return self.nodes * self.ranks_per_node
+
+    @property
+    def most_failures(self) -> int:
+        """Failures of its own that a pod may have; of a JobSet, all pods together. More for a longer run."""
+        return self.retries * max(1, math.ceil(self.limit_s / 86_400))
 
     @property
     def all_volumes(self) -> tuple[Volume, ...]:

@@ -11,28 +11,23 @@ from typing import Any
 
 import paceline
 from paceline.config.text import check_fields, check_text
-from paceline.config.variables import START_TIMEOUT
 from paceline.errors import EXIT_PREEMPTED
-from paceline.launch.job_record import SECRET_PREFIX, hide_values
+from paceline.launch.job_record import hide_values
 from paceline.launch.kubernetes_access import (
     NAME_LABEL,
     about_secret,
     keep_token_out,
-    labels,
     metadata,
     needs_service_account,
     network_policy,
     secret_name,
     service_account,
 )
-from paceline.launch.kubernetes_gang import MEET, NODE, NODES
-from paceline.launch.kubernetes_job import FILES_PATH, REPLICATED_JOB, KubernetesJob, Volume
+from paceline.launch.kubernetes_job import REPLICATED_JOB, KubernetesJob
+from paceline.launch.kubernetes_template import CONTAINER, build_pod, files_name, pod_metadata
 from paceline.launch.policy import FINAL_CODES
-from paceline.world.secret import RUN_SECRET
 
 MANIFEST = "job.yaml"
-INDEX = "batch.kubernetes.io/job-completion-index"
-CONTAINER = {"job": "train", "jobset": "train", "trainjob": "node"}
 _KEEP_FINISHED_S = 7 * 86_400
 _OTHER_BREAKS = frozenset("\r\x85\u2028\u2029\ufeff")
 
@@ -81,10 +76,18 @@ def build_objects(job: KubernetesJob) -> list[Object]:
     return [*objects, {"job": _job, "jobset": _jobset, "trainjob": _trainjob}[job.api](job)]
 
 
-def leader_host(job: KubernetesJob) -> str:
-    """The name of node 0's pod within the namespace."""
-    pod = f"{job.name}-0" if job.api == "job" else f"{job.name}-{REPLICATED_JOB}-0-0"
-    return f"{pod}.{job.name}"
+def _about_owner(job: KubernetesJob, namespace: str) -> list[str]:
+    """Only the cluster knows the uid of the job, so a manifest cannot say what belongs to it."""
+    *beside, main = build_objects(job)
+    names = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in beside]
+    names += [f"secret/{secret_name(job)}"] if job.nodes > 1 else []
+    owner = f'"apiVersion":"{main["apiVersion"]}","kind":"{main["kind"]}","name":"{job.name}","uid":"\'$uid\'"'
+    patch = f'{{"metadata":{{"ownerReferences":[{{{owner}}}]}}}}'
+    return [
+        "paceline submit makes what is beside the job belong to it, so that it goes with it. After kubectl apply:",
+        f"  uid=$(kubectl get{namespace} {main['kind'].lower()} {job.name} --output jsonpath={{.metadata.uid}})",
+        f"  kubectl patch{namespace} {' '.join(names)} --type merge --patch '{patch}'",
+    ]
 
 
 def _header(job: KubernetesJob) -> str:
@@ -97,6 +100,7 @@ def _header(job: KubernetesJob) -> str:
         f"  {shlex.join(hide_values(job.command))}",
         *_about_failures(job),
         *about_secret(job, namespace),
+        *_about_owner(job, namespace),
         "Follow and remove it:",
         f"  kubectl logs{namespace} --follow --selector {NAME_LABEL}={job.name} --prefix",
         f"  kubectl delete{namespace} {kinds} --selector {NAME_LABEL}={job.name}",
@@ -108,24 +112,22 @@ def _about_failures(job: KubernetesJob) -> list[str]:
     if job.api == "trainjob":
         return ["Retries and what exit codes mean to them are up to the runtime."]
     final = ", ".join(map(str, FINAL_CODES))
+    whose = "" if job.api == "jobset" else " to each pod"
     return [
         f"Pods that lose their node or end with {EXIT_PREEMPTED} (saved, asked to stop) are replaced and not counted;",
-        f"{final} (mistake, data, checkpoint, numbers, owner) end the job; others are tried {job.retries} times more.",
+        f"{final} (mistake, data, checkpoint, numbers, owner) end the job;",
+        f"other failures may happen {job.most_failures} times{whose}.",
     ]
 
 
 # --- Beside the job ---------------------------------------------------------------------------------------------------
 
 
-def _files_name(job: KubernetesJob) -> str:
-    return f"{job.name}-files"
-
-
 def _files(job: KubernetesJob) -> Object:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": metadata(job, _files_name(job)),
+        "metadata": metadata(job, files_name(job)),
         "immutable": True,
         "data": dict(job.files),
     }
@@ -156,17 +158,22 @@ def _job(job: KubernetesJob) -> Object:
         "apiVersion": "batch/v1",
         "kind": "Job",
         "metadata": metadata(job, queued=True),
-        "spec": {**spec, **_indexed(job, backoff_limit=job.retries)},
+        "spec": {**spec, **_indexed(job, most_failures=job.most_failures)},
     }
 
 
-def _indexed(job: KubernetesJob, *, backoff_limit: int) -> Object:
-    """One pod for each node, all at once, each knowing its number."""
+def _indexed(job: KubernetesJob, *, most_failures: int) -> Object:
+    """One pod for each node, all at once, each knowing its number.
+
+    Failures are counted, and their back-off is computed, for each pod alone. Counted together, pods that are evicted at
+    the same time would double the delay of their successors once for each of them, up to ten minutes.
+    """
     spec: Object = {
         "completionMode": "Indexed",
         "completions": job.nodes,
         "parallelism": job.nodes,
-        "backoffLimit": backoff_limit,
+        "backoffLimitPerIndex": most_failures,
+        "maxFailedIndexes": 0,
     }
     if job.limit_s:
         spec["activeDeadlineSeconds"] = job.limit_s
@@ -174,7 +181,7 @@ def _indexed(job: KubernetesJob, *, backoff_limit: int) -> Object:
         # Node 0 ends well only when all have.
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     spec["podFailurePolicy"] = {"rules": _failure_rules(job)}
-    spec["template"] = {"metadata": {"labels": labels(job)}, "spec": _pod(job)}
+    spec["template"] = {"metadata": pod_metadata(job), "spec": build_pod(job)}
     return spec
 
 
@@ -200,9 +207,9 @@ def _jobset(job: KubernetesJob) -> Object:
     spec |= {
         "ttlSecondsAfterFinished": _KEEP_FINISHED_S,
         "network": {"enableDNSHostnames": True, "subdomain": job.name, "publishNotReadyAddresses": True},
-        "failurePolicy": {"maxRestarts": job.retries, "rules": [mistake, late]},
+        "failurePolicy": {"maxRestarts": job.most_failures, "rules": [mistake, late]},
         "replicatedJobs": [
-            {"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": _indexed(job, backoff_limit=0)}},
+            {"name": REPLICATED_JOB, "replicas": 1, "template": {"spec": _indexed(job, most_failures=0)}},
         ],
     }
     return {
@@ -215,7 +222,7 @@ def _jobset(job: KubernetesJob) -> Object:
 
 def _trainjob(job: KubernetesJob) -> Object:
     """What it may say of its pods stands in a patch of its runtime; retries and exit codes are the runtime's own."""
-    pod = _pod(job)
+    pod = build_pod(job)
     train = pod.pop("containers")[0]
     for name in ("restartPolicy", "enableServiceLinks", "automountServiceAccountToken"):
         pod.pop(name, None)
@@ -223,7 +230,7 @@ def _trainjob(job: KubernetesJob) -> Object:
     pod["containers"] = [{name: train[name] for name in ("name", "securityContext", "volumeMounts")}]
     patch = {
         "name": REPLICATED_JOB,
-        "template": {"spec": {"template": {"metadata": {"labels": labels(job)}, "spec": pod}}},
+        "template": {"spec": {"template": {"metadata": pod_metadata(job), "spec": pod}}},
     }
     spec: Object = {"suspend": True} if job.queue else {}
     if job.limit_s:
@@ -252,139 +259,3 @@ def _trainjob(job: KubernetesJob) -> Object:
         "metadata": metadata(job, queued=True),
         "spec": spec,
     }
-
-
-# --- The pod ----------------------------------------------------------------------------------------------------------
-
-
-def _pod(job: KubernetesJob) -> Object:
-    pod: Object = {}
-    if job.nodes > 1 and job.api == "job":
-        pod["subdomain"] = job.name  # of the headless Service: pods are NAME-INDEX.NAME
-    pod |= {
-        "restartPolicy": "Never",  # a pod that has failed is for the Job's policy to judge
-        "terminationGracePeriodSeconds": job.grace_s,
-        "enableServiceLinks": False,
-        "automountServiceAccountToken": False,
-    }
-    if job.service_account:
-        pod["serviceAccountName"] = job.service_account
-    if job.priority_class:
-        pod["priorityClassName"] = job.priority_class
-    if job.image_pull_secrets:
-        pod["imagePullSecrets"] = [{"name": name} for name in job.image_pull_secrets]
-    if job.node_selector:
-        pod["nodeSelector"] = dict(job.node_selector)
-    if job.tolerations:
-        pod["tolerations"] = _tolerations(job)
-    pod["securityContext"] = {
-        "runAsNonRoot": True,
-        "runAsUser": job.user,
-        "runAsGroup": job.group,
-        "fsGroup": job.group,
-        "fsGroupChangePolicy": "OnRootMismatch",
-        "seccompProfile": {"type": "RuntimeDefault"},
-    }
-    pod["containers"] = [_container(job)]
-    pod["volumes"] = _volumes(job)
-    return pod
-
-
-def _tolerations(job: KubernetesJob) -> list[Object]:
-    rows = []
-    for item in job.tolerations:
-        row: Object = {"key": item.key, "operator": "Equal" if item.value else "Exists"}
-        row |= {"value": item.value} if item.value else {}
-        row |= {"effect": item.effect} if item.effect else {}
-        rows.append(row)
-    return rows
-
-
-def _container(job: KubernetesJob) -> Object:
-    module = "paceline" if job.nodes == 1 else "paceline.launch.kubernetes_pod"
-    resources: Object = {"cpu": str(job.cpus), "memory": job.memory}
-    if job.has_gpus:
-        resources[job.gpu_resource] = str(job.ranks_per_node)
-    container: Object = {
-        "name": CONTAINER[job.api],
-        "image": job.image,
-        "command": ["python", "-m", module],
-        "args": [_literal(word) for word in ("train", *job.train)],
-        "workingDir": "/tmp",
-        "env": _environment(job),
-    }
-    if job.secrets:
-        container["envFrom"] = [{"secretRef": {"name": name}} for name in job.secrets]
-    if job.nodes > 1:
-        container["ports"] = [{"name": "meet", "containerPort": job.port, "protocol": "TCP"}]
-    container |= {
-        "resources": {"requests": resources, "limits": dict(resources)},
-        "securityContext": {
-            "allowPrivilegeEscalation": False,
-            "readOnlyRootFilesystem": True,
-            "capabilities": {"drop": ["ALL"]},
-        },
-        "volumeMounts": _mounts(job),
-    }
-    return container
-
-
-def _literal(text: str) -> str:
-    """Kubernetes would put a variable's value in the place of `$(NAME)`."""
-    return text.replace("$(", "$$(")
-
-
-def _environment(job: KubernetesJob) -> list[Object]:
-    rows: list[Object] = [
-        {"name": "PYTHONUNBUFFERED", "value": "1"},
-        {"name": "HOME", "value": "/tmp"},
-        {"name": "USER", "value": "paceline"},  # the image may not know the number the pod runs as
-    ]
-    if job.nodes > 1:
-        rows += [
-            {"name": NODES, "value": str(job.nodes)},
-            {"name": NODE, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
-            {"name": MEET, "value": f"{leader_host(job)}:{job.port}"},
-            {"name": START_TIMEOUT, "value": str(job.start_timeout_s)},
-            {"name": RUN_SECRET, "valueFrom": {"secretKeyRef": {"name": secret_name(job), "key": RUN_SECRET}}},
-        ]
-    return rows + [_variable(name, value) for name, value in job.env]
-
-
-def _variable(name: str, value: str) -> Object:
-    if not value.startswith(SECRET_PREFIX):
-        return {"name": name, "value": _literal(value)}
-    secret, _, key = value.removeprefix(SECRET_PREFIX).partition("/")
-    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
-
-
-def _volume_names(job: KubernetesJob) -> list[tuple[str, Volume]]:
-    names = {"/runs": "runs", "/data": "data"}
-    return [(names.get(volume.path, f"mount-{number}"), volume) for number, volume in enumerate(job.all_volumes)]
-
-
-def _mounts(job: KubernetesJob) -> list[Object]:
-    rows: list[Object] = []
-    for name, volume in _volume_names(job):
-        rows.append({"name": name, "mountPath": volume.path} | ({"readOnly": True} if volume.is_read_only else {}))
-    rows += [{"name": "tmp", "mountPath": "/tmp"}, {"name": "shm", "mountPath": "/dev/shm"}]
-    if job.files:
-        rows.append({"name": "files", "mountPath": FILES_PATH, "readOnly": True})
-    return rows
-
-
-def _volumes(job: KubernetesJob) -> list[Object]:
-    rows: list[Object] = []
-    for name, volume in _volume_names(job):
-        if volume.is_host_path:
-            rows.append({"name": name, "hostPath": {"path": volume.source, "type": "Directory"}})
-        else:
-            claim: Object = {"claimName": volume.source} | ({"readOnly": True} if volume.is_read_only else {})
-            rows.append({"name": name, "persistentVolumeClaim": claim})
-    rows += [
-        {"name": "tmp", "emptyDir": {}},
-        {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": job.shm}},
-    ]
-    if job.files:
-        rows.append({"name": "files", "configMap": {"name": _files_name(job)}})
-    return rows

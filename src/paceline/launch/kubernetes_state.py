@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from paceline.errors import EXIT_PREEMPTED
-from paceline.launch.kubernetes_manifest import INDEX
+from paceline.launch.kubernetes_template import INDEX
 from paceline.launch.policy import FINAL_CODES
 from paceline.launch.slurm_client import JobState
 

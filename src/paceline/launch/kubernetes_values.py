@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import PurePosixPath
 
 from paceline.config.sites import JobSettings
+from paceline.config.variables import START_TIMEOUT
 from paceline.errors import UserError, printable_line
 from paceline.launch.job_record import SECRET_PREFIX
 from paceline.launch.kubernetes_job import (
@@ -39,13 +43,36 @@ _IMAGE = re.compile(
     r"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(@sha256:(?P<digest>[0-9a-f]{64}))?"
 )
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-_OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_NODES", "PACELINE_NODE", "PACELINE_MEET", RUN_SECRET)
+# Written by the manifest, by the launcher or by torch. A second value would replace theirs.
+_OWN_VARIABLES = (
+    *(
+        "PYTHONUNBUFFERED",
+        "HOME",
+        "USER",
+        "PACELINE_NODES",
+        "PACELINE_NODE",
+        "PACELINE_MEET",
+        START_TIMEOUT,
+        RUN_SECRET,
+    ),
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+_OWN_LABELS = (
+    "app.kubernetes.io/",
+    "batch.kubernetes.io/",
+    "jobset.sigs.k8s.io/",
+    "trainer.kubeflow.org/",
+    "kueue.x-k8s.io/",
+)
+_NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
+_CAPABILITY = re.compile(r"[A-Z][A-Z0-9_]*")
+_HUGE_PAGES = re.compile(r"hugepages-[0-9]+[KMG]i")
 
 
-def in_bytes(quantity: str) -> float:
+def in_bytes(quantity: str) -> Fraction:
     match = _QUANTITY.fullmatch(quantity)
     assert match is not None, quantity
-    return float(match["number"]) * _BYTES[match["unit"] or ""]
+    return Fraction(match["number"]) * _BYTES[match["unit"] or ""]
 
 
 # --- One value --------------------------------------------------------------------------------------------------------
@@ -95,7 +122,17 @@ def parse_job_name(settings: JobSettings, longest: int) -> str:
 
 
 def read_names(settings: JobSettings, name: str) -> tuple[str, ...]:
-    return tuple(_require_name(settings, name, text, dots=True, longest=253) for text in read_values(settings, name))
+    texts = read_values(settings, name)
+    _refuse_repeated(settings, name, texts)
+    return tuple(_require_name(settings, name, text, dots=True, longest=253) for text in texts)
+
+
+def _refuse_repeated(settings: JobSettings, name: str, keys: Sequence[str]) -> None:
+    """The API server warns about a second entry of one name, and keeps one of them."""
+    for key in keys:
+        if keys.count(key) > 1:
+            what = f"{flag_of(name)} gives {printable_line(key)} twice"
+            raise UserError(what, where=settings[name].where, got=printable_line(key), hint="leave one out")
 
 
 def _require_name(settings: JobSettings, name: str, text: str, *, dots: bool, longest: int) -> str:
@@ -151,17 +188,72 @@ def parse_size(settings: JobSettings, name: str) -> str:
         unit = re.sub(r"[^KMGTP]", "", text.upper())[:1] or "G"
         hint = f"{flag_of(name)} {number[0]}{unit}i" if number and float(number[0]) else None
         raise invalid(settings, name, text, "a number with Mi, Gi or Ti (or M, G, T), as 64Gi", hint)
+    if in_bytes(text).denominator != 1:
+        nearest = f"{flag_of(name)} {math.ceil(in_bytes(text) / 1024**2)}Mi"
+        raise invalid(settings, name, text, "a whole number of bytes", nearest)
     return text
 
 
-def parse_key(settings: JobSettings, name: str, default: str) -> str:
-    text = read_text(settings, name) or default
-    if not _KEY.fullmatch(text):
-        raise invalid(settings, name, text, "such as nvidia.com/gpu")
+def parse_gpu_resource(settings: JobSettings) -> str:
+    text = read_text(settings, "gpu_resource") or KubernetesJob.gpu_resource
+    if not _KEY.fullmatch(text) or "/" not in text:
+        allowed = "the full name of an extended resource, as nvidia.com/gpu"
+        hint = "kubectl describe nodes lists them under Allocatable"
+        raise invalid(settings, "gpu_resource", text, allowed, hint)
     return text
 
 
-def parse_variable(text: str, settings: JobSettings) -> tuple[str, str]:
+def parse_resources(settings: JobSettings) -> tuple[tuple[str, str], ...]:
+    """Extended resources in whole numbers, as rdma/hca=1; huge pages by size."""
+    rows = []
+    for text in read_values(settings, "resource"):
+        name, _, amount = text.partition("=")
+        is_extended = bool(_KEY.fullmatch(name)) and "/" in name and bool(re.fullmatch(r"[1-9][0-9]{0,8}", amount))
+        is_huge = bool(_HUGE_PAGES.fullmatch(name)) and bool(_QUANTITY.fullmatch(amount))
+        if not (is_extended or is_huge):
+            raise invalid(settings, "resource", text, "DOMAIN/NAME=N, as rdma/hca=1, or hugepages-2Mi=SIZE")
+        if name == (read_text(settings, "gpu_resource") or KubernetesJob.gpu_resource):
+            raise invalid(settings, "resource", text, "a resource beside the GPUs", "--gpus-per-node N")
+        rows.append((name, amount))
+    _refuse_repeated(settings, "resource", [name for name, _ in rows])
+    return tuple(rows)
+
+
+def parse_capabilities(settings: JobSettings) -> tuple[str, ...]:
+    names = read_values(settings, "capability")
+    for name in names:
+        if not _CAPABILITY.fullmatch(name) or name.startswith("CAP_") or name == "ALL":
+            better = name.upper().removeprefix("CAP_")
+            hint = f"--capability {better}" if _CAPABILITY.fullmatch(better) and better != "ALL" else None
+            raise invalid(settings, "capability", name, "one capability of Linux without CAP_, as IPC_LOCK", hint)
+    _refuse_repeated(settings, "capability", names)
+    return names
+
+
+def parse_pairs(settings: JobSettings, name: str) -> tuple[tuple[str, str], ...]:
+    """KEY=VALUE of labels, annotations and selectors. Only an annotation has any text as its value."""
+    rows = []
+    for text in read_values(settings, name):
+        key, is_set, value = text.partition("=")
+        is_value = name == "annotation" or bool(_VALUE.fullmatch(value))
+        if not is_set or not _KEY.fullmatch(key) or not is_value:
+            examples = {"node_selector": "accelerator=h100", "label": "scheduling.x-k8s.io/pod-group=NAME"}
+            example = examples.get(name, "k8s.v1.cni.cncf.io/networks=rdma-net")
+            raise invalid(settings, name, text, f"KEY=VALUE, as {example}")
+        if name != "node_selector" and key.startswith(_OWN_LABELS):
+            raise invalid(settings, name, text, "a key that is not the manifest's own", "leave it out")
+        rows.append((key, value))
+    _refuse_repeated(settings, name, [key for key, _ in rows])
+    return tuple(rows)
+
+
+def parse_variables(settings: JobSettings) -> tuple[tuple[str, str], ...]:
+    rows = tuple(_parse_variable(text, settings) for text in read_values(settings, "env"))
+    _refuse_repeated(settings, "env", [name for name, _ in rows])
+    return rows
+
+
+def _parse_variable(text: str, settings: JobSettings) -> tuple[str, str]:
     """A name and a value, or a name and `secret:SECRET/KEY`. Error screens do not repeat values."""
     name, is_set, value = text.partition("=")
     where = settings["env"].where
@@ -173,14 +265,19 @@ def parse_variable(text: str, settings: JobSettings) -> tuple[str, str]:
     return name, value
 
 
-def parse_selector(text: str, settings: JobSettings) -> tuple[str, str]:
-    key, is_set, value = text.partition("=")
-    if not is_set or not _KEY.fullmatch(key) or not _VALUE.fullmatch(value):
-        raise invalid(settings, "node_selector", text, "KEY=VALUE of a node's label, as accelerator=h100")
-    return key, value
+def parse_tolerations(settings: JobSettings) -> tuple[Toleration, ...]:
+    texts = read_values(settings, "toleration")
+    _refuse_repeated(settings, "toleration", texts)
+    rows = tuple(_parse_toleration(text, settings) for text in texts)
+    for row in rows:
+        if row.key in _NODE_TAINTS and "node_timeout" in settings:
+            what = "how long a node may be gone is given twice"
+            got = f"--toleration {row.key} and --node-timeout"
+            raise UserError(what, where=settings["toleration"].where, got=got, hint="leave one out")
+    return rows
 
 
-def parse_toleration(text: str, settings: JobSettings) -> Toleration:
+def _parse_toleration(text: str, settings: JobSettings) -> Toleration:
     rest, has_effect, effect = text.partition(":")
     key, _, value = rest.partition("=")
     if not _KEY.fullmatch(key) or not _VALUE.fullmatch(value) or (has_effect and effect not in _EFFECTS):
