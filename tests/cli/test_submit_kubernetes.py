@@ -299,6 +299,13 @@ def test_failures_are_counted_for_each_pod_and_grow_with_the_time(capsys: pytest
         assert (inner["backoffLimitPerIndex"], inner["maxFailedIndexes"]) == (0, 0)
 
 
+def test_a_start_timeout_below_the_back_off_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    """The default covers the longest delay of the Job controller; a shorter one is said."""
+    for flags, warnings in (([], 0), (["--start-timeout", "599"], 1), (["--start-timeout", "600"], 0)):
+        assert submit(*JOB, *flags, "--dry-run") == 0
+        assert capsys.readouterr().err.count("warning: --start-timeout") == warnings
+
+
 def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixture[str]) -> None:
     """RDMA, gang schedulers and local disks have flags of their own."""
     flags = ["--annotation", "k8s.v1.cni.cncf.io/networks=a, b", "--label", "scheduling.x-k8s.io/pod-group=g"]

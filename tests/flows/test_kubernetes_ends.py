@@ -224,3 +224,75 @@ def test_a_log_is_followed_with_the_timeouts_that_client_37_takes_from_a_fake_cl
     fake.add_pod(1, "Running")
     assert logs(capfdbinary, "--follow").startswith(b"pod 0 begins\n")
     assert seen
+
+
+# --- Pods that cannot begin, or cannot end ----------------------------------------------------------------------------
+
+
+def test_a_dead_node_of_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pod in Terminating is not running. When it should have ended long ago, the manual step is suggested."""
+    submit()
+    fake.add_pod(0, "Running")
+    name = fake.add_pod(1, "Running", must_end_by="2999-01-01T00:00:00Z")
+    content = status(capsys)
+    assert (content["state"], content["job"]["state"]) == ("queued", "PENDING")
+    assert "taint" not in content["job"]["reason"]
+    fake.objects["pods", name]["metadata"]["deletionTimestamp"] = LONG_AGO
+    reason = status(capsys)["job"]["reason"]
+    assert "kubectl taint nodes worker-1 node.kubernetes.io/out-of-service=nodeshutdown:NoExecute" in reason
+    assert f"kubectl delete pod {name} --force --grace-period=0" in reason
+    fake.add_pod(1, "Running")  # its successor, while the old object is still there
+    assert status(capsys)["state"] == "running"
+
+
+FAILED_CREATES = {
+    "service account": 'pods "ride-0-" is forbidden: error looking up service account vision/trainer: not found',
+    "priority class": 'pods "ride-0-" is forbidden: no PriorityClass with name high was found',
+    "quota": 'pods "ride-0-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8',
+    "PodSecurity": 'pods "ride-0-x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes',
+}
+
+
+@pytest.mark.parametrize("case", FAILED_CREATES)
+@pytest.mark.parametrize("api", ["job", "jobset"])
+def test_no_pod_yet_has_its_reason_from_events_of_a_fake_cluster(
+    api: str, case: str, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pod that the API server refuses exists only as an event of its Job."""
+    submit("--api", api)
+    about = "ride" if api == "job" else "ride-node-0"
+    fake.add_event("another", "FailedCreate", "not ours", second=9)
+    fake.add_event(about, "BackOff", "not about creation", second=8)
+    fake.add_event(about, "FailedCreate", "an older reason", second=1)
+    fake.add_event(about, "FailedCreate", FAILED_CREATES[case], second=2)
+    assert status(capsys)["job"]["reason"] == f"no pod yet; FailedCreate: {FAILED_CREATES[case]}"
+
+
+def test_without_the_right_to_read_events_of_a_fake_cluster_the_status_is_there(
+    fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Events are a help, not a condition."""
+    submit()
+    fake.refusals["GET events"] = (403, 'events is forbidden: User "me" cannot list resource "events"')
+    assert status(capsys)["job"]["reason"] == "no pod yet"
+
+
+WEBHOOKS = {
+    "runtime": 'admission webhook "validator.trainjob.trainer.kubeflow.org" denied the request: runtimeRef',
+    "jobset": 'admission webhook "vjobset.kb.io" denied the request: JobSet name is too long',
+    "policy": "ValidatingAdmissionPolicy 'images' with binding 'all' denied request: failed admission policy",
+}
+
+
+@pytest.mark.parametrize("case", WEBHOOKS)
+@pytest.mark.parametrize("code", [400, 403])
+def test_a_denial_by_a_webhook_of_a_fake_cluster_is_not_a_missing_right(
+    code: int, case: str, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A webhook may answer 403; the message is about the job."""
+    fake.refusals["POST trainjobs"] = (code, WEBHOOKS[case])
+    assert main(["submit", "kubernetes", *JOB, "--api", "trainjob"]) == USER
+    screen = capsys.readouterr().err
+    assert "the cluster refuses the job" in screen
+    assert "can-i" not in screen
+    assert "clustertrainingruntimes" in screen

@@ -81,6 +81,17 @@ class FakeCluster(ThreadingHTTPServer):
         self.logs[name] = f"pod {index} begins\nstep 3/9  loss 2.3\n"
         return name
 
+    def add_event(self, about: str, reason: str, message: str, *, kind: str = "Job", second: int = 0) -> None:
+        """As the controllers of a cluster write them."""
+        self.objects["events", f"event-{len(self.objects)}"] = {
+            "metadata": {"name": f"event-{len(self.objects)}"},
+            "involvedObject": {"kind": kind, "name": about},
+            "type": "Warning",
+            "reason": reason,
+            "message": message,
+            "lastTimestamp": f"2026-11-15T10:00:{second:02}Z",
+        }
+
     def the(self, plural: str) -> dict[str, Any]:
         (found,) = [item for (kind, _), item in self.objects.items() if kind == plural]
         return found
@@ -95,7 +106,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         plural, name, query = self._read()
-        if name.endswith("/log"):
+        if refusal := self.server.refusals.get(f"GET {plural}"):
+            self._fail(*refusal)
+        elif name.endswith("/log"):
             self._send_log(name.removesuffix("/log"), query)
         elif name:
             self._hand_out((plural, name), self.server.objects.get((plural, name)))
@@ -153,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         if "labelSelector" in query:
             key, _, value = query["labelSelector"].partition("=")
             items = [item for item in items if item["metadata"]["labels"].get(key) == value]
-        if "fieldSelector" in query:
+        if query.get("fieldSelector", "").startswith("metadata.name="):
             name = query["fieldSelector"].removeprefix("metadata.name=")
             items = [item for item in items if item["metadata"]["name"] == name]
         return items

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +43,7 @@ Every flag of `paceline train` may be given, but --processes. More: docs/guides/
 
 """
 _DEFAULT_GRACE_S = 120
+_LONGEST_BACK_OFF_S = 600  # of the Job controller, before it replaces a pod
 _LARGEST_FILES_BYTES = 900_000  # an object of the cluster holds a megabyte
 _MADE_DATA = ("shapes", "synthetic")  # comes from nowhere
 # Decided by the manifest itself, so not handed on as typed.
@@ -56,6 +58,12 @@ def run(arguments: list[str]) -> int:
     job = parse_kubernetes_job(typed)
     is_dry_run = "dry_run" in typed
     loaded = _read_train(train, job)
+    if job.nodes > 1 and job.start_timeout_s < _LONGEST_BACK_OFF_S:
+        print(
+            f"warning: --start-timeout {job.start_timeout_s} is shorter than the delay before a pod that failed often"
+            f" is replaced (up to {_LONGEST_BACK_OFF_S} s); the others would give up",
+            file=sys.stderr,
+        )
     folder = _folder(loaded)
     earlier = None if is_dry_run else _earlier_job(folder)
     if is_finished(folder, loaded):

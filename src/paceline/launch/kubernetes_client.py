@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from typing import Any
 from paceline.errors import PacelineError, UserError
 from paceline.launch.job_record import JobRecord
 from paceline.launch.kubernetes_access import NAME_LABEL, build_secret
-from paceline.launch.kubernetes_job import KubernetesJob
+from paceline.launch.kubernetes_job import REPLICATED_JOB, KubernetesJob
 from paceline.launch.kubernetes_manifest import build_objects
-from paceline.launch.kubernetes_state import PodView, read_job_state, read_pods
+from paceline.launch.kubernetes_state import PodView, read_job_state, read_pods, sort_events
 from paceline.launch.kubernetes_template import CONTAINER
 from paceline.launch.slurm_client import JobState
 from paceline.world.secret import create_secret
@@ -30,6 +31,7 @@ _KINDS = {  # group, version, plural
     "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
     "trainjob": ("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
 }
+_QUOTA = re.compile(r"exceeded quota|failed quota|violates PodSecurity|LimitRange|maximum .* usage per")
 _OPERATORS = {"jobset": "JobSets", "trainjob": "TrainJobs: Kubeflow Trainer v2 is not installed"}
 
 
@@ -156,7 +158,23 @@ class Cluster:
             )["items"]
         if not found:
             return JobState(name)
-        return read_job_state(name, found[0], self.read_pods(name))
+        return read_job_state(name, found[0], self.read_pods(name), self._read_events(name))
+
+    def _read_events(self, name: str) -> list[dict[str, Any]]:
+        """Why pods of the job cannot be created. Empty also without the right to read events."""
+        try:
+            with asking(f"list events in {self.namespace}", "job"):
+                answer = self._core.list_namespaced_event(
+                    self.namespace,
+                    field_selector="type=Warning",
+                    _preload_content=False,
+                    _request_timeout=_TIMEOUT_S,
+                )
+        except UserError:
+            return []
+        own = (name, f"{name}-{REPLICATED_JOB}-0")  # a JobSet's Job has its own name
+        items = json.loads(answer.data)["items"]
+        return sort_events(item for item in items if (item.get("involvedObject") or {}).get("name") in own)
 
     def read_pods(self, name: str) -> list[PodView]:
         """All pods of a job that the cluster still knows, oldest first."""
@@ -246,6 +264,12 @@ def _refusal(what: str, api: str, error: Any) -> PacelineError:
         return UserError(
             f"the cluster knows no {_OPERATORS[api]}", where=what, got=message, hint="--api job needs none"
         )
+    if "admission webhook" in message or "admission policy" in message:
+        # A webhook answers 403 or 400 as it likes; what it says is about the job, not about rights.
+        hint = "--runtime NAME; kubectl get clustertrainingruntimes lists them" if api == "trainjob" else None
+        return UserError("the cluster refuses the job", where=what, got=message, hint=hint)
+    if error.status == 403 and _QUOTA.search(message):
+        return UserError("the job does not fit into the namespace", where=what, got=message, hint="kubectl get quota")
     if error.status in (401, 403):
         return UserError("the cluster does not let you", where=what, got=message, hint="kubectl auth can-i create jobs")
     if error.status in (400, 422):

@@ -13,6 +13,9 @@ from paceline.launch.policy import FINAL_CODES
 from paceline.launch.slurm_client import JobState
 
 Object = dict[str, Any]
+_STUCK_AFTER_S = 60
+_CREATE_FAILURES = ("FailedCreate", "JobCreationFailed", "CreateFailed")
+OUT_OF_SERVICE = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
 _STOPPED = (EXIT_PREEMPTED, 143)  # asked to stop: never the cause of a failure
 
 
@@ -40,6 +43,12 @@ class PodView:
     def is_terminating(self) -> bool:
         """Asked to end, and not ended yet: it does not train, whatever its phase says."""
         return bool(self.must_end_by) and not self.has_ended
+
+    def is_stuck(self, now: datetime) -> bool:
+        """It should have ended long ago: its node does not answer, so nothing confirms its end."""
+        if not self.is_terminating:
+            return False
+        return (now - datetime.fromisoformat(self.must_end_by)).total_seconds() > _STUCK_AFTER_S
 
     @property
     def is_running(self) -> bool:
@@ -104,8 +113,8 @@ def in_words(item: Object) -> str:
     return f"{item.get('reason') or ''}: {item.get('message') or ''}".strip(": ")
 
 
-def read_job_state(name: str, found: Object, pods: Sequence[PodView]) -> JobState:
-    """The state of a Job, JobSet or TrainJob, from the object and all of its pods."""
+def read_job_state(name: str, found: Object, pods: Sequence[PodView], events: Sequence[Object] = ()) -> JobState:
+    """The state of a Job, JobSet or TrainJob, from the object, all of its pods and events that tell of trouble."""
     held = {item["type"]: item for item in _status(found).get("conditions") or [] if item.get("status") == "True"}
     newest = newest_pods(pods)
     nodes = ",".join(dict.fromkeys(pod.node for pod in newest if pod.node))
@@ -125,7 +134,7 @@ def read_job_state(name: str, found: Object, pods: Sequence[PodView]) -> JobStat
     wanted = _count_wanted(found) or len(newest)
     if newest and len(running) + len(done) >= wanted:
         return JobState(name, "RUNNING", nodes=nodes, running_for=_age(running or done), restarts=failures)
-    return JobState(name, "PENDING", _why_waiting(newest, len(running), wanted), nodes, restarts=failures)
+    return JobState(name, "PENDING", _why_waiting(newest, len(running), wanted, events), nodes, restarts=failures)
 
 
 def _status(found: Object) -> Object:
@@ -166,13 +175,30 @@ def _deletion_in_words(pods: Sequence[PodView]) -> str:
     return f"it is being deleted; {len(left)} pods save and end" if left else "it is being deleted"
 
 
-def _why_waiting(pods: Sequence[PodView], running: int, wanted: int) -> str:
-    if not pods:
-        return "no pod yet"
-    reasons = [pod.waits_for for pod in pods if pod.waits_for]
+def _why_waiting(pods: Sequence[PodView], running: int, wanted: int, events: Sequence[Object]) -> str:
+    now = datetime.now(UTC)
+    reasons = [_stuck_in_words(pod) for pod in pods if pod.is_stuck(now)]
+    reasons += [pod.waits_for for pod in pods if pod.waits_for]
     reasons += [f"pod {pod.index} on {pod.node} is being ended" for pod in pods if pod.is_terminating]
     reasons += [f"pod {pod.index} ended with {pod.exit_code}" for pod in pods if pod.phase == "Failed"]
-    return "; ".join([f"{running} of {wanted} pods run", *reasons[:1]])
+    if len(pods) < wanted:  # a pod that cannot be created has no object that could say why
+        reasons += [in_words(event) for event in events]
+    what = f"{running} of {wanted} pods run" if pods else "no pod yet"
+    return "; ".join([what, *reasons[:1]])
+
+
+def _stuck_in_words(pod: PodView) -> str:
+    return (
+        f"pod {pod.index} was evicted and has not ended: node {pod.node} does not answer; no other pod takes its place."
+        f" If the node is down for good: kubectl taint nodes {pod.node} {OUT_OF_SERVICE};"
+        f" without rights on nodes: kubectl delete pod {pod.name} --force --grace-period=0"
+    )
+
+
+def sort_events(items: Iterable[Object]) -> list[Object]:
+    """Events that tell why a pod cannot be created, the newest first."""
+    kept = [item for item in items if item.get("type") == "Warning" and item.get("reason") in _CREATE_FAILURES]
+    return sorted(kept, key=lambda item: str(item.get("lastTimestamp") or item.get("eventTime") or ""), reverse=True)
 
 
 def _age(pods: Sequence[PodView]) -> str:
