@@ -55,7 +55,7 @@ _OWN_VARIABLES = (
         START_TIMEOUT,
         RUN_SECRET,
     ),
-    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("RANK", "WORLD_SIZE"),
 )
 _OWN_LABELS = (
     "app.kubernetes.io/",
@@ -260,7 +260,7 @@ def _parse_variable(text: str, settings: JobSettings) -> tuple[str, str]:
     is_secret = value.startswith(SECRET_PREFIX)
     if not is_set or not _VARIABLE.fullmatch(name) or (is_secret and not _SECRET.fullmatch(value)):
         raise UserError("this is not a variable", where=where, got=printable_line(name), allowed=_VARIABLE_FORMS)
-    if name in _OWN_VARIABLES or name.startswith(("SLURM_", "PET_")):
+    if name in _OWN_VARIABLES or name.startswith(("SLURM_", "PET_", "LOCAL_", "MASTER_")):
         raise UserError(f"{name} belongs to the launcher", where=where, got=name, hint="leave it out")
     return name, value
 
