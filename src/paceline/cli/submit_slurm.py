@@ -141,12 +141,12 @@ def _check_notice(folder: RunFolder, spec: JobSpec) -> None:
 
 def _is_over(folder: RunFolder, loaded: LoadedConfig, *, asks_slurm: bool) -> bool:
     """Whether there is nothing left to do there, said so. A job that still runs or waits is refused."""
-    folder.refuse_if_owned()
     record = read_record(folder.path) if asks_slurm else None
     if record is not None and record.scheduler == "slurm":
         state = read_state(record.job_id, record.cluster)
         if state.is_active:
             refuse_second_job(folder, f"job {record.job_id}", state.state)
+    folder.refuse_if_owned()  # after the job, which says more than a process on its node
     return is_finished(folder, loaded)
 
 
