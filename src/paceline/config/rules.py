@@ -44,17 +44,32 @@ def _check_strategy(loaded: LoadedConfig) -> None:
             got=f"processes {parallel.processes}",
             hint="--strategy ddp, or --processes 1",
         )
-    if parallel.cpu_offload and parallel.strategy != "fsdp":
-        raise UserError(
-            "cpu_offload needs strategy fsdp",
-            where=loaded.where("cpu_offload"),
-            got=f"strategy {parallel.strategy}",
-            hint="add --strategy fsdp, or leave --cpu-offload out",
-        )
+    _check_choices_of_strategy(loaded)
     if parallel.exact:
         _check_exact(loaded)
     if not processes.is_open:
         _check_processes(loaded, processes)
+
+
+def _check_choices_of_strategy(loaded: LoadedConfig) -> None:
+    """A setting that its strategy does not read would be ignored."""
+    parallel = loaded.config.parallel
+    is_ddp = parallel.strategy in ("auto", "ddp") and not parallel.exact
+    choices = (
+        ("cpu_offload", parallel.cpu_offload, "--cpu-offload", "fsdp"),
+        ("fsdp_wrap", parallel.fsdp_wrap != "blocks", "--fsdp-wrap", "fsdp"),
+        ("reshard_after_forward", not parallel.reshard_after_forward, "--no-reshard-after-forward", "fsdp"),
+        ("bucket_cap_mb", parallel.bucket_cap_mb > 0, "--bucket-cap-mb", "ddp"),
+    )
+    for name, is_given, flag, needed in choices:
+        if is_given and not (is_ddp if needed == "ddp" else parallel.strategy == needed):
+            exact = " with --exact, which has an exchange of its own" if parallel.exact and needed == "ddp" else ""
+            raise UserError(
+                f"{name} needs strategy {needed}",
+                where=loaded.where(name),
+                got=f"strategy {parallel.strategy}{exact}",
+                hint=f"add --strategy {needed}, or leave {flag} out",
+            )
 
 
 def _check_optimizer(loaded: LoadedConfig) -> None:

@@ -196,6 +196,17 @@ class ParallelConfig:
     cpu_offload: bool = False
     """Keep sharded weights and optimizer state in CPU memory (fsdp)."""
 
+    fsdp_wrap: Literal["blocks", "layers", "model"] = "blocks"
+    """What is gathered at once (fsdp): a block, a single layer, or the whole model."""
+
+    reshard_after_forward: bool = True
+    """Drop gathered weights after the forward pass and gather them again for the backward pass (fsdp). Without it
+    they stay: less communication, more memory."""
+
+    bucket_cap_mb: Count = 0
+    """MB of gradients that ddp sends at once; 0: torch's own 25. With a size given, ranks of one CPU node use ddp's
+    buckets instead of shared memory."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda where there is one."""
 

@@ -170,20 +170,21 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
     forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
         # A scaler (fp16) would unscale gradients in place on every rank, which shared ones do not allow.
-        shared = share_gradients(model, world) if dtype is not torch.float16 else None
+        can_share = dtype is not torch.float16 and not config.parallel.bucket_cap_mb
+        shared = share_gradients(model, world) if can_share else None
         if shared is not None:
             return ParallelModel(model, forward, strategy, dtype, shared=shared)
         begin_alike(model)
         trained = sum(parameter.requires_grad for parameter in model.parameters())
         carriage = _WithPassenger(model, forward, device, numbers=PASSENGERS + 1 + trained)
-        forward = _wrap_ddp(carriage, device)
+        forward = _wrap_ddp(carriage, device, config.parallel.bucket_cap_mb)
         return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
     exposed = Exposed(device)
     if strategy == "fsdp":
         # It takes a second, and few runs need it.
         from paceline.parallel.sharding import ShardPresence, follow_shards, shard
 
-        forward = shard(model, world, dtype, offload=config.parallel.cpu_offload)
+        forward = shard(model, world, dtype, config.parallel)
         follow_shards(model, exposed, device)
         present = ShardPresence(model).take if world.world_size > 1 else None
         return ParallelModel(model, forward, strategy, dtype, exposed=exposed, shards_present=present)
@@ -210,7 +211,7 @@ class _WithPassenger(nn.Module):
         return self._run[0](inputs)
 
 
-def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel:
+def _wrap_ddp(model: nn.Module, device: torch.device, bucket_cap_mb: int) -> DistributedDataParallel:
     # Running statistics are averaged before each evaluation, so DDP need not broadcast rank 0's every step.
     # torch 2.13 renamed the switch.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -220,7 +221,7 @@ def _wrap_ddp(model: nn.Module, device: torch.device) -> DistributedDataParallel
     ignored = [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
     # Gradients stay in the buckets: one copy less per step, and one pass over a few large tensors to look at them.
-    options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True}
+    options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb or None}
     return DistributedDataParallel(model, device_ids=device_ids, **options)
 
 

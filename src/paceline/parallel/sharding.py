@@ -15,22 +15,25 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
 from paceline.parallel.exposed import Exposed
 from paceline.world.detect import World
 
 
-def shard(model: nn.Module, world: World, dtype: torch.dtype | None, *, offload: bool) -> nn.Module:
-    """One group of shards per block, and one for what lies between blocks."""
+def shard(model: nn.Module, world: World, dtype: torch.dtype | None, choices: ParallelConfig) -> nn.Module:
+    """One group of shards per block or layer, and one for what lies between them."""
     _refuse_scalars(model)
     options: dict[str, Any] = {
         # Named, because FSDP would take the GPUs of a machine that has some even for a run on its CPUs.
         "mesh": init_device_mesh(torch.device(world.device).type, (world.world_size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy() if choices.cpu_offload else OffloadPolicy(),
+        # None: all groups but the last one, which the backward pass needs first.
+        "reshard_after_forward": None if choices.reshard_after_forward else False,
     }
-    for block in find_blocks(model):
-        fully_shard(block, **options)
+    for part in find_parts(model, choices.fsdp_wrap):
+        fully_shard(part, **options)
     fully_shard(model, **options)
     return model
 
@@ -44,6 +47,15 @@ def _refuse_scalars(model: nn.Module) -> None:
             got=", ".join(scalars),
             hint="--strategy ddp, or a parameter of shape [1]: nn.Parameter(torch.ones(1))",
         )
+
+
+def find_parts(model: nn.Module, wrap: str) -> list[nn.Module]:
+    """What is a group of its own; the whole model is one in any case."""
+    if wrap == "model":
+        return []
+    if wrap == "blocks":
+        return list(find_blocks(model))
+    return [part for part in model.modules() if part is not model and any(True for _ in part.parameters(recurse=False))]
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -1,0 +1,78 @@
+"""The choices of FSDP and DDP: other groups and other traffic, the same weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+from harness.ranks import run_ranks
+from harness.runs import quick_config, train_in
+from paceline.models.cnn import CNN
+from paceline.parallel.apply import parallelise
+from paceline.world.detect import World
+
+
+def results_of(folder: Path, *flags: str) -> dict[str, Any]:
+    results: dict[str, Any] = run_ranks(2, train_in, str(folder), flags)[0]
+    return results
+
+
+def bytes_per_step(results: dict[str, Any]) -> int:
+    return max(rank["communicated_bytes_per_step"] for rank in results["process_metrics"])
+
+
+def test_the_choices_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Path) -> None:
+    """Weights that stay gathered are sent once per step and not twice; what is gathered at once changes no bit."""
+    fsdp = ("--strategy", "fsdp")
+    found = {
+        "blocks": results_of(tmp_path / "blocks", *fsdp),
+        "layers": results_of(tmp_path / "layers", *fsdp, "--fsdp-wrap", "layers"),
+        "model": results_of(tmp_path / "model", *fsdp, "--fsdp-wrap", "model"),
+        "kept": results_of(tmp_path / "kept", *fsdp, "--fsdp-wrap", "layers", "--no-reshard-after-forward"),
+    }
+    assert len({results["weights_sha256"] for results in found.values()}) == 1
+    assert bytes_per_step(found["kept"]) < bytes_per_step(found["layers"])
+
+
+def groups_of(world: World, wrap: str) -> list[str]:
+    """The layers that are groups of shards."""
+    from torch.distributed.fsdp import FSDPModule
+
+    config = quick_config("--strategy", "fsdp", "--fsdp-wrap", wrap)
+    model = parallelise(small_model(), config, world).module
+    return [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+
+
+def small_model() -> nn.Module:
+    body = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 4))
+    return nn.Sequential(body, nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize(
+    ("wrap", "groups"), [("model", [""]), ("blocks", ["", "0.0.0", "0.1"]), ("layers", ["", "0.0.0", "0.1", "1"])]
+)
+def test_the_wrapping_policy_decides_the_groups(wrap: str, groups: list[str]) -> None:
+    """A group per layer or per block, and one for the rest."""
+    assert run_ranks(2, groups_of, wrap) == [groups, groups]
+
+
+def buckets_of(world: World, cap_mb: int) -> tuple[bool, int]:
+    """Whether memory is shared, and the cap of a bucket in bytes."""
+    config = quick_config("--strategy", "ddp", *(("--bucket-cap-mb", str(cap_mb)) if cap_mb else ()))
+    model = parallelise(CNN((3, 32, 32), 10), config, world)
+    return model.shared is not None, getattr(model.forward, "bucket_bytes_cap", 0)
+
+
+def test_the_size_of_buckets_reaches_ddp() -> None:
+    """A size that is given also turns off the exchange through shared memory, which has no buckets."""
+    assert run_ranks(2, buckets_of, 0) == [(True, 0)] * 2
+    assert run_ranks(2, buckets_of, 3) == [(False, 3 * 2**20)] * 2
+
+
+def test_other_buckets_train_the_same_weights(tmp_path: Path) -> None:
+    """With two ranks, sums do not depend on the buckets."""
+    found = [results_of(tmp_path / str(cap), "--bucket-cap-mb", str(cap)) for cap in (1, 25)]
+    assert found[0]["weights_sha256"] == found[1]["weights_sha256"]
