@@ -114,6 +114,27 @@ def test_statistics_by_hand() -> None:
     assert serial_fraction({1: 1.0}) is None
 
 
+def test_repeats_that_differ_widely_have_no_interval() -> None:
+    """Two noisy repeats give no "44 % (0 % to 13830 %)"; the words say why."""
+    noisy = ratio([40.0, 90.0], [100.0, 200.0])
+    assert (noisy.low, noisy.high, noisy.is_too_noisy) == (None, None, True)
+    assert mean([1.0, 3.0]).is_too_noisy
+    assert mean([1.0, 1e300]).is_too_noisy  # no overflow
+    assert noisy.over(2).is_too_noisy
+    assert " to " not in noisy.words("{:.0%}")
+    assert not mean([100.0, 104.0]).is_too_noisy
+
+
+def test_an_efficiency_above_110_percent_is_marked_as_suspect() -> None:
+    """One rank that ran slower than the others: the table and the answer say so, with likely causes."""
+    cells = [made_cell(n, 256, s, repeat=r) for n, s in ((1, 0.2), (2, 0.04)) for r in (1, 2, 3)]
+    findings = find(cells)
+    assert findings.scaled[1].efficiency.value == pytest.approx(2.5)
+    answers = " ".join(answer.words for answer in answer_all(findings))
+    assert "suspect" in answers
+    assert "scales linearly" not in answers
+
+
 def test_speedup_and_efficiency_are_against_one_rank_of_the_same_strategy() -> None:
     cells = [made_cell(n, 256, s, repeat=r) for n, s in ((1, 0.1), (2, 0.06), (4, 0.04)) for r in (1, 2, 3)]
     findings = find(cells)

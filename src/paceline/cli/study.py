@@ -49,6 +49,7 @@ _OWN = {
     "dry_run": JobSetting("dry_run", "", "show, and start nothing", "switch"),
     "output_dir": JobSetting("output_dir", "PATH", "the study's folder"),
 }
+_SHARING = ("--exclusive", "--oversubscribe", "--share", "-s")  # lines of sbatch that decide it
 _NOT_OURS = ("nodes", "array", "start", "dry_run", "max_requeues", "signal_notice")
 
 
@@ -80,6 +81,7 @@ def _study(arguments: list[str]) -> int:
     spec = go_on(folder, spec)
     _check_cells(train, spec)
     shapes = _shapes(typed, loaded, train, spec, folder) if is_slurm else {}
+    spec = _state_isolation(spec, shapes)
     states = look(folder, spec)
     retries = "retry" in typed
     if "dry_run" in typed:
@@ -119,7 +121,23 @@ def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfi
     flags = train[1:] if has_recipe else train
     refuse_taken(flags)
     loaded = read_request(train)
-    return loaded, plan_study(loaded, asked, flags, place=place)
+    threads = _threads_of_jobs(typed) if place == "slurm" else 0
+    return loaded, plan_study(loaded, asked, flags, place=place, threads=threads)
+
+
+def _threads_of_jobs(typed: JobSettings) -> int:
+    """Of a rank, in every cell alike: what the widest node grants to each of its ranks. On GPUs it does not matter."""
+    job = _parse(typed)
+    if job.gpus:
+        return 0
+    return max(1, job.cpus_per_task // job.ranks_per_node * job.tasks_per_node)
+
+
+def _parse(typed: JobSettings) -> JobSpec:
+    from paceline.cli.submit_slurm import with_site
+    from paceline.launch.job import parse_job
+
+    return parse_job(with_site({name: given for name, given in typed.items() if name not in _OWN}))
 
 
 def _check_cells(train: list[str], spec: StudySpec) -> None:
@@ -139,11 +157,10 @@ def _shapes(
     """The job of each world size: as few nodes as it needs."""
     from dataclasses import replace
 
-    from paceline.cli.submit_slurm import complete, with_site
-    from paceline.launch.job import parse_job
+    from paceline.cli.submit_slurm import complete
     from paceline.launch.slurm_client import require_sbatch
 
-    job = parse_job(with_site({name: given for name, given in typed.items() if name not in _OWN}))
+    job = _parse(typed)
     if "dry_run" not in typed:
         require_sbatch()
     most = job.ranks_per_node
@@ -160,8 +177,26 @@ def _shapes(
         kind, _, _ = job.gpus.rpartition(":")
         gpus = (f"{kind}:{ranks}" if kind else str(ranks)) if job.gpus else ""
         shape = replace(job, nodes=size // ranks, ranks_per_node=ranks, gpus=gpus, folder=folder / "jobs")
+        if not any(line.startswith(_SHARING) for line in job.sbatch):
+            shape = replace(shape, sbatch=(*job.sbatch, "--exclusive"))
         shapes[size] = complete(shape, loaded, train)
     return shapes
+
+
+def _state_isolation(spec: StudySpec, shapes: dict[int, JobSpec]) -> StudySpec:
+    """Jobs that share a node slow each other down, so their times do not compare."""
+    from dataclasses import replace
+
+    if not shapes:
+        return spec
+    lines = next(iter(shapes.values())).sbatch
+    is_alone = any(line.startswith("--exclusive") for line in lines)
+    words = (
+        "every cell has its nodes for itself (--exclusive)"
+        if is_alone
+        else "cells may share nodes with other jobs (--sbatch --oversubscribe), which changes their times"
+    )
+    return spec if words in spec.stated else replace(spec, stated=(*spec.stated, words))
 
 
 def _show_grid(

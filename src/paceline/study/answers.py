@@ -8,6 +8,7 @@ from paceline.study.findings import Findings, Kind, Scaled
 from paceline.study.statistics import Estimate, ratio
 
 _LINEAR, _GOOD = 0.95, 0.80
+SUSPECT = 1.10  # an efficiency beyond it has another cause than more ranks
 _SAME_ACCURACY = 0.0025
 _NAMES = {"ddp": "DDP", "fsdp": "FSDP"}
 _WORK = ("forward", "backward")
@@ -95,7 +96,7 @@ def _compare(a: Kind, b: Kind) -> str:
     if fast is b:
         speeds = ratio([cell.images_per_s for cell in b.cells], [cell.images_per_s for cell in a.cells])
     where = f"On {_ranks(a.world_size)}"
-    if speeds.low is not None and speeds.low <= 1:
+    if speeds.is_too_noisy or (speeds.low is not None and speeds.low <= 1):
         return f"{where} the two cannot be told apart ({_name(fast.strategy)} {_times(speeds)})."
     claim = f"{where} **{_name(fast.strategy)} is {_times(speeds)} as fast** as {_name(slow.strategy)}"
     figures = f"{fast.images_per_s.value:,.0f} against {slow.images_per_s.value:,.0f} images/s"
@@ -127,7 +128,15 @@ def _one_curve(findings: Findings, strategy: str, scaling: str, rows: list[Scale
     efficiency = f"{_percent(last.efficiency)} efficiency on {_ranks(size)}"
     speed = f"{last.speedup.value:.2f} times as fast as one"
     prefix = f"{_name(strategy)}" + (", with the batch growing," if scaling == "weak" else "")
-    if all(s.efficiency.value >= _LINEAR for s in rows):
+    suspects = [s for s in rows if s.efficiency.value > SUSPECT]
+    if suspects:
+        ranks = ", ".join(str(s.kind.world_size) for s in suspects)
+        verdict = (
+            f"{prefix} seems to scale **better than linearly on {ranks} ranks, which is suspect**: {efficiency}, "
+            f"{speed}. Likely causes: one rank ran with other threads, on a slower or shared node, or with data that "
+            f"does not fit into its cache. Compare `threads`, `host` and `device` in the results.json of these cells."
+        )
+    elif all(s.efficiency.value >= _LINEAR for s in rows):
         verdict = f"{prefix} **scales linearly** as far as was measured: {efficiency}, {speed}."
     elif lost is None:
         verdict = f"{prefix} scales **well but not linearly**: {efficiency}, {speed}."

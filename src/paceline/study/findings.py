@@ -130,9 +130,7 @@ def _beside(kind: Kind, alone: Kind) -> Scaled:
     if kind is alone:
         return Scaled(kind, Estimate(1.0), Estimate(1.0))
     speedup = ratio([cell.images_per_s for cell in kind.cells], [cell.images_per_s for cell in alone.cells])
-    n = kind.world_size
-    low, high = (None if bound is None else bound / n for bound in (speedup.low, speedup.high))
-    return Scaled(kind, speedup, Estimate(speedup.value / n, low, high))
+    return Scaled(kind, speedup, speedup.over(kind.world_size))
 
 
 def _fractions(scaled: Sequence[Scaled], strategies: Sequence[str], scaling: str) -> dict[str, float]:

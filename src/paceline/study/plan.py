@@ -36,8 +36,11 @@ def refuse_taken(flags: list[str]) -> None:
             raise UserError("the study decides this for each cell", where=setting.where, hint=hint)
 
 
-def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: str) -> StudySpec:
-    """`flags` are those for every cell; what must be equal in all cells and would not be is added and stated."""
+def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: str, threads: int = 0) -> StudySpec:
+    """`flags` are those for every cell; what must be equal in all cells and would not be is added and stated.
+
+    threads: of a rank on CPUs, as the jobs of a cluster allow; 0 on GPUs, and on this machine, which is asked itself.
+    """
     sizes = _numbers("--world-sizes", asked.world_sizes or _default_sizes(loaded), most=_MOST_RANKS)
     repeats = _numbers("--repeats", asked.repeats, most=_MOST_REPEATS)
     if len(repeats) != 1:
@@ -46,7 +49,7 @@ def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: s
     scaling = _choices("--scaling", asked.scaling, SCALINGS)
     if len(scaling) != 1:
         raise UserError("one kind of scaling", where="flag --scaling", got=asked.scaling, hint="--scaling both")
-    added, stated = _settle(loaded, sizes, place)
+    added, stated = _settle(loaded, sizes, place, threads)
     return StudySpec(
         recipe=_recipe(loaded),
         name=loaded.recipe_name,
@@ -61,13 +64,14 @@ def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: s
     )
 
 
-def _settle(loaded: LoadedConfig, sizes: list[int], place: str) -> tuple[list[str], list[str]]:
+def _settle(loaded: LoadedConfig, sizes: list[int], place: str, threads: int) -> tuple[list[str], list[str]]:
     """Flags that make cells alike, and what to say about them."""
     config, flags, stated = loaded.config, [], []
     gpus = count_gpus(config.parallel) if place == "local" else 0
     cores = usable_cores()
-    if loaded.origin("omp_num_threads") == "default" and not gpus and place == "local":
+    if place == "local" and not gpus:
         threads = max(1, cores // max(sizes))
+    if threads and loaded.origin("omp_num_threads") == "default":
         flags.append(f"--omp-num-threads={threads}")
         stated.append(f"{threads} CPU thread" + ("s" if threads > 1 else "") + " per rank in every cell")
     if place == "local" and not gpus and max(sizes) > cores:

@@ -13,9 +13,9 @@ from paceline.report.charts import Chart, Series, Table
 from paceline.report.page import Block, Code, Details, Section, Tile, Tiles, write_page
 from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_object
-from paceline.study.answers import Answer, answer_all, in_one_sentence
+from paceline.study.answers import SUSPECT, Answer, answer_all, in_one_sentence
 from paceline.study.collect import CSV_FILE, Measured, collect, write_csv
-from paceline.study.findings import Findings, Kind, find
+from paceline.study.findings import Findings, Kind, Scaled, find
 from paceline.study.grid import BY_HAND, CELLS, StudySpec
 from paceline.study.model import TERMS, hold_out
 from paceline.study.plots import PLOTS, make_charts, write_plots
@@ -133,7 +133,7 @@ def _table_of_kinds(findings: Findings) -> list[Block]:
                 kind.images_per_s.words("{:,.0f}"),
                 *_step_columns(kind),
                 beside.speedup.words("{:.2f}") if beside else None,
-                beside.efficiency.words("{:.0%}") if beside else None,
+                _efficiency(beside) if beside else None,
                 None if kind.peak_mb is None else round(kind.peak_mb),
                 round(kind.cells[0].bytes_per_step / 1e6, 2),
             ]
@@ -141,6 +141,10 @@ def _table_of_kinds(findings: Findings) -> list[Block]:
     columns = ["cell", "batch", "runs", "s per epoch", "images/s", "step p50 ms", "step p95 ms", "speed-up"]
     columns += ["efficiency", "peak MB", "MB sent per step"]
     return [Table(columns, rows, caption="Means over repeats, with their 95 % intervals in brackets.")]
+
+
+def _efficiency(beside: Scaled) -> str:
+    return beside.efficiency.words("{:.0%}") + (", suspect" if beside.efficiency.value > SUSPECT else "")
 
 
 def _step_columns(kind: Kind) -> list[float | None]:

@@ -10,21 +10,36 @@ from dataclasses import dataclass
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T_AT = {20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}
+_WIDEST = 4.0  # an interval from half of a value to twice of it; a wider one says nothing about the value
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; of a single measurement there is none."""
+    """A value and its 95 % interval; of a single measurement, or of a few that differ widely, there is none."""
 
     value: float
     low: float | None = None
     high: float | None = None
+    is_too_noisy: bool = False  # the repeats differ so much that their interval says nothing
 
     def words(self, form: str = "{:.3g}") -> str:
         text = form.format(self.value)
+        if self.is_too_noisy:
+            return f"{text} (too noisy for an interval: more repeats)"
         if self.low is None or self.high is None:
             return text
         return f"{text} ({form.format(self.low)} to {form.format(self.high)})"
+
+    def over(self, number: float) -> Estimate:
+        """The same estimate in other units."""
+        low, high = (None if bound is None else bound / number for bound in (self.low, self.high))
+        return Estimate(self.value / number, low, high, self.is_too_noisy)
+
+
+def _around(value: float, half: float) -> Estimate:
+    """With the interval of half a width, in logarithms."""
+    low, high = value * math.exp(-half), value * math.exp(min(half, 700.0))
+    return Estimate(value, is_too_noisy=True) if high > _WIDEST * low else Estimate(value, low, high)
 
 
 def student_t(degrees: float) -> float:
@@ -42,7 +57,7 @@ def mean(values: Sequence[float]) -> Estimate:
     if len(values) < 2 or middle <= 0:
         return Estimate(middle)
     half = student_t(len(values) - 1) * statistics.stdev(values) / middle / math.sqrt(len(values))
-    return Estimate(middle, middle * math.exp(-half), middle * math.exp(half))
+    return _around(middle, half)
 
 
 def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
@@ -59,7 +74,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
         return Estimate(value, value, value)
     freedom = variance**2 / sum(p**2 / (len(v) - 1) for p, v in zip(parts, (above, below), strict=True) if p)
     half = student_t(freedom) * math.sqrt(variance)
-    return Estimate(value, value * math.exp(-half), value * math.exp(half))
+    return _around(value, half)
 
 
 def serial_fraction(speedups: dict[int, float]) -> float | None:
