@@ -1,4 +1,4 @@
-"""Cells of a study on Slurm are comparable: the same threads everywhere, and nodes of their own. No cluster is asked."""
+"""Cells of a study on Slurm are comparable: the same threads everywhere, nodes of their own. No cluster is asked."""
 
 from __future__ import annotations
 
