@@ -59,7 +59,7 @@ FLAGS = {
     "warm-up too long": (["--warmup-epochs", "10"], ["warm-up takes the whole run"]),
     "unknown model": (["--model-name", "resnet19"], ["no model of this name", "resnet18"]),
     "model file missing": (["--model-name", "nowhere.py:build"], ["no such file"]),
-    "model package missing": (["--model-name", "timm:resnet50d"], ["paceline[timm]"]),
+    "model package missing": (["--model-name", "timm:resnet50d"], ["pip install timm"]),
     "unknown data set": (["--dataset", "cifar11"], ["no such data set", "cifar10"]),
     "data folder missing": (["--dataset", "folder", "--data-dir", "nowhere"], ["no such folder", "nowhere"]),
     "input size": (["--dataset", "synthetic", "--input-size", "3x"], ["3x"]),

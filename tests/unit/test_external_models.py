@@ -135,7 +135,7 @@ def test_collections_need_a_name_and_their_package(collection: str, monkeypatch:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="not installed") as caught:
         check_model_name(f"{collection}:resnet50")
-    assert caught.value.hint == f"pip install 'paceline[{collection}]'"
+    assert caught.value.hint == f"pip install {collection}"
 
 
 def test_a_linear_head_is_replaced_and_a_fitting_one_kept() -> None:
