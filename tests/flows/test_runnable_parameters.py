@@ -117,6 +117,7 @@ WRONG = {
     "epoch: 3": ("unknown key 'epoch'", "perhaps you meant epochs"),
     "epochs: ten": ("epochs: 'ten' is not valid", "line 1"),
     "epochs: 0": ("epochs is out of range", "1 or more"),
+    "recipe: []": ("recipe needs one value", "an empty list"),
     "epochs:": ("epochs needs a value", "nothing"),
     "epochs: {a: 1}": ("epochs needs a value", "a mapping"),
     "epochs: [1, 2]": ("epochs: '1 2' is not valid", "a whole number"),

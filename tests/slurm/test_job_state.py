@@ -162,7 +162,8 @@ def test_queued_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pytes
     fake.answer("scontrol", details("PENDING", restarts=2))
     text = told(capsys, "status", "run")
     assert text.startswith("run: queued\n")
-    assert "4711: pending (Priority), expected to start 2026-11-20 08:00:00; requeued 2 times" in text
+    why = "Priority: jobs with a higher priority are first"
+    assert f"4711: pending ({why}), expected to start 2026-11-20 08:00:00; requeued 2 times" in text
 
 
 def test_running_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,6 +19,7 @@ from paceline.launch.job_record import JobRecord, read_record
 from paceline.launch.kubernetes_client import read_kubernetes_state
 from paceline.launch.kubernetes_logs import read_last_line
 from paceline.launch.slurm_client import JobState, read_state
+from paceline.launch.slurm_reasons import explain_reason
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.file_shapes import FAILURE
@@ -244,7 +245,7 @@ def _job_line(view: RunView) -> str:
         return f"{name}: {counts} (paceline status {view.folder.path}/task-N)"
     text = f"{name}: {job.state.lower()}"
     is_telling = job.state == "PENDING" or view.record.scheduler == "kubernetes"
-    text += f" ({job.reason})" if job.reason and is_telling else ""
+    text += f" ({_explain(view.record, job.reason)})" if job.reason and is_telling else ""
     text += f", expected to start {job.expected_start.replace('T', ' ')}" if job.expected_start else ""
     text += f" on {job.nodes}" if job.nodes else ""
     text += f" for {job.running_for}" if job.is_active and job.running_for else ""
@@ -255,6 +256,12 @@ def _job_line(view: RunView) -> str:
     if view.record.scheduler == "kubernetes":
         return f"{text}; failures so far: {job.restarts}"
     return f"{text}; requeued {job.restarts} time" + ("s" if job.restarts > 1 else "")
+
+
+def _explain(record: JobRecord, reason: str) -> str:
+    """Slurm's own word, and what it means."""
+    waiting = explain_reason(reason) if record.scheduler == "slurm" else None
+    return reason if waiting is None else f"{reason}: {str(waiting).replace('JOB', record.job_id)}"
 
 
 def _now_line(view: RunView) -> str:

@@ -111,7 +111,7 @@ def name_parameters(values: Mapping[str, Any]) -> dict[str, Given]:
 def make_request(parameters: Mapping[str, Given]) -> tuple[Request, LoadedConfig]:
     """Translate and check everything that can be found wrong before a process is started."""
     given = {name: item for name, item in parameters.items() if name not in _RUNNABLES_OWN}
-    recipe = str(_texts("recipe", given.pop("recipe", Given(DEFAULT_RECIPE, "")))[0])
+    recipe = _one_text("recipe", given.pop("recipe", Given(DEFAULT_RECIPE, "")))
     batch, rate = given.pop("batch_size", None), given.pop("learning_rate", None)
     settings = _read_settings(given)
     if batch is not None:
@@ -161,6 +161,13 @@ def _texts(name: str, given: Given) -> tuple[str, ...]:
         found = "nothing" if items == [None] else "a mapping"
         raise UserError(f"{name} needs a value", where=given.where, got=found)
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+
+
+def _one_text(name: str, given: Given) -> str:
+    texts = _texts(name, given)
+    if len(texts) != 1:
+        raise UserError(f"{name} needs one value", where=given.where, got=", ".join(texts) or "an empty list")
+    return texts[0]
 
 
 def _values(field: FieldSpec, name: str, given: Given) -> tuple[str, ...]:

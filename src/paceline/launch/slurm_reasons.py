@@ -1,0 +1,71 @@
+"""Why a Slurm job waits, in plain words, and whether it can start at all."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """What a pending reason means. `never`: the job does not start unless a person changes something."""
+
+    words: str
+    hint: str = ""
+    never: bool = False
+
+    def __str__(self) -> str:
+        end = "; it will not start by itself" if self.never else ""
+        return self.words + end + (f": {self.hint}" if self.hint else "")
+
+
+_JOBS_END = "it starts when jobs end that use the same account or QOS"
+_REASONS = {
+    "Priority": Waiting("jobs with a higher priority are first"),
+    "Resources": Waiting("its nodes, CPUs or GPUs are in use"),
+    "Dependency": Waiting("it waits for another job"),
+    "DependencyNeverSatisfied": Waiting("the job it waits for has failed", "cancel it and submit again", never=True),
+    "BeginTime": Waiting("its start time is not reached; a requeued job waits about two minutes"),
+    "JobHeldUser": Waiting("it is held", "scontrol release JOB", never=True),
+    "JobHeldAdmin": Waiting("an administrator holds it", "ask the site's support", never=True),
+    "JobHoldMaxRequeue": Waiting("it was requeued too often and is held", "scontrol release JOB", never=True),
+    "JobArrayTaskLimit": Waiting("as many tasks of its array run as may run at once"),
+    "Licenses": Waiting("the licenses it needs are in use"),
+    "Reservation": Waiting("its reservation has not begun"),
+    "ReservationDeleted": Waiting("its reservation was deleted", "submit without --reservation", never=True),
+    "Prolog": Waiting("the site prepares its nodes"),
+    "Cleaning": Waiting("its earlier start is being cleaned up"),
+    "NodeDown": Waiting("a node it needs is down", "sinfo -R shows why"),
+    "ReqNodeNotAvail": Waiting("a node it needs is down, drained or reserved", "sinfo -R shows why"),
+    "BadConstraints": Waiting("no node has what it asks for", "sinfo -o '%P %D %c %G %f' lists them", never=True),
+    "PartitionDown": Waiting("its partition is down", "another --partition"),
+    "PartitionInactive": Waiting("its partition is inactive", "another --partition"),
+    "PartitionNodeLimit": Waiting("its partition does not allow so many nodes", "fewer --nodes", never=True),
+    "PartitionTimeLimit": Waiting("its partition does not allow so much time", "a shorter --time", never=True),
+    "PartitionConfig": Waiting("its partition does not allow what it asks for", "another --partition", never=True),
+    "AccountNotAllowed": Waiting("its account may not use the partition", "another --account", never=True),
+    "QOSNotAllowed": Waiting("its QOS may not use the partition", "another --qos", never=True),
+    "InvalidAccount": Waiting("its account is not valid", "sacctmgr show assoc user=$USER lists yours", never=True),
+    "InvalidQOS": Waiting("its QOS is not valid", "sacctmgr show qos lists them", never=True),
+    "JobLaunchFailure": Waiting("it could not be started on its node", "scontrol release JOB", never=True),
+    "QOSUsageThreshold": Waiting("its QOS is over its share of use"),
+}
+# Limits have a name for each kind of resource. Those of one job stay; those of a group end with other jobs.
+_PATTERNS = (
+    (r"(QOS|Assoc)Max\w*PerJob\w*|(QOS|Assoc)Max\w*PerNode", "one job may not ask for so much", "ask for less", True),
+    (r"QOSMin\w*", "one job must ask for more", "another --qos", True),
+    (r"(QOS|Assoc)Grp\w*Minutes\w*", "the account or QOS has used its time", "ask the site's support", False),
+    (r"(QOS|Assoc|Association)\w*|Max\w+PerAccount", "the account or QOS uses as much as it may", _JOBS_END, False),
+    (r"Nodes required for job are DOWN.*", "nodes it needs are down or drained", "sinfo -R shows why", False),
+)
+
+
+def explain_reason(reason: str) -> Waiting | None:
+    """None for a reason that is not known here: a site may have its own."""
+    name = reason.strip("()").partition(",")[0].strip()
+    if name in _REASONS:
+        return _REASONS[name]
+    for pattern, words, hint, never in _PATTERNS:
+        if re.fullmatch(pattern, name):
+            return Waiting(words, hint, never)
+    return None

@@ -1,0 +1,37 @@
+"""Reasons for which Slurm lets a job wait, as plain words."""
+
+from __future__ import annotations
+
+import pytest
+
+from paceline.launch.slurm_reasons import explain_reason
+
+
+@pytest.mark.parametrize(
+    ("reason", "never"),
+    [
+        ("Priority", False),
+        ("Resources", False),
+        ("ReqNodeNotAvail, UnavailableNodes:n2", False),
+        ("PartitionTimeLimit", True),
+        ("BadConstraints", True),
+        ("QOSMaxCpuPerJobLimit", True),
+        ("AssocMaxWallDurationPerJobLimit", True),
+        ("QOSMinGRES", True),
+        ("QOSMaxJobsPerUserLimit", False),
+        ("AssocGrpCpuLimit", False),
+        ("AssocGrpGRESMinutes", False),
+        ("MaxGRESPerAccount", False),
+        ("(Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions)", False),
+    ],
+)
+def test_a_reason_says_whether_the_job_can_start(reason: str, never: bool) -> None:
+    """A limit of one job stays; a limit of a group ends when other jobs end."""
+    waiting = explain_reason(reason)
+    assert waiting is not None
+    assert waiting.never == never
+    assert ("not start by itself" in str(waiting)) == never
+
+
+def test_a_reason_of_the_site_stays_as_it_is() -> None:
+    assert explain_reason("SiteFactor") is None
