@@ -47,6 +47,15 @@ def test_a_name_that_is_no_plain_file_is_refused(folder: RunFolder, tmp_path: Pa
     assert kind != "link" or mine.read_text() == "mine"
 
 
+@pytest.mark.parametrize("name", ["results.json", "data.json", "report.html", "config.yaml", "status.json"])
+def test_a_folder_in_place_of_a_file_is_refused_at_the_start(folder: RunFolder, name: str) -> None:
+    """Not after hours of training, when the file is written."""
+    (folder.path / name).mkdir()
+    with pytest.raises(UserError) as caught, folder.owned():
+        pass
+    assert name in str(caught.value.where)
+
+
 @pytest.mark.parametrize("name", ["logs", "stacks", "bad-batches"])
 def test_a_folder_that_is_a_link_is_refused(folder: RunFolder, tmp_path: Path, name: str) -> None:
     """Logs and stacks are written, and empty stacks removed, in the run folder only."""

@@ -298,6 +298,9 @@ class RunFolder:
         for path in (*in_place, *(path for path in logs_and_stacks if path.is_symlink() or not path.is_dir())):
             if path.is_symlink() or (path.exists() and not path.is_file()):
                 raise not_plain(path)
+        for path in (self.config, *(self.path / name for name in _WRITTEN_FILES)):  # replaced by a move
+            if path.is_dir() and not path.is_symlink():
+                raise not_plain(path)
 
     def require_owner(self) -> None:
         """Before a change that must last. Raises OwnerLost; OSError if the lock file cannot be read now."""
