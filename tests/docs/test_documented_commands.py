@@ -31,6 +31,7 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("train folder-resnet50", ["--global-batch-size", "4", "--dry-run"]),
     ("train", ["--dry-run"]),
     ("submit", ["--dry-run"]),
+    ("study collect", []),
     ("study predict", []),
     ("study", ["--dry-run"]),
     ("clean", ["--dry-run"]),
@@ -85,6 +86,9 @@ STAND_INS = {
     "...": "--image registry.example/paceline:1 --runs runs --nodes 2 --processes-per-node 2",
     "PATH": "page.html",
     "studies/shapes-cnn": "studies/measured",
+    "runs/one-gpu": "studies/measured/cells/ddp-1-r1",
+    "runs/two-gpus": "studies/measured/cells/ddp-2-r1",
+    "runs/four-gpus": "runs/first",
 }
 
 
