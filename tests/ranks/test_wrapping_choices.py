@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 from harness.ranks import run_ranks
@@ -35,6 +36,44 @@ def test_the_choices_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Pa
     }
     assert len({results["weights_sha256"] for results in found.values()}) == 1
     assert bytes_per_step(found["kept"]) < bytes_per_step(found["layers"])
+
+
+def test_an_average_that_is_validated_does_not_train(tmp_path: Path) -> None:
+    """Validation gathers the averaged weights. The step after it gathers the trained ones, whether or not one saved."""
+    average = ("--strategy", "fsdp", "--ema-decay", "0.5", "--epochs", "3")
+    choices = {"every epoch": ("--save-epochs", "1"), "never": ("--save-epochs", "100")}
+    found = {
+        (saves, wrap): results_of(tmp_path / f"{saves}-{wrap}", *average, *flags, "--fsdp-wrap", wrap)["weights_sha256"]
+        for saves, flags in choices.items()
+        for wrap in ("blocks", "model")
+    }
+    assert len(set(found.values())) == 1, found
+
+
+class Attention(nn.Module):
+    """Has a parameter of its own, and children: one is never called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.attention(inputs, inputs, inputs)[0] * self.scale
+
+
+def train_attention(world: World) -> list[str]:
+    from torch.distributed.fsdp import FSDPModule
+
+    config = quick_config("--strategy", "fsdp", "--fsdp-wrap", "layers")
+    model = parallelise(nn.Sequential(Attention(), nn.Linear(4, 2)), config, world).module
+    model(torch.ones(2, 3, 4)).sum().backward()
+    return [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+
+
+def test_a_layer_with_parameters_and_children_is_one_group() -> None:
+    """Attention and layer scale use their children's weights without calling the children."""
+    assert run_ranks(2, train_attention) == [["", "0", "1"]] * 2
 
 
 def groups_of(world: World, wrap: str) -> list[str]:

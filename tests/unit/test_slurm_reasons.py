@@ -21,6 +21,7 @@ from paceline.launch.slurm_reasons import explain_reason
         ("QOSMaxJobsPerUserLimit", False),
         ("AssocGrpCpuLimit", False),
         ("AssocGrpGRESMinutes", False),
+        ("AssocGrpCPURunMinutesLimit", False),
         ("MaxGRESPerAccount", False),
         ("(Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority partitions)", False),
     ],
@@ -31,6 +32,14 @@ def test_a_reason_says_whether_the_job_can_start(reason: str, never: bool) -> No
     assert waiting is not None
     assert waiting.never == never
     assert ("not start by itself" in str(waiting)) == never
+
+
+def test_minutes_of_running_jobs_are_not_a_used_up_budget() -> None:
+    """One ends by itself, the other needs a person."""
+    running, used = explain_reason("QOSGrpMemoryRunMinutes"), explain_reason("QOSGrpMemoryMinutes")
+    assert running is not None
+    assert used is not None
+    assert running.words != used.words
 
 
 def test_a_reason_of_the_site_stays_as_it_is() -> None:

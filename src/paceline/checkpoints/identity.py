@@ -47,7 +47,8 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
         saved_world = int(checkpoint.manifest.about.get("world_size", 0))
         saved["lanes"], now["lanes"] = saved.get("lanes") or saved_world, lanes
         identity = (*IDENTITY, "lanes")
-    changed = [name for name in now if saved.get(name) != now[name]]
+    # A setting that is newer than the checkpoint had no other value then.
+    changed = [name for name in now if saved.get(name) != now[name] and (name in saved or name in identity)]
     lines = [f"{name}: saved {saved.get(name)!r}, now {now[name]!r}" for name in changed if name in identity]
     if lines:
         raise CheckpointError(

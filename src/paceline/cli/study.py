@@ -190,11 +190,11 @@ def _state_isolation(spec: StudySpec, shapes: dict[int, JobSpec]) -> StudySpec:
     if not shapes:
         return spec
     lines = next(iter(shapes.values())).sbatch
-    is_alone = any(line.startswith("--exclusive") for line in lines)
+    is_alone = "--exclusive" in lines  # --exclusive=user shares nodes among the cells
     words = (
         "every cell has its nodes for itself (--exclusive)"
         if is_alone
-        else "cells may share nodes with other jobs (--sbatch --oversubscribe), which changes their times"
+        else "cells may share nodes with other jobs, which changes their times"
     )
     return spec if words in spec.stated else replace(spec, stated=(*spec.stated, words))
 

@@ -47,6 +47,7 @@ _KNOWN = {*_VALUES, *_CONSTANTS, *_TUPLES, *_OTHERS}
 # The argument of another opcode is not even decoded.
 _OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes if opcode.name in _KNOWN}
 _MOST_NAME_BYTES = 200
+_MOST_OPCODES = 2_000_000  # the files of CIFAR-10 have some 50,000
 _MARK = object()
 
 
@@ -159,7 +160,11 @@ class _Reader:
 
     def read(self, data: bytes) -> Any:
         file = io.BytesIO(data)
+        opcodes = 0
         while code := file.read(1):
+            opcodes += 1
+            if opcodes > _MOST_OPCODES:  # an opcode of one byte can make an object of sixty
+                raise UnreadablePickle(f"more than {_MOST_OPCODES:,} opcodes")
             opcode = _OPCODES.get(code)
             if opcode is None:
                 raise UnreadablePickle(f"the opcode {code!r}, which plain data does not need")

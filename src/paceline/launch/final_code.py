@@ -16,8 +16,13 @@ FINAL_CODE_FILE = "PACELINE_FINAL_CODE_FILE"  # set by job.sbatch
 
 
 def note_final_code(code: int) -> None:
-    """The first process counts. Does nothing outside of such a job, and for ends after which a retry may help."""
+    """The first process counts. Does nothing outside of such a job, and for ends after which a retry may help.
+
+    A rank of our supervisor leaves it to the supervisor, which may start the ranks again.
+    """
+    from paceline.world.detect import OWN_LAUNCHER  # here: `paceline submit --help` must not wait for it
+
     path = os.environ.get(FINAL_CODE_FILE)
-    if path and code in FINAL_CODES:
+    if path and code in FINAL_CODES and OWN_LAUNCHER not in os.environ:
         with suppress(OSError), Path(path).open("x") as file:
             file.write(f"{code}\n")

@@ -88,6 +88,23 @@ class _Position:
     is_read: bool = False  # to its end: the pod had ended when its log was opened
     last_time: str = ""  # of the last line shown, comparable as text
     heard_s: float = 0.0  # when the stream was last known to be alive
+    shown_then: int = 0  # lines with that time: some container runtimes give one time to many lines
+    seen_before: str = ""  # what a stream that is opened again repeats: up to this time ...
+    to_skip: int = 0  # ... and so many lines with this very time
+
+    def begin_stream(self) -> None:
+        self.seen_before, self.to_skip = self.last_time, self.shown_then
+
+    def is_new(self, moment: str) -> bool:
+        """Whether the line of this time was not shown yet; it counts as shown from now on."""
+        if moment < self.seen_before:
+            return False
+        if moment == self.seen_before and self.to_skip:
+            self.to_skip -= 1
+            return False
+        self.shown_then = self.shown_then + 1 if moment == self.last_time else 1
+        self.last_time = moment
+        return True
 
 
 def _next_pod(pods: Sequence[PodView], position: _Position, *, is_over: bool) -> PodView | None:
@@ -115,6 +132,7 @@ def _follow_pod(
     cluster: Cluster, pod: PodView, api: str, position: _Position, last_lines: int | None
 ) -> Iterator[bytes]:
     options: dict[str, int] = {}
+    position.begin_stream()
     if position.last_time:
         options["since_seconds"] = math.ceil(time.monotonic() - position.heard_s) + _OVERLAP_S
     elif last_lines is not None:
@@ -138,10 +156,7 @@ def _new_line(line: bytes, position: _Position) -> bytes | None:
     moment = _comparable(stamp.decode(errors="replace"))
     if moment is None:
         return line + b"\n"  # this server writes no times
-    if moment <= position.last_time:
-        return None
-    position.last_time = moment
-    return text + b"\n"
+    return text + b"\n" if position.is_new(moment) else None
 
 
 def _comparable(stamp: str) -> str | None:

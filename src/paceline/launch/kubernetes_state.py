@@ -56,7 +56,8 @@ class PodView:
 
     @property
     def has_log(self) -> bool:
-        return self.phase not in ("Pending", "Unknown")
+        """A pod that its node refused has failed without a container."""
+        return self.phase in ("Running", "Succeeded") or (self.phase == "Failed" and self.exit_code is not None)
 
     @property
     def was_ended_by_cluster(self) -> bool:

@@ -57,12 +57,13 @@ _OWN_VARIABLES = (
     ),
     *("RANK", "WORLD_SIZE"),
 )
+_KUEUE = "kueue.x-k8s.io/"
 _OWN_LABELS = (
     "app.kubernetes.io/",
     "batch.kubernetes.io/",
     "jobset.sigs.k8s.io/",
     "trainer.kubeflow.org/",
-    "kueue.x-k8s.io/",
+    _KUEUE,
 )
 _NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CAPABILITY = re.compile(r"[A-Z][A-Z0-9_]*")
@@ -240,7 +241,9 @@ def parse_pairs(settings: JobSettings, name: str) -> tuple[tuple[str, str], ...]
             examples = {"node_selector": "accelerator=h100", "label": "scheduling.x-k8s.io/pod-group=NAME"}
             example = examples.get(name, "k8s.v1.cni.cncf.io/networks=rdma-net")
             raise invalid(settings, name, text, f"KEY=VALUE, as {example}")
-        if name != "node_selector" and key.startswith(_OWN_LABELS):
+        # Kueue reads annotations for topologies from users. Its queue is a flag.
+        is_kueues = name == "annotation" and key.startswith(_KUEUE) and key != f"{_KUEUE}queue-name"
+        if name != "node_selector" and key.startswith(_OWN_LABELS) and not is_kueues:
             raise invalid(settings, name, text, "a key that is not the manifest's own", "leave it out")
         rows.append((key, value))
     _refuse_repeated(settings, name, [key for key, _ in rows])

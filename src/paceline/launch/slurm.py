@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config.text import check_fields, check_text
-from paceline.errors import EXIT_USER
+from paceline.errors import EXIT_PREEMPTED, EXIT_USER
 from paceline.launch.final_code import FINAL_CODE_FILE
 from paceline.launch.job import JobSpec, count_gres_gpus
 from paceline.world.secret import RUN_SECRET
@@ -227,7 +227,8 @@ def _check_nodes(spec: JobSpec) -> list[str]:
         "'",
         f"python=$(type -P {shlex.quote(spec.python)} || echo {shlex.quote(spec.python)})",
         f'{others}bash -c "$check" "$python" || code=$?',
-        f'if [ "$code" -eq {EXIT_USER} ] || [ "$stopped" = yes ]; then exit "$code"; fi',
+        f'if [ "$code" -eq {EXIT_USER} ]; then exit "$code"; fi',
+        f'if [ "$stopped" = yes ]; then exit "$((code ? code : {EXIT_PREEMPTED}))"; fi',
         "code=0",
     ]
 
@@ -249,7 +250,7 @@ def _after(spec: JobSpec) -> list[str]:
     lines = [
         "",
         "# The exit code of the process that failed first explains more than the signal that ended the others.",
-        f"if [ -s {file} ]; then",
+        f'if [ "$code" -ne 0 ] && [ -s {file} ]; then',
         f"    code=$(cat {file})",
         f"    rm -f {file}",
         "fi",

@@ -54,6 +54,7 @@ _REASONS = {
 _PATTERNS = (
     (r"(QOS|Assoc)Max\w*PerJob\w*|(QOS|Assoc)Max\w*PerNode", "one job may not ask for so much", "ask for less", True),
     (r"QOSMin\w*", "one job must ask for more", "another --qos", True),
+    (r"(QOS|Assoc)Grp\w*RunMin\w*", "running jobs of the account or QOS have too much time left", _JOBS_END, False),
     (r"(QOS|Assoc)Grp\w*Minutes\w*", "the account or QOS has used its time", "ask the site's support", False),
     (r"(QOS|Assoc|Association)\w*|Max\w+PerAccount", "the account or QOS uses as much as it may", _JOBS_END, False),
     (r"Nodes required for job are DOWN.*", "nodes it needs are down or drained", "sinfo -R shows why", False),

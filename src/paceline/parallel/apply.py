@@ -113,6 +113,13 @@ class ParallelModel:
         size = sum(parameter.numel() * parameter.element_size() for parameter in self._trained)
         return 2 * size * (ranks - 1) // ranks
 
+    def release_gathered(self) -> None:
+        """After a forward pass without a backward pass: the next one gathers the weights as they are then."""
+        if self.strategy == "fsdp":
+            from paceline.parallel.sharding import reshard
+
+            reshard(self.module)
+
     def local_gradients(self) -> list[Tensor]:
         """All gradients on this rank after a backward pass, in as few tensors as they lie in."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]

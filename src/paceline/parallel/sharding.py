@@ -55,7 +55,23 @@ def find_parts(model: nn.Module, wrap: str) -> list[nn.Module]:
         return []
     if wrap == "blocks":
         return list(find_blocks(model))
-    return [part for part in model.modules() if part is not model and any(True for _ in part.parameters(recurse=False))]
+    return list(_find_layers(model))
+
+
+def _find_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The outermost modules with parameters of their own, which may use their children without calling them."""
+    for child in model.children():
+        if any(True for _ in child.parameters(recurse=False)):
+            yield child
+        else:
+            yield from _find_layers(child)
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of weights that are still gathered. A group that is gathered does not see new values of its shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -86,8 +86,14 @@ def epoch_row(ride: Ride) -> dict[str, Any]:
 
 
 def rank_columns(ride: Ride) -> dict[str, list[float]]:
-    """What each rank's own samples gave in this epoch, in the order of ranks."""
+    """What each rank's own samples gave in this epoch, in the order of ranks.
+
+    Empty where it is not known: a run that was resumed after its last step, on another number of ranks or from an
+    older checkpoint.
+    """
     rows = ride.state.epoch_sums.ranks
+    if len(rows) != ride.world.world_size:
+        return {}
     return {
         "loss": [loss / max(samples, 1) for loss, _, samples in rows],
         "accuracy": [correct / max(samples, 1) for _, correct, samples in rows],

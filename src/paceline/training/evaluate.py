@@ -75,6 +75,7 @@ def evaluate(
                     examples.look(batch.inputs, batch.labels, logits)
     finally:
         model.module.train()
+        model.release_gathered()
     sum_over_ranks(confusion, world)
     totals = sum_lanes(sums, world).tolist()
     return _finish(totals, list(objective.metrics), confusion.view(num_classes, num_classes).cpu(), watch)

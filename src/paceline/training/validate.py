@@ -31,7 +31,9 @@ def validate_epoch(ride: Ride) -> bool:
     validation = _validate(ride) if len(ride.rig.validation_data) else None
     state.is_validation_due = False
     if ride.recorder is not None:
-        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row, ranks=rank_columns(ride))
+        columns = rank_columns(ride)
+        ranks = {"ranks": columns} if columns else {}
+        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row, **ranks)
     _log_own_part(ride, epoch, train_row["seconds"])
     if validation is None:
         ride.console.epoch(epoch, state.step, train_row, None, False)
@@ -51,6 +53,8 @@ def validate_epoch(ride: Ride) -> bool:
 def _log_own_part(ride: Ride, epoch: int, seconds: float) -> None:
     """A line in each rank's own log. The screen has the line of all ranks together."""
     own = {name: values[ride.world.rank] for name, values in rank_columns(ride).items()}
+    if not own:
+        return
     text = "epoch %d: loss %.4f, accuracy %.2f%% of %d samples of this rank, %.2f s"
     values = (epoch, own["loss"], 100 * own["accuracy"], own["samples"], seconds)
     _log.info(text, *values, extra=ONLY_IN_LOG)

@@ -1,0 +1,33 @@
+"""The exit code that a Slurm script takes instead of srun's: of a process that nobody starts again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.errors import EXIT_INTERNAL, EXIT_USER
+from paceline.launch.final_code import FINAL_CODE_FILE, note_final_code
+from paceline.world.detect import OWN_LAUNCHER
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FINAL_CODE_FILE, str(tmp_path / "code"))
+    monkeypatch.delenv(OWN_LAUNCHER, raising=False)
+    return tmp_path / "code"
+
+
+def test_the_first_final_code_counts(file: Path) -> None:
+    note_final_code(EXIT_INTERNAL)  # a retry may help
+    assert not file.exists()
+    note_final_code(EXIT_USER)
+    note_final_code(3)
+    assert file.read_text() == f"{EXIT_USER}\n"
+
+
+def test_a_rank_of_our_supervisor_leaves_it_to_the_supervisor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor may start the ranks again, and the run may finish."""
+    monkeypatch.setenv(OWN_LAUNCHER, "paceline")
+    note_final_code(EXIT_USER)
+    assert not file.exists()

@@ -1,0 +1,31 @@
+"""Lines of a pod's log: each is shown once, also when a stream breaks, and when many lines have one time."""
+
+from __future__ import annotations
+
+from paceline.launch.kubernetes_logs import _new_line, _Position
+
+EARLY, LATE = b"2026-11-15T10:00:00.5Z", b"2026-11-15T10:00:01Z"
+
+
+def read(position: _Position, *lines: bytes) -> list[bytes]:
+    """What one stream shows."""
+    position.begin_stream()
+    return [shown for line in lines if (shown := _new_line(line, position)) is not None]
+
+
+def test_lines_with_one_time_are_all_shown() -> None:
+    """CRI-O stamps all lines of one write with one time."""
+    position = _Position("pod")
+    assert read(position, EARLY + b" a", EARLY + b" b", LATE + b" c", LATE + b" d") == [b"a\n", b"b\n", b"c\n", b"d\n"]
+
+
+def test_a_stream_that_is_opened_again_shows_only_what_is_new() -> None:
+    position = _Position("pod")
+    read(position, EARLY + b" a", LATE + b" b", LATE + b" c")
+    again = read(position, EARLY + b" a", LATE + b" b", LATE + b" c", LATE + b" d")
+    assert again == [b"d\n"]
+    assert read(position, LATE + b" b", LATE + b" c", LATE + b" d") == []
+
+
+def test_a_server_without_times_is_shown_as_it_is() -> None:
+    assert read(_Position("pod"), b"plain words") == [b"plain words\n"]
