@@ -275,6 +275,7 @@ def test_an_outage_under_torchrun_starts_no_run_at_step_0(run: Path) -> None:
     assert {name: found for name, found in snapshot(run).items() if "/step-" in name} == before
 
 
+@pytest.mark.faults
 def test_all_damaged_ends_with_exit_code_4_and_starts_over_when_asked(run: Path) -> None:
     """--resume auto does not start at step 0 by itself, neither at the first try nor at the next."""
     (run / "results.json").unlink()

@@ -169,6 +169,7 @@ def wait_for_pulses(run: Started, attempts: Path, number: int) -> None:
         assert time.monotonic() < deadline, run.err
 
 
+@pytest.mark.faults
 @pytest.mark.parametrize("has_begun", [0, 1])
 def test_a_stop_while_ranks_start_is_a_stop(has_begun: int, tmp_path: Path) -> None:
     """One rank listens already, or none does; the other is suspended before it can: 75, no failure, not `failed`."""

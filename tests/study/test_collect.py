@@ -33,6 +33,9 @@ RUNS = {
 }
 
 
+pytestmark = pytest.mark.slow  # trains eight runs
+
+
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("by-hand")

@@ -213,6 +213,7 @@ def test_binary_files_are_preferred_and_an_incomplete_folder_is_explained(tmp_pa
 
 
 @pytest.mark.shared
+@pytest.mark.slow
 def test_the_real_thing(tmp_path: Path) -> None:
     """Real CIFAR-10 in the pickled form: the same bytes, and `data check` proves it; one changed pixel is named."""
     binary = real_cifar10()
