@@ -171,7 +171,7 @@ def _remember_outcome(folder: RunFolder, record: JobRecord, job: JobState) -> tu
         return record, job
     if job.state in ("COMPLETED", "FAILED") and not record.outcome:
         record = replace(record, outcome=job.state, outcome_reason=job.reason, outcome_code=job.exit_code)
-        with suppress(OSError):  # a folder of somebody else
+        with suppress(OSError):  # a folder of another user
             record.write(folder.path)
     elif not job.state and record.outcome:
         job = replace(job, state=record.outcome, reason=record.outcome_reason, exit_code=record.outcome_code)

@@ -60,7 +60,7 @@ def parse_faults(text: str, where: str = "flag --inject") -> tuple[Fault, ...]:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """What has struck so far, in order. A line that a crash has torn, or that somebody else wrote, is left out."""
+    """The faults so far, in order. Lines that are not complete, or not written by us, are left out."""
     try:
         lines = read_small(path, _LARGEST_LEDGER_BYTES).splitlines()
     except (OSError, ValueError):
