@@ -78,7 +78,8 @@ def _pairs(findings: Findings) -> list[tuple[Kind, Kind]]:
 def _faster(findings: Findings) -> str:
     pairs = _pairs(findings)
     if not pairs:
-        return f"Only {_name(findings.strategies[0])} was measured. `paceline study --strategies ddp,fsdp` compares two."
+        only = _name(findings.strategies[0])
+        return f"Only {only} was measured. `paceline study --strategies ddp,fsdp` compares two."
     # The ends, and wherever another one takes the lead.
     leaders = [a.images_per_s.value >= b.images_per_s.value for a, b in pairs]
     told = [n for n in range(len(pairs)) if n in (0, len(pairs) - 1) or leaders[n] != leaders[n - 1]]
@@ -118,7 +119,8 @@ def _linear(findings: Findings) -> str:
             rows = [s for s in findings.scaled_of(strategy, scaling) if s.kind.world_size > 1]
             if rows:
                 parts.append(_one_curve(findings, strategy, scaling, rows))
-    return " ".join(parts) or "There is no run on one rank to compare with. Add 1 to `--world-sizes`, or such a run to `study collect`."
+    missing = "There is no run on one rank to compare with. Add 1 to `--world-sizes`, or such a run to `study collect`."
+    return " ".join(parts) or missing
 
 
 def _one_curve(findings: Findings, strategy: str, scaling: str, rows: list[Scaled]) -> str:
