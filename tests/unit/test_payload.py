@@ -35,9 +35,11 @@ def values_of(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
-def test_every_type_of_torch_round_trips(tmp_path: Path, is_async: bool) -> None:
+def test_every_type_of_torch_round_trips(tmp_path: Path, is_async: bool, is_deterministic: bool) -> None:
     """All types, as scalars, empty, whole and in slices; the file has a header that `verify` accepts."""
+    torch.use_deterministic_algorithms(is_deterministic)
     assert len(DTYPES) > 30
     tensors = {}
     for name, dtype in DTYPES.items():

@@ -63,8 +63,10 @@ class Stage:
     def _staged(self, key: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            # Allocated as integers: under --exact torch fills new memory, and cannot for every type.
             is_cuda = values.device.type == "cuda"
-            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=is_cuda)
+            integers = torch.empty(values.shape, dtype=bits(values).dtype, pin_memory=is_cuda)
+            buffer = integers.view(values.dtype)
             self._buffers[key] = buffer
         bits(buffer).copy_(bits(values), non_blocking=True)
         return buffer
