@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from paceline.checkpoints.extra_state import decode_extra_state, encode_extra_state, modules_with_extra_state
 from paceline.checkpoints.payload import PayloadReader, Piece, local_box
 from paceline.parallel.buffers import transient_buffers
-from paceline.parallel.parts import bits, copy_bits, is_sharded, local_part
+from paceline.parallel.parts import bits, copy_bits, is_sharded, local_part, new_tensor
 
 Tensors = dict[str, Tensor]
 
@@ -63,10 +63,7 @@ class Stage:
     def _staged(self, key: str, values: Tensor) -> Tensor:
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
-            # Allocated as integers: under --exact torch fills new memory, and cannot for every type.
-            is_cuda = values.device.type == "cuda"
-            integers = torch.empty(values.shape, dtype=bits(values).dtype, pin_memory=is_cuda)
-            buffer = integers.view(values.dtype)
+            buffer = new_tensor(values.shape, values.dtype, pin_memory=values.device.type == "cuda")
             self._buffers[key] = buffer
         bits(buffer).copy_(bits(values), non_blocking=True)
         return buffer
@@ -128,6 +125,6 @@ def gather_whole(tensors: Tensors, device: str) -> Tensors:
         value = tensor.detach()
         if is_sharded(value):
             value = value.to(device).full_tensor()  # type: ignore[attr-defined]
-        whole[name] = torch.empty(value.shape, dtype=value.dtype)
+        whole[name] = new_tensor(value.shape, value.dtype)
         copy_bits(whole[name], value)
     return whole

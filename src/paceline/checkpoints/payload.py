@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
 from paceline.checkpoints.tiling import Box, fill_whole
 from paceline.errors import CheckpointError
-from paceline.parallel.parts import bits, copy_bits, is_sharded
+from paceline.parallel.parts import bits, copy_bits, is_sharded, new_tensor
 from paceline.runs.patience import read_patiently
 
 _TYPES = {
@@ -186,7 +186,7 @@ class PayloadReader:
     def read(self, key: str, box: Box | None = None) -> Tensor:
         """The values of a box of a tensor; without a box, the whole tensor."""
         box = box or Box((0,) * len(self.shapes[key]), self.shapes[key])
-        result = torch.empty(box.shape, dtype=self.dtypes[key])
+        result = new_tensor(box.shape, self.dtypes[key])
         covered = 0
         for stored in self._found[key]:
             common = stored.box.overlap(box)

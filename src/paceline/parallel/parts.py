@@ -7,6 +7,7 @@ nobody has imported it, there are none.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -32,6 +33,12 @@ def bits(tensor: Tensor) -> Tensor:
     as_integers = _INTEGERS.get(tensor.element_size())
     plain = tensor.resolve_conj().resolve_neg()
     return plain if as_integers is None or plain.dtype == as_integers else plain.view(as_integers)
+
+
+def new_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
+    """CPU memory for a tensor of any type. Under --exact torch fills new memory, which it cannot do for every type."""
+    as_integers = _INTEGERS.get(dtype.itemsize, dtype)
+    return torch.empty(tuple(shape), dtype=as_integers, pin_memory=pin_memory).view(dtype)
 
 
 def copy_bits(target: Tensor, source: Tensor) -> None:
