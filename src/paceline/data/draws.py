@@ -34,6 +34,14 @@ def draw_bits_from(keys: Tensor, starts: int | Tensor) -> Tensor:
     return _mix(_mix(keys + _signed(_GOLDEN)) ^ starts)
 
 
+def draw_sequence(starts: Tensor, numbers: Tensor) -> Tensor:
+    """64 random bits for each number of the sequence that begins at each start; shapes broadcast.
+
+    Starts are random already, which saves the hash of the numbers: this is the generator SplitMix64.
+    """
+    return _mix(starts + (numbers + 1) * _signed(_GOLDEN))
+
+
 def below(limit: int, bits: Tensor) -> Tensor:
     """A whole number in [0, limit) for each 64 random bits."""
     return _shift(bits, _UNUSED) % limit
@@ -55,9 +63,10 @@ def draw_permutation(size: int, *context: int, device: str | torch.device = "cpu
 
 
 def _mix(bits: Tensor) -> Tensor:
-    bits = (bits ^ _shift(bits, 30)) * _signed(_MULTIPLIERS[0])
-    bits = (bits ^ _shift(bits, 27)) * _signed(_MULTIPLIERS[1])
-    return bits ^ _shift(bits, 31)
+    # In place where it can be: the steps of small models draw many small tensors.
+    bits = _shift(bits, 30).bitwise_xor_(bits).mul_(_signed(_MULTIPLIERS[0]))
+    bits = _shift(bits, 27).bitwise_xor_(bits).mul_(_signed(_MULTIPLIERS[1]))
+    return _shift(bits, 31).bitwise_xor_(bits)
 
 
 def _mix_int(bits: int) -> int:
@@ -70,7 +79,7 @@ def _mix_int(bits: int) -> int:
 
 def _shift(bits: Tensor, by: int) -> Tensor:
     """Logical right shift; torch's own keeps the sign."""
-    return (bits >> by) & ((1 << (64 - by)) - 1)
+    return (bits >> by).bitwise_and_((1 << (64 - by)) - 1)
 
 
 def _signed(word: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from paceline.data.draws import draw_bits_from
+from paceline.data.draws import draw_sequence
 
 _VALUES = 2**16  # of one draw. Four draws come from one hash of 64 bits, so a hash costs a quarter.
 _DRAWS_PER_HASH = 4
@@ -39,18 +39,26 @@ class SampleDropout(nn.Dropout):
         keys = self.source.keys if self.source is not None else None
         if not self.training or keys is None or self.p in (0, 1):
             return super().forward(input)
-        return input * draw_mask(input, self.p, keys, self.layer)
+        kept = draw_kept(input.shape, self.p, keys, self.layer)
+        factor = 1 / (1 - dropped_share(self.p))  # keeps the mean
+        if input.dtype.itemsize < 4:  # half precision would round the factor
+            return input * kept * factor
+        return input * kept.to(input.dtype).mul_(factor)
 
 
-def draw_mask(inputs: Tensor, p: float, keys: Tensor, layer: int) -> Tensor:
-    """0 for each value that is dropped, and for the others what keeps the mean: 1 / (1 - p)."""
-    assert len(keys) == len(inputs), f"{len(keys)} keys for {len(inputs)} samples"
-    features = inputs.shape[1:].numel()
-    hashes = torch.arange(-(-features // _DRAWS_PER_HASH), device=keys.device) + layer * _HASHES_PER_LAYER
-    draws = draw_bits_from(hashes, keys[:, None]).view(torch.int16)[:, :features]
-    dropped = min(round(p * _VALUES), _VALUES - 1)  # of all values of a draw
-    kept = draws >= dropped - _VALUES // 2
-    return kept.to(inputs.dtype).mul_(_VALUES / (_VALUES - dropped)).view(inputs.shape)
+def draw_kept(shape: torch.Size, p: float, keys: Tensor, layer: int) -> Tensor:
+    """Whether each value is kept."""
+    assert len(keys) == shape[0], f"{len(keys)} keys for {shape[0]} samples"
+    features = shape[1:].numel()
+    first = layer * _HASHES_PER_LAYER
+    hashes = torch.arange(first, first + -(-features // _DRAWS_PER_HASH), device=keys.device)
+    draws = draw_sequence(keys[:, None], hashes).view(torch.int16)[:, :features]
+    return (draws >= round(dropped_share(p) * _VALUES) - _VALUES // 2).view(shape)
+
+
+def dropped_share(p: float) -> float:
+    """The part of all values of a draw that stands for "dropped"; never all of them."""
+    return min(round(p * _VALUES), _VALUES - 1) / _VALUES
 
 
 def share_keys(model: nn.Module) -> SampleKeys | None:
