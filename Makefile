@@ -27,7 +27,7 @@ FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test docs test-docs test-course test-terminal terminal-install test-extras test-faults test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
+.PHONY: help setup train test docs test-docs test-course test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "make test        run the tests (minutes)"
 	@echo "make test-extras run the tests of torchvision:, timm:, MLflow, W&B and ONNX, in .venv-extras"
 	@echo "make test-faults run every fault test: killed, hung, stopped and starved ranks, bad disks, bad numbers"
+	@echo "make test-long   try every crash point of a save, and compare long runs bit by bit"
 	@echo "make test-fuzz   read damaged files of every format (FUZZ_CASES=1000): only our own errors may appear"
 	@echo "make soak        random faults against one run, which must end with the bits of an undisturbed one (FAULTS=100)"
 	@echo "make bench-cpu   Paceline beside DDP by hand, Lightning and Accelerate on two CPU ranks (minutes), in .venv-bench"
@@ -92,7 +93,7 @@ train: setup
 
 # Three at a time on two cores: most of a test is waiting.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long" -n 3 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
@@ -101,6 +102,10 @@ test-extras: $(EXTRAS_READY)
 # One at a time: they measure how fast a run recovers.
 test-faults: setup
 	$(BIN)/python -m pytest -m "faults" tests/faults $(ARGS)
+
+# Proofs and long comparisons; three at a time, as above.
+test-long: setup
+	$(BIN)/python -m pytest -m "long" -n 3 --dist loadfile $(ARGS)
 
 # Damaged files of every format; two formats at a time, each in a process of its own.
 test-fuzz: setup

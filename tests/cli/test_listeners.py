@@ -31,6 +31,7 @@ def test_a_run_on_one_machine_listens_at_loopback_only(tmp_path: Path) -> None:
     "command_line",
     [("bench", "--processes=2", "--what=collectives", "--seconds-per-size=0.05"), ("doctor", "--processes=2")],
 )
+@pytest.mark.long
 def test_ranks_of_other_commands_listen_at_loopback_only(command_line: tuple[str, ...], tmp_path: Path) -> None:
     """SECURITY.md: the same for the ranks of bench and doctor, looked at from start to end."""
     seen: set[tuple[str, int]] = set()

@@ -119,6 +119,7 @@ def test_a_rehearsal_of_a_runs_config_has_a_folder_of_its_own(workplace: Path) -
     assert len(list((workplace / "runs").glob("gift-rehearsal-*"))) == 1
 
 
+@pytest.mark.long
 def test_a_copy_of_a_mirrored_run_leaves_the_store_alone(tmp_path: Path) -> None:
     """Only the working copy of a URL is mirrored to it; a copy is a run of its own, and says so."""
     assert train(tmp_path, "--epochs=1", f"--output-dir=file://{tmp_path}/store/run").code == 0
@@ -137,6 +138,7 @@ def test_a_copy_of_a_mirrored_run_leaves_the_store_alone(tmp_path: Path) -> None
     assert "mirror" not in status
 
 
+@pytest.mark.long
 def test_a_forged_mirror_note_writes_nowhere(workplace: Path) -> None:
     """A folder from elsewhere names a place of the user: no file goes there."""
     home = workplace / "home/.ssh"
@@ -153,6 +155,7 @@ def test_a_forged_mirror_note_writes_nowhere(workplace: Path) -> None:
     assert list(home.iterdir()) == []
 
 
+@pytest.mark.long
 def test_a_resume_that_fails_leaves_a_finished_run_as_it_was(tmp_path: Path) -> None:
     """Data, model and checkpoint are looked at before the run folder says that the run goes on."""
     model = tmp_path / "own.py"

@@ -53,6 +53,7 @@ def check_profiled(folder: Path, ranks: int) -> dict[str, Any]:
     return results
 
 
+@pytest.mark.long
 def test_supervised_ranks_leave_traces_and_the_bits_of_a_run_without(tmp_path: Path) -> None:
     answer = paceline(
         *FLAGS, "--processes=2", "--output-dir=ours", cwd=tmp_path, PACELINE_CACHE=str(tmp_path / "cache")

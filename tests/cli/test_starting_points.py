@@ -12,6 +12,8 @@ from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.store import open_checkpoint
 from paceline.metrics.recorder import read_rows
 
+pytestmark = pytest.mark.long
+
 QUICK = ["--num-samples=640", "--global-batch-size=64", "--log-frequency=1", "--processes=1", "--track", "--epochs=3"]
 
 

@@ -1,6 +1,6 @@
 """Files and messages from elsewhere: whatever bytes they hold, only our own errors appear, and nothing else happens.
 
-`make test` gives a few mutations of each format to all of its readers. `make test-fuzz` gives each of a
+`make test-long` gives a few mutations of each format to all of its readers. `make test-fuzz` gives each of a
 thousand, or of as many as FUZZ_CASES says, to one of them.
 """
 
@@ -81,9 +81,10 @@ def _find(name: str) -> Format:
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_only_our_own_errors_appear(form: Format, samples: Path, server: Any, work: Path) -> None:
-    """A few mutations of every format, in each `make test`."""
+    """A few mutations of every format, by all of its readers."""
     findings = _fuzz(server, form, samples, work, range(QUICK_CASES), 350.0)
     assert not findings, "\n".join(map(str, findings))
 

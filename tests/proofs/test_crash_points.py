@@ -27,7 +27,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.owner import LOCK, OWNER_FILE, new_owner
 from proofs.saves import SAVES, saved
 
-pytestmark = pytest.mark.timeout(300)  # seconds of CPU time, on machines that may be shared
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # seconds of CPU time, on machines that may be shared
 
 ALL_THREE = Retention(keep_last=3, keep_best=1)
 

@@ -25,7 +25,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
 from paceline.runs.stores import Store, open_store
 
-pytestmark = pytest.mark.timeout(300)  # seconds of CPU time, on machines that may be shared
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # seconds of CPU time, on machines that may be shared
 
 URL = "memory://run"
 

@@ -16,7 +16,7 @@ from paceline.checkpoints import store
 from paceline.checkpoints.manager import CheckpointManager
 from proofs.saves import SAVES
 
-pytestmark = pytest.mark.timeout(300)  # seconds of CPU time, on machines that may be shared
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # seconds of CPU time, on machines that may be shared
 
 # --- fsyncs left out
 

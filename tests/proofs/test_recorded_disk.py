@@ -15,6 +15,8 @@ import pytest
 from harness.power_loss import kills, power_losses, replay
 from harness.recorded_disk import Record, Tree, read_tree, recording
 
+pytestmark = pytest.mark.long
+
 TESTS = Path(__file__).parents[1]
 CALL = re.compile(r"^\d+ +(\w+)\((.*)\) += (\d+)")
 NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')

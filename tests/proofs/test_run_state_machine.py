@@ -47,7 +47,7 @@ from paceline.runs.members import SILENT_S, Member
 from paceline.runs.mirror_note import MirrorNote
 from paceline.runs.owner import LOCK
 
-pytestmark = pytest.mark.timeout(300)  # seconds of CPU time, on machines that may be shared
+pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # seconds of CPU time, on machines that may be shared
 
 URL = "memory://state-machine"
 HOSTS = ("first", "second")

@@ -53,7 +53,12 @@ def metrics_without_time(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("strategy", "optimizer", "stop"),
-    [("ddp", "sgd", 4), ("ddp", "adamw", 13), ("fsdp", "sgd", 13), ("fsdp", "adamw", 9)],
+    [
+        ("ddp", "sgd", 4),
+        pytest.param("ddp", "adamw", 13, marks=pytest.mark.long),
+        pytest.param("fsdp", "sgd", 13, marks=pytest.mark.long),
+        ("fsdp", "adamw", 9),
+    ],
 )
 def test_same_world_same_bits(tmp_path: Path, strategy: str, optimizer: str, stop: int) -> None:
     flags = ("--strategy", strategy, "--optimizer", optimizer, "--base-lr", "0.01", *EVERYTHING)

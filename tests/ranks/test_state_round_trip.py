@@ -43,7 +43,15 @@ def train_with_real_ddp(world: World, folder: str, flags: tuple[str, ...], resum
     return train_in(world, folder, flags, resume)
 
 
-@pytest.mark.parametrize(("ranks", "strategy"), [(1, "single"), (2, "ddp"), (2, "fsdp"), (2, "ddp on two nodes")])
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [
+        (1, "single"),
+        (2, "ddp"),
+        pytest.param(2, "fsdp", marks=pytest.mark.long),
+        pytest.param(2, "ddp on two nodes", marks=pytest.mark.long),
+    ],
+)
 def test_a_run_with_masks_and_all_types_goes_on_bit_for_bit(tmp_path: Path, ranks: int, strategy: str) -> None:
     """Stopped and resumed, it ends with the same bits; masks, tables and counters are what they were."""
     train_in = train_with_real_ddp if "nodes" in strategy else train_on_one_node

@@ -25,6 +25,7 @@ def bytes_per_step(results: dict[str, Any]) -> int:
     return max(rank["communicated_bytes_per_step"] for rank in results["process_metrics"])
 
 
+@pytest.mark.long
 def test_the_choices_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Path) -> None:
     """Weights that stay gathered are sent once per step and not twice; what is gathered at once changes no bit."""
     fsdp = ("--strategy", "fsdp")
@@ -38,6 +39,7 @@ def test_the_choices_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Pa
     assert bytes_per_step(found["kept"]) < bytes_per_step(found["layers"])
 
 
+@pytest.mark.long
 def test_an_average_that_is_validated_does_not_train(tmp_path: Path) -> None:
     """Validation gathers the averaged weights. The step after it gathers the trained ones, whether or not one saved."""
     average = ("--strategy", "fsdp", "--ema-decay", "0.5", "--epochs", "3")

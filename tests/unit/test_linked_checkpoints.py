@@ -89,6 +89,7 @@ def test_a_link_into_another_run_folder_is_refused(tmp_path: Path) -> None:
     require_refused(linked(tmp_path / "first", other.checkpoints))
 
 
+@pytest.mark.long
 def test_training_in_a_copy_leaves_the_linked_checkpoints_as_they_are(first: RunFolder, tmp_path: Path) -> None:
     """Two commands, as people type them: the second one ends with exit code 2 and changes nothing."""
     answer = paceline(*QUICK, "--epochs=1", "--output-dir=first", cwd=tmp_path)

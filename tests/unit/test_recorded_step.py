@@ -77,8 +77,10 @@ def weights_after(folder: Path, *flags: str) -> str:
     "flags",
     [
         ("--optimizer=nesterov", "--clip-norm=0.5"),
-        ("--optimizer=adamw", "--base-lr=0.001", "--ema-decay=0.9", "--accumulate=2"),
-        ("--optimizer=muon", "--base-lr=0.02", "--dropout=0.4", "--accumulate=4"),
+        pytest.param(
+            ("--optimizer=adamw", "--base-lr=0.001", "--ema-decay=0.9", "--accumulate=2"), marks=pytest.mark.long
+        ),
+        pytest.param(("--optimizer=muon", "--base-lr=0.02", "--dropout=0.4", "--accumulate=4"), marks=pytest.mark.long),
     ],
 )
 def test_a_fake_recording_on_the_cpu_gives_the_bits_of_plain_steps(
