@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from harness.cli import command
 from paceline.course.ranks import on_ranks
 from paceline.course.verdict import Failed
 
@@ -41,6 +44,10 @@ def loops():
     while True: value = 0
 
 
+def visible_gpus():
+    return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
 def dies():
     if dist.get_rank() == 1:
         os._exit(7)
@@ -61,6 +68,19 @@ def call(person: ModuleType, rank: int, world_size: int, name: str, *arguments: 
 
 def test_values_come_back_by_rank(person: Path) -> None:
     assert on_ranks(person, 2, call, "add", 1.5) == [3.0, 3.0]
+
+
+def test_ranks_see_no_gpu(person: Path) -> None:
+    """fully_shard would take a GPU of the machine, on which gloo cannot gather. A fresh server forks these ranks."""
+    here = Path(__file__).parent
+    code = (
+        "import os; from pathlib import Path; from paceline.course.ranks import on_ranks, warm_up; import test_ranks\n"
+        f"warm_up(()); print(on_ranks(Path({str(person)!r}), 1, test_ranks.call, 'visible_gpus'))\n"
+        "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    )
+    paths = {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "CUDA_VISIBLE_DEVICES": "3"}
+    answer = command(sys.executable, "-c", code, cwd=here, **paths)
+    assert answer.out.splitlines() == ["['']", "3"], answer.err
 
 
 def test_a_hang_is_seen_within_seconds_and_told_by_line(person: Path) -> None:

@@ -65,7 +65,15 @@ class _Start:
 def warm_up(modules: tuple[str, ...]) -> None:
     """Let the server that forks the ranks load torch and more while this process does the same."""
     _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.course.ranks", *modules])
-    forkserver.ensure_running()
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # The ranks use CPUs. fully_shard would move a model to a GPU that it sees; gloo cannot gather there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def on_ranks(

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline.course.graders import fsdp_choices, fsdp_memory
 from paceline.course.ranks import on_ranks
 from paceline.course.verdict import Failed, Item
 
@@ -188,6 +189,8 @@ def _compare(reports: list[dict[str, Any]], strategy: str) -> None:
 
 
 ITEMS = (
-    Item("with DDP two ranks take the step of one", check_ddp),
-    Item("with FSDP too, and each rank holds a part", check_fsdp),
+    Item("with DDP two ranks take the step of one", check_ddp, ("build", "train_step")),
+    Item("with FSDP too, and each rank holds a part", check_fsdp, ("build", "train_step")),
+    *fsdp_choices.ITEMS,
+    *fsdp_memory.ITEMS,
 )
