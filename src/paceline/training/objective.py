@@ -21,6 +21,10 @@ from paceline.errors import PacelineError, UserError
 from paceline.models.external import first_line
 
 
+class FunctionFailed(UserError):
+    """A function of the user's own raised an exception."""
+
+
 @dataclass(frozen=True)
 class UserFunction:
     """A function of (logits, labels), and the name it was given by."""
@@ -37,7 +41,7 @@ class UserFunction:
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
-            raise UserError(f"{self.name} failed", where=where, got=first_line(error)) from error
+            raise FunctionFailed(f"{self.name} failed", where=where, got=first_line(error)) from error
         shape = tuple(value.shape) if isinstance(value, Tensor) else None
         if shape == tuple(labels.shape) or (shape == () and self.may_be_mean):
             return value  # type: ignore[no-any-return]

@@ -36,6 +36,13 @@ class RunPlan:
     def steps_per_epoch(self) -> int:
         return self.clock.steps_per_epoch
 
+    @property
+    def evaluation_batch_size(self) -> int:
+        """Samples in a rank's first batch of the test, or of a validation without one; 0 where nothing is evaluated."""
+        samples = self.info.num_test or self.num_validation
+        shares = self.lanes if self.config.parallel.exact else self.world_size
+        return min(self.config.train.test_batch_size, -(-samples // shares))
+
     def learning_rate(self, step: int) -> float:
         return learning_rate(
             step,

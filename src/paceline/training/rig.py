@@ -40,6 +40,7 @@ from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.trust import hash_code
 from paceline.training.compiling import choose_to_compile
 from paceline.training.initial import start_from
+from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
 from paceline.training.recorded_step import build_step
@@ -217,6 +218,8 @@ def build_rig(config: Config, world: World, *, load_weights: bool = True) -> Rig
     settle_buckets(parallel, example)
     optimizer = build_optimizer(config.optim, parallel.module)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
+    if load_weights:
+        check_objective(config, plan, parallel, world)
     step = build_step(parallel, optimizer, average, config, world)
     code = hash_code(config)  # after all of it was imported
     if load_weights:
