@@ -126,6 +126,47 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "resource without its domain": ([*JOB, "--resource", "hca=1"], ["resource: 'hca=1'", "rdma/hca=1"]),
     "resource without number": ([*JOB, "--resource", "rdma/hca"], ["resource: 'rdma/hca'"]),
     "GPUs as a resource": ([*JOB, "--resource", "nvidia.com/gpu=1"], ["--gpus-per-node N"]),
+    "resource of the cluster's own": ([*JOB, "--resource", "kubernetes.io/x=1"], ["resource: ", "kubernetes.io"]),
+    "resource below the cluster's own": ([*JOB, "--resource", "a.kubernetes.io/x=1"], ["resource: ", "kubernetes.io"]),
+    "resource as a quota": (
+        [*JOB, "--resource", "requests.nvidia.com/gpu=1"],
+        ["resource: 'requests.nvidia.com/gpu=1'"],
+    ),
+    "resource of a long domain": ([*JOB, "--resource", "a" * 245 + "/b=1"], ["resource: "]),
+    "GPU of the cluster's own": ([*JOB, "--gpu-resource", "kubernetes.io/gpu"], ["gpu_resource: ", "nvidia.com/gpu"]),
+    "GPU as a quota": ([*JOB, "--gpu-resource", "requests.nvidia.com/gpu"], ["gpu_resource: ", "nvidia.com/gpu"]),
+    "a part of a huge page": ([*JOB, "--resource", "hugepages-2Mi=3Mi"], ["page, 2Mi", "hugepages-2Mi=4Mi"]),
+    "huge pages of decimal bytes": ([*JOB, "--resource", "hugepages-2Mi=4M"], ["page, 2Mi", "hugepages-2Mi=4Mi"]),
+    "no huge pages": ([*JOB, "--resource", "hugepages-1Gi=0"], ["page, 1Gi", "hugepages-1Gi=1Gi"]),
+    "huge pages without size": ([*JOB, "--resource", "hugepages-0Mi=2Mi"], ["resource: 'hugepages-0Mi=2Mi'"]),
+    "secret with two dots": ([*JOB, "--secret", "a..b"], ["secret: 'a..b'", "--secret a-b"]),
+    "claim with a dash before a dot": ([*JOB, "--runs", "a-.b"], ["runs: 'a-.b'"]),
+    "variable of a secret with two dots": ([*JOB, "--env", "A=secret:a..b/k"], ["not a variable"]),
+    "variable of the key of dots": ([*JOB, "--env", "A=secret:a/.."], ["not a variable"]),
+    "variable of a key that begins with dots": ([*JOB, "--env", "A=secret:a/..k"], ["not a variable"]),
+    "queue longer than a label": ([*JOB, "--queue", "q" * 64], ["queue: ", "up to 63"]),
+    "label of a domain with two dots": ([*JOB, "--label", "a..b/c=d"], ["label: 'a..b/c=d'"]),
+    "label of a long domain": ([*JOB, "--label", "a" * 254 + "/c=d"], ["label: "]),
+    "old label of a node": (
+        [*JOB, "--node-selector", "beta.kubernetes.io/arch=amd64"],
+        ["node_selector: ", "--node-selector kubernetes.io/arch=amd64"],
+    ),
+    "old annotation": (
+        [*JOB, "--annotation", "scheduler.alpha.kubernetes.io/critical-pod="],
+        ["annotation: ", "--priority-class"],
+    ),
+    "annotation of a profile": (
+        [*JOB, "--annotation", "container.apparmor.security.beta.kubernetes.io/train=x"],
+        ["annotation: ", "leave it out"],
+    ),
+    "annotations that are too long": (
+        [*JOB, *(word for key in "abc" for word in ("--annotation", f"{key}={'x' * 90_000}"))],
+        ["--annotation holds too much text", "262,144"],
+    ),
+    "image with two slashes": ([*JOB, "--image", "team//paceline:1"], ["image: 'team//paceline:1'"]),
+    "image with two dots": ([*JOB, "--image", "team/pace..line:1"], ["image: 'team/pace..line:1'"]),
+    "image of a team with capitals": ([*JOB, "--image", "Team/paceline:1"], ["--image team/paceline:1"]),
+    "image with a long name": ([*JOB, "--image", "team/" + "b" * 251 + ":1"], ["image: "]),
     "capability with its prefix": ([*JOB, "--capability", "CAP_IPC_LOCK"], ["--capability IPC_LOCK"]),
     "all capabilities": ([*JOB, "--capability", "ALL"], ["capability: 'ALL'"]),
     "annotation without value": ([*JOB, "--annotation", "a"], ["annotation: 'a'", "KEY=VALUE"]),
@@ -304,6 +345,40 @@ def test_a_start_timeout_below_the_back_off_gets_a_warning(capsys: pytest.Captur
     for flags, warnings in (([], 0), (["--start-timeout", "599"], 1), (["--start-timeout", "600"], 0)):
         assert submit(*JOB, *flags, "--dry-run") == 0
         assert capsys.readouterr().err.count("warning: --start-timeout") == warnings
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "paceline:1",
+        "localhost/paceline:1",
+        "localhost:5000/team/paceline:1",
+        "registry:5000/a/b:1",
+        "Registry.Example.com/a/b__c-d.e:1.0_x",
+        "a/b/c@sha256:" + "0" * 64,
+    ],
+)
+def test_images_that_registries_have(image: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What container runtimes accept is accepted here."""
+    job = manifest(capsys, *JOB, "--image", image)[-1]
+    assert pod_of(job)["containers"][0]["image"] == image
+
+
+def test_huge_pages_are_requested_as_much_as_they_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
+    """The API server wants equal requests and limits, and CPUs or memory beside them."""
+    flags = [
+        "--resource",
+        "hugepages-2Mi=1Gi",
+        "--resource",
+        "hugepages-1Gi=2Gi",
+        "--resource",
+        "nvidia.com/mig-1g.5gb=1",
+    ]
+    resources = pod_of(manifest(capsys, *JOB, *flags)[-1])["containers"][0]["resources"]
+    assert resources["requests"] == resources["limits"]
+    assert {"cpu", "memory"} < set(resources["requests"])
+    assert resources["limits"]["hugepages-2Mi"] == "1Gi"
+    assert resources["limits"]["hugepages-1Gi"] == "2Gi"
 
 
 def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,17 +18,16 @@ from paceline.launch.kubernetes_values import (
     parse_job_name,
     parse_pairs,
     parse_resources,
-    parse_runs,
     parse_size,
     parse_tolerations,
     parse_user,
     parse_variables,
-    parse_volumes,
     read_name,
     read_names,
     read_number,
     read_text,
 )
+from paceline.launch.kubernetes_volumes import parse_runs, parse_volumes
 
 
 @cache
@@ -114,7 +113,7 @@ def parse_kubernetes_job(settings: JobSettings) -> KubernetesJob:
         retries=read_number(settings, "retries", KubernetesJob.retries, high=1000),
         namespace=read_name(settings, "namespace"),
         context=read_text(settings, "context"),
-        queue=read_name(settings, "queue", dots=True),
+        queue=read_name(settings, "queue", dots=True, longest=63),
         priority_class=read_name(settings, "priority_class", dots=True),
         service_account=read_name(settings, "service_account", dots=True),
         image_pull_secrets=read_names(settings, "image_pull_secret"),

@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
-from pathlib import PurePosixPath
 
 from paceline.config.sites import JobSettings
 from paceline.config.variables import START_TIMEOUT
@@ -15,33 +14,34 @@ from paceline.errors import UserError, printable_line
 from paceline.launch.job_record import SECRET_PREFIX
 from paceline.launch.kubernetes_job import (
     APIS,
-    DATA_PATH,
-    FILES_PATH,
-    RUNS_PATH,
     Api,
     KubernetesJob,
     Toleration,
-    Volume,
     as_name,
 )
 from paceline.world.secret import RUN_SECRET
 
-_OWN_PATHS = ("/tmp", "/dev/shm", FILES_PATH)
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+_DNS_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
+_DNS_NAME = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
+_LABEL = re.compile(_DNS_LABEL)
 _SERVICE = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # the job's Service has its name
-_SUBDOMAIN = re.compile(r"[a-z0-9]([a-z0-9.-]*[a-z0-9])?")
-_KEY = re.compile(r"([a-z0-9]([a-z0-9.-]*[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
+_SUBDOMAIN = re.compile(_DNS_NAME)
+_KEY = re.compile(rf"((?=[^/]{{1,253}}/){_DNS_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SECRET = re.compile(SECRET_PREFIX + r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/[A-Za-z0-9._-]{1,253}")
+_SECRET = re.compile(SECRET_PREFIX + rf"(?=[^/]{{1,253}}/){_DNS_NAME}/(?!\.\.|\.$)[A-Za-z0-9._-]{{1,253}}")
 _VARIABLE_FORMS = "NAME=VALUE, or NAME=secret:SECRET/KEY for a key of a Secret in the namespace"
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[KMGTP]i|[kMGTP])?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BYTES |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTP")}
+# A registry has a dot, a port or is localhost; what is before the first slash is part of the path otherwise.
+_REGISTRY = r"(?=[^/]*[.:]|localhost)(?i:" + _DNS_NAME + r")(:[0-9]+)?/"
+_IMAGE_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
-    r"(?P<host>[A-Za-z0-9][A-Za-z0-9.-]*(:[0-9]+)?/)?(?P<path>[a-z0-9]+([._/-]+[a-z0-9]+)*)"
+    rf"(?P<name>({_REGISTRY})?{_IMAGE_PART}(/{_IMAGE_PART})*)"
     r"(:(?P<tag>[A-Za-z0-9_][A-Za-z0-9._-]{0,127}))?(@sha256:(?P<digest>[0-9a-f]{64}))?"
 )
+_LONGEST_IMAGE_NAME = 255
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
 # Written by the manifest, by the launcher or by torch. A second value would replace theirs.
 _OWN_VARIABLES = (
@@ -67,7 +67,26 @@ _OWN_LABELS = (
 )
 _NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CAPABILITY = re.compile(r"[A-Z][A-Z0-9_]*")
-_HUGE_PAGES = re.compile(r"hugepages-[0-9]+[KMG]i")
+_HUGE_PAGES = re.compile(r"hugepages-(?P<page>[1-9][0-9]*[KMG]i)")
+_LONGEST_RESOURCE_DOMAIN = 253 - len("requests.")  # quotas put this in front of the name
+_MOST_ANNOTATION_BYTES = 256 * 1024
+# The API server warns about these, and newer nodes do not have the old labels.
+_RENAMED_LABELS = {
+    "beta.kubernetes.io/os": "kubernetes.io/os",
+    "beta.kubernetes.io/arch": "kubernetes.io/arch",
+    "beta.kubernetes.io/instance-type": "node.kubernetes.io/instance-type",
+    "failure-domain.beta.kubernetes.io/zone": "topology.kubernetes.io/zone",
+    "failure-domain.beta.kubernetes.io/region": "topology.kubernetes.io/region",
+}
+# Without effect on today's clusters, or for pods that a node starts by itself.
+_REFUSED_ANNOTATIONS = (
+    "scheduler.alpha.kubernetes.io/critical-pod",
+    "security.alpha.kubernetes.io/",
+    "seccomp.security.alpha.kubernetes.io/",
+    "container.seccomp.security.alpha.kubernetes.io/",
+    "container.apparmor.security.beta.kubernetes.io/",
+    "kubernetes.io/config.mirror",
+)
 
 
 def in_bytes(quantity: str) -> Fraction:
@@ -109,9 +128,9 @@ def read_number(settings: JobSettings, name: str, default: int, *, low: int = 0,
     return int(text)
 
 
-def read_name(settings: JobSettings, name: str, *, dots: bool = False) -> str:
+def read_name(settings: JobSettings, name: str, *, dots: bool = False, longest: int = 0) -> str:
     text = read_text(settings, name)
-    return _require_name(settings, name, text, dots=dots, longest=253 if dots else 63) if text else ""
+    return require_name(settings, name, text, dots=dots, longest=longest or (253 if dots else 63)) if text else ""
 
 
 def parse_job_name(settings: JobSettings, longest: int) -> str:
@@ -125,7 +144,7 @@ def parse_job_name(settings: JobSettings, longest: int) -> str:
 def read_names(settings: JobSettings, name: str) -> tuple[str, ...]:
     texts = read_values(settings, name)
     _refuse_repeated(settings, name, texts)
-    return tuple(_require_name(settings, name, text, dots=True, longest=253) for text in texts)
+    return tuple(require_name(settings, name, text, dots=True, longest=253) for text in texts)
 
 
 def _refuse_repeated(settings: JobSettings, name: str, keys: Sequence[str]) -> None:
@@ -136,7 +155,7 @@ def _refuse_repeated(settings: JobSettings, name: str, keys: Sequence[str]) -> N
             raise UserError(what, where=settings[name].where, got=printable_line(key), hint="leave one out")
 
 
-def _require_name(settings: JobSettings, name: str, text: str, *, dots: bool, longest: int) -> str:
+def require_name(settings: JobSettings, name: str, text: str, *, dots: bool, longest: int) -> str:
     if (_SUBDOMAIN if dots else _LABEL).fullmatch(text) and len(text) <= longest:
         return text
     letters = "small letters, digits and dashes" + (" and dots" if dots else "")
@@ -155,7 +174,7 @@ def parse_image(settings: JobSettings) -> str:
         )
     text = read_text(settings, "image")
     match = _IMAGE.fullmatch(text)
-    if match is None:
+    if match is None or len(match["name"]) > _LONGEST_IMAGE_NAME:
         small = text.lower() if _IMAGE.fullmatch(text.lower()) else ""
         allowed = "[REGISTRY/]NAME:TAG or NAME@sha256:DIGEST, in small letters"
         raise invalid(settings, "image", text, allowed, f"--image {small}" if small else None)
@@ -197,11 +216,18 @@ def parse_size(settings: JobSettings, name: str) -> str:
 
 def parse_gpu_resource(settings: JobSettings) -> str:
     text = read_text(settings, "gpu_resource") or KubernetesJob.gpu_resource
-    if not _KEY.fullmatch(text) or "/" not in text:
+    if not _is_extended(text):
         allowed = "the full name of an extended resource, as nvidia.com/gpu"
         hint = "kubectl describe nodes lists them under Allocatable"
         raise invalid(settings, "gpu_resource", text, allowed, hint)
     return text
+
+
+def _is_extended(name: str) -> bool:
+    """Whether a node's plugin may offer it. Names in kubernetes.io/ are the cluster's own: no node ever has more."""
+    domain = name.partition("/")[0]
+    is_native = "/" not in name or "kubernetes.io/" in name or name.startswith("requests.")
+    return bool(_KEY.fullmatch(name)) and not is_native and len(domain) <= _LONGEST_RESOURCE_DOMAIN
 
 
 def parse_resources(settings: JobSettings) -> tuple[tuple[str, str], ...]:
@@ -209,15 +235,25 @@ def parse_resources(settings: JobSettings) -> tuple[tuple[str, str], ...]:
     rows = []
     for text in read_values(settings, "resource"):
         name, _, amount = text.partition("=")
-        is_extended = bool(_KEY.fullmatch(name)) and "/" in name and bool(re.fullmatch(r"[1-9][0-9]{0,8}", amount))
-        is_huge = bool(_HUGE_PAGES.fullmatch(name)) and bool(_QUANTITY.fullmatch(amount))
-        if not (is_extended or is_huge):
-            raise invalid(settings, "resource", text, "DOMAIN/NAME=N, as rdma/hca=1, or hugepages-2Mi=SIZE")
+        huge = _HUGE_PAGES.fullmatch(name)
+        if huge is not None and _QUANTITY.fullmatch(amount):
+            _require_whole_pages(settings, text, huge["page"], amount)
+        elif not (_is_extended(name) and re.fullmatch(r"[1-9][0-9]{0,8}", amount)):
+            allowed = "DOMAIN/NAME=N, as rdma/hca=1, or hugepages-2Mi=SIZE; no name of kubernetes.io"
+            raise invalid(settings, "resource", text, allowed)
         if name == (read_text(settings, "gpu_resource") or KubernetesJob.gpu_resource):
             raise invalid(settings, "resource", text, "a resource beside the GPUs", "--gpus-per-node N")
         rows.append((name, amount))
     _refuse_repeated(settings, "resource", [name for name, _ in rows])
     return tuple(rows)
+
+
+def _require_whole_pages(settings: JobSettings, text: str, page: str, amount: str) -> None:
+    pages = in_bytes(amount) / in_bytes(page)
+    if pages <= 0 or pages.denominator != 1:
+        number, unit = int(page[:-2]), page[-2:]
+        hint = f"--resource hugepages-{page}={max(1, math.ceil(pages)) * number}{unit}"
+        raise invalid(settings, "resource", text, f"a multiple of the page, {page}", hint)
 
 
 def parse_capabilities(settings: JobSettings) -> tuple[str, ...]:
@@ -245,8 +281,18 @@ def parse_pairs(settings: JobSettings, name: str) -> tuple[tuple[str, str], ...]
         is_kueues = name == "annotation" and key.startswith(_KUEUE) and key != f"{_KUEUE}queue-name"
         if name != "node_selector" and key.startswith(_OWN_LABELS) and not is_kueues:
             raise invalid(settings, name, text, "a key that is not the manifest's own", "leave it out")
+        if name == "node_selector" and key in _RENAMED_LABELS:
+            hint = f"--node-selector {_RENAMED_LABELS[key]}={value}"
+            raise invalid(settings, name, text, "a label that nodes still have", hint)
+        if name == "annotation" and key.startswith(_REFUSED_ANNOTATIONS):
+            hint = "--priority-class NAME" if "critical-pod" in key else "leave it out"
+            raise invalid(settings, name, key, "a key that clusters still read from pods", hint)
         rows.append((key, value))
     _refuse_repeated(settings, name, [key for key, _ in rows])
+    size_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in rows)
+    if size_bytes > _MOST_ANNOTATION_BYTES:
+        what, got = f"{flag_of(name)} holds too much text", f"{size_bytes:,} bytes"
+        raise UserError(what, where=settings[name].where, got=got, allowed=f"{_MOST_ANNOTATION_BYTES:,} bytes in all")
     return tuple(rows)
 
 
@@ -296,58 +342,3 @@ def parse_user(settings: JobSettings) -> tuple[int, int]:
     if match is None or int(match[1]) == 0:
         raise invalid(settings, "user", text, "UID or UID:GID, numbers; not 0: pods do not run as root")
     return int(match[1]), int(match[2] or match[1])
-
-
-# --- Volumes ----------------------------------------------------------------------------------------------------------
-
-
-def parse_runs(settings: JobSettings) -> Volume:
-    if "runs" not in settings:
-        raise UserError(
-            "where are runs kept?",
-            allowed="--runs CLAIM, a PersistentVolumeClaim that all pods can write; or --runs /PATH of every node",
-            hint="kubectl get pvc lists claims; examples/kubernetes/storage.yaml makes one",
-        )
-    return Volume(_source(settings, "runs", read_text(settings, "runs")), RUNS_PATH)
-
-
-def parse_volumes(settings: JobSettings) -> tuple[Volume, ...]:
-    volumes = []
-    if "data" in settings:
-        volumes.append(Volume(_source(settings, "data", read_text(settings, "data")), DATA_PATH))
-    volumes += [_parse_mount(text, settings) for text in read_values(settings, "mount")]
-    taken = [RUNS_PATH, *_OWN_PATHS]
-    for volume in volumes:
-        around = next((path for path in taken if _overlap(volume.path, path)), None)
-        if around is not None:
-            where = settings["mount"].where
-            raise UserError("two volumes at one place", where=where, got=f"{volume.path} and {around}")
-        taken.append(volume.path)
-    return tuple(volumes)
-
-
-def _parse_mount(text: str, settings: JobSettings) -> Volume:
-    source, _, rest = text.partition(":")
-    path, _, mode = rest.partition(":")
-    if not source or not path or mode not in ("", "ro", "rw"):
-        raise invalid(settings, "mount", text, "CLAIM:/PATH or /PATH_OF_NODE:/PATH, optionally with :ro")
-    if not path.startswith("/") or path.rstrip("/") == "" or ".." in path.split("/") or ":" in path:
-        hint = f"--mount {source}:/{path.strip('/.')}" if path.strip("/.") else None
-        raise invalid(settings, "mount", text, "an absolute path below /, without ..", hint)
-    return Volume(_source(settings, "mount", source), path.rstrip("/"), mode == "ro")
-
-
-def _source(settings: JobSettings, name: str, text: str) -> str:
-    """A claim's name, or an absolute path of the nodes."""
-    if not text.startswith("/"):
-        if "/" in text:
-            raise invalid(settings, name, text, "the name of a PersistentVolumeClaim, or an absolute path of all nodes")
-        return _require_name(settings, name, text, dots=True, longest=253)
-    if ".." in text.split("/"):
-        raise invalid(settings, name, text, "an absolute path without ..")
-    return text.rstrip("/") or "/"
-
-
-def _overlap(one: str, other: str) -> bool:
-    first, second = PurePosixPath(one), PurePosixPath(other)
-    return first.is_relative_to(second) or second.is_relative_to(first)
