@@ -60,6 +60,8 @@ _MINUTE = "the same checks as plain `doctor`, another output; tests/cli/test_doc
 NOT_EXECUTED = {
     "bench cifar10-resnet18 --data-dir data": _DOWNLOAD,
     "data fetch cifar10 --data-dir data": _DOWNLOAD,
+    "data fetch cifar10-vgg19 --weights --data-dir data": _DOWNLOAD,
+    "data fetch cifar10-vgg19 --weights --data-dir /scratch/data": _DOWNLOAD,
     "doctor --device cuda": _GPU,
     "doctor --device cuda --output-dir /scratch/runs": _GPU,
     "doctor --json": _MINUTE,

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-CLIENTS = ("sbatch", "squeue", "scontrol", "sacct", "scancel")
+# sinfo and sacctmgr, and scontrol about anything but a job, do not answer: the cluster's facts are not known.
+CLIENTS = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 _CLIENT = """\
 #!/bin/sh
 here={folder}
+case "{name} $*" in "scontrol "*"show "[cpf]*) exit 1 ;; esac
 echo "{name} $*" >>"$here/calls"
 number=$(grep -c "^{name} " "$here/calls")
 while [ "$number" -gt 1 ] && [ ! -e "$here/{name}.$number.sh" ]; do number=$((number - 1)); done
@@ -20,7 +22,7 @@ while [ "$number" -gt 1 ] && [ ! -e "$here/{name}.$number.sh" ]; do number=$((nu
 
 
 class FakeSlurm:
-    """The five clients in a folder at the head of PATH. The last answer given holds for all later calls."""
+    """The clients in a folder at the head of PATH. The last answer given holds for all later calls."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.data.check import check_known
+from paceline.data.known_files import FASHION_MNIST_MD5
 from paceline.data.sources import cifar10, fashion_mnist
 from paceline.errors import DataError
 
@@ -72,7 +73,8 @@ def test_fashion_mnist_is_compared_with_its_checksums(tmp_path: Path, monkeypatc
             body = bytes(count * (784 if len(dimensions) == 3 else 1))
             (folder / f"{prefix}-{name}-ubyte.gz").write_bytes(gzip.compress(header + body, mtime=0))
     sums = {path.stem: hashlib.md5(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-    monkeypatch.setattr(fashion_mnist, "MD5", sums)
+    for name, md5 in sums.items():
+        monkeypatch.setitem(FASHION_MNIST_MD5, name, md5)
     assert check_known("fashion-mnist", tmp_path).proof == "MD5 of all files agree"
     victim = folder / "train-images-idx3-ubyte.gz"
     change(victim, 5)  # the time in its header: it still unpacks to the same pictures

@@ -17,6 +17,7 @@ from torch import nn
 from harness.torchvision_shim import import_timm, import_torchvision
 from paceline.config.schema import ModelConfig
 from paceline.errors import DataError, UserError
+from paceline.models import external
 from paceline.models.external import build_external
 from paceline.models.head import find_head, replace_head
 from paceline.models.registry import build_model, check_model_name
@@ -262,3 +263,33 @@ def test_published_weights_that_cannot_be_had_are_a_data_error(
     with pytest.raises(DataError, match="published weights") as caught:
         build(f"{collection}:resnet18", weights="imagenet")
     assert "--weights none" in caught.value.screen()
+
+
+def test_fake_torchvision_weights_are_found_where_torch_hub_keeps_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the name of the file at the end of its address."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    weights = SimpleNamespace(DEFAULT=SimpleNamespace(url="https://example.org/models/net-0123.pth"))
+    fake = SimpleNamespace(models=SimpleNamespace(get_model_weights=lambda _: weights))
+    monkeypatch.setattr(external, "_import_collection", lambda _: fake)
+    assert external.is_fetched("torchvision:net") is False
+    (tmp_path / "hub" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "hub" / "checkpoints" / "net-0123.pth").touch()
+    assert external.is_fetched("torchvision:net") is True
+
+
+def test_fake_timm_weights_are_found_in_the_cache_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the revision that the model names; a model that is not understood is not judged."""
+    cached: dict[tuple[str, str, str | None], str] = {}
+    config = SimpleNamespace(file=None, url="", hf_hub_id="timm/net@v2", hf_hub_filename=None)
+    hub = SimpleNamespace(try_to_load_from_cache=lambda name, file, revision: cached.get((name, file, revision)))
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    monkeypatch.setattr(external, "_import_collection", lambda _: SimpleNamespace(get_pretrained_cfg=lambda _: config))
+    assert external.is_fetched("timm:net") is False
+    cached["timm/net", "model.safetensors", None] = "main"
+    assert external.is_fetched("timm:net") is False
+    cached["timm/net", "pytorch_model.bin", "v2"] = "file"
+    assert external.is_fetched("timm:net") is True
+    monkeypatch.setattr(external, "_import_collection", lambda _: SimpleNamespace(get_pretrained_cfg=lambda _: None))
+    assert external.is_fetched("timm:net") is None

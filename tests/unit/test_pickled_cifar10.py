@@ -21,6 +21,7 @@ from paceline.config.schema import DataConfig
 from paceline.data.check import check_known
 from paceline.data.dataset import LoadedData
 from paceline.data.fingerprint import fingerprint_of
+from paceline.data.known_files import CIFAR10_PICKLED_FOLDER
 from paceline.data.registry import load_dataset
 from paceline.data.sources import cifar10
 from paceline.errors import DataError
@@ -61,7 +62,7 @@ def write_binary(folder: Path) -> None:
 def test_the_same_data_as_in_the_binary_files(form: str, given: str, tmp_path: Path) -> None:
     """Every pixel and label in the same order, in all forms; also the same identity, so that runs can go on."""
     write_binary(tmp_path / "binary" / cifar10.FOLDER)
-    write_pickled(tmp_path / "pickled" / cifar10.PICKLED_FOLDER, form)
+    write_pickled(tmp_path / "pickled" / CIFAR10_PICKLED_FOLDER, form)
     assert_equal(load(tmp_path / "binary"), load(tmp_path / "pickled" / given))
 
 
@@ -119,7 +120,7 @@ def _long(text: str) -> bytes:
 def test_a_hostile_file_is_refused_and_not_executed(case: str, tmp_path: Path) -> None:
     """A file that asks for a call ends with a DataError that names the file; its command does not run."""
     marker = tmp_path / "executed"
-    folder = write_pickled(tmp_path / cifar10.PICKLED_FOLDER)
+    folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER)
     (folder / "data_batch_2").write_bytes(hostile_files(marker)[case])
     with pytest.raises(DataError) as caught:
         load(tmp_path)
@@ -178,7 +179,7 @@ LIES: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("case", list(LIES))
 def test_a_damaged_or_lying_file_is_named(case: str, tmp_path: Path) -> None:
     """Our error with the file's name; no other exception, no crash, no memory without limit."""
-    folder = write_pickled(tmp_path / cifar10.PICKLED_FOLDER)
+    folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER)
     (folder / "data_batch_2").write_bytes(LIES[case]())
     with pytest.raises(DataError) as caught:
         load(tmp_path)
@@ -188,7 +189,7 @@ def test_a_damaged_or_lying_file_is_named(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["official", "4 text"])
 def test_any_damage_ends_in_our_error_or_in_data(form: str, tmp_path: Path) -> None:
     """A file that is cut or changed at random places gives a DataError, or data of the right size."""
-    folder = write_pickled(tmp_path / cifar10.PICKLED_FOLDER, form)
+    folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER, form)
     whole = (folder / "test_batch").read_bytes()
     small_parts = [place for _, _, place in pickletools.genops(whole) if place is not None]
     draw = random.Random(7)
@@ -202,7 +203,7 @@ def test_any_damage_ends_in_our_error_or_in_data(form: str, tmp_path: Path) -> N
 
 def test_binary_files_are_preferred_and_an_incomplete_folder_is_explained(tmp_path: Path) -> None:
     """A complete binary folder is read; of incomplete pickles the missing ones are named."""
-    folder = write_pickled(tmp_path / cifar10.PICKLED_FOLDER)
+    folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER)
     (folder / "data_batch_4").unlink()
     with pytest.raises(DataError) as caught:
         load(tmp_path)
@@ -217,7 +218,7 @@ def test_binary_files_are_preferred_and_an_incomplete_folder_is_explained(tmp_pa
 def test_the_real_thing(tmp_path: Path) -> None:
     """Real CIFAR-10 in the pickled form: the same bytes, and `data check` proves it; one changed pixel is named."""
     binary = real_cifar10()
-    pickled = tmp_path / cifar10.PICKLED_FOLDER
+    pickled = tmp_path / CIFAR10_PICKLED_FOLDER
     pickle_binary_folder(binary / cifar10.FOLDER, pickled)
     assert_equal(load(binary), load(tmp_path))
     assert "every label and pixel" in check_known("cifar10", tmp_path).proof

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from paceline.config.schema import ModelConfig
 from paceline.errors import EXIT_DATA, DataError, UserError
 from paceline.models import weights
+from paceline.models.published import PUBLISHED
 from paceline.models.registry import PUBLISHED_NAMES, build_model, check_weights
 
 CIFAR = (3, 32, 32)
@@ -183,7 +184,7 @@ def test_only_published_models_have_imagenet_weights(name: str) -> None:
 
 
 def test_every_published_name_has_its_file() -> None:
-    assert tuple(weights.PUBLISHED) == PUBLISHED_NAMES
+    assert tuple(PUBLISHED) == PUBLISHED_NAMES
 
 
 @pytest.fixture
@@ -203,7 +204,7 @@ def test_imagenet_weights_are_fetched_verified_and_kept(
     made = save(saved, tmp_path / "made.pth")
     name = f"resnet18-{hashlib.sha256(made.read_bytes()).hexdigest()[:8]}.pth"
     made.rename(published / name)
-    monkeypatch.setitem(weights.PUBLISHED, "resnet18", name)
+    monkeypatch.setitem(PUBLISHED, "resnet18", name)
 
     loaded = build("resnet18", "imagenet").state_dict()
     skipped = {key for key in saved if not torch.equal(loaded[key], saved[key])}
@@ -218,11 +219,11 @@ def test_imagenet_weights_are_fetched_verified_and_kept(
 @pytest.mark.parametrize("tampered", [True, False])
 def test_imagenet_weights_that_cannot_be_had_name_the_ways_out(published: Path, tmp_path: Path, tampered: bool) -> None:
     if tampered:
-        (published / weights.PUBLISHED["resnet18"]).write_bytes(b"something else")
+        (published / PUBLISHED["resnet18"]).write_bytes(b"something else")
     with pytest.raises(DataError) as caught:
         build("resnet18", "imagenet")
     screen = caught.value.screen()
-    cached = tmp_path / "cache" / "weights" / weights.PUBLISHED["resnet18"]
+    cached = tmp_path / "cache" / "weights" / PUBLISHED["resnet18"]
     for part in (published.as_uri(), str(cached), "--weights PATH", "--weights none"):
         assert part in screen
     assert not cached.exists()

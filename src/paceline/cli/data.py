@@ -18,6 +18,7 @@ usage: paceline data pack PICTURES PACKED [--image-size 224] [--unreadable 0] [-
        paceline data check FOLDER         [--workers N]
        paceline data check NAME           [--data-dir data]
        paceline data fetch NAME           [--data-dir data]
+       paceline data fetch RECIPE         [--data-dir data] [--weights] [--model-name NAME]
 
 pack   Decode the pictures of a folder once (PICTURES/train/CLASS/*, PICTURES/test/CLASS/*, or PICTURES/CLASS/*) and
        write them to the new folder PACKED, as plain pixels that training maps into memory. Then:
@@ -28,20 +29,25 @@ pack   Decode the pictures of a folder once (PICTURES/train/CLASS/*, PICTURES/te
        again.
 check  Is a data set whole? A packed folder: every byte against its CRC-32. A folder of pictures: each is decoded.
        cifar10, fashion-mnist: against their checksums. Exit code 3 if something is damaged; it is named.
-fetch  Download cifar10 or fashion-mnist, with its checksum, if it is not there.
+fetch  Download cifar10 or fashion-mnist, with its checksum, if it is not there: by its name, or by a recipe that needs
+       it. --weights also fetches the published ImageNet weights of the recipe's model. Compute nodes of a cluster
+       often have no internet, so run it on the login node before you submit.
 
 --image-size N   side of the model's input, as in training
 --unreadable N   pictures that may turn out to be unreadable: grey ones take their places
 --workers N      processes that decode; by default one per core
 --shard-mb N     size of a file; by default 64 MB, or 1/256 of a very large set
 --data-dir PATH  where data sets with a name lie
+--weights        fetch the model's weights too
+--model-name N   another model than the recipe's; --dataset N: another data set
 """
 _VERBS = ("pack", "check", "fetch")
 _FLAGS = {
     "pack": ("--image-size", "--unreadable", "--workers", "--shard-mb"),
     "check": ("--workers", "--data-dir"),
-    "fetch": ("--data-dir",),
+    "fetch": ("--data-dir", "--weights", "--model-name", "--dataset"),
 }
+_SWITCHES = ("--weights",)
 _RANGES = {"--image-size": (8, 2048), "--unreadable": (0, 10**9), "--workers": (1, 256), "--shard-mb": (1, 65536)}
 _LINE_EVERY_S = 2.0
 
@@ -72,6 +78,11 @@ def _parse(verb: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
             close = difflib.get_close_matches(name, _FLAGS[verb], n=1)
             hint = f"did you mean {close[0]}?" if close else None
             raise UserError(f"unknown flag {name!r}", allowed=", ".join(_FLAGS[verb]), hint=hint)
+        if name in _SWITCHES:
+            if has_value:
+                raise UserError(f"{name} takes no value", got=token, hint=name)
+            flags[name] = "true"
+            continue
         if not has_value and not given:
             raise UserError(f"{name} needs a value")
         flags[name] = value if has_value else given.pop(0)
@@ -149,18 +160,57 @@ def _check(words: list[str], flags: dict[str, str]) -> int:
 
 
 def _fetch(words: list[str], flags: dict[str, str]) -> int:
-    from paceline.data.check import KNOWN, describe_known
+    from paceline.config.recipe_file import shipped_recipes
+    from paceline.data.check import KNOWN
 
-    if len(words) != 1 or words[0] not in KNOWN:
+    only_weights = not words and {"--weights", "--model-name"} <= set(flags)
+    if len(words) != 1 and not only_weights:
         raise UserError(
-            "fetch which data set?",
+            "fetch what?",
             got=" ".join(words) or "nothing",
-            allowed=", ".join(KNOWN),
-            hint="shapes and synthetic are made, not fetched; folder is yours",
+            allowed=f"a recipe, or {', '.join(KNOWN)}",
+            hint="paceline data fetch cifar10-vgg19 --weights",
         )
-    data_dir = Path(flags.get("--data-dir", "data"))
-    print(f"{words[0]} in {data_dir}: {describe_known(words[0], data_dir)}")
+    if words and words[0] in KNOWN and not {"--weights", "--model-name", "--dataset"} & set(flags):
+        _fetch_data(words[0], Path(flags.get("--data-dir", "data")))
+        return EXIT_FINISHED
+    if words and not words[0].endswith((".yaml", ".yml")) and words[0] not in shipped_recipes():
+        close = difflib.get_close_matches(words[0], [*KNOWN, *shipped_recipes()], n=1)
+        raise UserError(
+            "there is no data set and no recipe of this name",
+            got=words[0],
+            allowed=f"{', '.join(KNOWN)}, a recipe (paceline recipes lists them) or FILE.yaml",
+            hint=f"paceline data fetch {close[0]}" if close else "shapes and synthetic are made, not fetched",
+        )
+    _fetch_for_recipe(words[0] if words else "", flags)
     return EXIT_FINISHED
+
+
+def _fetch_for_recipe(recipe: str, flags: dict[str, str]) -> None:
+    from paceline.config.load import load_config
+    from paceline.data.check import KNOWN
+    from paceline.launch.request import DEFAULT_RECIPE
+
+    given = [f"{name}={value}" for name, value in flags.items() if name not in _SWITCHES]
+    config = load_config(recipe or DEFAULT_RECIPE, given).config
+    data = config.data
+    if recipe and data.dataset in KNOWN:
+        _fetch_data(data.dataset, Path(data.data_dir))
+    elif recipe:
+        source = "made, not fetched" if data.dataset in ("shapes", "synthetic") else "yours, not fetched"
+        print(f"{data.dataset}: {source}")
+    if "--weights" in flags:
+        from paceline.models.fetch_weights import fetch_weights
+
+        print(f"weights of {config.model.model_name}: {fetch_weights(config.model)}")
+    elif config.model.weights == "imagenet":
+        print(f"the recipe also needs weights: paceline data fetch {recipe} --weights")
+
+
+def _fetch_data(name: str, data_dir: Path) -> None:
+    from paceline.data.check import describe_known
+
+    print(f"{name} in {data_dir}: {describe_known(name, data_dir)}")
 
 
 class _Progress:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config.sites import JobSetting, JobSettings, job_settings
+from paceline.config.sites import Given, JobSetting, JobSettings, job_settings
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 
 if TYPE_CHECKING:  # these import more than --help may
@@ -70,7 +70,7 @@ def run(arguments: list[str]) -> int:
 
 def _study(arguments: list[str]) -> int:
     from paceline.cli.submit_common import split_flags
-    from paceline.study.cells import look
+    from paceline.study.cells import look, open_cells
     from paceline.study.grid import go_on, write_spec
 
     is_slurm = _place(arguments) == "slurm"
@@ -87,6 +87,8 @@ def _study(arguments: list[str]) -> int:
     if "dry_run" in typed:
         _show_grid(spec, states, folder, shapes, retries=retries)
         return EXIT_FINISHED
+    if shapes:
+        _check_jobs(typed, loaded, shapes, open_cells(states, retries=retries))
     write_spec(folder, spec)
     _run(folder, spec, states, shapes, retries=retries)
     return _finish(folder, spec, states)
@@ -134,10 +136,31 @@ def _threads_of_jobs(typed: JobSettings) -> int:
 
 
 def _parse(typed: JobSettings) -> JobSpec:
-    from paceline.cli.submit_slurm import with_site
     from paceline.launch.job import parse_job
 
-    return parse_job(with_site({name: given for name, given in typed.items() if name not in _OWN}))
+    return parse_job(_settings(typed))
+
+
+def _settings(typed: JobSettings) -> JobSettings:
+    from paceline.cli.submit_slurm import with_site
+
+    return with_site({name: given for name, given in typed.items() if name not in _OWN})
+
+
+def _check_jobs(typed: JobSettings, loaded: LoadedConfig, shapes: dict[int, JobSpec], cells: list[CellState]) -> None:
+    """What is missing here, or what this cluster can never start, is said before the first job is submitted."""
+    from collections import Counter
+    from dataclasses import replace
+
+    from paceline.cli.submit_slurm import check_cluster
+    from paceline.launch.inputs import require_inputs
+
+    sizes = Counter(found.cell.world_size for found in cells)
+    jobs = [replace(shapes[size], array=f"0-{count - 1}", resume="") for size, count in sorted(sizes.items())]
+    if jobs:
+        require_inputs(loaded, brings_own_weights=bool(jobs[0].container_image or jobs[0].environment))
+        where = {"nodes": Given((), "flag --world-sizes"), **_settings(typed)}
+        check_cluster(jobs, where)
 
 
 def _check_cells(train: list[str], spec: StudySpec) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,9 @@ from paceline.launch.job import JobSpec, count_gres_gpus, parse_job
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
 from paceline.launch.slurm import SCRIPT, write_script
 from paceline.launch.slurm_client import read_state, require_sbatch, submit_script
+from paceline.launch.slurm_facts import ask_slurm
+from paceline.launch.slurm_fit import describe_closed, require_possible
+from paceline.launch.slurm_request import as_sbatch_reads
 from paceline.runs.folder import RunFolder
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
@@ -50,6 +55,8 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(_ABOUT + list_flags(job_settings()), end="")
         return EXIT_FINISHED
+    from paceline.launch.inputs import require_inputs
+
     typed, train = split_flags(arguments, job_settings())
     settings = with_site(typed)
     spec = parse_job(settings)
@@ -71,6 +78,8 @@ def run(arguments: list[str]) -> int:
     if is_dry_run:
         print(write_script(spec), end="")
         return EXIT_FINISHED
+    require_inputs(loaded, brings_own_weights=bool(spec.container_image or spec.environment))
+    check_cluster([spec], settings)
     return _submit(spec, folder, ["paceline", "submit", "slurm", *arguments])
 
 
@@ -124,6 +133,17 @@ def _check_paths(spec: JobSpec, settings: JobSettings) -> None:
         is_path = value.startswith(("/", "./", "../", "~")) or value.endswith(ending)
         if value and is_path and not Path(value).expanduser().exists():
             raise UserError(what, where=settings[name].where, got=value)
+
+
+def check_cluster(specs: Sequence[JobSpec], settings: JobSettings) -> None:
+    """Refuse what this cluster can never start. What Slurm does not answer is not judged."""
+    facts = ask_slurm()
+    where = {name: given.where for name, given in settings.items()}
+    for spec in specs:
+        request = as_sbatch_reads(spec, os.environ)
+        require_possible(request, facts, where)
+        if closed := describe_closed(request, facts):
+            print(f"warning: {closed}", file=sys.stderr)
 
 
 def _check_notice(folder: RunFolder, spec: JobSpec) -> None:

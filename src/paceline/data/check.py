@@ -13,6 +13,17 @@ from pathlib import Path
 
 from paceline.config.schema import DataConfig
 from paceline.data.decoders import find_unreadable, in_processes
+from paceline.data.known_files import (
+    CIFAR10_FILES,
+    CIFAR10_FOLDER,
+    FASHION_MNIST_FOLDER,
+    FASHION_MNIST_MD5,
+    cifar10_folder,
+    find_fashion_mnist,
+    find_pickled_cifar10,
+    missing_cifar10,
+    missing_pickles,
+)
 from paceline.data.pack import Progress
 from paceline.data.pack_format import damaged_shard, find_damage, read_finished
 from paceline.data.pictures import find_pictures
@@ -90,11 +101,10 @@ def describe_known(name: str, data_dir: Path) -> str:
 def _check_cifar10(data_dir: Path) -> str:
     from paceline.data.sources import cifar10
 
-    is_itself = data_dir.name == cifar10.FOLDER or any((data_dir / file).exists() for file in cifar10.FILES)
-    folder = data_dir if is_itself else data_dir / cifar10.FOLDER
-    if missing := [file for file in cifar10.FILES if not (folder / file).exists()]:
-        pickled = cifar10.find_pickled(data_dir)
-        if pickled is not None and not cifar10.missing_pickles(pickled):
+    folder = cifar10_folder(data_dir)
+    if missing := missing_cifar10(folder):
+        pickled = find_pickled_cifar10(data_dir)
+        if pickled is not None and not missing_pickles(pickled):
             return _check_pickled_cifar10(pickled)
         raise _absent("cifar10", data_dir, f"no {', '.join(missing)} in {folder}")
     archive = folder.parent / cifar10.ARCHIVE_NAME
@@ -103,8 +113,8 @@ def _check_cifar10(data_dir: Path) -> str:
     _require_md5(archive, cifar10.ARCHIVE_MD5)
     try:
         with tarfile.open(archive) as tar:
-            for file in cifar10.FILES:
-                member = tar.extractfile(f"{cifar10.FOLDER}/{file}")
+            for file in CIFAR10_FILES:
+                member = tar.extractfile(f"{CIFAR10_FOLDER}/{file}")
                 if member is None or member.read() != (folder / file).read_bytes():
                     raise _damaged(folder / file, f"other bytes than in {cifar10.ARCHIVE_NAME}")
     except (tarfile.TarError, KeyError, EOFError, OSError, zlib.error) as error:
@@ -127,15 +137,11 @@ def _check_pickled_cifar10(folder: Path) -> str:
 
 
 def _check_fashion_mnist(data_dir: Path) -> str:
-    from paceline.data.sources import fashion_mnist
-
     unproved = []
-    for name, md5 in fashion_mnist.MD5.items():
-        folders = (data_dir / fashion_mnist.FOLDER, data_dir / fashion_mnist.OTHER_FOLDER)
-        places = [folder / file for folder in folders for file in (name, f"{name}.gz")]
-        path = next((path for path in places if path.exists()), None)
+    for name, md5 in FASHION_MNIST_MD5.items():
+        path = find_fashion_mnist(data_dir, name)
         if path is None:
-            raise _absent("fashion-mnist", data_dir, f"no {name}.gz in {folders[0]}")
+            raise _absent("fashion-mnist", data_dir, f"no {name}.gz in {data_dir / FASHION_MNIST_FOLDER}")
         if path.suffix == ".gz":
             _require_md5(path, md5)
         else:

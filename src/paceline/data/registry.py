@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
@@ -16,7 +17,7 @@ from paceline.config.schema import DataConfig
 from paceline.data.input_size import check_total_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
 from paceline.data.reference import check_reference, is_reference
-from paceline.errors import UserError
+from paceline.errors import DataError, UserError
 
 if TYPE_CHECKING:
     from paceline.data.dataset import DatasetInfo, LoadedData
@@ -76,7 +77,19 @@ def check_data_config(config: DataConfig) -> None:
 
 def _check_folder(config: DataConfig) -> None:
     folder = Path(config.data_dir)
-    if not folder.is_dir():
+    try:
+        is_folder = folder.is_dir()
+        if is_folder:
+            with os.scandir(folder) as entries:
+                next(entries, None)
+    except OSError as error:  # its own rights, or those of a folder above it
+        raise DataError(
+            "the folder of the data cannot be read",
+            where=str(folder.absolute()),
+            got=error.strerror,
+            hint="ls -ld shows its owner and rights",
+        ) from error
+    if not is_folder:
         raise UserError(
             "there is no such folder",
             where="data-dir",

@@ -34,6 +34,7 @@ _OWN_LINES = {
     **{"output": "--output-dir", "chdir": "submit from that folder", "open-mode": "leave it out"},
     **{"requeue": "leave it out", "N": "--nodes", "n": "--processes-per-node", "t": "--time", "p": "--partition"},
     **{"A": "--account", "c": "--cpus-per-task", "J": "--job-name", "o": "--output-dir", "a": "--array"},
+    **{"q": "--qos", "C": "--constraint"},
 }
 
 

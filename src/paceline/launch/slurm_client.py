@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError, UserError
 from paceline.launch.job import JobSpec
+from paceline.launch.slurm_refusals import hint_for
 
 CLIENT_TIMEOUT_S = 20.0
 _ACTIVE = (
@@ -60,7 +61,12 @@ def submit_script(script: Path, spec: JobSpec | None = None) -> tuple[str, str]:
     needs_variables = spec is not None and any("=" not in text for text in spec.env)
     answer = _client("sbatch", "--parsable", *(["--export=ALL"] if needs_variables else []), str(script))
     if answer.returncode:
-        raise UserError("sbatch refuses the job", where=str(script), got=_first_lines(answer.stderr))
+        raise UserError(
+            "sbatch refuses the job",
+            where=str(script),
+            got=_first_lines(answer.stderr),
+            hint=hint_for(answer.stderr) or "change what the message names, or ask the site's support",
+        )
     found = re.search(r"^(\d+)(?:;(\S+))?$", answer.stdout, re.MULTILINE)
     if found is None:
         raise SlurmUnavailable("sbatch did not say the job's id", got=_first_lines(answer.stdout + answer.stderr))

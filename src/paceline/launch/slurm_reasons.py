@@ -38,8 +38,8 @@ _REASONS = {
     "NodeDown": Waiting("a node it needs is down", "sinfo -R shows why"),
     "ReqNodeNotAvail": Waiting("a node it needs is down, drained or reserved", "sinfo -R shows why"),
     "BadConstraints": Waiting("no node has what it asks for", "sinfo -o '%P %D %c %G %f' lists them", never=True),
-    "PartitionDown": Waiting("its partition is down", "another --partition"),
-    "PartitionInactive": Waiting("its partition is inactive", "another --partition"),
+    "PartitionDown": Waiting("its partition is down until an administrator opens it", "another --partition"),
+    "PartitionInactive": Waiting("its partition is inactive until an administrator opens it", "another --partition"),
     "PartitionNodeLimit": Waiting("its partition does not allow so many nodes", "fewer --nodes", never=True),
     "PartitionTimeLimit": Waiting("its partition does not allow so much time", "a shorter --time", never=True),
     "PartitionConfig": Waiting("its partition does not allow what it asks for", "another --partition", never=True),
@@ -48,6 +48,15 @@ _REASONS = {
     "InvalidAccount": Waiting("its account is not valid", "sacctmgr show assoc user=$USER lists yours", never=True),
     "InvalidQOS": Waiting("its QOS is not valid", "sacctmgr show qos lists them", never=True),
     "JobLaunchFailure": Waiting("it could not be started on its node", "scontrol release JOB", never=True),
+    "MaxMemPerLimit": Waiting("the partition does not allow so much memory", "a smaller --mem", never=True),
+    "DeadLine": Waiting("its deadline cannot be kept", "submit again without --deadline", never=True),
+    "SystemFailure": Waiting("Slurm or a node failed while it started", "scontrol release JOB", never=True),
+    "BurstBufferResources": Waiting("the burst buffer it needs is in use"),
+    "BurstBufferStageIn": Waiting("its data is copied into the burst buffer"),
+    "BurstBufferOperation": Waiting("the burst buffer failed", "ask the site's support", never=True),
+    "FedJobLock": Waiting("the clusters of the federation decide which one starts it"),
+    "SchedDefer": Waiting("Slurm looks for free nodes in its next round"),
+    "MaxPoweredUpNodes": Waiting("as many nodes are powered up as the site allows"),
     "QOSUsageThreshold": Waiting("its QOS is over its share of use"),
 }
 # Limits have a name for each kind of resource. Those of one job stay; those of a group end with other jobs.
@@ -58,6 +67,10 @@ _PATTERNS = (
     (r"(QOS|Assoc)Grp\w*Minutes\w*", "the account or QOS has used its time", "ask the site's support", False),
     (r"(QOS|Assoc|Association)\w*|Max\w+PerAccount", "the account or QOS uses as much as it may", _JOBS_END, False),
     (r"Nodes required for job are DOWN.*", "nodes it needs are down or drained", "sinfo -R shows why", False),
+    # Sentences of Slurm, in place of a name.
+    (r"Job's account .*", "its account may not use the partition", "another --account or --partition", True),
+    (r"Job's QOS .*", "its QOS may not use the partition", "another --qos or --partition", True),
+    (r".*requeued held|.*held state", "it could not be started and is held", "scontrol release JOB", True),
 )
 
 

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 COLLECTIONS = ("timm", "torchvision")
 WHERE = "--model-name"
+# As timm looks for them in a repository of the Hugging Face Hub.
+_TIMM_FILES = (
+    *("model.safetensors", "pytorch_model.bin"),
+    *("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
+)
 # Layers of our own models draw per sample (models/dropout.py). An external model draws from torch's generators.
 PER_RANK = (
     "dropout and other random operations of an external model are drawn per rank:"
@@ -153,6 +158,39 @@ def _check_listed(collection: str, model: str, listed: list[str]) -> None:
             allowed=f"one of its {len(listed)} names",
             hint=suggest(model, listed),
         )
+
+
+def is_fetched(name: str) -> bool | None:
+    """Whether the published weights of a collection's model are on this machine. None: cannot be said."""
+    collection, _, model = name.rpartition(":")
+    try:
+        if collection == "timm":
+            return _is_fetched_by_timm(model)
+        weights = _import_collection("torchvision").models.get_model_weights(model).DEFAULT
+        return _hub_file(weights.url).is_file()
+    except Exception:  # the collections' own records differ between versions
+        return None
+
+
+def _is_fetched_by_timm(model: str) -> bool:
+    config = _import_collection("timm").get_pretrained_cfg(model)
+    if config.file:
+        return Path(config.file).is_file()
+    if not config.hf_hub_id:
+        return _hub_file(config.url).is_file()
+    from huggingface_hub import try_to_load_from_cache
+
+    repository, _, revision = config.hf_hub_id.partition("@")
+    names = [config.hf_hub_filename] if config.hf_hub_filename else _TIMM_FILES
+    found = (try_to_load_from_cache(repository, file, revision=revision or None) for file in names)
+    return any(isinstance(path, str) for path in found)
+
+
+def _hub_file(url: str) -> Path:
+    """Where torch.hub keeps a download."""
+    from torch import hub
+
+    return Path(hub.get_dir(), "checkpoints", url.rpartition("/")[2])
 
 
 @contextmanager

@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 from paceline.config.schema import ModelConfig
 from paceline.errors import DataError, UserError
 from paceline.models.external import COLLECTIONS, build_external, check_external, suggest
+from paceline.models.published import PUBLISHED
 
 if TYPE_CHECKING:
     from torch import nn
 
-PUBLISHED_NAMES = ("vgg11", "vgg16", "vgg19", "resnet18", "resnet34", "resnet50")  # have ImageNet weights
+PUBLISHED_NAMES = tuple(PUBLISHED)  # have ImageNet weights
 BUILT_IN = ("mlp", "cnn", "sprint", "sprint-wide", *PUBLISHED_NAMES)
 OUTSIDE = "timm:NAME, torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION"
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt")

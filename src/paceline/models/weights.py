@@ -21,17 +21,9 @@ from paceline.data.fetch import fetch_file
 from paceline.errors import DataError
 from paceline.models.external import first_line
 from paceline.models.head import find_head
-from paceline.runs.cache import cache_folder
+from paceline.models.published import published_path
 
 PUBLISHED_AT = "https://download.pytorch.org/models"
-PUBLISHED = {  # the eight hex digits begin the file's SHA-256
-    "vgg11": "vgg11-8a719046.pth",
-    "vgg16": "vgg16-397923af.pth",
-    "vgg19": "vgg19-dcbb9e9d.pth",
-    "resnet18": "resnet18-f37072fd.pth",
-    "resnet34": "resnet34-b627a593.pth",
-    "resnet50": "resnet50-0676ba61.pth",
-}
 
 
 @dataclass(frozen=True)
@@ -141,14 +133,12 @@ def _first(names: tuple[str, ...], count: int = 4) -> str:
 
 def fetch_imagenet(model_name: str) -> Path:
     """The published ImageNet weights of a built-in model, downloaded on first use."""
-    file = PUBLISHED[model_name]
-    cache = cache_folder() / "weights"
-    checksum = Path(file).stem.rpartition("-")[2]
+    path = published_path(model_name)
     try:
         return fetch_file(
-            f"{PUBLISHED_AT}/{file}",
-            cache / file,
-            checksum=checksum,
+            f"{PUBLISHED_AT}/{path.name}",
+            path,
+            checksum=path.stem.rpartition("-")[2],
             algorithm="sha256",
             what=f"the ImageNet weights of {model_name}",
         )

@@ -19,18 +19,16 @@ from numpy.typing import NDArray
 from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.fetch import fetch_file, locked
+from paceline.data.known_files import CIFAR10_FILES as FILES
+from paceline.data.known_files import CIFAR10_FOLDER as FOLDER
+from paceline.data.known_files import CIFAR10_PICKLED_FILES as PICKLED_FILES
+from paceline.data.known_files import cifar10_folder, find_pickled_cifar10, missing_cifar10, missing_pickles
 from paceline.data.pickled import UnreadablePickle, array_of_bytes, read_pickle
 from paceline.errors import DataError
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 ARCHIVE_NAME = "cifar-10-binary.tar.gz"
-FOLDER = "cifar-10-batches-bin"
-PICKLED_FOLDER = "cifar-10-batches-py"
-TRAIN_FILES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
-TEST_FILE = "test_batch.bin"
-FILES = (*TRAIN_FILES, TEST_FILE)
-PICKLED_FILES = tuple(name.removesuffix(".bin") for name in FILES)
 # MD5 of the official file; SHA-1 of its records as the binary file has them.
 PICKLED_CHECKSUMS = {
     "data_batch_1": ("c99cafc152244af753f735de768cd75f", "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
@@ -53,7 +51,7 @@ STD = (0.2470, 0.2435, 0.2616)
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
     return DatasetInfo(
         name="cifar10",
-        num_train=RECORDS_PER_FILE * len(TRAIN_FILES),
+        num_train=RECORDS_PER_FILE * (len(FILES) - 1),
         num_test=RECORDS_PER_FILE,
         classes=CLASSES,
         sample_shape=SHAPE,
@@ -64,43 +62,21 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
 
 def load(config: DataConfig, seed: int) -> LoadedData:
     data_dir = Path(config.data_dir)
-    folder = _folder(data_dir)
-    if _missing(folder) and (pickled := find_pickled(data_dir)) and not missing_pickles(pickled):
+    folder = cifar10_folder(data_dir)
+    if missing_cifar10(folder) and (pickled := find_pickled_cifar10(data_dir)) and not missing_pickles(pickled):
         records = [read_pickled_records(pickled / name) for name in PICKLED_FILES]
     else:
-        if _missing(folder):
+        if missing_cifar10(folder):
             _fetch(folder, data_dir)
         records = [_records(folder / name) for name in FILES]
     return LoadedData(describe(config, seed), _resident(records[:-1]), _resident(records[-1:]))
-
-
-def _folder(data_dir: Path) -> Path:
-    """`data_dir` may be the folder of the batches or the folder above it."""
-    is_itself = data_dir.name == FOLDER or any((data_dir / name).exists() for name in FILES)
-    return data_dir if is_itself else data_dir / FOLDER
-
-
-def _missing(folder: Path) -> list[str]:
-    return [name for name in FILES if not (folder / name).exists()]
-
-
-def find_pickled(data_dir: Path) -> Path | None:
-    """The folder of the pickled version, complete or not: `data_dir` or a folder in it."""
-    for folder in (data_dir, data_dir / PICKLED_FOLDER):
-        if any((folder / name).exists() for name in PICKLED_FILES):
-            return folder
-    return None
-
-
-def missing_pickles(folder: Path) -> list[str]:
-    return [name for name in PICKLED_FILES if not (folder / name).exists()]
 
 
 def _fetch(folder: Path, data_dir: Path) -> None:
     """Put the missing files in place. Each appears whole, so a reader that sees all six may read."""
     try:
         with locked(folder):
-            if missing := _missing(folder):
+            if missing := missing_cifar10(folder):
                 archive = fetch_file(
                     ARCHIVE_URL,
                     folder.parent / ARCHIVE_NAME,
@@ -110,7 +86,7 @@ def _fetch(folder: Path, data_dir: Path) -> None:
                 )
                 _unpack(archive, folder, missing)
     except DataError as error:
-        if pickled := find_pickled(data_dir):
+        if pickled := find_pickled_cifar10(data_dir):
             raise _incomplete(pickled, error) from error
         raise
     except OSError as error:

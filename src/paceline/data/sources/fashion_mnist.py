@@ -18,18 +18,12 @@ from numpy.typing import NDArray
 from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.fetch import fetch_file
+from paceline.data.known_files import FASHION_MNIST_FOLDER as FOLDER
+from paceline.data.known_files import FASHION_MNIST_MD5 as MD5
+from paceline.data.known_files import find_fashion_mnist
 from paceline.errors import DataError
 
 BASE_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-MD5 = {
-    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
-    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
-    "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
-    "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
-}
-FOLDER = "fashion-mnist"
-OTHER_FOLDER = Path("FashionMNIST", "raw")  # where torchvision puts it
-
 COUNTS = {"train": 60_000, "t10k": 10_000}
 SIDE = 28
 CLASSES = (
@@ -81,10 +75,8 @@ def _half(data_dir: Path, prefix: str) -> ResidentDataset:
 
 def _locate(data_dir: Path, name: str) -> Path:
     """The file where it lies, plain or gzipped, or else downloaded."""
-    for folder in (data_dir / FOLDER, data_dir / OTHER_FOLDER):
-        for candidate in (folder / name, folder / f"{name}.gz"):
-            if candidate.exists():
-                return candidate
+    if found := find_fashion_mnist(data_dir, name):
+        return found
     packed = f"{name}.gz"
     return fetch_file(
         BASE_URL + packed,

@@ -1,0 +1,60 @@
+"""Which files the data sets with a name consist of, and where they lie. Imports no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+CIFAR10_FOLDER = "cifar-10-batches-bin"
+CIFAR10_PICKLED_FOLDER = "cifar-10-batches-py"
+CIFAR10_FILES = (*(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin")  # the test set comes last
+CIFAR10_PICKLED_FILES = tuple(name.removesuffix(".bin") for name in CIFAR10_FILES)
+FASHION_MNIST_FOLDER = "fashion-mnist"
+FASHION_MNIST_OTHER_FOLDER = Path("FashionMNIST", "raw")  # where torchvision puts it
+FASHION_MNIST_MD5 = {  # of the gzipped files
+    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+
+
+def missing_files(dataset: str, data_dir: Path) -> list[str]:
+    """What would have to be downloaded. Empty for a set that is complete, made, or the user's own."""
+    if dataset == "cifar10":
+        missing = missing_cifar10(cifar10_folder(data_dir))
+        pickled = find_pickled_cifar10(data_dir) if missing else None
+        return [] if pickled is not None and not missing_pickles(pickled) else missing
+    if dataset == "fashion-mnist":
+        return [f"{name}.gz" for name in FASHION_MNIST_MD5 if find_fashion_mnist(data_dir, name) is None]
+    return []
+
+
+def cifar10_folder(data_dir: Path) -> Path:
+    """`data_dir` may be the folder of the batches or the folder above it."""
+    is_itself = data_dir.name == CIFAR10_FOLDER or any((data_dir / name).exists() for name in CIFAR10_FILES)
+    return data_dir if is_itself else data_dir / CIFAR10_FOLDER
+
+
+def missing_cifar10(folder: Path) -> list[str]:
+    return [name for name in CIFAR10_FILES if not (folder / name).exists()]
+
+
+def find_pickled_cifar10(data_dir: Path) -> Path | None:
+    """The folder of the pickled version, complete or not: `data_dir` or a folder in it."""
+    for folder in (data_dir, data_dir / CIFAR10_PICKLED_FOLDER):
+        if any((folder / name).exists() for name in CIFAR10_PICKLED_FILES):
+            return folder
+    return None
+
+
+def missing_pickles(folder: Path) -> list[str]:
+    return [name for name in CIFAR10_PICKLED_FILES if not (folder / name).exists()]
+
+
+def find_fashion_mnist(data_dir: Path, name: str) -> Path | None:
+    """One of the four files, plain or gzipped."""
+    for folder in (data_dir / FASHION_MNIST_FOLDER, data_dir / FASHION_MNIST_OTHER_FOLDER):
+        for candidate in (folder / name, folder / f"{name}.gz"):
+            if candidate.exists():
+                return candidate
+    return None

@@ -1,0 +1,29 @@
+"""Bring the published weights of a model to this machine, for jobs on machines without internet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from paceline.config.schema import ModelConfig
+from paceline.models.external import build_external
+from paceline.models.published import PUBLISHED
+from paceline.models.registry import check_model_name, check_weights
+
+_ANY_SHAPE, _ANY_CLASSES = (3, 224, 224), 1000  # as published: the whole file is used
+
+
+def fetch_weights(config: ModelConfig) -> str:
+    """Where they are, in words. Weights in a file of the user's own must be there already."""
+    check_model_name(config.model_name)
+    if config.weights not in ("none", "imagenet"):
+        check_weights(config)
+        return f"{Path(config.weights).expanduser()} is there"
+    check_weights(replace(config, weights="imagenet"))
+    if config.model_name not in PUBLISHED:
+        build_external(config.model_name, _ANY_SHAPE, _ANY_CLASSES, pretrained=True)
+        return "fetched by its collection"
+    from paceline.models.weights import fetch_imagenet, read_tensors
+
+    path = fetch_imagenet(config.model_name)
+    return f"{len(read_tensors(path))} tensors in {path}"

@@ -1,0 +1,293 @@
+"""Jobs that a cluster can never start are refused with what it offers; jobs in doubt are not refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from paceline.errors import UserError
+from paceline.launch.job import JobSpec
+from paceline.launch.slurm_facts import Gres, SlurmFacts, read_facts, read_gres
+from paceline.launch.slurm_fit import describe_closed, find_problems, require_possible
+from paceline.launch.slurm_request import as_sbatch_reads
+
+CONFIG = """\
+Configuration data as of 2026-11-16T23:00:00
+AccountingStorageEnforce = associations,limits,qos
+AccountingStorageType   = accounting_storage/slurmdbd
+CliFilterPlugins        = (null)
+ClusterName             = lab
+JobSubmitPlugins        = (null)
+MaxArraySize            = 1001
+MaxNodeCount            = 8
+PrivateData             = none
+SLURM_VERSION           = 22.05.8
+"""
+PARTITIONS = """\
+PartitionName=main AllowAccounts=ALL AllowQos=ALL Default=YES QoS=N/A DefaultTime=01:00:00 MaxNodes=UNLIMITED \
+MaxTime=1-00:00:00 MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=n[1-6] State=UP TotalNodes=6
+PartitionName=gpu AllowAccounts=ALL AllowQos=ALL Default=NO QoS=N/A DefaultTime=NONE MaxNodes=3 MaxTime=UNLIMITED \
+MinNodes=2 MaxCPUsPerNode=32 Nodes=g[1-2],h1 State=UP TotalNodes=3
+PartitionName=physics AllowAccounts=physics AllowQos=long Default=NO QoS=N/A DefaultTime=00:01:00 MaxNodes=UNLIMITED \
+MaxTime=2-00:00:00 MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=n[1-6] State=UP TotalNodes=6
+PartitionName=broken DenyAccounts=student AllowQos=ALL Default=NO QoS=N/A DefaultTime=NONE MaxNodes=UNLIMITED \
+MaxTime=UNLIMITED MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=n[1-6] State=DOWN TotalNodes=6
+PartitionName=gone AllowAccounts=ALL AllowQos=ALL Default=NO QoS=N/A DefaultTime=NONE MaxNodes=UNLIMITED \
+MaxTime=UNLIMITED MinNodes=0 MaxCPUsPerNode=UNLIMITED Nodes=n[1-6] State=INACTIVE TotalNodes=6
+"""
+NODES = """\
+main|4|16|64000|(null)|skylake,ib
+main|2|32|256000|(null)|zen
+gpu|2|64|512000|gpu:a100:4(S:0,1),shard:8|(null)
+gpu|1|64|512000|gpu:h100:8(S:0-1)|(null)
+physics|6|16|64000|(null)|(null)
+broken|6|16|64000|(null)|(null)
+gone|6|16|64000|(null)|(null)
+"""
+ANSWERS: dict[str, str | None] = {
+    "config": CONFIG,
+    "partitions": PARTITIONS,
+    "nodes": NODES,
+    "node_count": "8\n",
+    "federation": "",
+    "associations": "lab|physics||normal,long|normal|2-00:00:00|\n"
+    "lab|student|main|normal|normal||\nother|elsewhere||normal|||\n",
+    "qos": "normal|||\nlong|PartitionTimeLimit|7-00:00:00|node=4\nroot|||\n",
+    "user": "physics\n",
+}
+JOB = JobSpec(nodes=2, ranks_per_node=4, cpus_per_task=4, time="01:00:00")
+GPU_JOB = replace(JOB, partition="gpu", gpus="4", cpus_per_task=8)
+
+
+def facts(**changed: str | None) -> SlurmFacts:
+    return read_facts({**ANSWERS, **changed}, "ada")
+
+
+def without_accounting() -> SlurmFacts:
+    config = CONFIG.replace("/slurmdbd", "/none").replace("associations,limits,qos", "none")
+    return facts(config=config, associations=None, qos=None, user=None)
+
+
+def refused(job: JobSpec, known: SlurmFacts | None = None, environment: Mapping[str, str] | None = None) -> list[str]:
+    """The settings that are refused."""
+    request = as_sbatch_reads(job, environment or {})
+    return [problem.setting for problem in find_problems(request, known or facts())]
+
+
+IMPOSSIBLE: dict[str, tuple[JobSpec, list[str]]] = {
+    "more nodes than the default partition has": (replace(JOB, nodes=7), ["nodes"]),
+    "more nodes with so many CPUs than there are": (replace(JOB, nodes=3, cpus_per_task=20), ["nodes"]),
+    "more nodes than a job may have": (replace(GPU_JOB, nodes=4), ["nodes"]),
+    "fewer nodes than a job must have": (replace(GPU_JOB, nodes=1), ["nodes"]),
+    "more CPUs than a node has": (replace(JOB, cpus_per_task=33), ["cpus_per_task"]),
+    "more CPUs, one task per rank": (replace(JOB, start="ranks", cpus_per_task=9), ["cpus_per_task"]),
+    "more CPUs than a job may have on a node": (replace(GPU_JOB, cpus_per_task=33), ["cpus_per_task"]),
+    "more GPUs than a node has": (replace(GPU_JOB, gpus="9"), ["gpus_per_node"]),
+    "more GPUs of a type than a node has": (replace(GPU_JOB, gpus="a100:5"), ["gpus_per_node"]),
+    "a type of GPU that no node has": (replace(GPU_JOB, gpus="v100:1"), ["gpus_per_node"]),
+    "GPUs by gres": (replace(GPU_JOB, gpus="9", gres="gpu:9"), ["gres"]),
+    "another gres": (replace(GPU_JOB, gres="shard:9"), ["gres"]),
+    "nodes of two types of GPU": (replace(GPU_JOB, gpus="h100:4"), ["nodes"]),
+    "GPUs on nodes without": (replace(JOB, gpus="1"), ["gpus_per_node"]),
+    "more memory than a node has": (replace(JOB, mem="251G"), ["mem"]),
+    "more memory, in megabytes": (replace(JOB, mem="256001"), ["mem"]),
+    "a feature that no node has": (replace(JOB, constraint="zem"), ["constraint"]),
+    "more time than the partition allows": (replace(JOB, time="1-00:00:01"), ["time"]),
+    "a partition that is not there": (replace(JOB, partition="gpus"), ["partition"]),
+    "a partition that takes no jobs": (replace(JOB, partition="gone"), ["partition"]),
+    "an account of others": (replace(JOB, account="elsewhere"), ["account"]),
+    "an account that is denied": (replace(JOB, account="student", partition="broken"), ["partition"]),
+    "an account for another partition": (replace(GPU_JOB, account="student"), ["partition"]),
+    "a QOS that is not there": (replace(JOB, qos="normall"), ["qos"]),
+    "a QOS of others": (replace(JOB, qos="root"), ["qos"]),
+    "a QOS that the partition does not allow": (replace(JOB, partition="physics", qos="normal"), ["qos"]),
+    "more time than the account allows": (replace(GPU_JOB, time="3-00:00:00"), ["time"]),
+    "more nodes than the QOS allows": (replace(JOB, nodes=5, qos="long"), ["nodes"]),
+    "an array that is too large": (replace(JOB, array="0-1001%4"), ["array"]),
+    "a default limit shorter than the notice": (
+        replace(JOB, partition="physics", qos="long", time="", signal_notice_s=60),
+        ["time"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_an_impossible_job_is_refused_by_name(name: str) -> None:
+    """Exactly the settings that the cluster cannot give are named."""
+    job, settings = IMPOSSIBLE[name]
+    assert refused(job) == settings
+
+
+def test_a_limit_of_the_account_counts_all_nodes() -> None:
+    """cpu=96 is for the whole job; a QOS that says nothing about CPUs leaves it in force."""
+    job = replace(GPU_JOB, nodes=3, cpus_per_task=32)
+    tight = facts(associations="lab|physics||normal,long|||cpu=95,gres/gpu=11\n")
+    assert refused(job, tight) == ["cpus_per_task", "gpus_per_node"]
+    assert refused(job, facts(associations="lab|physics||normal,long|||cpu=96,gres/gpu=12\n")) == []
+    limits_of_jobs = facts(config=CONFIG.replace(",limits", ""), associations="lab|physics||normal|||cpu=1\n")
+    assert refused(job, limits_of_jobs) == [], "not enforced"
+
+
+def test_an_unknown_qos_may_be_any_of_the_users() -> None:
+    """Without a default QOS Slurm chooses one, and the largest limit of them counts."""
+    choice = facts(associations="lab|physics||normal,long||2-00:00:00|\n")
+    assert refused(replace(GPU_JOB, time="3-00:00:00"), choice) == []
+    assert refused(replace(GPU_JOB, time="8-00:00:00"), choice) == ["time"]
+    assert refused(replace(JOB, time="1-12:00:00"), choice) == [], "long may exceed the limit of the partition"
+
+
+POSSIBLE: dict[str, JobSpec] = {
+    "a plain job": JOB,
+    "as many nodes as there are": replace(JOB, nodes=6),
+    "the largest nodes": replace(JOB, cpus_per_task=32),
+    "two partitions, one of which fits": replace(JOB, partition="main,gpu", gpus="4"),
+    "two partitions, one of which is not there": replace(JOB, partition="main,nowhere"),
+    "the longest time": replace(JOB, time="1-00:00:00"),
+    "no time": replace(JOB, time=""),
+    "GPUs without a type": replace(GPU_JOB, gpus="4", nodes=3),
+    "a type in other letters": replace(GPU_JOB, gpus="A100:4"),
+    "all memory": replace(JOB, mem="0"),
+    "a feature": replace(JOB, constraint="zen"),
+    "a feature in an expression": replace(JOB, constraint="zen|nothing"),
+    "an account in capitals": replace(JOB, account="Physics"),
+    "a QOS that lifts the limit of time": replace(JOB, time="2-00:00:00", qos="long"),
+    "a time that Slurm may shorten": replace(JOB, time="9-00:00:00", sbatch=("--time-min=60",)),
+    "more ranks than CPUs on purpose": replace(JOB, cpus_per_task=99, sbatch=("--overcommit",)),
+    "another cluster": replace(JOB, nodes=99, sbatch=("--clusters=big",)),
+    "another cluster, short": replace(JOB, nodes=99, sbatch=("-Mbig",)),
+    "whole nodes": replace(JOB, sbatch=("--exclusive",)),
+    "a partition that is down": replace(JOB, partition="broken", account="physics"),
+    "a partition by reservation": replace(GPU_JOB, partition="", reservation="course"),
+    "the largest array": replace(JOB, array="0-1000:3%2000"),
+}
+
+
+@pytest.mark.parametrize("name", POSSIBLE)
+def test_a_possible_job_is_not_refused(name: str) -> None:
+    """Nothing that Slurm may start is refused."""
+    assert refused(POSSIBLE[name]) == []
+
+
+@pytest.mark.parametrize(
+    "known",
+    [
+        facts(federation="Federation: all\nSelf: lab\n"),
+        read_facts({**ANSWERS, "config": None}),
+        read_facts({}),
+        SlurmFacts(),
+    ],
+    ids=["federation", "no config", "no answers", "nothing"],
+)
+def test_without_certain_facts_nothing_is_refused(known: SlurmFacts) -> None:
+    """Other clusters of a federation may start the job; a controller that is away says nothing about it."""
+    assert [name for name, (job, _) in IMPOSSIBLE.items() if refused(job, known)] == []
+
+
+def test_each_answer_that_is_missing_only_ends_its_own_checks() -> None:
+    """A site without sinfo still refuses a partition that is not there, and so on."""
+    assert refused(replace(JOB, nodes=99, partition="nix"), facts(nodes=None)) == ["partition"]
+    assert refused(replace(JOB, nodes=99), facts(nodes=None)) == []
+    assert refused(replace(JOB, account="elsewhere"), facts(partitions=None)) == ["account"]
+    assert refused(replace(JOB, account="elsewhere", qos="nix"), facts(associations=None)) == ["qos"]
+    assert refused(replace(JOB, qos="nix"), facts(qos=None)) == ["qos"], "his associations do not have it"
+    assert refused(replace(JOB, time="9-00:00:00"), facts(qos=None)) == [], "its QOS may lift the limit"
+
+
+def test_private_partitions_and_nodes_are_not_known() -> None:
+    """A site that hides them shows only some of them."""
+    hidden = facts(config=CONFIG.replace("= none", "= partitions"))
+    assert refused(replace(JOB, partition="secret"), hidden) == []
+    hidden = facts(config=CONFIG.replace("= none", "= jobs,nodes"))
+    assert refused(replace(JOB, nodes=99), hidden) == []
+    assert refused(replace(JOB, partition="nix"), hidden) == ["partition"]
+
+
+def test_a_plugin_of_the_site_may_change_the_job() -> None:
+    """With job_submit/lua only what no node of the cluster can give is certain."""
+    plugin = facts(config=CONFIG.replace("JobSubmitPlugins        = (null)", "JobSubmitPlugins = lua"))
+    for name in ("a partition that is not there", "an account of others", "more time than the partition allows"):
+        assert refused(IMPOSSIBLE[name][0], plugin) == []
+    assert refused(replace(JOB, nodes=99), plugin) == ["nodes"]
+    harmless = facts(config=CONFIG.replace("(null)", "require_timelimit"))
+    assert refused(replace(JOB, partition="nix"), harmless) == ["partition"]
+
+
+def test_nodes_that_may_register_later_are_not_counted_out() -> None:
+    """Dynamic nodes: MaxNodeCount is above the number of nodes."""
+    growing = facts(config=CONFIG.replace("MaxNodeCount            = 8", "MaxNodeCount = 100"))
+    assert refused(replace(JOB, nodes=99), growing) == []
+
+
+def test_without_accounting_accounts_and_qos_are_free_text() -> None:
+    """Only a partition's own list of accounts counts."""
+    plain = without_accounting()
+    assert refused(replace(JOB, account="any", qos="any"), plain) == []
+    assert refused(replace(JOB, account="any", partition="physics"), plain) == ["account"]
+    assert refused(replace(JOB, time="9-00:00:00", qos="any"), plain) == ["time"]
+
+
+def test_a_user_without_an_account() -> None:
+    """Where jobs need one."""
+    assert refused(JOB, facts(associations="")) == ["account"]
+
+
+def test_lists_of_accounts_may_hold_accounts_below_them() -> None:
+    """Newer versions of Slurm count them in, so an account that is not listed is not refused."""
+    job = replace(JOB, account="any", partition="physics")
+    config = CONFIG.replace("/slurmdbd", "/none").replace("associations,limits,qos", "none")
+    newer = facts(config=config.replace("22.05.8", "24.05.1"), associations=None, qos=None, user=None)
+    assert refused(job, newer) == []
+
+
+def test_variables_of_sbatch_count_before_the_script() -> None:
+    """SBATCH_PARTITION decides, and the screen says so."""
+    assert refused(replace(JOB, partition="main"), environment={"SBATCH_PARTITION": "nix"}) == ["partition"]
+    assert refused(replace(JOB, partition="nix"), environment={"SBATCH_PARTITION": "main"}) == []
+    assert refused(replace(JOB, nodes=99), environment={"SLURM_CLUSTERS": "big"}) == []
+    request = as_sbatch_reads(JOB, {"SBATCH_PARTITION": "nix"})
+    with pytest.raises(UserError) as caught:
+        require_possible(request, facts(), {"partition": "flag --partition"})
+    assert caught.value.where == "variable SBATCH_PARTITION"
+    assert (caught.value.hint or "").startswith("unset SBATCH_PARTITION")
+
+
+def test_no_default_partition() -> None:
+    """Then one must be named."""
+    assert refused(JOB, facts(partitions=PARTITIONS.replace("Default=YES", "Default=NO"))) == ["partition"]
+
+
+def test_the_screen_says_what_the_cluster_offers() -> None:
+    """All problems on one screen: what, where from, got, allowed, try."""
+    job = replace(GPU_JOB, nodes=9, time="8-00:00:00")
+    with pytest.raises(UserError) as caught:
+        require_possible(as_sbatch_reads(job, {}), facts(), {"nodes": "flag --nodes", "time": "sites.yaml, line 2"})
+    error = caught.value
+    assert error.where == "flag --nodes and sites.yaml, line 2"
+    assert error.got == "--nodes 9\n8-00:00:00 in all"
+    assert error.allowed == "up to 3 for a job in partition gpu\nup to 2-00:00:00"
+    assert "--nodes 3" in (error.hint or "")
+    assert len(error.screen().splitlines()) <= 12
+
+
+def test_another_partition_that_fits_is_named() -> None:
+    """GPUs asked of a partition without them."""
+    with pytest.raises(UserError) as caught:
+        require_possible(as_sbatch_reads(replace(JOB, gpus="4"), {}), facts(), {})
+    assert "--partition gpu" in (caught.value.hint or "")
+
+
+def test_a_partition_that_is_down_is_said() -> None:
+    """It takes jobs, so the job is not refused; the user learns that it waits."""
+    assert "broken" in describe_closed(as_sbatch_reads(POSSIBLE["a partition that is down"], {}), facts())
+    assert describe_closed(as_sbatch_reads(JOB, {}), facts()) == ""
+
+
+def test_gres_as_slurm_writes_it() -> None:
+    """Types, sockets with commas, counts with a unit, and no count."""
+    assert read_gres("gpu:a100:4(S:0,1),shard:8") == (Gres("gpu", "a100", 4), Gres("shard", "", 8))
+    assert read_gres("gpu") == (Gres("gpu", "", 1),)
+    assert read_gres("gpu:1g.5gb:7(IDX:0-6)") == (Gres("gpu", "1g.5gb", 7),)
+    assert read_gres("tmp:no_consume:2K") == (Gres("tmp", "", 2048),)
+    assert read_gres("(null)") == ()
