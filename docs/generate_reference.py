@@ -1,10 +1,10 @@
-"""Writes docs/reference from the program itself: every flag, command, file and exit code.
+"""Write docs/reference from the program itself: every flag, command, file and exit code.
 
-    python docs/generate_reference.py            writes the pages
-    python docs/generate_reference.py --check    says which are out of date, exit code 1
+    python docs/generate_reference.py            write the pages
+    python docs/generate_reference.py --check    list the pages that are out of date; exit code 1 if there are any
 
-A flag, a file or an exit code that nobody has described is an error here, so none can be forgotten.
-Imports no torch: what it reads are the schema, the errors and the names in a run folder.
+A flag, a file or an exit code without a description is an error, so none can be forgotten.
+Imports no torch: it reads only the schema, the errors and the names in a run folder.
 """
 
 from __future__ import annotations
@@ -28,69 +28,70 @@ from paceline.config.fields import FieldSpec, field_table
 from paceline.runs.folder import RunFolder
 
 PAGES = Path(__file__).parent / "reference"
-NOTE = "<!-- Written by docs/generate_reference.py; change the program, then run it. -->\n"
+NOTE = "<!-- Written by docs/generate_reference.py: change the program, then run this script. -->\n"
 WIDTH = 118
-# Verbs with more than one page of help.
+# Commands with more than one help text.
 MORE_HELP = {"submit": ("slurm", "kubernetes")}
 
 EXIT_CODES = {
-    "EXIT_FINISHED": ("finished", "Nothing to do, or all of it done."),
+    "EXIT_FINISHED": ("finished", "All work is done, or there was nothing to do."),
     "EXIT_DIFFERENT": (
-        "an answer you may not like",
+        "negative answer",
         "`compare`, `equivalence`: the runs differ. `study`: a cell failed. `doctor`: a check failed. "
-        "`course check`: not yet right.",
+        "`course check`: the answer is not right yet.",
     ),
-    "EXIT_USER": ("your mistake", "A flag, a recipe or a path is wrong; found before anything was started."),
-    "EXIT_DATA": ("data", "A data set or a weights file is missing, cut off or unreadable."),
-    "EXIT_CHECKPOINT": ("checkpoint", "One cannot be written, found or trusted, or belongs to another run."),
-    "EXIT_NON_FINITE": ("not finite", "A loss or a gradient stopped being a number."),
-    "EXIT_HANG": ("hang", "A rank stood still, and restarts did not help; `stacks/` says where."),
+    "EXIT_USER": ("user error", "A flag, a recipe or a path is wrong; usually found before any work starts."),
+    "EXIT_DATA": ("data", "A data set or a weights file is missing, truncated or unreadable."),
+    "EXIT_CHECKPOINT": ("checkpoint", "A checkpoint cannot be written, found or trusted, or belongs to another run."),
+    "EXIT_NON_FINITE": ("not finite", "A loss or a gradient is NaN or infinite."),
+    "EXIT_HANG": ("hang", "A rank made no progress, and restarts did not help; `stacks/` shows where."),
     "EXIT_OWNER_LOST": ("owner lost", "Another start has taken over the run; this one stopped writing and ended."),
-    "EXIT_INTERNAL": ("internal", "A rank died too often without progress, or the fault is ours."),
+    "EXIT_INTERNAL": ("internal", "A rank died too often without progress, or Paceline has a bug."),
     "EXIT_PREEMPTED": (
         "stopped and saved",
-        "Asked to stop; start it again with `--resume auto`. Before the first step there is nothing to save: the same.",
+        "Stopped on request; start it again with `--resume auto`. Also before the first step, with nothing to save.",
     ),
     "EXIT_INTERRUPTED": (
         "interrupted",
         "Ctrl-C: saved if there was time. Also a command whose output pipe was closed; `train`, "
-        "`study` and `equivalence` go on then.",
+        "`study` and `equivalence` continue in that case.",
     ),
 }
 
 RUN_FILES = {
-    "config.yaml": "the resolved config, defaults marked as such; is itself a recipe for the same run",
-    "environment.json": "versions, git commit, host, command, the launcher's job",
+    "config.yaml": "the resolved config, with defaults marked; it is a recipe for the same run",
+    "environment.json": "versions, git commit, host, command, job of the launcher",
     "data.json": "what the data was: numbers of samples, checksums, and changes accepted by `--accept-new-data`",
     "status.json": "running, preempted, finished or failed; step, time left, reason",
-    "run.lock": "who owns the run: host, process, since when, and the id that its ranks carry",
-    "metrics.jsonl": "the truth: a row per log interval, and per epoch and phase",
+    "run.lock": "the owner of the run: host, process, start time, and the id that its ranks have too",
+    "metrics.jsonl": "a row per log interval, and per epoch and phase; other metrics files are made from it",
     "metrics.csv": "epoch, phase, loss, accuracy, throughput",
-    "results.json": "what came of it, from all ranks: accuracy, times, limits, the weights' SHA-256",
+    "results.json": "the results over all ranks: accuracy, times, limits, SHA-256 of the weights",
     "examples.json": "pictures for the report",
-    "report.html": "all of it on one page, which needs no network",
+    "report.html": "the run on one page, which needs no network",
     "tensorboard/": "`{phase}/{loss,accuracy,throughput}` for TensorBoard",
-    "logs/": "`rank-N.log`, one per rank, every attempt in one file; `supervisor.log`: what a lost console missed",
+    "logs/": "`rank-N.log`, one per rank, for all attempts; `supervisor.log`: output after the console was lost",
     "checkpoints/": "see below",
-    "stacks/": "`attempt-A-rank-R.txt`: every rank's Python stack when something stood still",
+    "stacks/": "`attempt-A-rank-R.txt`: the Python stack of every rank at a hang",
     "failure.json": "the newest failure: rank, host, step, phase, traceback, the last lines of its log",
-    "failures.jsonl": "all of them",
-    "faults.jsonl": "what `--inject` has done so far",
-    "requeues.jsonl": "each return of a Slurm job to its queue",
+    "failures.jsonl": "all failures",
+    "faults.jsonl": "the faults that `--inject` has caused so far",
+    "requeues.jsonl": "each requeue of the Slurm job",
     "bad-batches/": "batches with a loss or gradient that was not finite, as safetensors with sample numbers",
 }
 OTHER_RUN_FILES = {
-    "job.json": "the job of `paceline submit`: where, its id, its size",
-    "job.sbatch": "its Slurm script, to be read and submitted by hand if you like",
+    "job.json": "the job of `paceline submit`: cluster, id, size",
+    "job.sbatch": "its Slurm script; you can also submit it by hand",
     "job.yaml": "its Kubernetes manifest",
-    "slurm-*.log": "what a Slurm job printed",
-    "mirror.json": "the store the run is mirrored to, and how far that has come",
-    "code.json": "keyed hashes of the functions that the run names: they mark its code as yours",
-    "notes.json": "tags and note of `paceline runs tag` and `note`",
+    "slurm-*.log": "the output of a Slurm job",
+    "mirror.json": "the store that the run is mirrored to, and the progress of it",
+    "code.json": "keyed hashes of the functions that the run names; they prove that the code is yours",
+    "notes.json": "tags and note from `paceline runs tag` and `note`",
     "profile/": "`rank-N.json.gz`, traces for ui.perfetto.dev, and `top.txt`, with `--profile`",
-    "evaluation.json": "the answer of `paceline evaluate`",
-    "run.owner": "takes the place of `run.lock` on file systems without locks",
-    "export-FORMAT/": "what `paceline export` writes: the model, `preprocessing.json`, labels, `card.md`",
+    "evaluation.json": "the result of `paceline evaluate`",
+    "run.owner": "replaces `run.lock` on file systems without locks",
+    ".members/": "a record for the owner and for each rank: host, process, start time",
+    "export-FORMAT/": "written by `paceline export`: the model, `preprocessing.json`, labels, `card.md`",
     "mlflow.db": "the store of `--track mlflow`",
     "wandb/": "the offline run of `--track wandb`",
 }
@@ -99,21 +100,21 @@ CHECKPOINT_FILES = {
     "step-*/model.safetensors": "weights and buffers, by the model's own names",
     "step-*/optimizer.safetensors": "the optimizer's tensors, as `NAME/momentum_buffer`",
     "step-*/ema.safetensors": "the moving average, if the run keeps one",
-    "step-*/statistics.safetensors": "each rank's own BatchNorm statistics, if there are any",
+    "step-*/statistics.safetensors": "buffers that differ between ranks, such as BatchNorm statistics, if any",
     "step-*/model-00000-of-00002.safetensors": "under FSDP: the slices of each rank; the same for optimizer and ema",
     "step-*/state.json": "everything that is not a tensor: step, sums of the epoch so far, best, scaler, config",
-    "step-*/manifest.json": "size and CRC-32 of every file, and of itself; without it, it is no checkpoint",
-    "latest": "link to the newest",
-    "best": "link to the best by validation accuracy, then loss",
-    "damaged-step-*/": "was found damaged and set aside",
-    "superseded-step-*/": "kept for ever, but later than where the run went back to",
-    ".tmp-step-*/": "a save in flight, or one that was killed; the next start removes it",
+    "step-*/manifest.json": "size and CRC-32 of every file, and of itself; a folder without it is not a checkpoint",
+    "latest": "link to the newest checkpoint",
+    "best": "link to the best checkpoint, by validation accuracy, then loss",
+    "damaged-step-*/": "a checkpoint that was found damaged and moved aside",
+    "superseded-step-*/": "later than the step that the run went back to; the next save deletes it unless it is kept",
+    ".tmp-step-*/": "a save that is running, or that was killed; the next start removes it",
 }
 STUDY_FILES = {
-    "study.json": "the grid and what all cells share",
-    "cells/": "a run folder per cell and repeat",
-    "jobs.json": "on Slurm: which array has which cells",
-    "results.csv": "a row per cell and repeat",
+    "study.json": "the grid, and the settings that all cells share",
+    "cells/": "a run folder for each cell and repeat",
+    "jobs.json": "on Slurm: which job array has which cells",
+    "results.csv": "a row for each cell and repeat",
     "report.html": "the answers, the plots and the tables on one page",
     "plots/": "the plots as PNG and SVG (extra `study`)",
 }
@@ -133,36 +134,36 @@ def main_generate(arguments: list[str]) -> int:
 
 
 def pages() -> dict[str, str]:
-    """Name to text of every page of the reference."""
+    """The text of every page of the reference, by name."""
     return {"flags.md": flags(), "commands.md": commands(), "files.md": files(), "exit-codes.md": exit_codes()}
 
 
 def flags() -> str:
-    """Every field of the schema, group by group, with its docstring."""
-    told = _docstrings()
+    """Every field of the schema, by group, with its docstring."""
+    texts = _docstrings()
     table = field_table().values()
     parts = [
         "# Flags",
-        f"{NOTE}\nEvery flag of `paceline train` is a line of a recipe too: `--global-batch-size 512` is "
-        "`global_batch_size: 512`. Flags win over the recipe, the recipe over these defaults, and `paceline plan` "
-        "shows who decided each value. A switch `--flip` is turned off by `--no-flip`. `plan`, `bench`, "
-        "`equivalence`, `study` and `submit` take them as well; what a command has besides is in its "
+        f"{NOTE}\nEvery flag of `paceline train` is also a line of a recipe: `--global-batch-size 512` is "
+        "`global_batch_size: 512`. Flags override the recipe, and the recipe overrides these defaults. `paceline plan` "
+        "shows the origin of each value. `--no-flip` turns off the switch `--flip`. `plan`, `bench`, "
+        "`equivalence`, `study` and `submit` take these flags as well. The other flags of a command are in its "
         "[help](commands.md).",
     ]
     for group in dict.fromkeys(spec.group for spec in table):
-        parts += [f"## {group}", told["Config", group]]
+        parts += [f"## {group}", texts["Config", group]]
         for spec in (spec for spec in table if spec.group == group):
             # Two spaces end a line.
-            parts += [f"### `{spec.flag}`", f"{told[_class_of(group), spec.name]}  \n*{_facts(spec)}*"]
+            parts += [f"### `{spec.flag}`", f"{texts[_class_of(group), spec.name]}  \n*{_facts(spec)}*"]
     return "\n\n".join(parts) + "\n"
 
 
 def commands() -> str:
-    """`--help` of every verb."""
+    """`--help` of every command."""
     parts = [
         "# Commands",
-        f"{NOTE}\nWhat `paceline COMMAND --help` prints. `--debug` before or after any of them shows tracebacks. "
-        "Exit codes are on [a page of their own](exit-codes.md).",
+        f"{NOTE}\nThe output of `paceline COMMAND --help`. `--debug`, before or after any command, shows tracebacks. "
+        "See also [exit codes](exit-codes.md).",
         "| command | |\n|---|---|\n"
         + "\n".join(f"| [`paceline {verb}`](#paceline-{verb}) | {_cell(text)} |" for verb, text in VERBS.items()),
     ]
@@ -171,7 +172,7 @@ def commands() -> str:
             text, takes_flags = _help(*words)
             parts += [f"{'#' * (1 + len(words))} paceline {' '.join(words)}", f"```text\n{text}\n```"]
             if takes_flags:
-                parts.append("And the flags of `paceline train`: [flags](flags.md).")
+                parts.append("It also takes the flags of `paceline train`: [flags](flags.md).")
     return "\n\n".join(parts) + "\n"
 
 
@@ -183,15 +184,15 @@ def files() -> str:
         "\n\n".join(
             [
                 "# Files",
-                f"{NOTE}\nA run is a folder of plain files, which any tool can read. Small files are replaced whole, "
-                "so a reader never sees half of one. Not every run has all of them.",
+                f"{NOTE}\nA run is a folder of plain files, which any tool can read. Small files are replaced "
+                "atomically, so a reader never sees a partial file. Not every run has all of them.",
                 "## The run folder",
                 "`runs/<recipe>-<time>/`, or `--output-dir`:",
                 _file_table(RUN_FILES),
-                "Where there is reason for them:",
+                "Some runs also have:",
                 _file_table(OTHER_RUN_FILES),
                 "## Checkpoints",
-                "In `checkpoints/` of a run. The format is [told in full](../checkpoints.md).",
+                "In `checkpoints/` of a run. See [the format](../checkpoints.md).",
                 _file_table(CHECKPOINT_FILES),
                 "## A study",
                 "`studies/<recipe>/`, or `--output-dir` ([studies](../guides/studies.md)):",
@@ -201,10 +202,10 @@ def files() -> str:
                     {
                         "~/.config/paceline/sites.yaml": "profiles of your clusters ([Slurm](../guides/slurm.md))",
                         "~/.cache/paceline/ceilings/": "limits of devices ([performance](../guides/performance.md))",
-                        "~/.cache/paceline/compiled/": "what torch.compile made (`--compile`)",
-                        "~/.cache/paceline/weights/": "published weights, downloaded",
-                        "~/.cache/paceline/bytecode/": "Python's compiled modules, where an image keeps Python from"
-                        " storing its own ([why](../decisions/0016-bytecode-in-our-cache.md))",
+                        "~/.cache/paceline/compiled/": "results of torch.compile (`--compile`)",
+                        "~/.cache/paceline/weights/": "published weights that were downloaded",
+                        "~/.cache/paceline/bytecode/": "Python's compiled modules, if Python cannot"
+                        " store them elsewhere ([why](../decisions/0016-bytecode-in-our-cache.md))",
                         "packed.json, *.u8": "a packed data set ([data](../guides/own-data.md))",
                     }
                 ),
@@ -215,7 +216,7 @@ def files() -> str:
 
 
 def exit_codes() -> str:
-    """Every exit code, and the errors that lead to it."""
+    """Every exit code, and the errors that cause it."""
     codes = {name: value for name, value in vars(errors).items() if name.startswith("EXIT_")}
     _same("exit codes", set(codes), set(EXIT_CODES))
     classes = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
@@ -229,11 +230,12 @@ def exit_codes() -> str:
         "\n\n".join(
             [
                 "# Exit codes",
-                f"{NOTE}\nThe code says who has to do something: 2 you, 75 whoever started it (start it again), "
-                "70 perhaps us. A restart inside a run is no ending: the code is that of the last attempt.",
+                f"{NOTE}\nThe code says what to do next. 2: correct the command. 75: start it again, as schedulers do. "
+                "70: it may be a bug of Paceline; report it. After restarts inside a run, the code is that of the last "
+                "attempt.",
                 "| code | | meaning | error |\n|---|---|---|---|\n" + "\n".join(rows),
                 "Every error is one screen on standard error: what is wrong, `where`, `got`, `allowed` and what "
-                "to `try`; `--debug` adds the traceback. The numbers are constants of `paceline.errors`.",
+                "to `try`. `--debug` adds the traceback. The numbers are constants in `paceline.errors`.",
             ]
         )
         + "\n"
@@ -252,7 +254,7 @@ def _facts(spec: FieldSpec) -> str:
 
 
 def _written(value: object) -> str:
-    """A default as one would write it behind its flag."""
+    """A default in the form that a flag takes."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, tuple):
@@ -261,8 +263,8 @@ def _written(value: object) -> str:
 
 
 def _docstrings() -> dict[tuple[str, str], str]:
-    """(class, field) to the text under the field, which Python itself does not keep."""
-    told: dict[tuple[str, str], str] = {}
+    """The text below each field, by (class, field). Python itself does not keep it."""
+    texts: dict[tuple[str, str], str] = {}
     for node in ast.parse(inspect.getsource(schema)).body:
         if not isinstance(node, ast.ClassDef):
             continue
@@ -273,8 +275,8 @@ def _docstrings() -> dict[tuple[str, str], str]:
                 and isinstance(after.value, ast.Constant)
             ):
                 assert isinstance(item.target, ast.Name)
-                told[node.name, item.target.id] = _cell(" ".join(str(after.value.value).split()))
-    return told
+                texts[node.name, item.target.id] = _cell(" ".join(str(after.value.value).split()))
+    return texts
 
 
 def _class_of(group: str) -> str:
@@ -282,7 +284,7 @@ def _class_of(group: str) -> str:
 
 
 def _help(*words: str) -> tuple[str, bool]:
-    """What a command prints for --help, without the boxes of train's flags; and whether it has them."""
+    """The --help of a command without the boxes for train's flags, and whether it has these boxes."""
     out = io.StringIO()
     with mock.patch.dict(os.environ, {"COLUMNS": str(WIDTH), "NO_COLOR": "1"}), contextlib.redirect_stdout(out):
         code = main([*words, "--help"])
@@ -313,7 +315,7 @@ def _shown(path: Path) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that Markdown leaves alone: no table, no tag, no emphasis by accident."""
+    """Escape characters that Markdown would read as a table cell or a tag."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
