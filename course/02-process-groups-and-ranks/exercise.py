@@ -12,23 +12,23 @@ import torch.distributed as dist
 
 def join() -> tuple[int, int, int]:
     """Open the process group with the gloo backend; returns (rank, world size, local rank) as numbers."""
-    ...  # TODO: open the group; it finds the five variables by itself
-    rank = ...  # TODO: this process among all
-    world_size = ...  # TODO: how many there are
-    local_rank = ...  # TODO: this process among those of its node
+    ...  # TODO: open the group; torch reads the five variables
+    rank = ...  # TODO: the number of this process among all
+    world_size = ...  # TODO: the number of processes
+    local_rank = ...  # TODO: the number of this process on its node
     return rank, world_size, local_rank
 
 
 def average(value: float) -> float:
     """The average of all ranks' values, on every rank."""
     total = torch.tensor(value, dtype=torch.float64)
-    ...  # TODO: add up over ranks, divide, return a float
+    ...  # TODO: sum over ranks, divide, return a float
 
 
 def tell_everyone(text: str) -> str:
-    """Only rank 0 is given a text (a folder's name, say); every rank returns it."""
+    """Only rank 0 gets a text (for example a folder's name); every rank returns it."""
     items = [text]
-    ...  # TODO: rank 0's list becomes everybody's (broadcast_object_list)
+    ...  # TODO: send rank 0's list to all ranks (broadcast_object_list)
     return items[0]
 
 

@@ -27,7 +27,7 @@ def average(value: float) -> float:
 
 
 def tell_everyone(text: str) -> str:
-    """Only rank 0 is given a text (a folder's name, say); every rank returns it."""
+    """Only rank 0 gets a text (for example a folder's name); every rank returns it."""
     items = [text]
     dist.broadcast_object_list(items, src=0)
     return items[0]

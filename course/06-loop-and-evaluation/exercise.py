@@ -12,19 +12,19 @@ Batches = Iterable[tuple[Tensor, Tensor]]  # pictures and labels
 
 def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
     """One step per batch, on its mean cross-entropy."""
-    ...  # TODO: an evaluation may have come before this epoch
+    ...  # TODO: there may have been an evaluation before this epoch
     for images, labels in batches:
         ...  # TODO: clear, forward, backward, step: four lines
 
 
-# TODO: one line here keeps torch from recording for a backward pass that never comes
+# TODO: one line here, so that torch does not record the graph for a backward pass
 def evaluate(model: nn.Module, batches: Batches) -> tuple[float, float]:
-    """Mean loss and accuracy over the samples of all ranks. Ranks may have unequally many, in unequal batches."""
-    ...  # TODO: the model may come from training
+    """Mean loss and accuracy over the samples of all ranks. Numbers of samples and batch sizes may differ."""
+    ...  # TODO: the model may be in training mode
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, samples
     for images, labels in batches:
         logits = model(images)
         sums[0] += ...  # TODO: the sum, not the mean, of the losses of this batch
-        sums[1] += ...  # TODO: how many were right
-        sums[2] += ...  # TODO: how many there were
-    ...  # TODO: add up over ranks, then divide
+        sums[1] += ...  # TODO: the number of right answers
+        sums[2] += ...  # TODO: the number of samples
+    ...  # TODO: sum over ranks, then divide

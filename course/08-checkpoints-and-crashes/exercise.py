@@ -14,17 +14,17 @@ State = dict[str, Tensor]  # here {"weights": ..., "momentum": ...}: the model's
 
 
 def save(folder: Path, step: int, state: State, rank: int) -> None:
-    """Called by every rank. At each moment, `folder` holds one whole checkpoint or none."""
-    ...  # TODO: who saves?
+    """Called by every rank. At each moment, `folder` holds one complete checkpoint or none."""
+    ...  # TODO: which rank saves?
     temporary = folder / "latest.tmp"
     with temporary.open("wb") as file:
         torch.save({"step": step, **state}, file)
-        ...  # TODO: to the disk, not only into the system's memory (two lines)
-    ...  # TODO: now it is complete, and may have its name
+        ...  # TODO: write to the disk, not only to the system's memory (two lines)
+    ...  # TODO: the file is complete: give it its final name
 
 
 def load_latest(folder: Path) -> tuple[int, State] | None:
-    """The step that was saved and its state, or None where nothing was."""
+    """The saved step and its state, or None if nothing was saved."""
     path = folder / "latest.pt"
     if not path.exists():
         return None
@@ -33,10 +33,10 @@ def load_latest(folder: Path) -> tuple[int, State] | None:
 
 
 def train(folder: Path, last_step: int, state: State, take_step: Callable[[int, State], None], rank: int) -> State:
-    """Steps 1 to last_step, or what is left of them. take_step changes `state` in place; save after each step."""
+    """Steps 1 to last_step, or the remaining ones. take_step changes `state` in place; save after each step."""
     done = 0
-    ...  # TODO: go on where an earlier process stopped: `done` and `state`
-    for step in ...:  # TODO: the steps that are left
+    ...  # TODO: continue where an earlier process stopped: `done` and `state`
+    for step in ...:  # TODO: the remaining steps
         take_step(step, state)
         save(folder, step, state, rank)
     return state

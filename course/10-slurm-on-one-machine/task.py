@@ -1,4 +1,4 @@
-"""What the job of lesson 10 runs, once per task: note who I am, wait for the others' notes, meet, add up.
+"""The program of lesson 10, run once per task: write a note, wait for the other notes, open a group, sum.
 
 Nothing to fill in here. The check starts it as "$PROGRAM" and reads the notes.
 """
@@ -20,7 +20,7 @@ def main(folder: Path, is_rehearsal: bool) -> int:
     (folder / f"{name}.tmp").write_text(json.dumps(note))
     (folder / f"{name}.tmp").replace(folder / f"note-{name}.json")
 
-    # Tasks that cannot meet would only wait for each other until a timeout: see that first.
+    # Check the notes first: tasks that cannot connect would wait for each other until a timeout.
     started = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     deadline = time.monotonic() + 30
     notes: list[dict[str, str]] = []
@@ -38,7 +38,7 @@ def main(folder: Path, is_rehearsal: bool) -> int:
     import torch
     import torch.distributed as dist
 
-    if is_rehearsal:  # the nodes are only names then
+    if is_rehearsal:  # the nodes are simulated
         os.environ["MASTER_ADDR"] = "127.0.0.1"
     dist.init_process_group("gloo", timeout=timedelta(seconds=80))
     total = torch.tensor(float(note["rank"]))

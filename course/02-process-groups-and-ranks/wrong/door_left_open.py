@@ -1,5 +1,5 @@
 # hint: group-left-open
-# Leaves without closing.
+# Exits without closing the group.
 """Lesson 2: process groups and ranks. Fill the gaps, then: paceline course check 2
 
 The check starts this file on four processes and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for
@@ -29,7 +29,7 @@ def average(value: float) -> float:
 
 
 def tell_everyone(text: str) -> str:
-    """Only rank 0 is given a text (a folder's name, say); every rank returns it."""
+    """Only rank 0 gets a text (for example a folder's name); every rank returns it."""
     items = [text]
     dist.broadcast_object_list(items, src=0)
     return items[0]

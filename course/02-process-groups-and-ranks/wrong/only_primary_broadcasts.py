@@ -1,5 +1,5 @@
 # hint: hang
-# The others do not listen: they go on to what comes next.
+# Only rank 0 calls the broadcast; the others continue.
 """Lesson 2: process groups and ranks. Fill the gaps, then: paceline course check 2
 
 The check starts this file on four processes and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for
@@ -29,7 +29,7 @@ def average(value: float) -> float:
 
 
 def tell_everyone(text: str) -> str:
-    """Only rank 0 is given a text (a folder's name, say); every rank returns it."""
+    """Only rank 0 gets a text (for example a folder's name); every rank returns it."""
     items = [text]
     if dist.get_rank() == 0:
         dist.broadcast_object_list(items, src=0)

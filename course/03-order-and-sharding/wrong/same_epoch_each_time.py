@@ -1,5 +1,5 @@
 # hint: missing-set-epoch
-# Tells the sampler an epoch, always the same one.
+# Sets the epoch, but always to the same number.
 """Lesson 3: order and sharding. Fill the gaps, then: paceline course check 3"""
 
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from torch.utils.data import DistributedSampler
 
 def make_sampler(num_samples: int, rank: int, world_size: int, seed: int) -> DistributedSampler:
     """Shuffles all samples the same way on every rank, and gives each rank its own part."""
-    dataset = range(num_samples)  # a sampler only asks how long the data set is
+    dataset = range(num_samples)  # a sampler needs only the length of the data set
     return DistributedSampler(dataset, num_replicas=world_size, rank=rank, shuffle=True, seed=seed)
 
 
 def visit(sampler: DistributedSampler, epochs: int) -> list[list[int]]:
-    """The samples this rank sees: one list per epoch, each epoch in an order of its own."""
+    """The samples of this rank: one list per epoch, each epoch in a different order."""
     seen = []
     for epoch in range(epochs):
         sampler.set_epoch(0)
@@ -23,7 +23,7 @@ def visit(sampler: DistributedSampler, epochs: int) -> list[list[int]]:
 
 
 def evaluation_share(num_samples: int, rank: int, world_size: int) -> Iterable[int]:
-    """Neighbouring samples for this rank: nothing twice, nothing forgotten, sizes that differ by one at most."""
+    """Neighbouring samples for this rank: none twice, none left out, sizes that differ by at most one."""
     start = rank * num_samples // world_size
     end = (rank + 1) * num_samples // world_size
     return range(start, end)

@@ -1,8 +1,8 @@
 # hint: read-before-ready
-# The others go on while rank 0 still works.
+# The others continue while rank 0 still prepares.
 """Lesson 5: putting it together, and the dry run. Fill the gaps, then: paceline course check 5
 
-The check calls main() on two ranks with a data set and a training step of its own.
+The check calls main() on two ranks with its own data set and training step.
 """
 
 import itertools
@@ -14,19 +14,19 @@ import torch.distributed as dist
 
 
 def say(text: str) -> None:
-    """For people: once, not once per rank."""
+    """Print once, not once per rank."""
     if dist.get_rank() == 0:
         print(text)
 
 
 def prepare_once(path: Path, prepare: Callable[[Path], None]) -> None:
-    """Rank 0 makes the data (a download, say); nobody goes on before it is there."""
+    """Rank 0 prepares the data (for example a download); no rank continues before it is ready."""
     if dist.get_rank() == 0:
         prepare(path)
 
 
 def dry_run(batches: Iterable[int], train_step: Callable[[int], float], steps: int) -> list[float]:
-    """The first `steps` steps and no more; a loss that is not finite raises ValueError."""
+    """Only the first `steps` steps; a loss that is not finite raises ValueError."""
     losses = []
     for batch in itertools.islice(batches, steps):
         loss = train_step(batch)
@@ -43,7 +43,7 @@ def main(
     train_step: Callable[[int], float],
     steps: int,
 ) -> list[float]:
-    """Everything in its order: group, data, batches, steps - and the group closed, however it ends."""
+    """The whole order: group, data, batches, steps. The group is always closed, also after an error."""
     dist.init_process_group("gloo")
     try:
         prepare_once(path, prepare)

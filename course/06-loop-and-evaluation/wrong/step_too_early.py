@@ -24,7 +24,7 @@ def train_epoch(model: nn.Module, optimizer: torch.optim.Optimizer, batches: Bat
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Batches) -> tuple[float, float]:
-    """Mean loss and accuracy over the samples of all ranks. Ranks may have unequally many, in unequal batches."""
+    """Mean loss and accuracy over the samples of all ranks. Numbers of samples and batch sizes may differ."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)  # loss, right answers, samples
     for images, labels in batches:

@@ -1,5 +1,5 @@
 # hint: torn-checkpoint
-# Writes over the only good checkpoint.
+# Overwrites the only good checkpoint.
 """Lesson 8: checkpoints and crashes. Fill the gaps, then: paceline course check 8
 
 The check kills your process: in the middle of a save, in the middle of a step, and at random moments.
@@ -16,7 +16,7 @@ State = dict[str, Tensor]  # here {"weights": ..., "momentum": ...}: the model's
 
 
 def save(folder: Path, step: int, state: State, rank: int) -> None:
-    """Called by every rank. At each moment, `folder` holds one whole checkpoint or none."""
+    """Called by every rank. At each moment, `folder` holds one complete checkpoint or none."""
     if rank != 0:
         return
     with (folder / "latest.pt").open("wb") as file:
@@ -26,7 +26,7 @@ def save(folder: Path, step: int, state: State, rank: int) -> None:
 
 
 def load_latest(folder: Path) -> tuple[int, State] | None:
-    """The step that was saved and its state, or None where nothing was."""
+    """The saved step and its state, or None if nothing was saved."""
     path = folder / "latest.pt"
     if not path.exists():
         return None
@@ -36,7 +36,7 @@ def load_latest(folder: Path) -> tuple[int, State] | None:
 
 
 def train(folder: Path, last_step: int, state: State, take_step: Callable[[int, State], None], rank: int) -> State:
-    """Steps 1 to last_step, or what is left of them. take_step changes `state` in place; save after each step."""
+    """Steps 1 to last_step, or the remaining ones. take_step changes `state` in place; save after each step."""
     done = 0
     saved = load_latest(folder)
     if saved is not None:

@@ -1,8 +1,8 @@
 # hint: another-tree
-# A tree, but first with last half: 0 + 4, 1 + 5, ...
+# A tree, but it adds the first half to the second: 0 + 4, 1 + 5, ...
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 
-A global batch is cut into eight lanes; each lane has a gradient. Whoever holds which lanes, the sum has the same bits.
+A global batch is split into eight lanes; each lane has a gradient. The sum has the same bits on any number of ranks.
 """
 
 import torch
@@ -20,13 +20,13 @@ def tree_sum(values: list[Tensor]) -> Tensor:
 
 
 def my_lanes(lanes: int, rank: int, world_size: int) -> range:
-    """The numbers of this rank's lanes: neighbouring ones, in order."""
+    """The numbers of this rank's lanes: neighbours, in order."""
     share = lanes // world_size
     return range(rank * share, (rank + 1) * share)
 
 
 def exact_sum(lane_values: list[Tensor]) -> Tensor:
-    """The sum over all lanes of all ranks, the same tree for any number of ranks. `lane_values` are this rank's."""
+    """The sum over all lanes of all ranks: one tree for any number of ranks. `lane_values` are this rank's."""
     mine = tree_sum(lane_values)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
