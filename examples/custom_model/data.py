@@ -1,6 +1,6 @@
-"""A data set of one's own: a function that returns the halves (train, test), and the names of the classes.
+"""Your own data set: a function that returns train and test data, and the names of the classes.
 
-Each half is a pair of arrays: uint8 images [N, H, W, C] or [N, C, H, W], and whole numbers as labels.
+Train and test are each a pair of arrays: uint8 images [N, H, W, C] or [N, C, H, W], and whole numbers as labels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ CLASSES = ["horizontal", "vertical", "diagonal"]
 
 
 def make_stripes(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], list[str]]:
-    """Grey stripes in three directions, with noise. Every rank makes the same ones: only the seed decides."""
+    """Grey stripes in three directions, with noise. They depend only on the seed, so every rank makes the same."""
     chance = np.random.default_rng(seed)
     return _half(chance, 1200), _half(chance, 300), CLASSES
 

@@ -1,4 +1,4 @@
-"""A loss of one's own: a function of (logits, labels) that returns one value per sample, or their mean."""
+"""Your own loss: a function of (logits, labels) that returns one value per sample, or their mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def focal(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy that cares less about samples which are easy already."""
+    """Cross entropy with less weight on samples that are already classified well."""
     surprise = F.cross_entropy(logits, labels, reduction="none")
     certainty = (-surprise).exp()
     return (1 - certainty) ** 2 * surprise

@@ -1,6 +1,6 @@
-"""Metrics of one's own: functions of (logits, labels) that return one value per sample.
+"""Your own metrics: functions of (logits, labels) that return one value per sample.
 
-What is told after each validation and test is the mean over all samples, exact on any number of ranks.
+Paceline reports the mean over all samples after each validation and test, exact on any number of ranks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 def top_2(logits: Tensor, labels: Tensor) -> Tensor:
-    """1 where the true class is among the two likeliest."""
+    """1 if the true class is among the two most probable."""
     return (logits.topk(2).indices == labels[:, None]).any(1).float()
 
 
 def confidence(logits: Tensor, labels: Tensor) -> Tensor:
-    """The probability of whatever the model answers."""
+    """The probability of the predicted class."""
     return logits.softmax(1).amax(1)

@@ -1,4 +1,4 @@
-"""A model of one's own: a function that takes what it wants to know, and returns an nn.Module."""
+"""Your own model: a function that returns an nn.Module. Paceline passes the parameters that it has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def build(num_classes: int, input_shape: tuple[int, int, int]) -> nn.Module:
-    """A small convolutional net. Logits come out; Paceline does the rest."""
+    """A small convolutional network that returns logits."""
     channels = input_shape[0]
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, stride=2, padding=1),

@@ -1,7 +1,7 @@
-"""Model, data set, loss and metrics of one's own, trained on two processes: `python train.py [--epochs N]`.
+"""Train your own model, data set, loss and metrics on two processes: `python train.py [--epochs N]`.
 
-They live in files beside this one because ranks are other processes, which import what they need. For the same
-reason the work is done below `if __name__ == "__main__"`.
+They are in separate files because ranks are other processes, which import what they need. For the same reason
+`main` is called below `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main() -> None:
     )
     print(run.metrics("val"))
 
-    # The trained model, asked about the first pictures of the test set.
+    # Predict the first pictures of the test set.
     _, (images, labels), classes = make_stripes(seed=run.config.train.seed)
     for answer, label in zip(run.predict(images[:5]), labels[:5], strict=True):
         print(f"{classes[label]:<11} is {answer.probability:.1%} {answer.label}")

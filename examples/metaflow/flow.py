@@ -1,13 +1,13 @@
-"""Train a vision model on a gang of nodes, survive the loss of any of them, test the model.
+"""Train a vision model on several nodes that restart together if one is lost, then test the model.
 
     python flow.py run --cluster-size 2                                   # on this machine, no cloud
     python flow.py run --with kubernetes --cluster-size 4                 # the same on a cluster (or --with batch)
-    python flow.py --environment=pypi run --with kubernetes ...           # packages brought along by Metaflow
+    python flow.py --environment=pypi run --with kubernetes ...           # Metaflow installs the packages
 
-docs/guides/metaflow.md tells the rest.
+More: docs/guides/metaflow.md.
 """
 
-import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: without Metaflow, one screen
+import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, card, checkpoint, current, model, parallel, retry, step
 
 from paceline.integrations.metaflow_support.steps import CARD, checked, evaluate_model, packaged, training
@@ -42,7 +42,7 @@ class PacelineFlow(FlowSpec):
 
     @step
     def start(self):
-        """Everything that can be wrong with the parameters is found here."""
+        """Check all parameters before any training starts."""
         names = ("recipe", "flags", "cluster_size", "processes_per_node", "model_name", "batch_size")
         names += ("test_batch_size", "epochs", "learning_rate", "train_from_scratch", "best_is_latest")
         names += ("load_policy", "work_dir", "node_timeout")
@@ -56,7 +56,7 @@ class PacelineFlow(FlowSpec):
     @parallel
     @step
     def train(self):
-        """One node of the gang. A retry goes on from the newest checkpoint, wherever it runs."""
+        """One node. A retry continues from the newest checkpoint, on any machine."""
         self.results = self.history = self.model = None
         with training(self.request) as trained:
             if trained is not None:  # the node of rank 0
@@ -74,7 +74,7 @@ class PacelineFlow(FlowSpec):
     @model(load=["model"])
     @step
     def test_model(self):
-        """Once more from the saved model, as anybody who gets it would."""
+        """Test again from the saved model only."""
         self.test = evaluate_model(current.model.loaded["model"])
         self.test_accuracy = self.test["accuracy"]
         print(f"test accuracy {self.test_accuracy:.2%} on {self.test['samples']:,} samples")

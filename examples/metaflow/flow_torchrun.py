@@ -1,20 +1,20 @@
-"""The same training under Metaflow's own @torchrun, for clusters where that is what people know.
+"""The same training under Metaflow's own @torchrun, for clusters that already use it.
 
     python flow_torchrun.py --datastore s3 run --cluster-size 4
     python flow_torchrun.py --datastore s3 argo-workflows create
 
-@torchrun needs a cluster and a cloud datastore: on a laptop use flow.py, which needs neither and also ends a gang at
-once when one of its nodes dies.
+@torchrun needs a cluster and a cloud datastore. On a laptop use flow.py: it needs neither, and it ends all nodes at
+once when one of them dies.
 """
 
-import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: without Metaflow, one screen
+import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, checkpoint, current, kubernetes, model, retry, step, torchrun
 
 from paceline.integrations.metaflow_support.steps import checked, evaluate_model, packaged
 from paceline.integrations.metaflow_support.torchrun import training_by_torchrun
 
-IMAGE = "paceline:0.1.0"  # with paceline[metaflow] in it, in your registry
-RUNS = {"paceline-runs": "/runs"}  # a volume that all nodes can write to, and where they see it
+IMAGE = "paceline:0.1.0"  # an image in your registry that has paceline[metaflow]
+RUNS = {"paceline-runs": "/runs"}  # a volume that all nodes can write to, and its mount path
 PROCESSES_PER_NODE = 1  # one per GPU
 
 

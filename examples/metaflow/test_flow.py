@@ -1,10 +1,10 @@
-"""Test a model that flow.py has saved, on its test set, from nothing but its name.
+"""Test a model that flow.py has saved on its test set. Only its name is needed.
 
 python test_flow.py run --run PacelineFlow/1234
 python test_flow.py run --model-key mf.models/models/artifacts/shapes_cnn_0123...
 """
 
-import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: without Metaflow, one screen
+import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, current, model, step
 
 from paceline.integrations.metaflow_support.steps import evaluate_model, find_model, packaged

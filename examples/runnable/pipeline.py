@@ -2,7 +2,7 @@
 
     python examples/runnable/pipeline.py
 
-Parameters are in parameters.yaml; docs/guides/runnable.md tells of presets, overrides, retries and Argo.
+Parameters are in parameters.yaml; docs/guides/runnable.md describes presets, overrides, retries and Argo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARAMETERS = os.path.relpath(Path(__file__).with_name("parameters.yaml"))
 
 
 def main() -> Pipeline:
-    # Here, not above: a wrong parameter is told before Runnable says hello.
+    # Imported here, so that a wrong parameter is reported before Runnable prints anything.
     from runnable import Catalog, Pipeline, PythonTask, metric
 
     pipeline = Pipeline(

@@ -1,6 +1,6 @@
 #!/bin/bash
-# The course script: one task per rank, one GPU per task. Options of sbatch override the lines below, and what follows
-# the script's name goes to paceline train.
+# The course script: one task per rank, one GPU per task. Options of sbatch override the lines below. Arguments after
+# the script's name are passed to paceline train.
 #
 #   sbatch run.sh                                  # one node, four GPUs
 #   sbatch --ntasks-per-node=1 run.sh              # one GPU
@@ -25,7 +25,7 @@ source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1
 
-# A rank's number and its peers come from srun itself (SLURM_PROCID and others): nothing to export.
+# Rank, world size and addresses come from srun's variables (SLURM_PROCID and others); export nothing.
 # In a container: add --environment=./edf.toml, or --container-image and --container-mounts, and leave out the venv.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     python -m paceline train "${RECIPE:-cifar10-cnn}" \

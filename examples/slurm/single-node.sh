@@ -2,17 +2,17 @@
 # Fine-tune VGG19 on CIFAR-10 on the four GPUs of one node.
 #
 #   sbatch single-node.sh
-#   DATA=/scratch/$USER/data sbatch single-node.sh --epochs 3 --weights none     # further flags of paceline train
+#   DATA=/scratch/$USER/data sbatch single-node.sh --epochs 3 --weights none     # more flags of paceline train
 
 #SBATCH --job-name=cifar10-vgg19
 #SBATCH --nodes=1
-# One task: an agent that starts the ranks, one on each GPU, and starts them again when one dies.
+# One task: an agent that starts one rank per GPU, and restarts the ranks when one dies.
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
-# For the agent and its ranks together: a core for each rank, and eight threads that decode its pictures.
+# For the agent and its ranks: one core per rank, and eight per rank for threads that decode pictures.
 #SBATCH --cpus-per-task=36
 #SBATCH --time=02:00:00
-# Two minutes before the limit the run saves, leaves, and goes back into the queue.
+# Two minutes before the time limit the run saves, ends and is requeued.
 #SBATCH --signal=USR1@120
 #SBATCH --requeue
 #SBATCH --open-mode=append
@@ -20,14 +20,14 @@
 
 set -euo pipefail
 
-# Your own: modules, and where paceline is installed.
+# Change this: modules, and the folder of paceline.
 # module load cuda
 source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
-export PYTHONUNBUFFERED=1 # lines reach the log when they are printed
+export PYTHONUNBUFFERED=1 # write lines to the log at once
 export PACELINE_START=agent
 
-# The folder carries the job's number, so that a requeued job finds its own checkpoints.
+# The job's number is in the folder's name, so that a requeued job finds its own checkpoints.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     python -m paceline train cifar10-vgg19 \
     --data-dir "${DATA:-data}" --global-batch-size 512 --epochs 30 --num-workers 8 --save-frequency 5 \

@@ -1,13 +1,13 @@
 #!/bin/bash
-# An MLP on made-up numbers, two nodes with two CPU ranks each. Needs no data, no GPU and no download, so it tells
-# whether nodes, network and installation work, in a minute.
+# An MLP on synthetic numbers, two nodes with two CPU ranks each. It needs no data, no GPU and no download. In a minute
+# it tests whether nodes, network and installation work.
 #
 #   sbatch synthetic.sh
 
 #SBATCH --job-name=synthetic
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
-# One core for each rank below the agent.
+# One core for each rank of the agent.
 #SBATCH --cpus-per-task=2
 #SBATCH --time=00:10:00
 #SBATCH --signal=USR1@60
