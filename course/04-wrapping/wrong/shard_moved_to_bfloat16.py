@@ -1,4 +1,4 @@
-# hint: stored-in-bfloat16
+# hint: shards-not-float32
 # The weights themselves are bfloat16: small updates are lost.
 """Lesson 4: DDP and FSDP. Fill the gaps, then: paceline course check 4
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -105,6 +106,17 @@ class StepReport:
         return sum(size for _, _, size in (*self.gathers, *self.sums)) / 1e6
 
 
+def find_groups(model: nn.Module) -> list[str]:
+    """Names of the modules that fully_shard was called on; the model's own is empty."""
+    return [name for name, part in model.named_modules() if isinstance(part, FSDPModule)]
+
+
+def gather_by_rank(names: list[str], world_size: int) -> list[list[str]]:
+    found: list[list[str]] = [[] for _ in range(world_size)]
+    dist.all_gather_object(found, names)
+    return found
+
+
 def _is_whole(module: nn.Module) -> bool:
     return not any(isinstance(parameter, DTensor) for parameter in module.parameters())
 
@@ -122,7 +134,7 @@ def take_step(model: nn.Module, rank: int) -> None:
 def watch_step(model: nn.Module, rank: int) -> StepReport:
     blocks = find_blocks(model)
     stored = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
-    report = StepReport([name for name, part in model.named_modules() if isinstance(part, FSDPModule)], stored)
+    report = StepReport(find_groups(model), stored)
 
     def look(*_: Any) -> None:
         report.most_blocks = max(report.most_blocks, sum(_is_whole(block) for block in blocks.values()))

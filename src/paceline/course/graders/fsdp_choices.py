@@ -34,7 +34,12 @@ def _name_groups(person: ModuleType, rank: int, world_size: int) -> dict[str, An
     if not isinstance(chosen, list):
         return {"predictions": predictions, "type": type(chosen).__name__}
     names = {id(part): name for name, part in model.named_modules()}
-    return {"predictions": predictions, "names": [names.get(id(part)) for part in chosen]}
+    layers = [part for part in model.modules() if isinstance(part, nn.Linear)]
+    return {
+        "predictions": predictions,
+        "names": [names.get(id(part)) for part in chosen],
+        "knows_type": list(person.choose_groups(model, nn.Linear)) == layers,
+    }
 
 
 def check_groups(path: Path) -> None:
@@ -47,6 +52,12 @@ def check_groups(path: Path) -> None:
             "A list of parts of the model: the modules themselves, not their names and not a generator.",
         )
     require_blocks(found["names"], "choose_groups returns")
+    if not found["knows_type"]:
+        raise Failed(
+            "block-type-ignored",
+            "choose_groups(model, nn.Linear) does not return the linear layers, in the order of model.modules()",
+            "The policy must fit any model: choose by isinstance(part, block_type), not by a name or a place.",
+        )
 
 
 def _require_numbers(predictions: dict[str, Any]) -> None:

@@ -8,10 +8,11 @@ from types import ModuleType
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from paceline.course.graders.fsdp_choices import PREDICTIONS, require_blocks
-from paceline.course.ranks import on_ranks
+from paceline.course.ranks import describe_error, on_ranks
 from paceline.course.sharded_step import (
     BLOCKS,
     Block,
@@ -19,7 +20,9 @@ from paceline.course.sharded_step import (
     StepReport,
     count_weights,
     find_blocks,
+    find_groups,
     full_weights,
+    gather_by_rank,
     make_stack,
     take_step,
     time_steps,
@@ -27,6 +30,7 @@ from paceline.course.sharded_step import (
 )
 from paceline.course.verdict import Failed, Item
 
+_Cause = tuple[str, str, str]  # hint, what was seen, advice
 _BF16_MODEL = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32)
 _BF16_PART = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -48,11 +52,30 @@ def _layers_of(model: Stack) -> list[nn.Module]:
     return [part for part in model.modules() if isinstance(part, nn.Linear)]
 
 
-def _shard_by(person: ModuleType, rank: int, world_size: int, has_room: bool) -> StepReport | str:
-    """What a step does under the person's choices; the name of a type where they return no model."""
-    model = person.shard(make_stack(), Block, has_room)
+def _shard_by(person: ModuleType, rank: int, world_size: int, has_room: bool) -> StepReport | _Cause:
+    """What a step does under the person's choices, or why it cannot be taken."""
+    call = f"shard(..., has_room={has_room})"
+    given = make_stack()
+    try:
+        model = person.shard(given, Block, has_room)
+    except Exception as error:
+        if not isinstance(given, FSDPModule):
+            raise
+        advice = (
+            "The first call on the whole model takes all its weights. Shard the parts first, then the model, once each."
+        )
+        return "model-before-its-parts", f"{call}: {describe_error(error, Path(str(person.__file__)))}", advice
     if not isinstance(model, Stack):
-        return type(model).__name__
+        what = f"{call} returns a {type(model).__name__}"
+        return "no-model", what, "fully_shard works in place: return the model itself."
+    groups = gather_by_rank(find_groups(model), world_size)
+    if any(found != groups[0] for found in groups):
+        what = f"{call}: rank 0 makes {len(groups[0])} groups, rank 1 makes {len(groups[1])}"
+        return "ranks-differ", what, "Every rank must make the same choices: they gather and sum together."
+    if groups[0] and (whole := [name for name, one in model.named_parameters() if not isinstance(one, DTensor)]):
+        what = f"{call}: {', '.join(whole[:4])} stay whole on each rank"
+        advice = "fully_shard(model, ...) comes after the parts and takes all that belongs to none of them."
+        return "not-sharded", what, advice
     report = watch_step(model, rank)
     if report.error or not report.groups:
         return report
@@ -105,17 +128,13 @@ def _run_choice(path: Path, has_room: bool) -> StepReport:
     report = on_ranks(path, 2, _shard_by, has_room)[0]
     call = f"shard(..., has_room={has_room})"
     if not isinstance(report, StepReport):
-        raise Failed("no-model", f"{call} returns a {report}", "fully_shard works in place: return the model itself.")
-    if "" not in report.groups:
-        raise Failed(
-            "not-sharded",
-            f"{call}: the model itself is not sharded" + ("" if report.groups else ", and no part of it is"),
-            "fully_shard(model, ...) comes after the parts: what belongs to none of them stays whole on each rank.",
-        )
+        raise Failed(*report)
+    if not report.groups:
+        raise Failed("not-sharded", f"{call} shards nothing", "fully_shard(part, ...) for each part, then the model.")
     require_blocks([name for name in report.groups if name], f"{call} makes groups of")
     if report.stored != ["float32"]:
         raise Failed(
-            "stored-in-bfloat16",
+            "shards-not-float32",
             f"{call}: the shards are {', '.join(report.stored)}",
             "The policy makes bfloat16 copies for a pass. The shards stay float32: an update that is smaller than "
             "1/256 of a bfloat16 weight changes nothing.",
@@ -126,13 +145,21 @@ def _run_choice(path: Path, has_room: bool) -> StepReport:
 
 def _require_precision_used(report: StepReport, call: str) -> None:
     block_size = count_weights(Block())
+    rest_size = count_weights(Stack()) - BLOCKS * block_size
     block_types = {name for name, size, _ in report.gathers if size == block_size}
-    rest_types = {name for name, size, _ in report.gathers if size != block_size}
+    rest_types = {name for name, size, _ in report.gathers if size == rest_size}
+    others = [size for _, size, _ in report.gathers if size not in (block_size, rest_size)]
+    if others:
+        raise Failed(
+            "blocks-share-a-group",
+            f"{call}: {max(others):,} weights are gathered at once; a block has {block_size:,}",
+            "fully_shard with a list makes one group of all its modules. Call it once for each block.",
+        )
     failed = f"; the step fails: {report.error}" if report.error else ""
-    if report.error and not block_types:
+    if not block_types or not rest_types:
         raise Failed(
             "cause-not-known",
-            f"{call}: the step fails before it gathers a block: {report.error}",
+            f"{call}: no gather of a block, or none of the rest, was seen{failed}",
             "This check does not know the cause. The types that choose_precision returns are right: does shard use "
             "them and nothing else?",
         )
