@@ -170,3 +170,40 @@ def test_a_resume_that_fails_leaves_a_finished_run_as_it_was(tmp_path: Path) -> 
     assert answer.code not in (0, 75), answer
     assert "rank 0 failed" in (tmp_path / "B/logs/rank-0.log").read_text()  # not found before the ranks started
     assert {name: (tmp_path / "B" / name).read_bytes() for name in names} == before
+
+
+PROJECT = ("config.yaml", "data.json", "results.json", "environment.json", "report.html", "status.json", "metrics.csv")
+
+
+@pytest.mark.parametrize("flags", [["--resume=auto"], ["--resume=auto", "--load-policy=eager"], []])
+def test_a_folder_with_files_of_another_program_is_refused(tmp_path: Path, flags: list[str]) -> None:
+    """Also --resume auto, which finds no run there: exit 2, and every file stays."""
+    for name in PROJECT:
+        (tmp_path / "project").mkdir(exist_ok=True)
+        (tmp_path / "project" / name).write_text("{}")
+    before = content(tmp_path / "project")
+    answer = train(tmp_path, "--output-dir=project", *flags)
+    assert answer.code == 2, answer
+    assert content(tmp_path / "project") == before
+
+
+def test_a_recipe_that_is_called_like_a_runs_config_is_not_overwritten(tmp_path: Path) -> None:
+    """`exp/config.yaml --resume auto`, where exp is no run folder, trains in a folder of its own."""
+    (tmp_path / "exp").mkdir()
+    recipe = tmp_path / "exp" / "config.yaml"
+    recipe.write_text("dataset: synthetic\nmodel_name: mlp\nnum_samples: 640\nglobal_batch_size: 64\nepochs: 1\n")
+    before = content(tmp_path / "exp")
+    answer = paceline("train", "exp/config.yaml", "--resume=auto", "--processes=1", "--quiet", cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert content(tmp_path / "exp") == before
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "results.json").is_file()
+
+
+def test_a_run_whose_lock_file_was_deleted_is_gone_on_with(workplace: Path) -> None:
+    """Users delete run.lock. environment.json tells that the folder is a run's, also before the first checkpoint."""
+    shutil.rmtree(workplace / "A" / "checkpoints")
+    (workplace / "A" / "run.lock").unlink()
+    answer = train(workplace, "--epochs=1", "--output-dir=A", "--resume=auto")
+    assert answer.code == 0, answer
+    assert len(steps(workplace / "A")) > 0

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import torch
 
 from harness.cli import paceline
-from paceline.config.small_files import open_plain
+from paceline.checkpoints.payload import Piece, write_pieces
+from paceline.checkpoints.tiling import Box
+from paceline.config.small_files import make_plain_folder, open_plain, write_plain
 from paceline.errors import UserError
+from paceline.launch.report import FailureReport
+from paceline.metrics.recorder import Recorder
 from paceline.metrics.safe_output import SafeStream
 from paceline.runs import lock
+from paceline.runs.drafts import draft_of, write_draft
 from paceline.runs.folder import RankLog, RunFolder
 from paceline.world.pulse import Pulse
 from paceline.world.watchdog import Watchdog
@@ -87,6 +95,63 @@ def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, kind: 
         with pytest.raises(UserError):
             write()
     assert mine.read_text() == "mine"
+
+
+def test_every_writer_leaves_a_file_behind_a_link_alone(folder: RunFolder, tmp_path: Path) -> None:
+    """Links that appear during a run: metrics, ledgers, failures, supervisor's notes and checkpoint files."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    piece = {"a": Piece(torch.zeros(2), Box((0,), (2,)), (2,))}
+    temporary = folder.checkpoints / ".tmp-step-00000001"
+    temporary.mkdir()
+    for path in (folder.metrics_jsonl, folder.faults, folder.failures, temporary / "model.safetensors"):
+        path.symlink_to(mine)
+    for write in (
+        lambda: write_plain(folder.faults, b"text", appends=True),
+        lambda: write_pieces(temporary / "model.safetensors", piece),
+    ):
+        with pytest.raises(UserError):
+            write()
+    FailureReport(**dict.fromkeys(field.name for field in fields(FailureReport))).write(folder)  # type: ignore[arg-type]
+    Recorder(folder, resume_step=0).close()  # replaces the link
+    assert not folder.metrics_jsonl.is_symlink()
+    assert mine.read_text() == "mine"
+
+
+def test_a_linked_folder_gets_no_checkpoint_file(folder: RunFolder, tmp_path: Path) -> None:
+    """A link under the temporary name of a save, or of a folder that is made when it is needed."""
+    (tmp_path / "other").mkdir()
+    (folder.checkpoints / ".tmp-step-00000001").symlink_to(tmp_path / "other")
+    with pytest.raises(UserError):
+        make_plain_folder(folder.checkpoints / ".tmp-step-00000001")
+
+
+def test_a_draft_cannot_be_expected(folder: RunFolder, tmp_path: Path) -> None:
+    """Two drafts of one process have two names, and a name that is taken is not written."""
+    first, second = draft_of(folder.status), draft_of(folder.status)
+    assert first != second
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    first.symlink_to(mine)
+    with pytest.raises(FileExistsError):
+        write_draft(first, b"text")
+    assert mine.read_text() == "mine"
+
+
+def test_only_drafts_of_ours_are_removed(folder: RunFolder) -> None:
+    """A new owner removes what killed processes left. Files with other names, folders and links stay."""
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    ours, living = draft_of(folder.status, ended.pid), draft_of(folder.status)
+    others = [f".notes.{ended.pid}.tmp", f".{ended.pid}.tmp", f".status.json.{ended.pid}.tmp", ".x.1-0.paceline-draft"]
+    for path in (ours, living, *(folder.path / name for name in others)):
+        path.write_text("text")
+    draft_of(folder.data, ended.pid).mkdir()
+    draft_of(folder.data, ended.pid).symlink_to(folder.path)
+    before = set(folder.path.iterdir()) - {ours}
+    with folder.owned():
+        pass
+    assert set(folder.path.iterdir()) - {folder.lock} == before
 
 
 def test_console_output_does_not_follow_a_link(tmp_path: Path) -> None:

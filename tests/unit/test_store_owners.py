@@ -198,7 +198,7 @@ def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pyte
         assert here.metrics_jsonl.read_text() == rows
         assert disk.open_checkpoint(here.checkpoints / "latest").step == 3
         assert disk.open_checkpoint(here.checkpoints / "best").step == 1
-        assert not list(here.path.rglob(".*.tmp"))
+        assert not list(here.path.rglob(".*-draft"))
         if is_complete:
             break
     assert files >= 6

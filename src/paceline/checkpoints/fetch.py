@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import uuid
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoi
 from paceline.config.load import LoadedConfig
 from paceline.config.schema import RunConfig
 from paceline.errors import CheckpointError, UserError, printable_line
+from paceline.runs.drafts import draft_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
@@ -284,7 +284,7 @@ def _fetch_small_files(store: Store, folder: RunFolder) -> None:
         if is_ours and not any(part in ("", "..") or part.startswith(".") for part in parts):
             target = folder.path.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
-            draft = target.with_name(f".{target.name}.{os.getpid()}.tmp")  # half a file must not look like one
+            draft = draft_of(target)  # half a file must not look like one
             try:
                 store.get(name, draft)
                 flush(draft)

@@ -28,6 +28,7 @@ from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import LEFT_IN_PLACE, checkpoints_of, choose_checkpoint, decided_by_primary
+from paceline.config.small_files import make_plain_folder, write_plain
 from paceline.errors import CheckpointError, OwnerLost
 from paceline.parallel.collectives import is_true_on_any, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
@@ -267,7 +268,7 @@ class CheckpointManager:
                 self.before_write(about["step"])
             self._require_owner()
             self._require_space(pieces)
-            temporary.mkdir(exist_ok=True)  # without its parents: a run folder that was deleted stays deleted
+            make_plain_folder(temporary)  # without its parents: a run folder that was deleted stays deleted
             seals = {}
             for kind, part in pieces.items():
                 # Written anew at a second try: what a failed flush left of the first is anybody's guess.
@@ -328,7 +329,7 @@ class CheckpointManager:
     def _leave_note(self, temporary: Path, note: dict[str, Any]) -> None:
         """Tell the primary, through the folder, that this rank's slices are on disk, or why they are not."""
         draft = temporary / f".draft-{self._world.rank}"
-        draft.write_text(json.dumps(note))
+        write_plain(draft, json.dumps(note).encode())
         draft.rename(temporary / f".note-{self._world.rank}")
 
     def _collect_notes(self, temporary: Path) -> dict[str, FileSeal]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
 from paceline.checkpoints.tiling import Box, fill_whole
+from paceline.config.small_files import open_plain, write_all
 from paceline.errors import CheckpointError
 from paceline.parallel.parts import bits, copy_bits, is_sharded, new_tensor
 from paceline.runs.patience import read_patiently
@@ -89,20 +90,24 @@ def write_pieces(path: Path, pieces: dict[str, Piece]) -> FileSeal:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of eight
     written: SimpleQueue[memoryview | None] = SimpleQueue()
-    with ThreadPoolExecutor(1, thread_name_prefix="checksums") as helper, path.open("w+b", buffering=0) as file:
-        sums = helper.submit(_sum_and_read_back, file.fileno(), written)
-        try:
-            for view in _byte_views(len(text).to_bytes(8, "little") + text, pieces):
-                for chunk in chunks_of(view):
-                    _write_all(file.fileno(), chunk)
-                    written.put(chunk)
-        finally:
-            written.put(None)
-        os.fsync(file.fileno())
-        checksum, read_back = sums.result()
+    file = open_plain(path, os.O_RDWR | os.O_TRUNC)
+    try:
+        with ThreadPoolExecutor(1, thread_name_prefix="checksums") as helper:
+            sums = helper.submit(_sum_and_read_back, file, written)
+            try:
+                for view in _byte_views(len(text).to_bytes(8, "little") + text, pieces):
+                    for chunk in chunks_of(view):
+                        write_all(file, chunk)
+                        written.put(chunk)
+            finally:
+                written.put(None)
+            os.fsync(file)
+            checksum, read_back = sums.result()
         if read_back != checksum:
             raise OSError(errno.EIO, f"{path.name} reads back as something else than was written")
-        return FileSeal(os.fstat(file.fileno()).st_size, checksum)
+        return FileSeal(os.fstat(file).st_size, checksum)
+    finally:
+        os.close(file)
 
 
 def _sum_and_read_back(descriptor: int, written: SimpleQueue[memoryview | None]) -> tuple[int, int]:
@@ -122,12 +127,6 @@ def _byte_views(head: bytes, pieces: dict[str, Piece]) -> Iterator[memoryview]:
     for piece in pieces.values():
         if piece.values.numel():
             yield bits(piece.values).contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    """`os.write` may write less than it was given, near a full disk for one."""
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from paceline.checkpoints.format import (
     step_of,
     verify,
 )
+from paceline.config.small_files import write_plain
 from paceline.errors import CheckpointError
 from paceline.runs.folder import flush
 from paceline.runs.patience import UnreadableNow, is_present, names_in, read_patiently
@@ -106,9 +107,9 @@ def commit(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, abou
 
 
 def _seal_folder(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes, about: dict[str, Any]) -> None:
-    (temporary / STATE).write_bytes(state_bytes)
+    write_plain(temporary / STATE, state_bytes)
     files = {**seals, STATE: FileSeal(len(state_bytes), add_checksum(state_bytes))}
-    (temporary / MANIFEST).write_bytes(Manifest(dict(sorted(files.items())), about).to_bytes())
+    write_plain(temporary / MANIFEST, Manifest(dict(sorted(files.items())), about).to_bytes())
     for name in (STATE, MANIFEST):
         flush(temporary / name)
     flush(temporary)

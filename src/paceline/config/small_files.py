@@ -152,7 +152,7 @@ def read_small(path: Path, at_most_bytes: int, *, follows_links: bool = True) ->
         os.close(descriptor)
 
 
-def open_plain(path: Path, flags: int) -> int:
+def open_plain(path: Path | str, flags: int) -> int:
     """A descriptor for writing a regular file of a run folder, which is made if it is not there.
 
     Another person may have put a link in its place, which would change any file of this user, or a FIFO, which would
@@ -163,11 +163,33 @@ def open_plain(path: Path, flags: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):
             raise
-        raise not_plain(path) from error
+        raise not_plain(Path(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise not_plain(path)
+        raise not_plain(Path(path))
     return descriptor
+
+
+def write_plain(path: Path, content: bytes, *, appends: bool = False) -> None:
+    """Replace the bytes of a regular file of a run folder in place, or add to them; a missing file is made."""
+    descriptor = open_plain(path, os.O_WRONLY | (os.O_APPEND if appends else os.O_TRUNC))
+    try:
+        write_all(descriptor, memoryview(content))
+    finally:
+        os.close(descriptor)
+
+
+def write_all(descriptor: int, data: memoryview) -> None:
+    """`os.write` may write less than it was given, near a full disk for one."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def make_plain_folder(path: Path) -> None:
+    """A folder of a run folder, which may be there. A link to another folder is a UserError."""
+    path.mkdir(exist_ok=True)
+    if path.is_symlink():
+        raise not_plain(path)
 
 
 def not_plain(path: Path) -> UserError:

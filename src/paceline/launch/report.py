@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.config.faults import read_ledger
-from paceline.errors import EXIT_HANG, EXIT_INTERNAL, EndsWithPrimary
+from paceline.config.small_files import write_plain
+from paceline.errors import EXIT_HANG, EXIT_INTERNAL, EndsWithPrimary, UserError
 from paceline.launch.attempt import AttemptEnd
 from paceline.launch.causes import Cause, is_peer_loss, name_cause
 from paceline.launch.watch import RankSight
@@ -68,10 +69,10 @@ class FailureReport:
     def write(self, folder: RunFolder) -> None:
         """The newest failure, and a line for each of the run."""
         content: dict[str, Any] = asdict(self)
-        with suppress(OSError):  # a disk that is full or gone may be the failure: then the screen has to do
+        # A disk that is full or gone may be the failure: then the screen has to do.
+        with suppress(OSError, UserError):
             write_json(folder.failure, content)
-            with folder.failures.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(content) + "\n")
+            write_plain(folder.failures, (json.dumps(content) + "\n").encode(), appends=True)
 
 
 def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts: int, oom_kills: int) -> FailureReport:

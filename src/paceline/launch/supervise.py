@@ -22,7 +22,8 @@ from types import FrameType
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
 from paceline.config.schema import GuardConfig
-from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost
+from paceline.config.small_files import write_plain
+from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost, UserError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
@@ -299,8 +300,9 @@ class Supervisor:
 
     def _note_hangup(self, number: int, frame: FrameType | None) -> None:
         """The terminal is gone, as after a lost ssh connection. The run goes on."""
-        with suppress(OSError), self._console_log.open("a", encoding="utf-8") as file:
-            file.write(f"note: SIGHUP: the terminal was closed. The run goes on. To stop it: {self._how_to_stop}.\n")
+        text = f"note: SIGHUP: the terminal was closed. The run goes on. To stop it: {self._how_to_stop}.\n"
+        with suppress(OSError, UserError):
+            write_plain(self._console_log, text.encode(errors="backslashreplace"), appends=True)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._stop = self._stop or signal.Signals(number)

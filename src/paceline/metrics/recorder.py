@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import open_plain
 from paceline.metrics.sinks.base import Sink
 from paceline.metrics.sinks.open import open_sinks
 from paceline.runs.file_shapes import ROW
@@ -53,7 +54,7 @@ class Recorder:
         # The test rows of an earlier finish belong to that finish.
         self._rows = [row for row in self._rows if row.get("phase") != "test"]
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in self._rows))
-        self._file = folder.metrics_jsonl.open("ab", buffering=0)
+        self._file = open(folder.metrics_jsonl, "ab", buffering=0, opener=open_plain)  # noqa: SIM115
         self._waiting = b""  # lines that could not be written yet
         self._write_csv()
 

@@ -28,6 +28,7 @@ from typing import Any
 from paceline.config.small_files import not_plain, open_plain
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
+from paceline.runs.drafts import draft_of, remove_drafts, write_draft
 from paceline.runs.file_shapes import ENVIRONMENT, STATUS
 from paceline.runs.json_files import read_object
 from paceline.runs.linked_checkpoints import claim_linked_checkpoints, refuse_checkpoints_of_another_run
@@ -57,9 +58,9 @@ def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
     Durable: after a power loss the file holds the old text or the new one. Files that are replaced while training
     waits and that can be made again do without it, since a flush may take as long as a step.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = draft_of(path)
     try:
-        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # names that are not UTF-8
+        write_draft(temporary, text.encode("utf-8", errors="backslashreplace"))  # names that are not UTF-8
         if is_durable:
             flush(temporary)
         temporary.replace(path)
@@ -86,14 +87,6 @@ def flush(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def remove_drafts(folder: Path) -> None:
-    """Remove what killed processes left of files they were about to replace. Processes of this host may be alive."""
-    for path in folder.glob(".*.tmp"):
-        pid = path.name.removesuffix(".tmp").rpartition(".")[2]
-        if pid.isdecimal() and not THIS_MACHINE.exists(int(pid)):
-            path.unlink(missing_ok=True)
 
 
 def is_lost(folder: Path, error: OSError) -> bool:
@@ -188,8 +181,12 @@ class RunFolder:
     @property
     def files_of_others(self) -> list[str]:
         """Files that a run would overwrite, in a folder in which no run was ever started."""
-        names = set(names_in(self.path))
-        return [] if LOCK in names else sorted(names & set(_WRITTEN_FILES))
+        found = sorted(
+            {self.config.name, self.metrics_jsonl.name, *_WRITTEN_FILES} & (names := set(names_in(self.path)))
+        )
+        # Another person's program may use the same names. Without a lock file, a user may have deleted it.
+        is_run = LOCK in names or "paceline" in read_object(self.environment, ENVIRONMENT) or has_checkpoint(self.path)
+        return [] if is_run else found
 
     def log_of(self, rank: int) -> Path:
         return self.logs / f"rank-{rank}.log"

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from paceline.config.small_files import open_plain
 from paceline.errors import UserError
+from paceline.runs.drafts import draft_of
 from paceline.runs.machine import THIS_MACHINE, Machine, read_text
 from paceline.runs.members import (
     SILENT_S,
@@ -187,7 +188,7 @@ def _create_owner_file(path: Path, owner: Owner, machine: Machine) -> None:
 def _create_with_words(path: Path, owner: Owner, machine: Machine) -> None:
     """Raises FileExistsError. The file has its words from the beginning: an empty one, as a kill or a power loss may
     leave it, names no owner that could be seen to be dead."""
-    draft = path.with_name(f".{path.name}.{machine.pid}.tmp")
+    draft = draft_of(path, machine.pid)
     try:
         descriptor = open_plain(draft, os.O_WRONLY | os.O_TRUNC)
         try:

@@ -185,13 +185,17 @@ def check_init_from(loaded: LoadedConfig) -> None:
 
 def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
     """This run's own folder if it has something to go on from; what else may be taken, the policy says."""
-    own = given or (loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None)
+    beside = loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None
+    if beside is not None and RunFolder(beside).files_of_others:
+        beside = None  # a recipe of the user's own that has this name
+    own = given or beside
     newest = newest_run_folder(loaded.recipe_name)
     if loaded.config.run.load_policy == "eager":
-        folder = own or new_run_folder(loaded.recipe_name)
-        return RunPlace(folder, folder if has_checkpoint(folder) else newest)
-    folder = own or newest or new_run_folder(loaded.recipe_name)
-    return RunPlace(folder, folder if has_checkpoint(folder) else None)
+        folder, source = own or new_run_folder(loaded.recipe_name), newest
+    else:
+        folder, source = own or newest or new_run_folder(loaded.recipe_name), None
+    _refuse_files_of_others(folder)
+    return RunPlace(folder, folder if has_checkpoint(folder) else source)
 
 
 def owner_of(source: Path) -> Path:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from paceline.errors import UserError
+from paceline.runs.drafts import draft_of
 
 NODE_LOCAL = "PACELINE_NODE_LOCAL_FOLDER"  # set where a store brings every node its checkpoints, as under Metaflow
 SIGHT_S = 5.0  # how long a network file system may take to show a new file
@@ -27,8 +27,8 @@ def write_token(folder: Path) -> str:
 
     The name is random: no node has looked for it before, so no cache of a file system can hold an old answer.
     """
-    # Ends like a draft of a killed process, which the next owner of a run folder removes.
-    name = f".shared-{secrets.token_hex(16)}.{os.getpid()}.tmp"
+    # A draft: what a killed process leaves of it is removed by the next owner of the run folder.
+    name = draft_of(folder / "shared-folder").name
     try:
         with (folder / name).open("x") as file:
             file.write(name)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoints.payload import Piece, local_box, write_pieces
+from paceline.config.small_files import make_plain_folder
 from paceline.data.loader import Batch
 from paceline.errors import NonFiniteError
 from paceline.parallel.collectives import gather_texts
@@ -167,6 +168,6 @@ def _keep_batch(ride: Ride, batch: Batch) -> None:
         name: Piece(value.detach().cpu().contiguous(), local_box(value), tuple(value.shape))
         for name, value in tensors.items()
     }
-    ride.folder.bad_batches.mkdir(exist_ok=True)
+    make_plain_folder(ride.folder.bad_batches)
     name = f"step-{ride.state.step + 1:08}-rank-{ride.world.rank}.safetensors"
     write_pieces(ride.folder.bad_batches / name, pieces)

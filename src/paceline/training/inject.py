@@ -19,8 +19,10 @@ from torch import nn
 
 from paceline.checkpoints.format import MANIFEST, step_folders
 from paceline.config.faults import EVERY_RANK, Fault, read_ledger
+from paceline.config.small_files import write_plain
 from paceline.data.loader import Batch
 from paceline.errors import EXIT_INTERNAL, PacelineError
+from paceline.runs.folder import flush
 
 _DEFAULT_PHASE = "forward"
 _BATCH_FAULTS = ("nan", "spike", "inf-gradient", "oom")
@@ -103,10 +105,8 @@ class Faults:
     def _note(self, fault: Fault) -> None:
         self._struck[fault.number] += 1
         row = {"fault": fault.number, "what": str(fault), "rank": self._rank, "attempt": self._attempt}
-        with self._ledger.open("a") as file:
-            file.write(json.dumps({**row, "time": time.time()}) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_plain(self._ledger, (json.dumps({**row, "time": time.time()}) + "\n").encode(), appends=True)
+        flush(self._ledger)
 
     def _be_slow(self, fault: Fault, step: int) -> None:
         if fault.step <= step < fault.step + fault.values.get("steps", 1):

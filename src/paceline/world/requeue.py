@@ -15,6 +15,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from paceline.config.small_files import write_plain
 from paceline.config.variables import MAX_REQUEUES, read_whole
 from paceline.runs.json_files import COUNT, Fields, read_objects
 
@@ -53,8 +54,8 @@ def requeue_job(signal_name: str, path: Path, step: int) -> None:
     if count >= most:
         _tell(f"Slurm job {job} stays out of the queue: it came back {count} times without a step of progress")
         return
-    with path.open("a") as file:
-        file.write(json.dumps({"job": job, "step": step, "time": time.time()}) + "\n")
+    line = json.dumps({"job": job, "step": step, "time": time.time()}) + "\n"
+    write_plain(path, line.encode(), appends=True)
     try:
         answer = subprocess.run(
             ["scontrol", "requeue", job], capture_output=True, text=True, check=False, timeout=_TIMEOUT_S

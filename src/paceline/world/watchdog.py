@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-from paceline.config.small_files import open_plain
+from paceline.config.small_files import make_plain_folder, open_plain
 from paceline.world.hang_guard import STACKS_SIGNAL, start_hang_guard
 from paceline.world.pulse import Pulse
 
@@ -49,7 +49,7 @@ class Watchdog:
 
     def open_stacks(self, path: Path) -> None:
         """From now on this rank's stacks can be had."""
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_plain_folder(path.parent)
         self._stacks = open(open_plain(path, os.O_WRONLY | os.O_TRUNC), "w")  # noqa: PTH123, SIM115 - a descriptor
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
         if not self._is_supervised and self.pulse.path is not None:

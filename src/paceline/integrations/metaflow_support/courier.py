@@ -8,7 +8,6 @@ arrives. The best checkpoint travels once, as its own parcel, and later parcels 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import tempfile
 import threading
@@ -36,6 +35,7 @@ from paceline.checkpoints.store import (
     temporary_folder,
 )
 from paceline.config.small_files import read_small
+from paceline.runs.drafts import draft_of
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, flush
 
@@ -127,7 +127,7 @@ class Courier:
         for name in _COMPANIONS:
             target = self.folder.path / name
             if (scratch / name).exists() and (name == self.folder.metrics_jsonl.name or not target.exists()):
-                draft = self.folder.path / f".{name}.{os.getpid()}.tmp"  # half a file must not look like one
+                draft = draft_of(target)  # half a file must not look like one
                 shutil.copyfile(scratch / name, draft)
                 flush(draft)
                 draft.replace(target)

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import write_plain
 from paceline.metrics.sinks.base import CarefulSink, scalars_of
 
 EXPERIMENT = "paceline"
@@ -62,7 +63,7 @@ class MlflowSink(CarefulSink):
         experiment_id = self._experiment(artifacts)
         self._run_id = self._client.create_run(experiment_id, run_name=folder.resolve().name).info.run_id
         self._log_params(config)
-        id_file.write_text(self._run_id + "\n", encoding="utf-8")
+        write_plain(id_file, f"{self._run_id}\n".encode())
 
     def _continue(self, run_id: str) -> bool:
         """Go on in an earlier run; False if this store does not have it (another URI, or deleted)."""
