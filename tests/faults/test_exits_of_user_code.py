@@ -93,6 +93,43 @@ def test_sys_exit_in_user_code_below_torchrun(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
+@pytest.mark.parametrize("processes", [1, 2])
+def test_os_exit_in_user_code_below_torchrun(processes: int, tmp_path: Path) -> None:
+    """os._exit(0) in every rank: torchrun believes exit codes, so the ranks end with 2. The run counts as failed."""
+    (tmp_path / "own.py").write_text(CODE)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "paceline"]
+    answer = command(sys.executable, *torchrun, *FLAGS, "--loss=own.py:hard", cwd=tmp_path)
+    assert answer.code != 0, answer
+    assert "exitcode  : 2" in answer.err, answer
+    assert "own.py, line " in answer.err, answer
+    assert read_json(tmp_path / "run" / "status.json")["status"] == "failed"
+    assert not (tmp_path / "run" / "results.json").exists()
+
+
+def test_os_exit_in_a_rank_without_a_launcher_that_watches(tmp_path: Path) -> None:
+    """As srun starts it, one process per rank: exit code 2 on the process itself, and status failed."""
+    (tmp_path / "own.py").write_text(CODE)
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    answer = paceline(*FLAGS, "--loss=own.py:hard", cwd=tmp_path, **one)
+    assert answer.code == 2, answer
+    assert "own.py, line " in answer.err, answer
+    status = read_json(tmp_path / "run" / "status.json")
+    assert status["status"] == "failed"
+    assert "os._exit" in status["reason"]
+
+
+@pytest.mark.faults
+def test_os_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
+    """evaluate that is ended by a function of the user has not evaluated: exit code 2."""
+    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 400"))
+    answer = paceline(*FLAGS, "--epochs=1", "--processes=1", "--loss=own.py:hard", cwd=tmp_path)
+    assert answer.code == 0, answer
+    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 1"))
+    answer = paceline("evaluate", "run", cwd=tmp_path)
+    assert answer.code == 2, answer
+
+
+@pytest.mark.faults
 def test_sys_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
     """evaluate executes the same functions: exit code 2."""
     (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 400"))

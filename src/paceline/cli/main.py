@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -25,6 +25,7 @@ from paceline.errors import (
     explain_exit,
 )
 from paceline.metrics.safe_output import finish_console, protect_console
+from paceline.world.early_exit import early_exits_fail
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
@@ -72,11 +73,23 @@ _LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    code = _run(arguments)
+    # Our supervisor finds out by itself that its rank has ended early, and starts it again.
+    is_watched = os.environ.get("PACELINE_LAUNCHER") is not None
+    with nullcontext() if is_watched else early_exits_fail(_end_early):
+        return _note_code(_run(arguments))
+
+
+def _note_code(code: int) -> int:
     if code != EXIT_FINISHED:
         from paceline.launch.final_code import note_final_code  # which --help must not wait for
 
         note_final_code(code)
+    return code
+
+
+def _end_early(error: UserError) -> int:
+    code = _note_code(_tell(error.screen(), error, error.exit_code))
+    finish_console()
     return code
 
 

@@ -52,6 +52,7 @@ from paceline.training.rehearse import rehearse
 from paceline.training.same_ranks import require_same_ranks
 from paceline.training.shared_folder import require_shared_folder
 from paceline.world.detect import RankEnvironment, World, build_world
+from paceline.world.early_exit import reported_to
 from paceline.world.error_file import leave_error_file
 from paceline.world.group import allow_suspension, process_group
 from paceline.world.heap import keep_freed_memory
@@ -95,10 +96,17 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
 def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
     folder = RunFolder(place.folder, guards.member)
     before = folder.read_status()
+
+    def write_failed(reason: str) -> None:
+        if world.is_primary and not folder.stays_over(before):
+            with suppress(OSError, OwnerLost):  # the folder may be what failed, or belong to another
+                folder.write_status("failed", reason=reason)
+
     try:
         run = rehearse if config.run.rehearse else train
         try:
-            results = run(config, world, place, guards)
+            with reported_to(write_failed):
+                results = run(config, world, place, guards)
         except SystemExit as error:
             raise explain_exit(error) from error
         except Exception as error:
@@ -114,9 +122,7 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
     except BaseException as error:
         what = _in_words(error)
         _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
-        if world.is_primary and not folder.stays_over(before):
-            with suppress(OSError, OwnerLost):  # the folder may be what failed, or belong to another
-                folder.write_status("failed", reason=what)
+        write_failed(what)
         raise
     if world.is_primary:
         told = {"test_accuracy": results["test_accuracy"], **describe_console_loss()}

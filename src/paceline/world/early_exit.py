@@ -1,0 +1,63 @@
+"""`os._exit` in a function of the user's own ends a process at once, with any code: 0 would look like a finished run.
+
+Our supervisor asks each rank for its last word. torchrun and srun believe the exit code, so the call itself is replaced
+while the work lasts. An exit by other means (a C library) is not seen here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from paceline.errors import UserError
+
+_reports: list[Callable[[str], None]] = []
+
+
+@contextmanager
+def reported_to(report: Callable[[str], None]) -> Iterator[None]:
+    """`report` is called with the reason before this process ends early."""
+    _reports.append(report)
+    try:
+        yield
+    finally:
+        _reports.remove(report)
+
+
+@contextmanager
+def early_exits_fail(tell: Callable[[UserError], int]) -> Iterator[None]:
+    """While this lasts, `os._exit` by code that is not ours ends this process with the code that `tell` returns."""
+    process, leave_now = os.getpid(), os._exit
+
+    def leave(status: int) -> None:
+        caller = sys._getframe(1)
+        is_ours = str(caller.f_globals.get("__name__", "")).partition(".")[0] == "paceline"
+        if is_ours or os.getpid() != process:  # processes that were forked, as by multiprocessing, end like this
+            leave_now(status)
+        error = _explain(status, traceback.extract_stack(caller)[-1])
+        code = error.exit_code
+        try:
+            for report in _reports:
+                with suppress(Exception):
+                    report(error.what)
+            code = tell(error)
+        finally:
+            leave_now(code)
+
+    os._exit = leave  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        os._exit = leave_now
+
+
+def _explain(status: int, caller: traceback.FrameSummary) -> UserError:
+    return UserError(
+        "os._exit was called before the work was done",
+        where=f"{caller.filename}, line {caller.lineno}",
+        got=f"os._exit({status})",
+        hint="a function that cannot go on raises an exception",
+    )
