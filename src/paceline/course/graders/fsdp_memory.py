@@ -59,11 +59,10 @@ def _shard_by(person: ModuleType, rank: int, world_size: int, has_room: bool) ->
     try:
         model = person.shard(given, Block, has_room)
     except Exception as error:
-        if not isinstance(given, FSDPModule):
+        is_model_first = isinstance(given, FSDPModule) and not all(isinstance(b, FSDPModule) for b in _blocks_of(given))
+        if not is_model_first:
             raise
-        advice = (
-            "The first call on the whole model takes all its weights. Shard the parts first, then the model, once each."
-        )
+        advice = "The call on the whole model takes all weights that are left. Shard the parts first, then the model."
         return "model-before-its-parts", f"{call}: {describe_error(error, Path(str(person.__file__)))}", advice
     if not isinstance(model, Stack):
         what = f"{call} returns a {type(model).__name__}"
