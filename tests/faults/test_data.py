@@ -57,7 +57,7 @@ def test_a_broken_picture_is_counted_and_replaced_where_that_is_allowed(pictures
     answer = paceline(*folder_run(pictures, tmp_path, "--unreadable=1"), cwd=tmp_path)
     assert answer.code == 0, answer
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
-    assert "unreadable, grey instead" in logs
+    assert "warning: unreadable" in logs
 
 
 # Fault 13

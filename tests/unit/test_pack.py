@@ -267,7 +267,7 @@ def test_a_full_disk_by_a_faked_free_space_is_told_before_anything_is_written(
 ) -> None:
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**9, 10**9 - 1000, 1000))
-    with pytest.raises(UserError, match="not enough room"):
+    with pytest.raises(UserError, match="not enough disk space"):
         pack(request(pictures, tmp_path / "packed"), Silent())
     assert files_of(tmp_path / "packed") == {}
 

@@ -1,8 +1,8 @@
-"""Samples read ahead of the loop, by a thread of their own, and for a GPU copied there beside its work.
+"""Reads samples ahead of the training loop in one background thread and, for a GPU, copies them asynchronously.
 
-The thread reads a share into page-locked memory and starts its copy on a stream of its own, so the GPU computes on one
-batch while the next ones arrive. The loop's stream waits for the copy, the loop itself does not. How long the loop
-stands waiting for the thread is watched: when that is much, one warning says so, and what helps.
+The thread reads a share into page-locked memory and starts the copy on a separate CUDA stream. The GPU computes on one
+batch while the next ones arrive. The loop's stream waits for the copy; the loop itself does not. `ReadingWatch`
+measures how long the loop waits for the thread and warns once if that is a large part of its time.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from paceline.data.dataset import Dataset
 _log = logging.getLogger("paceline")
 
 _AHEAD = 2  # shares that are read while the loop works on one
-_MOST_WAITING = 0.2  # of the loop's time
+_MOST_WAITING = 0.2  # fraction of the loop's time
 _WINDOW_S = 10.0
-_LEAST_SHARES = 10  # in a window, so that a hiccup is no bottleneck
+_LEAST_SHARES = 10  # per window: one slow read does not trigger the warning
 
 
 @runtime_checkable
 class ReadsInto(Protocol):
-    """A data set of uint8 pictures that can fill memory it is given."""
+    """A data set of uint8 pictures that can read into given memory."""
 
     sample_shape: tuple[int, ...]
 
@@ -39,7 +39,7 @@ class ReadsInto(Protocol):
 
 
 class ReadingWatch:
-    """Adds up how long the loop waits for reading; where that is much of its time, one warning says so."""
+    """Adds up how long the loop waits for data. Warns once if that is a large part of its time."""
 
     def __init__(self, dataset: Dataset) -> None:
         self._remedy = getattr(dataset, "if_slow", "a faster read() of the data set")
@@ -47,7 +47,7 @@ class ReadingWatch:
         self._waited_s, self._loop_s, self._shares = 0.0, 0.0, 0
 
     def look(self, waited_s: float, loop_s: float) -> None:
-        """`waited_s` of the `loop_s` since the last share the loop stood still."""
+        """Record that the loop waited `waited_s` of the `loop_s` seconds since the last share."""
         self._waited_s += waited_s
         self._loop_s += loop_s
         self._shares += 1
@@ -69,7 +69,7 @@ def read_ahead(
     todo = iter(shares)
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="read-ahead") as thread:
         try:
-            last = None  # nothing could be read ahead of the first share
+            last = None  # the first share is not measured: it cannot be read ahead
             for ids in shares:
                 coming.extend(thread.submit(reader.read, later) for later in islice(todo, 1 + _AHEAD - len(coming)))
                 asked = time.perf_counter()
@@ -86,13 +86,13 @@ def read_ahead(
 
 @dataclass(frozen=True)
 class _Arrival:
-    """Samples that are there, or on their way on a stream of their own."""
+    """Samples that are in memory, or whose copy is under way on the reader's stream."""
 
     samples: Tensor
     is_there: torch.cuda.Event | None
 
     def take(self) -> Tensor:
-        """For the current stream: it waits for the copy, and the memory is not reused before it is done with it."""
+        """Make the current stream wait for the copy. The memory is not reused before this stream is done with it."""
         if self.is_there is not None:
             stream = torch.cuda.current_stream(self.samples.device)
             stream.wait_event(self.is_there)
@@ -101,7 +101,7 @@ class _Arrival:
 
 
 class _Reader:
-    """What the thread does."""
+    """Runs in the background thread."""
 
     def __init__(self, dataset: Dataset, device: str) -> None:
         self._dataset = dataset
@@ -112,7 +112,7 @@ class _Reader:
         if self._stream is None:
             return _Arrival(self._dataset.read(ids), None)
         with torch.cuda.stream(self._stream):
-            # Page-locked memory is torch's: it is handed out again only when the copy out of it is done.
+            # torch owns the page-locked memory and reuses it only after the copy out of it is done.
             samples = self._read_locked(ids).to(self._device, non_blocking=True)
             is_there = torch.cuda.Event()
             is_there.record(self._stream)

@@ -1,8 +1,8 @@
-"""From raw samples to model inputs, a batch at a time on the batch's device.
+"""Turns raw samples into model inputs, one batch at a time, on the batch's device.
 
-Every random choice is drawn from (seed, epoch, sample id, draw number), so a sample gets the same
-pixels in an epoch whichever rank, worker or batch it falls into. Nothing here asks the device for a value, so
-the work can be recorded (world/recorded.py).
+Every random choice is drawn from (seed, epoch, sample id, draw number). A sample therefore gets the same
+pixels in an epoch on any rank, in any worker and in any batch. Nothing here reads a value back from the device, so
+the work can be recorded as a CUDA graph (world/recorded.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from paceline.errors import UserError
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-SHIFTED = {"light": 8, "gentle": 16, "lively": 8}  # crops move by this part of a side
-MIRRORED = ("gentle", "lively")  # borders, and every other epoch
+SHIFTED = {"light": 8, "gentle": 16, "lively": 8}  # crops move by at most 1/8 or 1/16 of a side
+MIRRORED = ("gentle", "lively")  # mirror the borders, and flip each sample in every other epoch
 _ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN = _DRAWS = range(10, 15)  # draw numbers
 
 
@@ -58,13 +58,13 @@ class Pipeline:
         return self.augment(samples, self.draw(ids.to(samples.device), self.keys_of(epoch).to(samples.device)))
 
     def keys_of(self, epoch: int) -> Tensor:
-        """What an epoch's choices are drawn with: a number per draw, and what mirrors the others' rest."""
-        alternates = self.kind in MIRRORED  # then the draw itself is the same in every epoch
+        """The keys of an epoch's choices: one number per draw, and last the bits that reverse the flips."""
+        alternates = self.kind in MIRRORED  # the flip draw is then the same in every epoch; odd epochs reverse it
         starts = [start_of(draw, self.seed, 0 if draw == _FLIP and alternates else epoch) for draw in _DRAWS]
         return torch.tensor([*starts, turn_even(epoch) if alternates else 0])
 
     def draw(self, ids: Tensor, keys: Tensor) -> Tensor:
-        """Random bits for the choices made for these samples, a layer per choice. Any shape of ids: a whole epoch's."""
+        """Random bits for these samples, one layer per choice. `ids` may have any shape, for example a whole epoch."""
         if len(self.raw_shape) != 3:
             return ids
         count = len(_DRAWS) if self.cutout else 3
@@ -73,7 +73,7 @@ class Pipeline:
         return bits
 
     def augment(self, samples: Tensor, drawn: Tensor) -> Tensor:
-        """The same with what was drawn for them; everything lies on one device."""
+        """Like `for_training`, with bits that are drawn already. All tensors are on one device."""
         if samples.dim() != 4:
             return samples
         bits = dict(zip(_DRAWS, drawn, strict=False))
@@ -110,12 +110,12 @@ class Pipeline:
 
     def _normalise(self, samples: Tensor) -> Tensor:
         mean, std = (_per_channel(values, samples.device) for values in (self.mean, self.std))
-        # Laid out while the values are still bytes; the arithmetic then happens in place.
+        # Change the memory layout while the values are still bytes. The arithmetic is then done in place.
         inputs = samples.contiguous(memory_format=torch.channels_last).float()
         return (inputs.sub_(mean) if inputs is not samples else inputs - mean).div_(std)
 
     def _cut_out(self, inputs: Tensor, bits: dict[int, Tensor]) -> Tensor:
-        """Blank a square to the mean colour, which after normalisation is zero."""
+        """Set a square to the mean colour, which is zero after normalisation."""
         inside = []
         for size, number in zip(inputs.shape[2:], (_CUT_ROW, _CUT_COLUMN), strict=True):
             start = below(size, bits[number])[:, None] - self.cutout // 2
@@ -129,13 +129,13 @@ def _crop(samples: Tensor, size: tuple[int, ...], row_bits: Tensor, column_bits:
     height, width = size
     rows = below(samples.shape[2] - height + 1, row_bits)
     columns = below(samples.shape[3] - width + 1, column_bits)
-    # Every window of every sample as a view; indexing then copies just the chosen ones.
+    # A view of every window of every sample; indexing copies only the chosen ones.
     windows = samples.unfold(2, height, 1).unfold(3, width, 1)
     return windows[torch.arange(len(samples), device=samples.device), :, rows, columns]
 
 
 def _mirror_borders(samples: Tensor, border: int) -> Tensor:
-    """A border that continues the picture as its mirror image. torch's own padding knows no bytes."""
+    """Add borders that mirror the picture. torch's reflection padding does not support uint8."""
     for axis in (2, 3):
         size = samples.shape[axis]
         places = torch.arange(-border, size + border, device=samples.device).abs()
@@ -145,12 +145,12 @@ def _mirror_borders(samples: Tensor, border: int) -> Tensor:
 
 @lru_cache(maxsize=16)
 def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """Kept: a copy to a GPU for every batch would wait for it."""
+    """Cached: copying to the GPU for every batch would synchronise with it."""
     return torch.tensor(values, device=device).view(1, -1, 1, 1) * 255
 
 
 def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline:
-    """The pipeline a config asks for; vectors pass through untouched."""
+    """The pipeline a config asks for; vectors pass through unchanged."""
     kind = config.augment
     if kind == "imagenet" and not info.is_image:
         raise UserError("the imagenet pipeline needs images", got=f"{info.name} has vectors", hint="--augment none")

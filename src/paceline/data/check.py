@@ -1,6 +1,6 @@
-"""Is a data set whole? Packed pictures, pictures in folders, and the sets that `paceline data fetch` knows.
+"""Checks that a data set is complete: packed pictures, pictures in folders, and the sets of `paceline data fetch`.
 
-Nothing is downloaded and nothing is changed. What is damaged is named, file by file.
+Nothing is downloaded and nothing is changed. Errors name each damaged file.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _MOST_NAMES = 6
 
 @dataclass(frozen=True)
 class Checked:
-    """What was found whole, in words."""
+    """Describes a data set that passed the check."""
 
     what: str
     proof: str
 
 
 def check_packed(folder: Path, progress: Progress) -> Checked:
-    """Every byte of every shard."""
+    """Check every byte of every shard."""
     packed = read_finished(folder)
     progress.start(packed.size_bytes, 0)
     damages = list(find_damage(folder, packed, progress.advance))
     if damages:
         raise damaged_shard(folder, damages)
     pictures = f"{packed.num_pictures('train'):,} train and {packed.num_pictures('test'):,} test pictures"
-    grey = f", {len(packed.unreadable)} of them grey for want of a readable one" if packed.unreadable else ""
+    grey = f", {len(packed.unreadable)} of them unreadable and replaced by grey" if packed.unreadable else ""
     what = f"{pictures} of {len(packed.classes)} classes, {packed.side} x {packed.side} pixels{grey}"
     return Checked(what, f"{len(packed.shards)} shards, sizes and CRC-32 agree")
 
@@ -73,7 +73,7 @@ def check_pictures(folder: Path, workers: int, progress: Progress) -> Checked:
             got="\n".join(
                 bad[:_MOST_NAMES] + ([f"and {len(bad) - _MOST_NAMES} more"] if len(bad) > _MOST_NAMES else [])
             ),
-            hint=f"replace or remove them, or train with --unreadable {len(bad)}: grey ones stand in",
+            hint=f"replace or remove them, or train with --unreadable {len(bad)}, which replaces them by grey",
         )
     counts = f"{len(pictures.train.paths):,} train and {len(pictures.test.paths):,} test pictures"
     return Checked(f"{counts} of {len(pictures.classes)} classes", "all of them decoded")
@@ -84,13 +84,13 @@ def _short(why: str) -> str:
 
 
 def check_known(name: str, data_dir: Path) -> Checked:
-    """A set with a name, where it lies; absent is not damaged, but it is not whole either."""
+    """Check a known data set in `data_dir`. A set that is absent is an error, too."""
     proof = _check_cifar10(data_dir) if name == "cifar10" else _check_fashion_mnist(data_dir)
     return Checked(describe_known(name, data_dir), proof)
 
 
 def describe_known(name: str, data_dir: Path) -> str:
-    """Load it, which downloads what is absent and checks sizes, shapes and labels."""
+    """Load the data set, which downloads absent files and checks sizes, shapes and labels."""
     from paceline.data.registry import load_dataset
 
     info = load_dataset(DataConfig(dataset=name, data_dir=str(data_dir)), 0).info
@@ -123,7 +123,7 @@ def _check_cifar10(data_dir: Path) -> str:
 
 
 def _check_pickled_cifar10(folder: Path) -> str:
-    """Either the official file, or a file that was pickled again and holds the same labels and pixels."""
+    """Accept the official files, and files that were pickled again with the same labels and pixels."""
     from paceline.data.sources import cifar10
 
     for file, (md5, records_sha1) in cifar10.PICKLED_CHECKSUMS.items():
@@ -158,7 +158,10 @@ def _require_md5(path: Path, wanted: str) -> None:
 
 def _damaged(path: Path, got: str) -> DataError:
     return DataError(
-        "this file is damaged", where=str(path), got=got, hint="delete it, and paceline data fetch brings it again"
+        "this file is damaged",
+        where=str(path),
+        got=got,
+        hint="delete it, then download it again: paceline data fetch NAME",
     )
 
 

@@ -1,8 +1,7 @@
-"""What a data set is to the rest of the house: labels in memory and samples read by index.
+"""The interface of a data set: labels in memory, samples read by index.
 
-`read` takes a whole batch of indices at once, so a resident data set answers with one gather and a
-folder of images with one round of its thread pool. Randomness never enters here: order and
-augmentation belong to `order.py` and `augment.py`.
+`read` takes a whole batch of indices. A resident data set answers with one gather, a folder of images with one
+round of its thread pool. Nothing here is random: `order.py` makes the order, `augment.py` the augmentation.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _PROBES = 8
 
 @dataclass(frozen=True)
 class DatasetInfo:
-    """What can be said about a data set without loading it."""
+    """What is known about a data set without loading it."""
 
     name: str
     num_train: int  # training and validation samples together
@@ -40,7 +39,7 @@ class DatasetInfo:
 
     @property
     def takes_pictures(self) -> bool:
-        """Whether a picture file can be made a sample: square images can."""
+        """Whether a picture file can become a sample. True for square images."""
         return self.is_image and self.sample_shape[1] == self.sample_shape[2]
 
 
@@ -76,20 +75,20 @@ class ResidentDataset:
         return len(self._labels)
 
     def read(self, indices: Tensor) -> Tensor:
-        # For rows of bytes several times as fast as indexing, on CPUs.
+        # On CPUs index_select is several times as fast as indexing for rows of bytes.
         return self.samples.index_select(0, indices.to(self.samples.device))
 
 
 @dataclass(frozen=True)
 class LoadedData:
-    """The two halves every source delivers; the validation split is cut from `train` later."""
+    """The two halves that every source returns. The validation split is taken from `train` later."""
 
     info: DatasetInfo
     train: Dataset
     test: Dataset
 
     def fingerprint(self) -> str:
-        """A short text that differs, all but surely, between data sets that differ: all labels and some samples."""
+        """A short hash of all labels and some samples. Different data sets almost surely have different hashes."""
         digest = hashlib.sha256(repr(self.info).encode())
         for part in (self.train, self.test):
             digest.update(part.labels.numpy().tobytes())

@@ -1,6 +1,6 @@
-"""Processes that decode pictures, a chunk at a time, in order and with little in flight. Imports no torch.
+"""Decodes pictures in processes, chunk by chunk, in order and with a bounded queue. Imports no torch.
 
-They are spawned, so that they inherit nothing, and end with the process that started them, however that ends.
+The processes are spawned, so they inherit nothing. They exit when their parent exits for any reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from paceline.data.pictures import read_pixels
 from paceline.errors import DataError
 
-_WAITING_CHUNKS = 16  # per process: enough to go on with while the caller is busy
+_WAITING_CHUNKS = 16  # per process: enough work while the caller is busy
 _SMALL_SIDE = 8
 
 Key = TypeVar("Key")
@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 def in_processes(
     function: Callable[..., Result], tasks: Iterable[tuple[Key, tuple[Any, ...]]], workers: int
 ) -> Iterator[tuple[Key, Result]]:
-    """`function(*arguments)` for each (key, arguments), with the keys and in their order."""
+    """Yield (key, `function(*arguments)`) for each (key, arguments), in the order of `tasks`."""
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start)
     waiting: deque[tuple[Key, Future[Result]]] = deque()
     todo = iter(tasks)
@@ -45,7 +45,7 @@ def in_processes(
             yield key, future.result()
     except BrokenProcessPool as error:
         raise DataError(
-            "a process that decodes pictures was killed", hint="if memory is short, fewer --workers; then try again"
+            "a process that decodes pictures was killed", hint="try again; if memory is short, with fewer --workers"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
@@ -63,7 +63,8 @@ def find_unreadable(names: list[str]) -> list[tuple[int, str]]:
 
 
 def _start() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process; one of them speaks
+    # The terminal sends SIGINT to the whole process group; only the parent handles it.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     warnings.simplefilter("ignore")
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -1,8 +1,8 @@
 """Random draws without a generator: a hash of numbers, computed for a whole batch at once.
 
-A draw depends on its keys alone - seed, epoch, sample, draw number - never on who asks, in which
-order or how often. The mixer is the 64-bit finaliser of the SplitMix family; all arithmetic is exact
-int64 wrap-around, so CPUs and GPUs agree to the bit.
+A draw depends only on its keys (seed, epoch, sample, draw number), not on the caller, the order of calls or their
+number. The mixer is the 64-bit finaliser of the SplitMix family. All arithmetic is exact int64 wrap-around, so CPUs
+and GPUs give the same bits.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 _WORD = 2**64
 _GOLDEN = 0x9E3779B97F4A7C15
-_UNUSED = 33  # the lower bits of a draw
+_UNUSED = 33  # `below` drops this many low bits of a draw
 _MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
 
@@ -22,7 +22,7 @@ def draw_bits(keys: Tensor, *context: int) -> Tensor:
 
 
 def start_of(*context: int) -> int:
-    """A context as one number (int64)."""
+    """Hash a context into one number (int64)."""
     start = 0
     for number in context:
         start = _mix_int(start ^ _mix_int(number + _GOLDEN))
@@ -37,7 +37,7 @@ def draw_bits_from(keys: Tensor, starts: int | Tensor) -> Tensor:
 def draw_sequence(starts: Tensor, numbers: Tensor) -> Tensor:
     """64 random bits for each number of the sequence that begins at each start; shapes broadcast.
 
-    Starts are random already, which saves the hash of the numbers: this is the generator SplitMix64.
+    Starts are random already, so the numbers need no hash of their own. This is the generator SplitMix64.
     """
     return _mix(starts + (numbers + 1) * _signed(_GOLDEN))
 
@@ -48,7 +48,7 @@ def below(limit: int, bits: Tensor) -> Tensor:
 
 
 def turn_even(number: int) -> int:
-    """Bits that, by exclusive or, turn what `below` makes of others from even to odd if this number is odd."""
+    """Bits to XOR with a draw. For an odd number they change `below(2, draw)` from 0 to 1 and from 1 to 0."""
     return (number % 2) << _UNUSED
 
 
@@ -63,14 +63,14 @@ def draw_permutation(size: int, *context: int, device: str | torch.device = "cpu
 
 
 def _mix(bits: Tensor) -> Tensor:
-    # In place where it can be: the steps of small models draw many small tensors.
+    # In place where possible: a step of a small model draws many small tensors.
     bits = _shift(bits, 30).bitwise_xor_(bits).mul_(_signed(_MULTIPLIERS[0]))
     bits = _shift(bits, 27).bitwise_xor_(bits).mul_(_signed(_MULTIPLIERS[1]))
     return _shift(bits, 31).bitwise_xor_(bits)
 
 
 def _mix_int(bits: int) -> int:
-    """The same on a plain number, so that the context costs no tensor operations."""
+    """Like `_mix`, for a Python int: hashing a context needs no tensor operations."""
     bits %= _WORD
     bits = (bits ^ bits >> 30) * _MULTIPLIERS[0] % _WORD
     bits = (bits ^ bits >> 27) * _MULTIPLIERS[1] % _WORD

@@ -1,9 +1,8 @@
-"""Downloads that are whole and verified, or absent.
+"""Downloads files. A file at its destination is always complete and verified.
 
-A file is fetched under a lock into a temporary name beside its destination, compared with its digest
-and only then renamed: a reader never sees half of it, and of several ranks on a node the first
-downloads while the others wait and then find it. Used for data sets and for pretrained weights.
-Imports no torch.
+A file is downloaded under a lock to a temporary name beside its destination, compared with its digest
+and then renamed. A reader never sees a partial file. Of several ranks on a node the first one downloads;
+the others wait and then find the file. Used for data sets and for pretrained weights. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ _BLOCK_BYTES = 1 << 20
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the machine-wide lock that belongs to `path`; wait for whoever holds it now.
+    """Hold the machine-wide lock that belongs to `path`. Wait while another process holds it.
 
-    The lock file stays behind on purpose: removing it would let two processes lock two different files.
+    The lock file is not removed: after a removal two processes could lock two different files.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_name(f".{path.name}.lock").open("ab") as handle:
@@ -67,14 +66,14 @@ def _download(url: str, destination: Path, checksum: str, algorithm: str) -> Non
             digest = _stream(url, sink, algorithm)
         if not checksum or not digest.startswith(checksum):
             raise ValueError(f"{algorithm} {digest[: max(8, len(checksum))]}, expected {checksum}")
-        part.chmod(0o644)  # mkstemp gives 0600, but a shared data folder has many readers
+        part.chmod(0o644)  # mkstemp gives 0600, but other users may read a shared data folder
         part.replace(destination)
     finally:
         part.unlink(missing_ok=True)
 
 
 def _stream(url: str, sink: BinaryIO, algorithm: str) -> str:
-    """Copy the body of `url` into `sink` and return its digest; a short body is an error."""
+    """Copy the body of `url` into `sink` and return its digest. A short body is an error."""
     digest = hashlib.new(algorithm)
     received = 0
     with urllib.request.urlopen(url, timeout=SOCKET_TIMEOUT_S) as response:

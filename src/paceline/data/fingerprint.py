@@ -1,8 +1,8 @@
-"""What a data set is, in a few hundred bytes that travel with every checkpoint: is this still the data of the run?
+"""The fingerprint of a data set: a few hundred bytes in every checkpoint, to check that a resume has the same data.
 
-It depends on samples, labels and class names in their order, never on a path, a time, a machine or the number of
-ranks. Data in memory is read completely; of pictures in folders the names and sizes count, of packed ones the
-checksums they carry. From the keys of samples follows which of them a run has kept for validation.
+It depends on samples, labels and class names in their order, not on a path, a time, a machine or the number of
+ranks. Data in memory is read completely. For pictures in folders the names and sizes count, for packed pictures the
+stored checksums. The keys of samples identify the samples that a run keeps for validation.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.data.draws import draw_bits
 from paceline.data.pack_format import crc32_of
 
 Fingerprint = dict[str, Any]
-_PROBES = 64  # samples of a data set that cannot be read completely in a moment
+_PROBES = 64  # samples to read if reading the complete data set would take too long
 _WORD_BYTES = 8
 _ROWS_AT_ONCE = 4096
 _MOST_KEYS = 2**20  # 8 MB: more would make every checkpoint's state too large
@@ -34,7 +34,7 @@ _NAMES = {
 
 
 def fingerprint_of(data: LoadedData) -> Fingerprint:
-    """JSON-ready. Takes a hundredth of a second for a data set like CIFAR-10."""
+    """Can be written as JSON. Takes a hundredth of a second for a data set like CIFAR-10."""
     return {
         "classes": _digest(json.dumps(data.info.classes).encode()),
         "num_classes": data.info.num_classes,
@@ -44,7 +44,7 @@ def fingerprint_of(data: LoadedData) -> Fingerprint:
 
 
 def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
-    """What differs, in words; nothing if it is the same data as far as both fingerprints tell."""
+    """What differs, as text for the user. Empty if the fingerprints show no difference."""
     lines = []
     if saved["classes"] != now["classes"]:
         lines.append(f"class names: {saved['num_classes']} then, {now['num_classes']} now, not the same in this order")
@@ -88,7 +88,7 @@ def _contents(dataset: Dataset) -> tuple[str, str]:
         return "shards", _digest(json.dumps(checksums).encode())
     some = torch.linspace(0, len(dataset) - 1, min(_PROBES, len(dataset))).long()
     first, second = (dataset.read(some).contiguous().numpy().tobytes() for _ in range(2))
-    return "probes", _digest(first) if first == second else ""  # some data sets augment by themselves
+    return "probes", _digest(first) if first == second else ""  # a data set with its own augmentation has no digest
 
 
 def _digest(content: bytes) -> str:
@@ -99,7 +99,7 @@ def _digest(content: bytes) -> str:
 
 
 def sample_keys(dataset: Dataset) -> Tensor | None:
-    """A number (int64) for each sample that follows from the sample alone; None where samples cannot be told apart."""
+    """A number (int64) for each sample, computed from this sample only. None if samples cannot be identified."""
     if isinstance(dataset, ResidentDataset):
         return _keys_of_rows(dataset.samples)
     names = getattr(dataset, "names", None)
@@ -121,7 +121,7 @@ def _keys_of_rows(samples: Tensor) -> Tensor:
 
 
 def pack_keys(keys: Tensor | None) -> str | None:
-    """As text for JSON; None where there are none, or too many."""
+    """Keys as text for JSON. None if there are none, or too many."""
     if keys is None or len(keys) > _MOST_KEYS:
         return None
     return base64.b64encode(keys.sort().values.numpy().astype("<i8").tobytes()).decode()
@@ -132,7 +132,7 @@ def unpack_keys(text: str) -> Tensor:
 
 
 def split_by_keys(keys: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample ids of the training and the validation part: for validation only what was kept for it before."""
+    """Sample ids of the training and the validation part. Only samples held out before are in the validation part."""
     is_held_out = torch.isin(keys, held_out)
     ids = torch.arange(len(keys))
     return ids[~is_held_out], ids[is_held_out]

@@ -1,6 +1,6 @@
-"""The shape of a synthetic sample, as a person writes it: `784` or `3x32x32`.
+"""Parses the shape of a synthetic sample: `784` or `3x32x32`.
 
-By itself and free of torch, so that a wrong one is found before anything is started.
+Imports no torch, so a wrong shape is found before anything starts.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import re
 
 from paceline.errors import UserError
 
-MAX_BYTES = 2**28  # of all samples together; more would not be a quick test any longer
+MAX_BYTES = 2**28  # of all samples together: synthetic data is for quick tests
 
 
 def parse_input_size(text: str) -> tuple[int, ...]:
-    """`784` -> (784,) and `3x32x32` -> (3, 32, 32); anything else is the user's mistake."""
+    """`784` -> (784,) and `3x32x32` -> (3, 32, 32); UserError for anything else."""
     if re.fullmatch(r"[1-9][0-9]{0,8}(x[1-9][0-9]{0,8}x[1-9][0-9]{0,8})?", text, re.ASCII):
         shape = tuple(int(part) for part in text.split("x"))
         if len(shape) == 1 or shape[0] in (1, 3):
@@ -28,7 +28,7 @@ def parse_input_size(text: str) -> tuple[int, ...]:
 
 
 def check_total_size(shape: tuple[int, ...], num_samples: int) -> None:
-    """Refuse a synthetic set that would not fit comfortably in memory."""
+    """Refuse a synthetic set that takes too much memory."""
     sample_bytes = math.prod(shape) * (1 if len(shape) == 3 else 4)
     if sample_bytes * num_samples > MAX_BYTES:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Which files the data sets with a name consist of, and where they lie. Imports no torch."""
+"""The files of the known data sets, and their folders. Imports no torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FASHION_MNIST_MD5 = {  # of the gzipped files
 
 
 def missing_files(dataset: str, data_dir: Path) -> list[str]:
-    """What would have to be downloaded. Empty for a set that is complete, made, or the user's own."""
+    """The files to download. Empty for a set that is complete, generated, or the user's own."""
     if dataset == "cifar10":
         missing = missing_cifar10(cifar10_folder(data_dir))
         pickled = find_pickled_cifar10(data_dir) if missing else None

@@ -1,7 +1,7 @@
-"""A rank's share of every batch, ready on its device.
+"""Gives each rank its share of every batch, on its device.
 
-The order of an epoch is cut into global batches, a global batch into the ranks' neighbouring shares.
-Data sets that read files are read ahead by one thread; resident ones are gathered when asked.
+The order of an epoch is cut into global batches, and a global batch into adjacent shares, one per rank.
+Data sets that read files are read ahead by one thread. Resident data sets are gathered on demand.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from paceline.world.detect import World
 from paceline.world.heap import return_freed_memory
 from paceline.world.recorded import Recorded
 
-_MANY = 20_000  # samples, whose order takes memory worth giving back
-_COPIED_AT_ONCE = 1024  # samples on their way to a GPU that will hold all of them
+_MANY = 20_000  # samples; from here on the memory for sorting them is returned to the kernel
+_COPIED_AT_ONCE = 1024  # samples per copy when a data set moves to the GPU
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Batch:
     inputs: Tensor
     labels: Tensor
     ids: Tensor  # sample numbers in the data set
-    wait_s: float  # how long the loop stood still for it
+    wait_s: float  # how long the loop waited for it
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class EvaluationBatch:
     inputs: Tensor
     labels: Tensor
     share: int  # which of this rank's shares
-    is_counted: bool  # False for a stand-in that only keeps ranks in step
+    is_counted: bool  # False for padding: it only gives all ranks the same number of forward passes
 
 
 class Loader:
@@ -61,13 +61,13 @@ class Loader:
         return len(self.ids)
 
     def on_part(self, ids: Tensor) -> Loader:
-        """The same data set, already on its device, seen through other sample ids."""
+        """A loader of other sample ids. It shares the data set that is already on the device."""
         part = copy.copy(self)
         part.ids = ids
         return part
 
     def train_epoch(self, *, seed: int, epoch: int, global_batch_size: int, first_step: int) -> Iterator[Batch]:
-        """This rank's batches of an epoch, from any step of it on. A last partial batch is left out."""
+        """This rank's batches of an epoch, starting at `first_step`. A last partial batch is left out."""
         shares = self._own_shares(seed, epoch, global_batch_size)[first_step:]
         make_batches = self._gather_batches if isinstance(self._dataset, ResidentDataset) else self._read_batches
         asked = time.perf_counter()
@@ -76,7 +76,7 @@ class Loader:
             asked = time.perf_counter()
 
     def warm_up(self, batch_size: int) -> None:
-        """On a GPU the making of a batch is recorded, and kernels are loaded, here and not in the first steps."""
+        """On a GPU, load the kernels and record the CUDA graph of a batch now instead of in the first steps."""
         if isinstance(self._gather, Recorded) and isinstance(self._dataset, ResidentDataset):
             shares = self._own_shares(0, 0, batch_size * self._world.world_size)
             if len(shares):
@@ -88,7 +88,7 @@ class Loader:
         device = self._labels.device
 
         def draw() -> Tensor:
-            # Sorting takes a GPU a moment, which nobody waits for, and a CPU as long as some steps.
+            # On a GPU the sort is short and asynchronous. On a CPU it takes as long as a few steps.
             order = self.ids.to(device)[epoch_order(len(self.ids), seed, epoch, device)]
             steps, ranks = len(order) // global_batch_size, self._world.world_size
             batches = order[: steps * global_batch_size].view(steps, ranks, global_batch_size // ranks)
@@ -96,14 +96,14 @@ class Loader:
 
         shares = draw()
         if len(self.ids) >= _MANY and self._world.device == "cpu":
-            return_freed_memory()  # eighty megabytes for the order of a million samples
+            return_freed_memory()  # 80 MB for the order of a million samples
         return shares
 
     def _gather_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """From a data set that lies on the device: on a GPU the whole making of a batch is recorded."""
+        """Batches of a resident data set. On a GPU one CUDA graph makes the whole batch."""
         device = self._labels.device
         keys = self._pipeline.keys_of(epoch).to(device)
-        # To a GPU a draw for all samples costs as much as one for a batch; to a CPU, memory it need not take.
+        # On a GPU, drawing for all samples costs as much as for one batch. On a CPU it would only take memory.
         drawn = self._pipeline.draw(shares, keys).unbind(-2) if device.type == "cuda" else None
         for number in range(len(shares)):
             ids = shares[number]
@@ -120,8 +120,8 @@ class Loader:
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:
         """Every sample once over all ranks, and the same number of batches on each rank.
 
-        Sharded models exchange weights in every forward pass, so a rank whose share is shorter takes
-        part with a stand-in that is not counted. A rank may have several shares (its lanes).
+        Sharded models exchange weights in every forward pass. A rank with a shorter share therefore runs a
+        padding batch that is not counted. A rank may have several shares (its lanes).
         """
         shares = even_shares(len(self.ids), self._world.world_size * shares_per_rank)
         batches_per_share = -(-max(len(share) for share in shares) // batch_size)
@@ -144,7 +144,7 @@ class Loader:
 
 
 def _make_resident(dataset: Dataset, device: str) -> Dataset:
-    """Copy a data set onto the GPU if it takes at most a quarter of what is free; nothing need be read then."""
+    """Copy a data set to the GPU if it takes at most a quarter of the free memory. It is then never read again."""
     size_bytes = dataset.samples.nbytes if isinstance(dataset, ResidentDataset) else getattr(dataset, "nbytes", None)
     if size_bytes is None or not device.startswith("cuda"):
         return dataset
@@ -167,7 +167,7 @@ def _on_gpu(dataset: Dataset, device: str) -> ResidentDataset:
 
 
 class _OnHost:
-    """A resident data set too large for the GPU: gathered in host memory, ahead of the loop."""
+    """A resident data set that is too large for the GPU. Batches are gathered in host memory ahead of the loop."""
 
     if_slow = "a GPU that holds the data set, or fewer ranks on this machine"
 

@@ -1,7 +1,7 @@
-"""Which sample comes when: pure functions of (seed, epoch, position).
+"""The order of samples, as pure functions of (seed, epoch, position).
 
-No rank, worker or world size appears here. A rank cuts its part out of the order afterwards, so any
-number of ranks sees the same samples in the same global batches.
+The order does not depend on rank, worker or world size. Each rank cuts its part out of the order afterwards, so
+any number of ranks sees the same samples in the same global batches.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from torch import Tensor
 
 from paceline.data.draws import draw_permutation
 
-_ORDER, _SPLIT = 1, 2  # keeps the draws of different purposes apart
-SPLIT_SEED = 0  # the validation set is the same in every run, whatever its seed
+_ORDER, _SPLIT = 1, 2  # part of the hash, so draws for different purposes differ
+SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, device: str | torch.device = "cpu") -> Tensor:
@@ -31,6 +31,6 @@ def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor
 
 
 def even_shares(num_items: int, num_shares: int) -> list[range]:
-    """Neighbouring ranges that cover every item once and differ in length by one at most."""
+    """Adjacent ranges that cover every item once. Their lengths differ by at most one."""
     bounds = [num_items * share // num_shares for share in range(num_shares + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]

@@ -1,9 +1,9 @@
-"""`paceline data pack`: every picture decoded and resized once, into shards that training maps into memory.
+"""`paceline data pack`: decodes and resizes every picture once, into shards that training maps into memory.
 
-Processes decode; each writes its pictures straight to their place in the shard, so no pixel travels between
-processes and memory stays flat. A shard is written under a temporary name, flushed, renamed and then listed in
-`packing.json`: whatever is listed is whole. Packing again makes what is missing, and what was made of pictures that
-have changed since; killed and continued, the result is the same to the bit. Imports no torch.
+Several processes decode. Each writes its pictures directly into the shard file, so no pixels are sent between
+processes and memory use stays constant. A shard is written under a temporary name, flushed, renamed and then listed in
+`packing.json`. A listed shard is complete. Packing again makes the missing shards, and those whose pictures have
+changed. A packing that was killed and continued gives the same bits. Imports no torch.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from paceline.data.pictures import GREY, Pictures, find_pictures, read_pixels
 from paceline.errors import DataError, UserError
 
 _LEAST_SHARD_BYTES = 64 * 2**20
-_MOST_SHARDS = 256  # of a half: each keeps a file open in every rank
-_CHUNK_BYTES = 8 * 2**20  # what a process holds at once
-_CHUNK_PICTURES = 16  # few enough for a bar that moves
+_MOST_SHARDS = 256  # per half: each keeps a file open in every rank
+_CHUNK_BYTES = 8 * 2**20  # in memory of one process at a time
+_CHUNK_PICTURES = 16  # small, so the progress bar moves often
 _SPARE_BYTES = 16 * 2**20
 _MOST_NAMES = 6
 
 
 class Progress(Protocol):
-    """Hears how far a long job is."""
+    """Receives the progress of a long job."""
 
     def start(self, total: int, done: int) -> None: ...
 
@@ -60,19 +60,19 @@ class PackRequest:
     image_size: int = 224
     workers: int = 1
     unreadable: int = 0
-    shard_bytes: int | None = None  # None: chosen by the size of the set
+    shard_bytes: int | None = None  # None: chosen from the size of the set
 
 
 @dataclass(frozen=True)
 class PackResult:
     packed: Packed
-    made: int  # shards that were written now
-    kept: int  # shards that were there already
+    made: int  # shards that this packing wrote
+    kept: int  # shards that existed already
 
 
 @dataclass(frozen=True)
 class _ShardPlan:
-    """A shard as it must become."""
+    """A shard that the packing has to make."""
 
     file: str
     paths: list[Path]
@@ -112,7 +112,7 @@ def pack(request: PackRequest, progress: Progress) -> PackResult:
 
 
 def _in_order(shards: dict[str, Shard]) -> tuple[Shard, ...]:
-    """Whatever order they were made in."""
+    """Sorted; they are made in any order."""
     return tuple(shard for half in HALVES for file, shard in sorted(shards.items()) if file.startswith(half))
 
 
@@ -124,12 +124,12 @@ def _check_places(request: PackRequest) -> None:
         raise UserError("this folder is packed already", got=str(request.source))
     if source == target or source in target.parents or target in source.parents:
         raise UserError(
-            "pictures and packed pictures need folders of their own",
+            "pictures and packed pictures need separate folders",
             got=f"{request.source} and {request.target}, one inside the other",
             hint=f"paceline data pack {request.source} {source}-packed",
         )
     if target.exists() and not target.is_dir():
-        raise UserError("this is a file, and a folder is needed", got=str(request.target))
+        raise UserError("this is a file, but a folder is needed", got=str(request.target))
     if target.is_dir() and not is_packed(target) and any(not e.name.startswith(".") for e in target.iterdir()):
         raise UserError(
             "this folder holds something else", where=str(request.target), allowed="a new folder, or a packed one"
@@ -137,7 +137,7 @@ def _check_places(request: PackRequest) -> None:
 
 
 def _found(request: PackRequest) -> Packed | None:
-    """What an earlier packing left, as far as its files are there. A finished one of another size stays as it is."""
+    """An earlier packing, with the shards that still exist. UserError for a finished one of another size."""
     path = next((p for p in (request.target / FINISHED, request.target / UNFINISHED) if p.exists()), None)
     if path is None:
         return None
@@ -155,14 +155,14 @@ def _found(request: PackRequest) -> Packed | None:
 
 
 def _plan(request: PackRequest, pictures: Pictures, before: Packed | None) -> tuple[Packed, list[_ShardPlan]]:
-    """The packed set without its shards, and these."""
+    """The packed set without shards, and the plans of its shards."""
     side = picture_side(request.image_size)
     picture_bytes = 3 * side * side
     most = max(len(half.paths) for _, half in pictures.halves())
     shard_bytes = request.shard_bytes or max(_LEAST_SHARD_BYTES, -(-most * picture_bytes // _MOST_SHARDS))
     per_shard = max(1, shard_bytes // picture_bytes)
     if before is not None and request.shard_bytes is None:
-        per_shard = before.pictures_per_shard  # so that a few more pictures do not move all the others
+        per_shard = before.pictures_per_shard  # keep it: a few new pictures then do not move all the others
     per_class = {name: tuple(half.per_class) for name, half in pictures.halves()}
     plans = []
     for name, half in pictures.halves():
@@ -175,7 +175,7 @@ def _plan(request: PackRequest, pictures: Pictures, before: Packed | None) -> tu
 
 
 def _identity(paths: list[Path], root: Path) -> str:
-    """Changes when a picture does: by name, size or time."""
+    """Changes when the name, size or modification time of a picture changes."""
     digest = hashlib.sha256()
     for path in paths:
         try:
@@ -198,13 +198,13 @@ def _alone_in(target: Path) -> Iterator[None]:
 
 
 def _leftovers(target: Path, kept: set[str]) -> list[Path]:
-    """Half-written shards of a killed packing, and shards that do not belong to the set or no longer fit it."""
+    """Partial shards of a killed packing, and shards that do not belong to the set or no longer fit it."""
     parts = [path for path in target.glob(".*.part") if path.is_file()]
     return parts + [path for path in target.glob("*.u8") if path.name not in kept]
 
 
 def _remove_leftovers(target: Path, kept: set[str]) -> None:
-    # A run that is reading one of them now keeps what it has mapped.
+    # A run that reads one of them now keeps its mapping.
     for path in _leftovers(target, kept):
         path.unlink()
 
@@ -214,7 +214,7 @@ def _require_space(request: PackRequest, wanted_bytes: int, kept: set[str]) -> N
     free_bytes += sum(path.stat().st_size for path in _leftovers(request.target, kept))
     if wanted_bytes + _SPARE_BYTES > free_bytes:
         raise UserError(
-            "there is not enough room for the packed pictures",
+            "there is not enough disk space for the packed pictures",
             where=str(request.target),
             got=f"{free_bytes / 1e9:,.2f} GB free, {wanted_bytes / 1e9:,.2f} GB needed",
             hint="another disk, or a smaller --image-size",
@@ -222,7 +222,7 @@ def _require_space(request: PackRequest, wanted_bytes: int, kept: set[str]) -> N
 
 
 def _describe(target: Path, packed: Packed) -> None:
-    """Replace `packing.json`; it is on disk when this returns."""
+    """Replace `packing.json`. It is flushed to disk when this returns."""
     part = target / f".{UNFINISHED}.part"
     with part.open("w", encoding="utf-8") as file:
         file.write(packed.to_text())
@@ -248,13 +248,13 @@ def _require_readable(packed: Packed, request: PackRequest) -> None:
             where=str(request.source),
             got="\n".join(names),
             allowed=f"--unreadable {request.unreadable}",
-            hint=f"replace or remove them, or let grey stand in: --unreadable {len(bad)}\n"
-            "the same command then makes only what is left",
+            hint=f"replace or remove them, or replace them by grey: --unreadable {len(bad)}\n"
+            "the same command then makes only what is missing",
         )
 
 
 def _make_shards(request: PackRequest, side: int, plans: list[_ShardPlan], progress: Progress) -> Iterator[Shard]:
-    """Decode with all processes, across the ends of shards; hand each shard on when it is in place."""
+    """Decode with all processes, several shards at a time. Yield each shard after its rename."""
     size = max(1, min(_CHUNK_PICTURES, _CHUNK_BYTES // (3 * side * side)))
     unreadable: list[str] = []
     try:
@@ -270,14 +270,14 @@ def _make_shards(request: PackRequest, side: int, plans: list[_ShardPlan], progr
             "the packed pictures cannot be written",
             where=str(request.target),
             got=error.strerror,
-            hint="the same command goes on where it stopped",
+            hint="the same command continues where it stopped",
         ) from error
 
 
 def _chunks(
     request: PackRequest, side: int, plans: list[_ShardPlan], size: int
 ) -> Iterator[tuple[tuple[_ShardPlan, int], tuple[Any, ...]]]:
-    """What a process takes on at once: some pictures and their place in a shard, whose file is made first."""
+    """The tasks of the processes: some pictures and their place in a shard. Creates the file of the shard first."""
     for plan in plans:
         part = _part(request.target, plan)
         with part.open("wb") as file:
@@ -288,12 +288,12 @@ def _chunks(
 
 
 def _part(target: Path, plan: _ShardPlan) -> Path:
-    # Its own name for each packing: processes of a killed one may live for a moment longer.
+    # The name holds the process id: decoders of a killed packing may still write for a moment.
     return target / f".{plan.file}.{os.getpid()}.part"
 
 
 def _commit(target: Path, plan: _ShardPlan, unreadable: tuple[str, ...]) -> Shard:
-    """Flush a whole shard and give it its name."""
+    """Flush a complete shard and rename it."""
     part = _part(target, plan)
     crc32 = checksum(part)
     handle = os.open(part, os.O_RDONLY)
@@ -307,7 +307,7 @@ def _commit(target: Path, plan: _ShardPlan, unreadable: tuple[str, ...]) -> Shar
 
 
 def _decode(part: str, first: int, names: list[str], side: int) -> list[int]:
-    """Put pictures into their places in a shard; returns which of them could not be read."""
+    """Write pictures into their places in a shard. Return the numbers of those that cannot be read."""
     pixels = np.empty((len(names), 3, side, side), dtype=np.uint8)
     unreadable = []
     for number, name in enumerate(names):

@@ -1,4 +1,4 @@
-"""A packed data set on disk, and the proof that it is whole. Imports no torch: checking must be cheap to start.
+"""The format of a packed data set, and the check that it is complete. Imports no torch: a check must start fast.
 
     PACKED/
       packed.json      classes, side, and per shard its pictures, size and CRC-32; ends in its own checksum
@@ -6,9 +6,9 @@
       train-00001.u8   ...
       test-00000.u8    ...
 
-All shards of a half but its last hold equally many pictures, so a sample's number says where it lies. Pictures
-stand class by class, so the classes' sizes are all the labels there are. `packing.json` is the same file while
-the packing goes on: it lists the shards that are done.
+All shards of a half except the last hold the same number of pictures, so a sample's number gives its place. Pictures
+are sorted by class, so the class sizes give the labels. `packing.json` has the same format and exists during the
+packing: it lists the shards that are done.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from paceline.errors import DataError, UserError
 from paceline.runs.json_files import COUNT, Fields, ListOf, MapOf, Number, fit
 
 try:
-    from isal import isal_zlib as _checksums  # the same sums as zlib's, several times as fast
+    from isal import isal_zlib as _checksums  # the same checksums as zlib, several times as fast
 except ImportError:  # pragma: no cover
     import zlib as _checksums  # type: ignore[no-redef]
 
@@ -59,16 +59,16 @@ class Shard:
     file: str
     pictures: int
     crc32: str
-    source: str  # of which pictures it was made: their names, sizes and times
-    unreadable: tuple[str, ...] = ()  # grey in here
+    source: str  # hash of the names, sizes and times of its pictures
+    unreadable: tuple[str, ...] = ()  # replaced by grey
 
 
 @dataclass(frozen=True)
 class Packed:
-    """What a packed data set says of itself."""
+    """The description of a packed data set."""
 
     classes: tuple[str, ...]
-    per_class: dict[str, tuple[int, ...]]  # of each half, how many pictures each class has
+    per_class: dict[str, tuple[int, ...]]  # for each half, the number of pictures of each class
     side: int
     pictures_per_shard: int
     shards: tuple[Shard, ...]
@@ -92,24 +92,24 @@ class Packed:
         return sum(self.num_pictures(half) for half in HALVES) * self.picture_bytes
 
     def to_text(self) -> str:
-        """JSON that holds its own checksum. The same pictures give the same text."""
+        """JSON with its own checksum. The same pictures give the same text."""
         body = {"paceline_packed": VERSION, "pixels": "uint8 [pictures, 3, side, side], central square, bilinear"}
         body |= asdict(self)
         return json.dumps({**body, "crc32": _seal(body)}, indent=1) + "\n"
 
 
 def picture_side(image_size: int) -> int:
-    """The side pictures are kept at: a little more than the model sees, to leave room for crops."""
+    """The side of stored pictures: a little more than the model sees, to leave room for crops."""
     return round(image_size * 256 / 224)
 
 
 def is_packed(folder: Path) -> bool:
-    """Also if the packing was never finished: its files are not class folders."""
+    """True also for an unfinished packing: its files are not class folders."""
     return (folder / FINISHED).exists() or (folder / UNFINISHED).exists()
 
 
 def open_packed(folder: Path) -> Packed:
-    """The description of a finished one whose shards are all there and have the right sizes."""
+    """The description of a finished packing. All its shards exist and have the right sizes."""
     packed = read_finished(folder)
     damages = [damage for shard in packed.shards if (damage := size_damage(folder, packed, shard))]
     if damages:
@@ -118,12 +118,12 @@ def open_packed(folder: Path) -> Packed:
 
 
 def read_finished(folder: Path) -> Packed:
-    """The description of a finished one, whatever has become of its shards."""
+    """The description of a finished packing, without a check of its shards."""
     if not (folder / FINISHED).exists():
         raise DataError(
             "this packing was never finished",
             where=str(folder),
-            hint=f"paceline data pack PICTURES {folder}    goes on where it stopped",
+            hint=f"paceline data pack PICTURES {folder}    continues where it stopped",
         )
     packed = read_description(folder / FINISHED)
     for half in HALVES:
@@ -139,7 +139,7 @@ def read_finished(folder: Path) -> Packed:
 
 
 def read_description(path: Path) -> Packed:
-    """`packed.json` or `packing.json`; every bit of it counts."""
+    """Read `packed.json` or `packing.json`. Its checksum covers every bit."""
     try:
         body = parse_json(read_small(path, _LARGEST_JSON_BYTES), allows_raw_bytes=True)
         version = body["paceline_packed"]
@@ -165,7 +165,7 @@ def read_description(path: Path) -> Packed:
 
 def _parse(body: dict[str, Any]) -> Packed:
     if body.pop("crc32") != _seal(body):
-        raise ValueError("its checksum does not fit")
+        raise ValueError("its checksum does not match")
     body = fit(body, _SHAPE)
     shards = tuple(Shard(**{**entry, "unreadable": tuple(entry["unreadable"])}) for entry in body["shards"])
     packed = Packed(
@@ -175,7 +175,7 @@ def _parse(body: dict[str, Any]) -> Packed:
         pictures_per_shard=body["pictures_per_shard"],
         shards=shards,
     )
-    # What a forger could write into names and numbers must stay inside this folder and inside its files.
+    # A forged description must not lead outside this folder or beyond the end of its files.
     if not all(_SHARD_NAME.fullmatch(shard.file) for shard in shards):
         raise ValueError("a shard has an impossible name")
     if not all(isinstance(name, str) and find_fault(name) is None for name in packed.classes):
@@ -199,7 +199,7 @@ def _seal(body: dict[str, Any]) -> str:
 
 
 def crc32_of(content: Any) -> int:
-    """Of anything that lies in memory as plain bytes."""
+    """CRC-32 of any object with the buffer protocol."""
     return int(_checksums.crc32(content))
 
 
@@ -215,7 +215,7 @@ def checksum(path: Path, tell: Callable[[int], None] = lambda size_bytes: None) 
 
 
 def size_damage(folder: Path, packed: Packed, shard: Shard) -> str | None:
-    """What is wrong with a shard, as far as its size tells."""
+    """What is wrong with the size of a shard, or None."""
     wanted = shard.pictures * packed.picture_bytes
     try:
         found = (folder / shard.file).stat().st_size
@@ -225,7 +225,7 @@ def size_damage(folder: Path, packed: Packed, shard: Shard) -> str | None:
 
 
 def find_damage(folder: Path, packed: Packed, tell: Callable[[int], None]) -> Iterator[str]:
-    """Every shard whose bytes are not the ones that were packed."""
+    """Yield a line for each shard whose bytes differ from the packed ones."""
     for shard in packed.shards:
         damage = size_damage(folder, packed, shard)
         if damage is None:
@@ -247,12 +247,12 @@ def damaged_shard(folder: Path, damages: list[str]) -> DataError:
         where=str(folder),
         got="\n".join(damages[:4] + ([f"and {len(damages) - 4} more"] if len(damages) > 4 else [])),
         hint=f"delete {'it' if is_one else 'them'}, then: paceline data pack PICTURES {folder}\n"
-        f"makes just {'that one' if is_one else 'these'} again",
+        f"makes only {'that one' if is_one else 'these'} again",
     )
 
 
 def require_side(packed: Packed, folder: Path, image_size: int, *, can_shrink: bool) -> None:
-    """Pictures are packed at one size; larger ones than a run needs will do where the pipeline resizes anyway."""
+    """Check the packed size against the run's input size. Larger pictures are accepted if the pipeline resizes."""
     wanted = picture_side(image_size)
     if packed.side == wanted or (can_shrink and packed.side > wanted):
         return

@@ -1,8 +1,8 @@
 """Reads plain data out of a pickle and executes nothing.
 
-Python's own unpickler calls functions that the file names. This reader interprets the opcodes itself and knows only
-those that plain data and NumPy arrays need. A function in the file is a name here: it is compared with a list and never
-looked up. No object of NumPy is made before its parts have been checked.
+Python's own unpickler calls functions that the file names. This reader interprets the opcodes itself and accepts only
+those that plain data and NumPy arrays need. A function in the file is only a name here: it is compared with a list and
+never looked up. No NumPy object is made before its parts are checked.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ _OTHERS = {
     *("BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "REDUCE", "BUILD"),
 }
 _KNOWN = {*_VALUES, *_CONSTANTS, *_TUPLES, *_OTHERS}
-# The argument of another opcode is not even decoded.
+# The arguments of all other opcodes are not decoded.
 _OPCODES = {opcode.code.encode("latin-1"): opcode for opcode in pickletools.opcodes if opcode.name in _KNOWN}
 _MOST_NAME_BYTES = 200
-_MOST_OPCODES = 2_000_000  # the files of CIFAR-10 have some 50,000
+_MOST_OPCODES = 2_000_000  # the files of CIFAR-10 have about 50,000
 _MARK = object()
 
 
 class UnreadablePickle(Exception):
-    """The file is damaged, or holds something else than plain data."""
+    """The file is damaged, or holds something other than plain data."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def read_pickle(path: Path, most_bytes: int) -> Any:
         return _Reader().read(data)
     except UnreadablePickle:
         raise
-    # What pickletools, and values of the wrong kind in this reader, raise for a damaged file.
+    # For a damaged file pickletools raises these, and so does this reader for values of the wrong type.
     except (ValueError, IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UnreadablePickle(str(error)[:200] or type(error).__name__) from error
 
@@ -204,7 +204,7 @@ class _Reader:
     def _extend(self, values: list[Any]) -> None:
         target = self._stack[-1]
         if not isinstance(target, list):
-            raise UnreadablePickle("values are added to something else than a list")
+            raise UnreadablePickle("values are added to something that is not a list")
         target.extend(values)
 
     def _update(self, items: list[Any]) -> None:
@@ -226,11 +226,11 @@ class _Reader:
     def _call(self) -> None:
         arguments, function = self._pop(), self._pop()
         if not isinstance(arguments, tuple) or not isinstance(function, _Name):
-            raise UnreadablePickle("a call of something that is no function")
+            raise UnreadablePickle("a call of something that is not a function")
         self._stack.append(_Call(function.text, arguments))
 
     def _set_state(self) -> None:
         state, target = self._pop(), self._stack[-1]
         if not isinstance(target, _Call):
-            raise UnreadablePickle("a state of something that is no object")
+            raise UnreadablePickle("a state for something that is not an object")
         target.state = state

@@ -1,4 +1,4 @@
-"""What a folder of pictures is to a run, packed or not: the same data set. Decodes nothing."""
+"""The description of a folder of pictures, the same for packed and plain folders. Decodes nothing."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def picture_info(classes: tuple[str, ...], num_train: int, num_test: int, side: 
 
 
 def labels_of(per_class: Sequence[int]) -> Tensor:
-    """Pictures stand class by class, so the classes' sizes say which is which."""
+    """Labels from class sizes: pictures are sorted by class."""
     return torch.arange(len(per_class)).repeat_interleave(torch.tensor(per_class))

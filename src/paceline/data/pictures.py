@@ -1,9 +1,9 @@
-"""Folders of pictures without torch: which pictures there are, in which half and class, and their pixels.
+"""Folders of pictures: their files, halves, classes and pixels. Imports no torch.
 
-DATA_DIR/train/CLASS/PICTURE and DATA_DIR/test/CLASS/PICTURE; without a train folder, DATA_DIR/CLASS/
-PICTURE with about every fifth picture kept for the test. A picture's half depends on its own name alone,
-so that adding pictures moves none. The `folder` source and `paceline data pack` both read through here,
-which is why they see the same pixels.
+The layout is DATA_DIR/train/CLASS/PICTURE and DATA_DIR/test/CLASS/PICTURE. Without a train folder it is
+DATA_DIR/CLASS/PICTURE, and about every fifth picture is kept for the test. The split depends only on the file name.
+Adding pictures does not move existing ones. The `folder` source and `paceline data pack` both read pictures here, so
+they see the same pixels.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from paceline.errors import DataError
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
 TEST_ONE_IN = 5
-# What Pillow raises for damaged pictures. MemoryError: a length in the file that is not its length.
+# Pillow raises these for damaged pictures. MemoryError: the file states a wrong length.
 _UNREADABLE = (
     *(OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError, MemoryError),
     *(IndexError, KeyError, TypeError, AttributeError, OverflowError, ZeroDivisionError, RecursionError),
 )
-GREY = 128  # what stands in for a picture that cannot be read
+GREY = 128  # replaces a picture that cannot be read
 LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE"
 
 
@@ -70,7 +70,7 @@ def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
 
 
 def square_pixels(image: Image.Image, side: int) -> NDArray[np.uint8]:
-    """The same of a picture that is open already."""
+    """Like `read_pixels`, for an open picture."""
     square = _as_rgb(image).resize((side, side), Image.Resampling.BILINEAR, box=_central_square(*image.size))
     return np.asarray(square).transpose(2, 0, 1)
 
@@ -84,7 +84,7 @@ def _as_rgb(image: Image.Image) -> Image.Image:
 
 
 def _central_square(width: int, height: int) -> tuple[float, float, float, float]:
-    """As `box` of a resize, this gives the pixels of scaling first and cutting afterwards, for less work."""
+    """The `box` argument for resize: the same pixels as scaling first and cropping afterwards, with less work."""
     short = min(width, height)
     left, top = (width - short) / 2, (height - short) / 2
     return left, top, left + short, top + short
@@ -118,7 +118,7 @@ def _one_folder(root: Path) -> tuple[tuple[str, ...], Half, Half]:
     held = {name: [path for path in paths if _is_test(path, root)] for name, paths in found.items()}
     if not all(kept.values()) or not any(held.values()):
         raise DataError(
-            "there are too few pictures to cut a test set from them",
+            "there are too few pictures to split off a test set",
             where=str(root),
             got=", ".join(f"{name}: {len(paths)}" for name, paths in list(found.items())[:8]),
             hint="add pictures, or sort them into train/ and test/ yourself",
@@ -137,11 +137,11 @@ def _half(pictures: dict[str, list[Path]]) -> Half:
 
 
 def _by_class(folder: Path) -> dict[str, list[Path]]:
-    """Per class in order of its name, its pictures in order of theirs."""
+    """Pictures per class. Classes and pictures are sorted by name."""
     try:
         names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
         for name in names:
-            # It becomes the name of a class: in JSON, tables, pages and label files.
+            # The folder name becomes the class name in JSON, tables, pages and label files.
             check_text(name, "the name of a class folder", where=str(folder), hint="rename the folder")
         found = {name: _pictures_of(folder / name) for name in names}
     except OSError as error:
@@ -160,7 +160,7 @@ def _pictures_of(folder: Path) -> list[Path]:
 
 def _too_little(folder: Path, got: str) -> DataError:
     return DataError(
-        "there is nothing to learn from in this folder",
+        "there is no training data in this folder",
         where=str(folder.absolute()),
         got=got,
         allowed=f"two or more class folders with pictures ({', '.join(sorted(EXTENSIONS))})",

@@ -1,7 +1,7 @@
-"""`FILE.py:FUNCTION` and `package.module:FUNCTION`: naming a function of the user's own.
+"""`FILE.py:FUNCTION` and `package.module:FUNCTION`: names of the user's own functions.
 
-Checking one reads the source but never runs it, so that a typing mistake is found before anything is
-started; resolving one imports it. Imports no torch.
+`check_reference` reads the source but does not run it, so a typing mistake is found before anything starts.
+`resolve_reference` imports it. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def check_reference(name: str, *, where: str) -> None:
     """UserError unless the file or module exists and defines the function at its top level."""
     place, function = _split(name, where)
     source = _source_file(place, where)
-    if source is None:  # compiled or generated: nothing to read, resolving will tell
+    if source is None:  # compiled or generated: no source to read; resolve_reference reports errors
         return
     try:
         tree = ast.parse(source.read_bytes(), str(source))
@@ -111,7 +111,7 @@ def _no_module(place: str, where: str) -> UserError:
 
 
 def _top_level_names(tree: ast.Module) -> set[str]:
-    """Functions, classes, assigned and imported names: all can be called."""
+    """Functions, classes, assigned and imported names: all of them may be callable."""
     names: set[str] = set()
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -128,7 +128,7 @@ def _has_star_import(tree: ast.Module) -> bool:
 
 
 class _FromSource(importlib.machinery.SourceFileLoader):
-    """Compiles the file itself: bytecode beside it may come from somebody else, and be of other code."""
+    """Compiles the file itself. Bytecode beside it may be written by another user, from other code."""
 
     def get_code(self, fullname: str) -> CodeType:
         path = self.get_filename(fullname)
@@ -137,7 +137,7 @@ class _FromSource(importlib.machinery.SourceFileLoader):
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import one file under a name of its own; its neighbours stay out of sys.path."""
+    """Import one file under a unique name. Its folder is not added to sys.path."""
     digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
     name = f"paceline_user_{path.stem}_{digest}"  # two files of one name are two modules
     loader = _FromSource(name, str(path.resolve()))

@@ -1,8 +1,8 @@
-"""Every data set by name: check it, describe it, load it.
+"""Checks, describes and loads every data set by name.
 
-Checking and naming import no torch, so that a wrong flag is found in a fraction of a second; the
-module of a source is imported only when that source is described or loaded. A source is a module with
-`describe(config, seed)`, which is cheap, and `load(config, seed)`.
+Checking imports no torch, so a wrong flag is found in a fraction of a second. The module of a source is
+imported only when that source is described or loaded. A source is a module with `describe(config, seed)`,
+which is cheap, and `load(config, seed)`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Source(Protocol):
 
 
 def check_dataset_name(name: str) -> None:
-    """UserError unless `name` is one of ours or a reference to a function that exists."""
+    """UserError unless `name` is a built-in data set or a reference to a function that exists."""
     if name in _MODULES:
         return
     if is_reference(name):
@@ -67,7 +67,7 @@ def check_dataset_name(name: str) -> None:
 
 
 def check_data_config(config: DataConfig) -> None:
-    """Everything about the data that can be found wrong without touching a sample."""
+    """Check everything about the data that needs no sample."""
     check_dataset_name(config.dataset)
     if config.dataset == "synthetic":
         check_total_size(parse_input_size(config.input_size), config.num_samples)
@@ -101,17 +101,17 @@ def _check_folder(config: DataConfig) -> None:
 
 
 def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
-    """Sizes, classes and sample shape, without making or decoding a sample."""
+    """Sizes, classes and sample shape. Makes and decodes no sample."""
     return _source(config).describe(config, seed)
 
 
 def load_dataset(config: DataConfig, seed: int) -> LoadedData:
-    """Both halves, ready to be read; downloads what is absent and can be downloaded."""
+    """Both halves, ready to be read. Downloads absent files where possible."""
     return _source(config).load(config, seed)
 
 
 def is_resident(config: DataConfig) -> bool:
-    """Whether it is one of ours that lives in memory whole, as its description says."""
+    """Whether it is a built-in data set that is kept in memory as described by its info."""
     return config.dataset in _RESIDENT
 
 

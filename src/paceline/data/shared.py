@@ -1,7 +1,7 @@
-"""One copy of a data set per node: its first rank makes it, the others look at the same memory.
+"""One copy of a data set per node: the first rank makes it, the others map the same memory.
 
-Only for the sources that live in memory whole and are the same wherever they are made. Where a rank cannot have the
-node's memory, it makes a copy of its own.
+Only for sources that are kept in memory and are identical on every machine. A rank that cannot map the shared
+memory makes its own copy.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def load_once_per_node(config: DataConfig, seed: int, world: World, exchange: Ex
     shared = share_memory(layout.size_bytes, world, exchange, fill)
     if shared is None:
         if has_node_memory(world):
-            _log.info("note: rank %d keeps a copy of the data of its own: the node's ranks share no memory", world.rank)
+            _log.info("note: rank %d keeps its own copy of the data: the node's ranks share no memory", world.rank)
         return load_dataset(config, seed)
     samples, labels, test_samples, test_labels = layout.views(shared)
     return LoadedData(info, ResidentDataset(samples, labels), ResidentDataset(test_samples, test_labels))
@@ -50,7 +50,7 @@ def _tensors(data: LoadedData) -> list[Tensor]:
 
 
 class _Layout:
-    """Where the four tensors lie, which everybody can tell from the description alone."""
+    """The places of the four tensors. Every rank computes them from the description alone."""
 
     def __init__(self, info: DatasetInfo) -> None:
         kind = torch.uint8 if info.is_image else torch.float32

@@ -1,8 +1,8 @@
-"""The course's convolutional network: three conv layers, two linear ones, nothing hidden.
+"""The course's convolutional network: three convolutions and two linear layers.
 
 16, 32 and 64 filters of 3x3, each followed by a 2x2 max-pool and ReLU, then 512 features and the
-classifier. It has no BatchNorm on purpose: every sample's output depends on that sample alone, which
-makes it the model of choice for comparing world sizes.
+classifier. It has no BatchNorm on purpose: the output for a sample depends only on that sample, so the
+model is suited to compare world sizes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.models.dropout import SampleDropout
 from paceline.models.pooling import MaxPool2x2
 
 WIDTHS = (16, 32, 64)
-SMALLEST_SIDE = 2 ** len(WIDTHS)  # every max-pool halves the image, and one pixel must be left
+SMALLEST_SIDE = 2 ** len(WIDTHS)  # every max-pool halves the image; one pixel must remain
 
 
 class CNN(nn.Module):
@@ -30,7 +30,7 @@ class CNN(nn.Module):
         self.input_shape = input_shape
         layers: list[nn.Module] = []
         for filters in WIDTHS:
-            # Pooled first, ReLU has a quarter of the work; the largest of four is cut off at zero either way.
+            # Pooling before ReLU gives the same result and a quarter of the work for ReLU.
             layers += [nn.Conv2d(channels, filters, 3, padding=1), MaxPool2x2(), nn.ReLU()]
             channels, height, width = filters, height // 2, width // 2
         self.features = nn.Sequential(*layers)
@@ -40,7 +40,7 @@ class CNN(nn.Module):
         self.classifier = nn.Linear(512, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Without this, a wrong shape surfaces as a matrix product deep inside that names neither.
+        # Without this check, a wrong shape fails later in a matrix product, whose error names no input shape.
         if tuple(x.shape[1:]) != self.input_shape:
             raise ValueError(f"the cnn expects samples of shape {self.input_shape}, got {tuple(x.shape[1:])}")
         logits: Tensor = self.classifier(self.hidden(self.features(x)))

@@ -1,8 +1,8 @@
-"""Models from outside the house: of timm, of torchvision, or by a function in a file or a module.
+"""External models: from timm, from torchvision, or from a function in a file or a module.
 
-`check_external` says within milliseconds, and without importing torch, whether a name can work;
-`build_external` makes the model. A function is called with those of `num_classes` and `input_shape` that
-it accepts, and its model is taken as it is. Models of the two collections get a head for the data.
+`check_external` checks in milliseconds, without importing torch, whether a name can work.
+`build_external` makes the model. A function gets those of `num_classes` and `input_shape` that it accepts, and its
+model is not changed. Models of timm and torchvision get a head for the data.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _TIMM_FILES = (
     *("model.safetensors", "pytorch_model.bin"),
     *("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
 )
-# Layers of our own models draw per sample (models/dropout.py). An external model draws from torch's generators.
+# Built-in models draw dropout per sample (models/dropout.py). External models draw from torch's generators.
 PER_RANK = (
     "dropout and other random operations of an external model are drawn per rank:"
-    " with them, losses depend on the number of ranks"
+    " losses then depend on the number of ranks"
 )
 
 
 def suggest(name: str, known: Iterable[str]) -> str | None:
-    """A hint with the known names nearest to a mistyped one, if any is near."""
+    """A hint with the known names that are similar to a mistyped one, or None."""
     near = difflib.get_close_matches(name, known, n=3)
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
 def first_line(error: BaseException) -> str:
-    """An exception in one line short enough for an error screen."""
+    """An exception as one short line for an error screen."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
 
@@ -60,7 +60,7 @@ def draws_per_rank(name: str, *, is_exact: bool) -> bool:
 
 
 def check_external(name: str) -> None:
-    """Raise a UserError unless the part before the colon exists and the part after it can."""
+    """Raise a UserError unless the part before the colon exists and the part after it may exist."""
     source, _, target = name.rpartition(":")
     if source in COLLECTIONS:
         _check_collection(source, target)
@@ -125,12 +125,12 @@ def _build_torchvision(model: str, channels: int, num_classes: int, pretrained: 
         raise UserError(
             f"torchvision:{model} needs images of 3 channels",
             got=f"{channels}",
-            hint="take a built-in model or timm:NAME, which adapt to the channels of the data",
+            hint="use a built-in model or timm:NAME, which adapt to the channels of the data",
         )
     with _fetching(f"torchvision:{model}", pretrained):
         built: nn.Module = models.get_model(model, weights="DEFAULT" if pretrained else None)
     if getattr(built, "aux_logits", False):
-        # googlenet and inception_v3 return three outputs in training unless their side heads go.
+        # googlenet and inception_v3 return three outputs in training unless their auxiliary heads are removed.
         for part, gone in (("aux_logits", False), ("aux1", None), ("aux2", None), ("AuxLogits", None)):
             if hasattr(built, part):
                 setattr(built, part, gone)
@@ -145,7 +145,7 @@ def _import_collection(collection: str) -> Any:
         raise UserError(
             f"{collection} is installed but cannot be imported",
             got=first_line(error),
-            hint="install builds of torch and torchvision that belong together",
+            hint="install compatible builds of torch and torchvision",
         ) from error
 
 
@@ -195,20 +195,20 @@ def _hub_file(url: str) -> Path:
 
 @contextmanager
 def _fetching(name: str, pretrained: bool) -> Iterator[None]:
-    """Let the ranks of a node fetch published weights one after the other; any failure is one DataError."""
+    """Let the ranks of a node download published weights one after the other. Any failure becomes a DataError."""
     if not pretrained:
         yield
         return
     cache = cache_folder()
     try:
-        # The collections download without a lock of their own: whoever waited here finds the file.
+        # timm and torchvision download without a lock. A rank that waited here finds the file.
         with locked(cache / "collection-weights"):
             yield
-    except Exception as error:  # each collection has its own zoo of network errors
+    except Exception as error:  # each collection raises different network errors
         raise DataError(
             f"the published weights of {name} could not be loaded",
             got=first_line(error),
-            hint="fetch them on a machine with network access, or take --weights PATH or --weights none",
+            hint="download them on a machine with network access, or use --weights PATH or --weights none",
         ) from error
 
 
@@ -230,7 +230,7 @@ def _build_from_function(name: str, input_shape: tuple[int, ...], num_classes: i
 
 
 def _accepted(name: str, function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:
-    """Those of the offered arguments that the function takes by keyword."""
+    """The offered arguments that the function accepts by keyword."""
     signature = inspect.signature(function)
     by_keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     kinds = {parameter.name: parameter.kind for parameter in signature.parameters.values()}
@@ -243,7 +243,7 @@ def _accepted(name: str, function: Callable[..., Any], offered: dict[str, Any]) 
             f"{name} cannot be called: {error}",
             where=WHERE,
             got=f"{getattr(function, '__name__', name)}{signature}",
-            allowed="a function of num_classes and input_shape, of one of them, or of nothing",
+            allowed="a function of num_classes and input_shape, of one of them, or without parameters",
             hint="give every other argument a default",
         ) from error
     return accepted
@@ -251,7 +251,7 @@ def _accepted(name: str, function: Callable[..., Any], offered: dict[str, Any]) 
 
 @contextmanager
 def _users_code(name: str) -> Iterator[None]:
-    """Report a failure inside a user's file by its own line, not by ours."""
+    """Report a failure inside a user's file with the line in that file."""
     try:
         yield
     except PacelineError:

@@ -1,4 +1,4 @@
-"""Bring the published weights of a model to this machine, for jobs on machines without internet."""
+"""Downloads the published weights of a model to this machine, for jobs on machines without internet."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _ANY_SHAPE, _ANY_CLASSES = (3, 224, 224), 1000  # as published: the whole file i
 
 
 def fetch_weights(config: ModelConfig) -> str:
-    """Where they are, in words. Weights in a file of the user's own must be there already."""
+    """Download the weights and return their place as text. The user's own weights file must exist already."""
     check_model_name(config.model_name)
     if config.weights not in ("none", "imagenet"):
         check_weights(config)
-        return f"{Path(config.weights).expanduser()} is there"
+        return f"{Path(config.weights).expanduser()} exists"
     check_weights(replace(config, weights="imagenet"))
     if config.model_name not in PUBLISHED:
         build_external(config.model_name, _ANY_SHAPE, _ANY_CLASSES, pretrained=True)

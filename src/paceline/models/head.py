@@ -1,6 +1,6 @@
-"""The head of a model: its last layer, the one whose outputs are the classes.
+"""Finds and replaces the head of a model: its last layer, whose outputs are the classes.
 
-A model from outside comes with the head of the data it was made for. Here it is found and replaced.
+An external model has a head for the data it was made for, and needs a new one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from paceline.errors import UserError
 def find_head(model: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d] | None:
     """The name and layer of the head: the last linear layer in order of registration.
 
-    Models without any (squeezenet) classify by a 1x1 convolution and an average over the image.
+    Models without a linear layer (squeezenet) classify by a 1x1 convolution and an average over the image.
     """
     modules = list(model.named_modules())
     for name, module in reversed(modules):
@@ -26,11 +26,11 @@ def find_head(model: nn.Module) -> tuple[str, nn.Linear | nn.Conv2d] | None:
 
 
 def replace_head(model: nn.Module, num_classes: int, *, model_name: str) -> None:
-    """Give the model a fresh head with `num_classes` outputs; one that fits already is kept."""
+    """Give the model a new head with `num_classes` outputs. A head that fits already is kept."""
     found = find_head(model)
     if found is None or not found[0]:
         raise UserError(
-            f"{model_name} has no head that could be fitted to {num_classes} classes",
+            f"{model_name} has no head that can be replaced for {num_classes} classes",
             got="a model whose last layer is neither linear nor a 1x1 convolution",
             hint="write a function that builds the model with its head, and give it as FILE.py:FUNCTION",
         )

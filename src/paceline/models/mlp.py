@@ -1,7 +1,7 @@
-"""A small perceptron: the model that trains in seconds on any machine.
+"""A small multi-layer perceptron that trains in seconds on any machine.
 
-Three linear layers, input - hidden - hidden/2 - classes, with ReLU and dropout between them. The
-sample is flattened first, so vectors and images are both welcome.
+Three linear layers, input - hidden - hidden/2 - classes, with ReLU and dropout between them. Samples are flattened
+first, so both vectors and images work.
 """
 
 from __future__ import annotations

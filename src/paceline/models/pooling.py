@@ -1,7 +1,7 @@
-"""2x2 max-pooling: torch's own, or in what is compiled for a GPU two small kernels that give the same bits sooner.
+"""2x2 max-pooling: torch's own, or, in models compiled for a GPU, two small kernels that are faster with the same bits.
 
-torch's compiler finds every pixel's window anew on the way back, and a GPU spends more time on those divisions than on
-moving the pixels: a seventh of a step of `sprint`. (docs/decisions/0017)
+In the backward pass, code from torch's compiler computes the window of every pixel again. A GPU spends more time on
+these divisions than on moving the pixels: a seventh of a step of `sprint`. (docs/decisions/0017)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-_HAS_KERNELS = importlib.util.find_spec("triton") is not None  # torch brings it along where it knows GPUs
+_HAS_KERNELS = importlib.util.find_spec("triton") is not None  # installed with the GPU builds of torch
 
 
 class MaxPool2x2(nn.Module):
@@ -44,7 +44,7 @@ def _pool(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @_pool.register_fake
 def _allocate(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Room for the largest values, and for which of its four pixels each of them was."""
+    """Memory for the largest values, and for the number (of four) of the pixel that held each."""
     size = (*x.shape[:2], x.shape[2] // 2, x.shape[3] // 2)
     values = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     return values, torch.empty_like(values, dtype=torch.int8)

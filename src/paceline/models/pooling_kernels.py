@@ -1,7 +1,7 @@
-"""The kernels behind pooling.py. They need triton, which comes with torch for GPUs: imported only there.
+"""The kernels of pooling.py. They need triton, which comes with the GPU builds of torch; imported only there.
 
-Pixels lie channels-last. A program takes one row of windows of one image, and of it some neighbouring (window, channel)
-pairs: only finding the window within the row takes a division.
+The memory layout is channels-last. A program handles some adjacent (window, channel) pairs in one row of windows of one
+image. Only finding the window within the row takes a division.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _forward(x, values, places, height, width, CHANNELS: tl.constexpr, AT_ONCE: 
 @triton.jit  # type: ignore[untyped-decorator]
 def _backward(gradient, places, result, height, width, CHANNELS: tl.constexpr, AT_ONCE: tl.constexpr):  # type: ignore[no-untyped-def]
     rows, windows = height // 2, width // 2
-    all_rows = (height + 1) // 2  # with the odd ones at the end, which no window saw
+    all_rows = (height + 1) // 2  # includes an odd last row, which is in no window
     row = tl.program_id(0)
     image, number_of_row = (row // all_rows).to(tl.int64), row % all_rows
     column = tl.program_id(1) * AT_ONCE + tl.arange(0, AT_ONCE)

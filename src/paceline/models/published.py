@@ -6,7 +6,7 @@ from pathlib import Path
 
 from paceline.runs.cache import cache_folder
 
-PUBLISHED = {  # the eight hex digits begin the file's SHA-256
+PUBLISHED = {  # the eight hex digits are the beginning of the file's SHA-256
     "vgg11": "vgg11-8a719046.pth",
     "vgg16": "vgg16-397923af.pth",
     "vgg19": "vgg19-dcbb9e9d.pth",
@@ -17,5 +17,5 @@ PUBLISHED = {  # the eight hex digits begin the file's SHA-256
 
 
 def published_path(model_name: str) -> Path:
-    """Where the file of a model lies once it is fetched."""
+    """The path of a model's file after its download."""
     return cache_folder() / "weights" / PUBLISHED[model_name]

@@ -1,8 +1,8 @@
-"""Every model by its name: `check_model_name` and `check_weights` before a run, `build_model` in it.
+"""All models by name: `check_model_name` and `check_weights` before a run, `build_model` in the run.
 
-The returned module maps float samples [B, *input_shape] to logits [B, num_classes] and is built on
-torch's default device, so under `torch.device("meta")` it costs nothing and can be counted. Importing
-this file does not import torch: a mistyped name must cost a fraction of a second.
+The returned module maps float samples [B, *input_shape] to logits [B, num_classes]. It is built on torch's
+default device. Under `torch.device("meta")` it takes no memory, and its parameters can be counted. Importing
+this file does not import torch, so a mistyped name is found in a fraction of a second.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_model_name(name: str) -> None:
 
 
 def check_weights(config: ModelConfig) -> None:
-    """Raise a UserError if these weights cannot suit this model, a DataError if their file is missing."""
+    """Raise a UserError if these weights cannot fit this model, a DataError if their file is missing."""
     name, weights = config.model_name, config.weights
     if weights == "none":
         return
@@ -53,7 +53,7 @@ def check_weights(config: ModelConfig) -> None:
                 where="--weights",
                 got=weights,
                 allowed=f"{', '.join(PUBLISHED_NAMES)}, timm:NAME or torchvision:NAME",
-                hint="take --weights none or --weights PATH",
+                hint="use --weights none or --weights PATH",
             )
         return
     if Path(weights).suffix not in WEIGHT_SUFFIXES:
@@ -68,14 +68,14 @@ def check_weights(config: ModelConfig) -> None:
         raise DataError(
             "the weights file does not exist",
             where=str(Path(weights).expanduser().absolute()),
-            hint="correct --weights, or take --weights none",
+            hint="correct --weights, or use --weights none",
         )
 
 
 def build_model(
     config: ModelConfig, input_shape: tuple[int, ...], num_classes: int, *, load_weights: bool = True
 ) -> nn.Module:
-    """The model for samples of `input_shape`, with its initial weights unless they come from elsewhere."""
+    """The model for samples of `input_shape`, with initial weights or those that the config names."""
     name, weights = config.model_name, config.weights if load_weights else "none"
     check_model_name(name)
     if load_weights:
@@ -104,7 +104,7 @@ def _build_built_in(config: ModelConfig, input_shape: tuple[int, ...], num_class
         raise UserError(
             f"{name} needs images",
             got=f"samples of shape {input_shape}",
-            hint="take --model-name mlp for vectors",
+            hint="use --model-name mlp for vectors",
         )
     if name == "cnn":
         from paceline.models.cnn import CNN

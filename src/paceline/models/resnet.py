@@ -1,10 +1,9 @@
-"""ResNet-18, -34 and -50 (He et al., 2015); the last strides in its 3x3 convolutions.
+"""ResNet-18, -34 and -50 (He et al., 2015). ResNet-50 has its strides in the 3x3 convolutions.
 
-Parameters carry the names and shapes of torchvision's models, so its published weights load here and
-ours load there. Images of up to 64 pixels get the stem of the paper's CIFAR models - a 3x3 convolution
-of stride 1 and no max-pool - because the ImageNet stem would leave a 32-pixel image only 8 pixels wide
-before the first block. Initialisation: He-normal over the fan-out for convolutions, one and zero for
-BatchNorm, torch's default for the classifier.
+Parameters have the names and shapes of torchvision's models, so weights can be exchanged in both directions.
+Images of up to 64 pixels get the stem of the paper's CIFAR models, a 3x3 convolution of stride 1 without
+max-pool: the ImageNet stem would reduce a 32-pixel image to 8 pixels before the first block. Initialisation:
+He-normal over the fan-out for convolutions, one and zero for BatchNorm, torch's default for the classifier.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ def _conv(inputs: int, outputs: int, side: int, stride: int = 1) -> nn.Conv2d:
 
 
 def _shortcut(inputs: int, outputs: int, stride: int) -> nn.Module:
-    """The way around a block: straight on where the shapes allow it, else a projection."""
+    """The shortcut of a block: the identity if the shapes are equal, otherwise a projection."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(_conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
@@ -106,6 +105,6 @@ class ResNet(nn.Module):
 
 
 def _initialise(module: nn.Module) -> None:
-    # BatchNorm and the classifier start as torch makes them.
+    # BatchNorm and the classifier keep torch's initialisation.
     if isinstance(module, nn.Conv2d):
         nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,12 +1,12 @@
 """A small network for small pictures that learns in seconds.
 
-The first layer needs no training: its 2x2 filters turn patches of the training pictures into uncorrelated numbers of
-equal size (whitening), each direction once and once with its sign turned. Three groups follow, each two 3x3
-convolutions with BatchNorm and GELU, pooled in the first; then the largest value of every channel, and a linear layer.
-`sprint-wide` has more channels and a third convolution in each group, with a way around the last two.
+The first layer is not trained: its 2x2 filters whiten patches of the training pictures (uncorrelated outputs of equal
+variance), with each filter and its negative. Three groups follow. Each has two 3x3 convolutions with BatchNorm and
+GELU, with max-pooling after the first. Then come the maximum of every channel and a linear layer.
+`sprint-wide` has more channels and a third convolution in each group, with a shortcut around the last two.
 
-What makes it quick to train: BatchNorm without scales and with a short memory, filters that begin as the identity as
-far as they can, a last layer that begins near zero. Ideas: Page's DAWNBench notes (2018) and Jordan's airbench (2024).
+It trains fast because BatchNorm has no scales and a high momentum, filters start as the identity where possible, and
+the last layer starts near zero. Ideas: Page's DAWNBench notes (2018) and Jordan's airbench (2024).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from paceline.models.pooling import max_pool_2x2
 
 WIDTHS = {"sprint": (64, 256, 256), "sprint-wide": (128, 512, 512)}
 DEEPER = ("sprint-wide",)  # a third convolution in each group
-SMALLEST_SIDE = 17  # one pixel must be left after the first layer and three poolings
+SMALLEST_SIDE = 17  # one pixel must remain after the first layer and three poolings
 _PATCH = 2
-_LEAST_VARIANCE = 5e-4  # directions with less are noise, and not blown up
-_FORGETTING = 0.4  # BatchNorm's: a run has a few hundred steps
+_LEAST_VARIANCE = 5e-4  # added to variances: directions with less are noise and must not be amplified
+_FORGETTING = 0.4  # momentum of BatchNorm: a run has only a few hundred steps
 
 
 class Sprint(nn.Module):
@@ -37,7 +37,7 @@ class Sprint(nn.Module):
                 f"the images are too small for {name}",
                 got=f"{height}x{width}",
                 allowed=f"{SMALLEST_SIDE}x{SMALLEST_SIDE} or larger",
-                hint="take the cnn for smaller images",
+                hint="use the cnn for smaller images",
             )
         directions = channels * _PATCH**2
         self.whiten = nn.Conv2d(channels, 2 * directions, _PATCH, bias=False)
@@ -49,7 +49,7 @@ class Sprint(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.groups(F.gelu(self.whiten(x)))
-        # Not amax: compiled in bf16 its backward pass finds no element equal to the maximum, and divides by none.
+        # Not amax: compiled in bf16, its backward pass finds no element equal to the maximum and divides by zero.
         logits: Tensor = self.classifier(F.max_pool2d(x, x.shape[2:]).flatten(1))
         return logits
 

@@ -1,7 +1,7 @@
 """VGG-11, -16 and -19 (Simonyan and Zisserman, 2014), without BatchNorm.
 
-Parameters carry the names and shapes of torchvision's models, so its published weights load here and
-ours load there. Dropout is the configured one (the paper's is 0.5, which the cifar10-vgg19 recipe sets).
+Parameters have the names and shapes of torchvision's models, so weights can be exchanged in both directions.
+Dropout is set by the config (0.5 in the paper and in the cifar10-vgg19 recipe).
 Initialisation: He-normal over the fan-out for convolutions, N(0, 0.01) for linear layers, zero biases.
 """
 
@@ -16,15 +16,15 @@ from paceline.models.pooling import MaxPool2x2
 
 WIDTHS = (64, 128, 256, 512, 512)  # of the five stages; each ends in a 2x2 max-pool
 DEPTHS = {11: (1, 1, 2, 2, 2), 16: (2, 2, 3, 3, 3), 19: (2, 2, 4, 4, 4)}  # convolutions per stage
-GRID = 7  # the classifier reads a 7x7 map, whatever the size of the image
+GRID = 7  # the classifier reads a 7x7 map for any image size
 SMALLEST_SIDE = 2 ** len(WIDTHS)
 
 
 def pool_to_grid(x: Tensor) -> Tensor:
-    """Adaptive average pooling to 7x7, in the two common cases without its kernel.
+    """Adaptive average pooling to 7x7. The two common cases do not use the pooling kernel.
 
-    A 224-pixel image arrives as 7x7 already and a 32-pixel one as a single point. The results are the
-    same bits, and unlike the pooling kernel both have a deterministic backward pass on GPUs.
+    A 224-pixel image arrives as 7x7 already, and a 32-pixel image as a single point. Both cases give the same
+    bits as the kernel. Unlike the kernel, they have a deterministic backward pass on GPUs.
     """
     if x.shape[-2:] == (GRID, GRID):
         return x
@@ -42,14 +42,14 @@ class VGG(nn.Module):
                 f"the images are too small for vgg{depth}",
                 got=f"{height}x{width}",
                 allowed=f"{SMALLEST_SIDE}x{SMALLEST_SIDE} or larger",
-                hint="take a resnet or the cnn for smaller images",
+                hint="use a resnet or the cnn for smaller images",
             )
         layers: list[nn.Module] = []
         for filters, repeats in zip(WIDTHS, DEPTHS[depth], strict=True):
             for _ in range(repeats):
                 layers += [nn.Conv2d(channels, filters, 3, padding=1), nn.ReLU(inplace=True)]
                 channels = filters
-            layers.insert(-1, MaxPool2x2())  # before ReLU, which has a quarter of the work then and gives the same bits
+            layers.insert(-1, MaxPool2x2())  # before ReLU: the same bits, and a quarter of the work for ReLU
         self.features = nn.Sequential(*layers)
         self.classifier = nn.Sequential(
             nn.Linear(channels * GRID * GRID, 4096),

@@ -1,9 +1,9 @@
-"""Initial weights from a file or from the published ImageNet ones, matched by name and shape.
+"""Loads initial weights from a file or from the published ImageNet weights, matched by name and shape.
 
-A file is data, never a program: safetensors cannot hold code and `torch.load` runs with
-`weights_only=True`. What does not fit - the head of other classes, the stem for small images - is left
-as initialised and counted in a report; if hardly anything fits, the file is the wrong one and that is
-an error. The ImageNet files are torchvision's, fetched once per node into the cache folder.
+Code in a file is never executed: safetensors cannot hold code, and `torch.load` runs with
+`weights_only=True`. Tensors that do not fit (a head for other classes, the stem for small images) keep their
+initial values and are counted in a report. If less than half of the body fits, the file is wrong and an error is
+raised. The ImageNet files are torchvision's, downloaded once per node into the cache folder.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PUBLISHED_AT = "https://download.pytorch.org/models"
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Which tensors of a file found their place in a model."""
+    """Which tensors of a file were loaded into a model."""
 
     loaded: tuple[str, ...]
     skipped_shape: tuple[str, ...]  # the name is in both, with different shapes
@@ -65,13 +65,13 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             content = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise DataError("the weights file cannot be opened", where=str(path), got=first_line(error)) from error
-    except Exception as error:  # damaged bytes make the readers fail in any way they like
+    except Exception as error:  # the readers raise any exception for damaged files
         raise DataError(
             "the weights file cannot be read: it is damaged, or holds more than tensors",
             where=str(path),
             got=first_line(error),
             allowed="a .safetensors file, or a .pth/.pt file of named tensors; code in a file is never run",
-            hint="save it anew with torch.save(model.state_dict(), PATH)",
+            hint="save it again with torch.save(model.state_dict(), PATH)",
         ) from error
     tensors = _named_tensors(content)
     if not tensors:
@@ -80,7 +80,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _named_tensors(content: object) -> dict[str, Tensor]:
-    """The state dict in what training scripts commonly save: plain, wrapped, or of a DDP model."""
+    """The state dict in the usual forms: plain, inside another dict, or from a DDP model."""
     if not isinstance(content, Mapping):
         return {}
     wrapped = next((content[key] for key in ("state_dict", "model") if key in content), None)
@@ -93,7 +93,7 @@ def _named_tensors(content: object) -> dict[str, Tensor]:
 
 
 def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str = "") -> LoadReport:
-    """Copy every tensor whose name and shape fit; a DataError if less than half of the body fits."""
+    """Copy every tensor whose name and shape match. DataError if less than half of the body matches."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     shared = [name for name in own if name in tensors]
     fitting = {name: tensors[name] for name in shared if tensors[name].shape == own[name].shape}
@@ -119,7 +119,7 @@ def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: st
 
 
 def _body_sizes(model: nn.Module) -> dict[str, int]:
-    """Parameters by name, without the head: a head for other classes is no sign of a wrong file."""
+    """Parameters by name, without the head: a head for other classes does not make a file wrong."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     head = find_head(model)
     prefix = f"{head[0]}." if head else ""
@@ -143,6 +143,6 @@ def fetch_imagenet(model_name: str) -> Path:
             what=f"the ImageNet weights of {model_name}",
         )
     except DataError as error:
-        other_ways = "or take a file you have (--weights PATH), or start afresh (--weights none)"
+        other_ways = "or use your own file (--weights PATH), or start from random weights (--weights none)"
         error.hint = f"{error.hint}\n{other_ways}" if error.hint else other_ways
         raise

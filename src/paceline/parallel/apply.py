@@ -1,7 +1,7 @@
-"""Strategies, applied to a finished model from outside: single, DDP or FSDP2.
+"""Applies a strategy to a complete model: single, DDP or FSDP2.
 
-The order is the documentation: synchronised BatchNorm, memory format, compile, then the wrapper.
-Models know nothing of this, and the loop only sees `ParallelModel`.
+The order is: synchronised BatchNorm, memory format, compile, then the wrapper. Model code contains nothing about
+distribution, and the loop uses only `ParallelModel`.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ class ParallelModel:
     """A model ready to train on this rank."""
 
     module: nn.Module  # the model itself: plain parameters, or sharded ones under fsdp
-    forward: Any  # what a batch goes through in training: the module or its DDP wrapper
+    forward: Any  # called with a batch in training: the module or its DDP wrapper
     strategy: str
     autocast_dtype: torch.dtype | None
-    passenger: nn.Parameter | None = None  # rides in DDP's buckets: see _WithPassenger
-    shared: SharedGradients | None = None  # instead of DDP, between ranks on the CPUs of one node
+    passenger: nn.Parameter | None = None  # scalars that are reduced in DDP's buckets: see _WithPassenger
+    shared: SharedGradients | None = None  # replaces DDP between ranks on the CPUs of one node
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
-    shards_present: Callable[[], list[bool]] | None = None  # which gradients a sharded model's last backward pass made
+    shards_present: Callable[[], list[bool]] | None = None  # gradients made by a sharded model's last backward pass
     _buckets: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        # Walking through the modules takes longer than anything done with the list at a step.
+        # Kept as a list: walking through the modules at every step takes longer than using the list.
         self._trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         self._unused = UnusedParameters(self._trained)
         self._presence = Presence(self._trained)
-        self._present = torch.empty(0)  # of the last step, added up over ranks
+        self._present = torch.empty(0)  # of the last step, summed over ranks
         self._sample_keys = share_keys(self.module)
 
     @property
@@ -54,7 +54,7 @@ class ParallelModel:
         return self._sample_keys is not None
 
     def set_keys(self, keys: Tensor | None) -> None:
-        """Of the samples of the next pass. They stay until its backward pass is over, which may compute it again."""
+        """Set the sample keys of the next pass. They stay until its backward pass ends, which may recompute it."""
         if self._sample_keys is not None:
             self._sample_keys.keys = keys
 
@@ -64,7 +64,7 @@ class ParallelModel:
         return logits
 
     def reduce_gradients(self, enabled: bool) -> None:
-        """Whether the next backward pass also sums gradients over ranks: only the last microbatch's does."""
+        """Set whether the next backward pass sums gradients over ranks. Only the last microbatch does."""
         if isinstance(self.forward, DistributedDataParallel):
             self.forward.require_backward_grad_sync = enabled
             if enabled:
@@ -73,10 +73,10 @@ class ParallelModel:
             self.forward.set_requires_gradient_sync(enabled)
 
     def finish_backward(self, objective: Tensor, mine: Tensor) -> None:
-        """After the backward pass of the last microbatch under DDP. `mine` are this rank's passengers. Collective.
+        """Call after the backward pass of the last microbatch under DDP. `mine`: this rank's scalars. Collective.
 
-        Handed in as if they were gradients, this rank's share of the agreement and zeros for what its samples did not
-        use travel like gradients. They come last, when it is known what was used; DDP then finishes its sums.
+        Passes the scalars, this rank's presence flags, and zeros for unused parameters to DDP as gradients. This is
+        done last, because only then it is known which parameters were used. DDP then finishes its sums.
         """
         assert self.passenger is not None
         present = self._presence.mine()
@@ -85,49 +85,49 @@ class ParallelModel:
         torch.autograd.backward([self.passenger, *unused], [numbers, *(torch.zeros_like(one) for one in unused)])
 
     def take_passengers(self) -> Tensor:
-        """After the last backward pass under DDP: the mean of the passengers, and of the missing gradients."""
+        """After the last backward pass under DDP: the mean of the scalars and of the number of missing gradients."""
         assert self.passenger is not None
         assert self.passenger.grad is not None
         numbers = self.passenger.grad.clone()
-        self.passenger.grad.zero_()  # it lies in a bucket, whose norm is the gradients'
+        self.passenger.grad.zero_()  # it is part of a bucket and must not count in the norm of the gradients
         self.passenger.grad = None
         self._present = numbers[-self._presence.size :]
         return numbers[: PASSENGERS + 1]
 
     def shard_presence(self) -> Tensor:
-        """Which gradients this rank's samples made, as numbers to be added up; under FSDP."""
+        """Under FSDP: which gradients this rank's samples made, as numbers to sum over ranks."""
         assert self.shards_present is not None
         return self._presence.of(self.shards_present())
 
     def drop_absent(self, total: Tensor | None = None) -> None:
-        """Parameters that no rank has used have no gradient. `total`: of `shard_presence`, under FSDP."""
+        """Remove the gradients of parameters that no rank used. `total`: the sum of `shard_presence`, under FSDP."""
         if self.shared is not None:
             self.shared.drop_absent()
         else:
             self._presence.drop_absent(self._present if total is None else total)
 
     def bytes_to_sum(self) -> int:
-        """What a rank sends per step for an all-reduce of the gradients; sharded models count by themselves."""
+        """Bytes of gradients to all-reduce per step. Sharded models count their own exchanges."""
         is_summed = self.passenger is not None or self.shared is not None
         ranks = torch.distributed.get_world_size() if is_summed else 1
         size = sum(parameter.numel() * parameter.element_size() for parameter in self._trained)
         return 2 * size * (ranks - 1) // ranks
 
     def release_gathered(self) -> None:
-        """After a forward pass without a backward pass: the next one gathers the weights as they are then."""
+        """Call after a forward pass without a backward pass, so the next pass gathers the current weights."""
         if self.strategy == "fsdp":
             from paceline.parallel.sharding import reshard
 
             reshard(self.module)
 
     def local_gradients(self) -> list[Tensor]:
-        """All gradients on this rank after a backward pass, in as few tensors as they lie in."""
+        """All gradients on this rank after a backward pass, as few large tensors."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if self.strategy == "fsdp":
             return [local_part(gradient) for gradient in gradients]
         if self.passenger is None:
             return gradients
-        # Under DDP they are views of its buckets, which stay where they are once they are settled.
+        # Under DDP they are views of its buckets. The buckets do not move after DDP has arranged them.
         if not self._buckets or self._buckets[0].data_ptr() != gradients[-1].untyped_storage().data_ptr():
             self._buckets = _find_buckets(gradients[::-1])
         return self._buckets
@@ -163,8 +163,8 @@ def resolve_precision(config: Config, device: str) -> torch.dtype | None:
 
 
 def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: bool = False) -> ParallelModel:
-    """Move a model to its device and wrap it. Only training goes through what is compiled: evaluation takes the model
-    as it is, which spares it a compilation for every other batch size."""
+    """Move a model to its device and wrap it. Only training uses the compiled model. Evaluation uses the plain model
+    and so avoids a compilation for every other batch size."""
     strategy = resolve_strategy(config, world.world_size)
     dtype = resolve_precision(config, world.device)
     device = torch.device(world.device)
@@ -172,11 +172,11 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
     if config.parallel.sync_bn and world.world_size > 1:
         model = synchronise_batchnorm(model, device)
     if strategy != "fsdp":
-        # Channels-last convolutions are faster on CPUs and tensor cores. FSDP lays its shards out itself.
+        # Channels-last convolutions are faster on CPUs and tensor cores. FSDP sets the layout of its shards itself.
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
-        # A scaler (fp16) would unscale gradients in place on every rank, which shared ones do not allow.
+        # A scaler (fp16) unscales gradients in place on every rank, which is wrong for shared memory.
         can_share = dtype is not torch.float16 and not config.parallel.bucket_cap_mb
         shared = share_gradients(model, world) if can_share else None
         if shared is not None:
@@ -188,7 +188,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
     exposed = Exposed(device)
     if strategy == "fsdp":
-        # It takes a second, and few runs need it.
+        # The import takes a second, and few runs need it.
         from paceline.parallel.sharding import ShardPresence, follow_shards, shard
 
         forward = shard(model, world, dtype, config.parallel)
@@ -199,11 +199,11 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
 
 
 class _WithPassenger(nn.Module):
-    """A model and a few more numbers, whose gradients DDP averages along with the model's.
+    """A model with a few extra scalars that DDP averages together with the gradients.
 
-    A rank that gives them the "gradients" (stop wanted, loss, which gradients it has) learns, after the backward pass,
-    whether any rank wants to stop, the mean loss of all and which gradients exist, without a collective of their own.
-    No optimizer knows of them.
+    A rank sets the "gradients" of the scalars: stop wanted, loss, which gradients it has. After the backward pass it
+    reads whether any rank wants to stop, the mean loss, and which gradients exist. This saves a separate collective.
+    The optimizer does not see these scalars.
     """
 
     def __init__(
@@ -212,22 +212,22 @@ class _WithPassenger(nn.Module):
         super().__init__()
         self.model = model
         self.passenger = nn.Parameter(torch.zeros(numbers, device=device))
-        self._run = [run]  # in a list: a compiled model would count as a second one
+        self._run = [run]  # in a list: a compiled model would be registered as a second submodule
 
     def forward(self, inputs: Tensor) -> Tensor:
         return self._run[0](inputs)
 
 
 def _wrap_ddp(model: nn.Module, device: torch.device, bucket_cap_mb: int) -> DistributedDataParallel:
-    # Running statistics are averaged before each evaluation, so DDP need not broadcast rank 0's every step.
+    # Running statistics are averaged before each evaluation, so DDP does not have to broadcast rank 0's every step.
     # torch 2.13 renamed the switch.
     known = inspect.signature(DistributedDataParallel.__init__).parameters
     switch = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     device_ids = [device.index] if device.type == "cuda" else None
-    # At the start it would broadcast them too, and fail for types that its backend does not know.
+    # DDP also broadcasts buffers at the start, and fails for types that its backend does not support.
     ignored = [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    # Gradients stay in the buckets: one copy less per step, and one pass over a few large tensors to look at them.
+    # Gradients stay in the buckets: this saves a copy per step, and guards read a few large tensors.
     options: dict[str, Any] = {switch: False, "gradient_as_bucket_view": True, "bucket_cap_mb": bucket_cap_mb or None}
     return DistributedDataParallel(model, device_ids=device_ids, **options)
 
@@ -235,14 +235,14 @@ def _wrap_ddp(model: nn.Module, device: torch.device, bucket_cap_mb: int) -> Dis
 def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     """Let DDP arrange its gradient buckets before the first real step.
 
-    It does so once per process, after its first backward pass, and the arrangement decides the order in which
-    three or more ranks are summed. Left alone, a resumed run would sum its first step otherwise than the
-    undisturbed run did. The pass leaves no trace: gradients are dropped and running statistics put back.
+    DDP does so once per process, after its first backward pass. The arrangement decides the order in which
+    three or more ranks are summed. Without this, a resumed run would sum its first step in another order than the
+    uninterrupted run. The pass has no side effects: gradients are dropped and running statistics are restored.
     """
     if model.passenger is None:
         return
     before, counts = [buffer.clone() for buffer in model.module.buffers()], PlainAttributes(model.module)
-    # As training will run it: a compiled model would have to be compiled again for another precision.
+    # Use the precision of training: another one would compile the model again.
     with torch.autocast(example.device.type, model.autocast_dtype, enabled=model.autocast_dtype is not None):
         logits = model(example, torch.arange(len(example), device=example.device))
     objective = logits.float().sum() * 0.0
@@ -259,7 +259,7 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
 
 
 class PlainAttributes:
-    """Numbers and words that the layers of a model keep on the host: a count of its calls, say."""
+    """Plain Python attributes of a model's layers, for example a counter of calls."""
 
     def __init__(self, model: nn.Module) -> None:
         self._layers = list(model.modules())

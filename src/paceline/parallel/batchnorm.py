@@ -1,7 +1,7 @@
 """BatchNorm over the whole global batch.
 
-torch's SyncBatchNorm runs on GPUs only; `CrossRankBatchNorm` does the same on CPUs, so that a laptop
-shows what the cluster will do.
+torch's SyncBatchNorm runs on GPUs only. `CrossRankBatchNorm` does the same on CPUs, so a laptop gives the same
+result as a cluster.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CrossRankBatchNorm(nn.modules.batchnorm._BatchNorm):
         axes = [axis for axis in range(input.dim()) if axis != 1]
         values = input.float()
         count = values.numel() / values.shape[1]
-        # Two rounds, mean first: a single pass over squares would lose digits to cancellation.
+        # Two rounds, mean first: a single pass over squares would lose precision by cancellation.
         first = torch.cat([values.sum(axes), values.new_tensor([count])])
         total: Tensor = _SumOverRanks.apply(first)  # type: ignore[no-untyped-call]
         mean = total[:-1] / total[-1]
@@ -72,7 +72,7 @@ class CrossRankBatchNorm(nn.modules.batchnorm._BatchNorm):
 
 
 def synchronise_batchnorm(model: nn.Module, device: torch.device) -> nn.Module:
-    """Replace every BatchNorm by one that spans all ranks; names and weights stay."""
+    """Replace every BatchNorm by one that covers all ranks. Names and weights stay."""
     if device.type == "cuda":
         converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         return converted

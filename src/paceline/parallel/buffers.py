@@ -1,7 +1,7 @@
-"""A model's buffers on several ranks: running statistics are averaged, all others belong to their rank.
+"""A model's buffers on several ranks: running statistics are averaged, all other buffers are per rank.
 
-Which buffer is a running statistic is decided by the type of its module, never by its type of number: the mean of
-masks, tables or counters over ranks has no meaning.
+The type of the module decides which buffer is a running statistic, not the dtype: the mean of masks, tables or
+counters over ranks has no meaning.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import zlib
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # of BatchNorm, SyncBatchNorm and InstanceNorm
+from torch.nn.modules.batchnorm import _NormBase  # base class of BatchNorm, SyncBatchNorm and InstanceNorm
 
 from paceline.parallel.collectives import gather_rows, gather_texts, tree_sum
 from paceline.parallel.parts import bits, copy_bits
@@ -24,9 +24,9 @@ Tensors = dict[str, Tensor]
 
 @torch.no_grad()
 def begin_alike(model: nn.Module) -> None:
-    """Give every rank the primary's parameters and buffers: a model of the user's own may begin anyhow. Collective.
+    """Copy rank 0's parameters and buffers to every rank: a user's own model may start differently. Collective.
 
-    As bytes: gloo and NCCL do not know all types.
+    They are sent as bytes, because gloo and NCCL do not support all types.
     """
     for tensor in (*model.parameters(), *model.buffers()):
         values = _bytes(tensor).clone()
@@ -59,9 +59,9 @@ def _buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str, Tensor]]:
 
 @torch.no_grad()
 def gather_own_buffers(model: nn.Module, world: World) -> Tensors:
-    """What ranks have of their own: running statistics, and buffers of the model's state that differ between ranks.
+    """Running statistics, and buffers of the model's state that differ between ranks.
 
-    By name, with one row per rank, bit for bit. Nothing on one rank. Collective.
+    By name, with one row per rank, bit for bit. Empty on one rank. Collective.
     """
     if world.world_size == 1:
         return {}
@@ -75,7 +75,7 @@ def gather_own_buffers(model: nn.Module, world: World) -> Tensors:
 
 
 def average_rows(rows: Tensor) -> Tensor:
-    """The mean of the ranks' rows of a statistic. Divided first: a sum of large values may exceed its type."""
+    """The mean of the ranks' rows of a statistic. Divides first: the sum of large values may overflow."""
     return tree_sum(rows.double() / len(rows)).to(rows.dtype)
 
 
@@ -83,8 +83,8 @@ def average_rows(rows: Tensor) -> Tensor:
 def average_statistics(model: nn.Module, world: World) -> None:
     """Give every rank the mean of all ranks' running statistics. Collective.
 
-    BatchNorm's running mean and variance are moving averages, and averaging is linear: doing it once
-    before an evaluation gives what doing it after every step would have given.
+    BatchNorm's running mean and variance are moving averages, and averaging is linear. Averaging once before an
+    evaluation gives the same result as averaging after every step.
     """
     statistics = running_statistics(model)
     if world.world_size > 1 and statistics:
@@ -94,7 +94,7 @@ def average_statistics(model: nn.Module, world: World) -> None:
 
 @torch.no_grad()
 def set_own_buffers(model: nn.Module, rows: Tensors, world: World) -> None:
-    """Give this rank its row of what `gather_own_buffers` returned on as many ranks."""
+    """Give this rank its row of the result of `gather_own_buffers`, made with the same number of ranks."""
     live = _buffers(model)
     for name, values in rows.items():
         if name in live and len(values) == world.world_size:
@@ -102,7 +102,7 @@ def set_own_buffers(model: nn.Module, rows: Tensors, world: World) -> None:
 
 
 def _those_that_differ(buffers: Tensors, world: World) -> Tensors:
-    """Most are the same everywhere: tables and masks. Ranks compare checksums, which is less to send."""
+    """Most buffers (tables, masks) are equal on all ranks. Ranks compare checksums, which sends fewer bytes."""
     if not buffers:
         return {}
     sums = [zlib.crc32(_bytes(buffer).cpu().numpy().data) for buffer in buffers.values()]
@@ -112,13 +112,13 @@ def _those_that_differ(buffers: Tensors, world: World) -> Tensors:
 
 
 def _gather(tensors: Tensors, world: World) -> Tensors:
-    """Every rank's tensors, stacked by rank. They travel as bytes, in one piece."""
+    """Every rank's tensors, stacked by rank. They are sent as bytes, in one message."""
     if not tensors:
         return {}
     table = gather_rows(torch.cat([_bytes(tensor).to(world.device) for tensor in tensors.values()]), world)
     rows, position = {}, 0
     for name, tensor in tensors.items():
-        part = table[:, position : position + tensor.nbytes].clone()  # from a multiple of its size on
+        part = table[:, position : position + tensor.nbytes].clone()  # the clone is aligned for its type
         rows[name] = part.view(tensor.dtype).view(world.world_size, *tensor.shape)
         position += tensor.nbytes
     return rows

@@ -1,6 +1,6 @@
-"""The few ways ranks talk to each other outside of gradients. Each is a no-op on one rank.
+"""Collectives for everything other than gradients. Each is a no-op on one rank.
 
-Texts travel as bytes, never as pickles.
+Texts are sent as bytes, never as pickles.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ def gather_texts(text: str, world: World) -> list[str]:
 
 
 def is_true_on_any(flag: bool, world: World) -> bool:
-    """Whether the flag is set on at least one rank. In CPU memory: a GPU is not waited for."""
+    """Whether the flag is set on at least one rank. Uses CPU memory and does not wait for a GPU."""
     if world.world_size == 1:
         return flag
     return bool(sum_over_ranks(torch.tensor([int(flag)]), world).item())
 
 
 def wait_for_all(world: World) -> None:
-    """No rank goes on before every rank is here."""
+    """A barrier over all ranks."""
     if world.world_size > 1:
         sum_over_ranks(torch.zeros(1, device=world.device), world).item()
 
@@ -63,7 +63,7 @@ def gather_rows(row: Tensor, world: World) -> Tensor:
 
 
 def tree_sum(rows: Tensor) -> Tensor:
-    """Add up the rows of a tensor in a fixed binary tree: neighbours first, then neighbours of those."""
+    """Add up the rows of a tensor in a fixed binary tree: adjacent pairs first, then adjacent pairs of their sums."""
     while len(rows) > 1:
         pairs = rows[0 : len(rows) - len(rows) % 2]
         rest = rows[len(pairs) :]
@@ -72,7 +72,7 @@ def tree_sum(rows: Tensor) -> Tensor:
 
 
 def gather_lanes(rows: Tensor, world: World) -> Tensor:
-    """Every rank's rows below each other, in the order of ranks, on every rank."""
+    """The concatenated rows of all ranks, in the order of ranks, on every rank."""
     return gather_rows(rows, world).flatten(0, 1) if world.world_size > 1 else rows
 
 

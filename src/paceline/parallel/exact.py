@@ -1,14 +1,14 @@
-"""One answer to the last bit: gradients summed over lanes in one fixed binary tree.
+"""The same bits for any number of ranks: gradients are summed over lanes in one fixed binary tree.
 
-A run has a fixed number of lanes, a power of two; a rank has lanes / world_size neighbouring ones and runs each by
-itself. Float addition is not associative, but it is commutative and deterministic: if every sum pairs the same
-numbers in the same tree, it gives the same bits, wherever it is computed. A rank's lanes are a subtree, which it
-sums alone; ranks finish the tree together. Each gathers one part of the vector from all (all-to-all), sums it,
-and gives it back to all (all-gather): the bytes of an ordinary all-reduce. Ranks on the CPUs of one node do the same in
-the memory they share, to the same bits.
+A run has a fixed number of lanes, a power of two. A rank has lanes / world_size adjacent lanes and runs them one by
+one. Float addition is not associative, but it is commutative and deterministic: the same numbers summed in the same
+tree give the same bits on any rank. A rank's lanes form a subtree, which it sums alone. Then the ranks finish the tree
+together: each receives one part of the vector from all ranks (all-to-all), sums it, and sends the sum to all ranks
+(all-gather). This sends as many bytes as an ordinary all-reduce. Ranks on the CPUs of one node do the same in shared
+memory, with the same bits.
 
-BatchNorm's running statistics travel in the same vector. Each lane starts from those of the step's beginning, and
-the new ones are the mean over lanes.
+BatchNorm's running statistics are part of the same vector. Each lane starts from the statistics at the beginning of
+the step, and the new ones are the mean over lanes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from paceline.world.detect import World
 
 
 class LaneReducer:
-    """Collects what each lane's backward pass left behind and leaves the sum over all lanes in its place."""
+    """Collects the gradients of each lane's backward pass and replaces them by the sum over all lanes."""
 
     def __init__(self, model: nn.Module, world: World, lanes: int) -> None:
         self._world = world
@@ -38,7 +38,7 @@ class LaneReducer:
         self._node_sum = open_node_sum(size + self._padding, world)
         self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), left to right
         self._start: list[Tensor] = []
-        self._present = torch.empty(0)  # of the last step, added up over lanes
+        self._present = torch.empty(0)  # of the last step, summed over lanes
 
     @property
     def lanes_per_rank(self) -> int:
@@ -63,9 +63,9 @@ class LaneReducer:
 
     @torch.no_grad()
     def end_lane(self, passengers: Tensor) -> None:
-        """Add this lane, and the numbers that ride along, to the tree.
+        """Add this lane's gradients, and the scalars `passengers`, to the tree.
 
-        Two finished subtrees of one height make a higher one.
+        Two complete subtrees of the same height are summed into a higher one.
         """
         parts = [
             (parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)).reshape(-1)
@@ -81,10 +81,10 @@ class LaneReducer:
 
     @torch.no_grad()
     def end_step(self) -> Tensor:
-        """Finish the tree over ranks and put gradients and statistics where they belong.
+        """Finish the tree over ranks and write back gradients and statistics.
 
-        Returns the mean of the passengers over all lanes and, if it is not 0, that some lane misses a gradient: see
-        `drop_absent`.
+        Returns the mean of the scalars over all lanes, followed by a value that is not 0 if some lane misses a
+        gradient: see `drop_absent`.
         """
         ((_, vector),) = self._subtrees
         self._subtrees.clear()
@@ -93,7 +93,7 @@ class LaneReducer:
         position = 0
         for parameter in self._parameters:
             part = vector[position : position + parameter.numel()]
-            # In the parameter's own memory layout, so that optimizers see what they would have seen.
+            # In the parameter's own memory layout, as after an ordinary backward pass.
             parameter.grad = torch.empty_like(parameter).copy_(part.view(parameter.shape))
             position += parameter.numel()
         for buffer in self._buffers:
@@ -104,7 +104,7 @@ class LaneReducer:
         return vector[position : position + PASSENGERS + 1] / self._lanes
 
     def drop_absent(self) -> None:
-        """After `end_step`: parameters that no lane has used have no gradient."""
+        """Call after `end_step`. Removes the gradients of parameters that no lane used."""
         self._presence.drop_absent(self._present)
 
     def _finish_tree(self, vector: Tensor) -> Tensor:

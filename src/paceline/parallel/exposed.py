@@ -1,7 +1,7 @@
-"""Communication a rank stands waiting for, as opposed to what hides behind its own work, and how much it exchanges.
+"""Measures exposed communication (time that a rank waits, not overlapped with computation) and exchanged bytes.
 
 Under DDP a rank waits from the moment its own last gradient is ready until the backward pass returns. Under FSDP on
-CPUs every exchange is waited for. FSDP on GPUs overlaps in streams of its own and is not told apart here.
+CPUs a rank waits for every exchange. FSDP on GPUs overlaps exchanges in separate streams; this is not measured here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class Exposed:
-    """Of this rank, since it was last taken."""
+    """Exposed communication of this rank since the last `take`."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -22,14 +22,14 @@ class Exposed:
         self._bytes = 0
         self._ready_at: float | torch.cuda.Event | None = None
         self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-        self.is_known = True  # whether waiting can be told from working at all
+        self.is_known = True  # False if waiting cannot be distinguished from computing
 
     def count(self, size_bytes: int) -> None:
         self._bytes += size_bytes
 
     def exchanged(self, began: float, size_bytes: int) -> None:
         """An exchange that began at this moment has returned."""
-        if self.is_known:  # else it was only launched: the host's time says nothing of the device's
+        if self.is_known:  # otherwise it was only launched, and the host's time is not the device's
             self._waited_s += time.perf_counter() - began
         self.count(size_bytes)
 
@@ -38,7 +38,7 @@ class Exposed:
         parameter.register_post_accumulate_grad_hook(self._mark_ready)
 
     def backward_is_over(self) -> None:
-        """The backward pass has returned: all ranks' gradients are there, or will be on the device."""
+        """Call when the backward pass has returned: all gradients are reduced, or queued on the device."""
         if isinstance(self._ready_at, float):
             self._waited_s += time.perf_counter() - self._ready_at
         elif self._ready_at is not None:
@@ -46,7 +46,7 @@ class Exposed:
         self._ready_at = None
 
     def take(self) -> tuple[float, int]:
-        """Seconds and bytes since the last call. The device has finished what they belong to."""
+        """Seconds and bytes since the last call. Call it only after the device has finished this work."""
         seconds = self._waited_s + sum(begin.elapsed_time(end) for begin, end in self._spans) / 1000
         size_bytes = self._bytes
         self._waited_s, self._bytes, self._spans = 0.0, 0, []

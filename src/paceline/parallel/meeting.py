@@ -1,8 +1,8 @@
-"""A place where the ranks of a node wait for each other, in their shared memory.
+"""A barrier for the ranks of a node, in their shared memory.
 
-Semaphores of the C library, one for each rank and round: in round k a rank wakes the one 2**k places further on and
-waits for the one 2**k places before it, so that after log2(ranks) rounds everybody has heard of everybody. Posting and
-waiting order memory, on any processor: what a rank wrote before it came is seen by all who leave.
+It uses semaphores of the C library, one for each rank and round (a dissemination barrier). In round k a rank posts the
+semaphore of the rank 2**k places after it and waits for its own. After log2(ranks) rounds every rank has arrived.
+Posting and waiting are memory fences on any processor: writes before the barrier are visible to all ranks after it.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from paceline.errors import PacelineError
 from paceline.world.detect import World
 from paceline.world.node_memory import HEADER_BYTES, NodeMemory
 
-_LINE_BYTES = 64  # a semaphore is smaller; alone in its cache line it disturbs no other
-_LOOKS = 40  # tries before going to sleep: about as long as waking up would take
-_PATIENCE_S = 0.2  # then see whether those awaited are alive
+_LINE_BYTES = 64  # one semaphore per cache line, to avoid false sharing
+_LOOKS = 40  # tries before sleeping: they take about as long as a wake-up
+_PATIENCE_S = 0.2  # then check that the other ranks are alive
 
 
 class _Timespec(ctypes.Structure):
@@ -29,20 +29,20 @@ def _rounds(ranks: int) -> int:
 
 
 def bytes_to_meet(ranks: int) -> int:
-    """How much of the shared memory a meeting place of so many ranks takes."""
+    """The shared memory that a barrier of this many ranks takes."""
     return ranks * _rounds(ranks) * _LINE_BYTES
 
 
 def can_meet() -> bool:
-    """Whether this system's C library has what it takes: semaphores between processes, and a clock nobody sets."""
+    """Whether the C library has semaphores between processes that wait on the monotonic clock."""
     return hasattr(ctypes.CDLL(None), "sem_clockwait")
 
 
 class Meeting:
-    """All ranks of one node. Two calls are two meetings."""
+    """A barrier over all ranks of one node. Each call of `attend` is one barrier."""
 
     def __init__(self, shared: NodeMemory, world: World) -> None:
-        """`prepare` was called by one rank before; the place is at the beginning of what is shared."""
+        """One rank has called `prepare` before. The semaphores are at the beginning of the shared memory."""
         self._shared = shared
         self._rank, self._ranks = world.local_rank, world.local_world_size
         library = ctypes.CDLL(None, use_errno=True)
@@ -55,14 +55,14 @@ class Meeting:
 
     @staticmethod
     def prepare(shared: NodeMemory, ranks: int) -> None:
-        """By the rank that made the memory, before anybody meets in it."""
+        """Called by the rank that made the memory, before any rank waits."""
         library = ctypes.CDLL(None, use_errno=True)
         start = _address(shared)
         for number in range(ranks * _rounds(ranks)):
             library.sem_init(ctypes.c_void_p(start + number * _LINE_BYTES), 1, 0)
 
     def attend(self) -> None:
-        """Return when every rank of the node has come here as often as this one. A rank that is gone raises."""
+        """Return when every rank of the node has called this as often as this one. Raises if a rank has exited."""
         for other, mine in self._pairs:
             self._post(other)
             self._wait_for(mine)
@@ -71,7 +71,7 @@ class Meeting:
         for _ in range(_LOOKS):
             if self._try(semaphore) == 0:
                 return
-        # Asleep from here on: the processor may be needed by the very rank that is awaited.
+        # Sleep from here on: the awaited rank may need this processor.
         while True:
             until = time.clock_gettime_ns(time.CLOCK_MONOTONIC) + int(_PATIENCE_S * 1e9)
             self._deadline.seconds, self._deadline.nanoseconds = divmod(until, 10**9)

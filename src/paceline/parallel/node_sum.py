@@ -1,8 +1,8 @@
-"""The sum of one vector from each rank of a node, through memory they share: no sockets, no copies.
+"""Sums one vector from each rank of a node through shared memory, without sockets or copies.
 
-Each rank has a row to write into. When all have met, each adds up its own part of all rows, in a binary tree in the
-order of ranks, and leaves it in the row of the total, which everybody reads where it lies. Every number is added up by
-one rank only, in one fixed order: all ranks see the same bits, whoever came first.
+Each rank writes its row. After a barrier, each rank adds up its own part of all rows, in a binary tree in the order of
+ranks, and writes it to the row of the total. All ranks read the total in place. Each number is summed by one rank
+only, in one fixed order. All ranks therefore see the same bits, independent of timing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBER_BYTES = 4
 
 
 def open_node_sum(size: int, world: World) -> NodeSum | None:
-    """For float32 vectors of this size; None where not all ranks share a node's memory. Collective."""
+    """For float32 vectors of this size. None if not all ranks share memory. Collective."""
     if world.device != "cpu" or world.world_size == 1 or world.local_world_size != world.world_size:
         return None
     bytes_needed = _bytes_before(world.world_size) + (world.world_size + 1) * _padded(size) * _NUMBER_BYTES
@@ -34,15 +34,15 @@ def open_node_sum(size: int, world: World) -> NodeSum | None:
     is_ready = shared is not None and can_meet()
     if shared is not None:
         shared.hold_place(world.local_rank)
-    if not all(gather_texts("here" if is_ready else "", world)):  # everybody, or nobody
-        _log.info("note: the ranks share no memory; their gradients travel by %s", world.backend)
+    if not all(gather_texts("here" if is_ready else "", world)):  # all ranks must agree
+        _log.info("note: the ranks share no memory; gradients are exchanged by %s", world.backend)
         return None
     assert shared is not None
     return NodeSum(shared, size, world)
 
 
 class NodeSum:
-    """A row of each rank, and their sum."""
+    """One row per rank, and their sum."""
 
     def __init__(self, shared: NodeMemory, size: int, world: World) -> None:
         self._ranks = world.world_size
@@ -50,7 +50,7 @@ class NodeSum:
         length = _padded(size)
         start = HEADER_BYTES + bytes_to_meet(self._ranks)
         slips = torch.frombuffer(shared.memory, dtype=torch.float64, count=self._ranks * _LINE, offset=start)
-        # A line of each rank: the norm of its part of the total, and room for a few numbers.
+        # One cache line per rank: the norm of its part of the total, and space for a few numbers.
         self._norms, self._board = slips.view(self._ranks, _LINE).tensor_split([1], dim=1)
         self._norms = self._norms[:, 0]
         start = HEADER_BYTES + _bytes_before(self._ranks)
@@ -58,7 +58,7 @@ class NodeSum:
             shared.memory, dtype=torch.float32, count=(self._ranks + 1) * length, offset=start
         ).view(self._ranks + 1, length)
         self.mine = rows[world.rank, :size]  # what this rank adds
-        self.total = rows[-1, :size]  # the same memory on all ranks: of the last sum, until all begin the next one
+        self.total = rows[-1, :size]  # the same memory on all ranks; valid until the next sum begins
         part = _LINE * -(-length // _LINE // self._ranks)
         self._first, last = (min(number * part, size) for number in (world.rank, world.rank + 1))
         self._parts = list(rows[:, self._first : last])
@@ -66,13 +66,13 @@ class NodeSum:
 
     @torch.no_grad()
     def add_up(self, *, scale: float = 1.0, measured: int = 0) -> float:
-        """`total` becomes scale times the sum of all rows; returns the norm of its first `measured` numbers.
+        """Set `total` to scale times the sum of all rows. Return the norm of its first `measured` numbers.
 
-        Collective, and the same number on all ranks. The rows are used up.
+        Collective. All ranks get the same norm. The rows are overwritten.
         """
-        self._meeting.attend()  # all rows are written, and nobody reads the last total any more
+        self._meeting.attend()  # all rows are written, and no rank reads the last total any more
         *rows, total = self._parts
-        while len(rows) > 2:  # neighbours first, as tree_sum does; this part of the rows is this rank's alone
+        while len(rows) > 2:  # adjacent pairs first, as in tree_sum; only this rank uses this part of the rows
             for left, right in zip(rows[0::2], rows[1::2], strict=False):
                 left.add_(right)
             rows = rows[0::2]
@@ -81,12 +81,12 @@ class NodeSum:
             total *= scale
         if measured:
             self._norms[self._rank] = torch.linalg.vector_norm(total[: max(measured - self._first, 0)])
-        self._meeting.attend()  # all of the total is there
+        self._meeting.attend()  # the total is complete
         return math.hypot(*self._norms.tolist()) if measured else 0.0
 
     @torch.no_grad()
     def gather(self, numbers: Tensor) -> Tensor:
-        """Up to fifteen numbers of each rank, a row for each, in float64. Collective."""
+        """Up to fifteen numbers per rank, one row per rank, in float64. Collective."""
         board = self._board[:, : len(numbers)]
         board[self._rank] = numbers
         self._meeting.attend()
@@ -97,7 +97,7 @@ class NodeSum:
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the total. Collective."""
-        self._meeting.attend()  # nobody still reads it as it was
+        self._meeting.attend()  # no rank still reads the old values
         self._parts[-1].mul_(factor)
         self._meeting.attend()
 
@@ -107,5 +107,5 @@ def _padded(size: int) -> int:
 
 
 def _bytes_before(ranks: int) -> int:
-    """The meeting place, and a line of numbers of each rank."""
+    """Bytes of the barrier and of one cache line per rank."""
     return bytes_to_meet(ranks) + ranks * _LINE * 8

@@ -1,7 +1,7 @@
-"""Tensors that ranks hold whole, and those of which each holds a part.
+"""Helpers for plain tensors and for sharded tensors (DTensor), of which each rank holds a part.
 
-Sharded ones are recognised without importing their class: that takes as long as importing half of torch, and where
-nobody has imported it, there are none.
+Sharded tensors are recognised without importing their class. The import takes as long as half of torch, and
+without it there are no sharded tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the size of an element
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by element size in bytes
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -21,7 +21,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds of it: the whole, or its shard."""
+    """What this rank holds: the whole tensor, or its shard."""
     if not is_sharded(tensor):
         return tensor
     part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
@@ -29,14 +29,14 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The same memory as integers. Torch copies them in every type it has, and no NaN changes on the way."""
+    """The same memory as integers. torch can copy integers for every type, and NaN bits do not change."""
     as_integers = _INTEGERS.get(tensor.element_size())
     plain = tensor.resolve_conj().resolve_neg()
     return plain if as_integers is None or plain.dtype == as_integers else plain.view(as_integers)
 
 
 def new_tensor(shape: Sequence[int], dtype: torch.dtype, *, pin_memory: bool = False) -> Tensor:
-    """CPU memory for a tensor of any type. Under --exact torch fills new memory, which it cannot do for every type."""
+    """An uninitialised CPU tensor of any type. Under --exact torch fills new memory, but not for every type."""
     as_integers = _INTEGERS.get(dtype.itemsize, dtype)
     return torch.empty(tuple(shape), dtype=as_integers, pin_memory=pin_memory).view(dtype)
 
@@ -46,6 +46,6 @@ def copy_bits(target: Tensor, source: Tensor) -> None:
     if target.dtype != source.dtype or target.shape != source.shape:
         raise TypeError(f"{source.dtype} {tuple(source.shape)} does not fit {target.dtype} {tuple(target.shape)}")
     for dimension, (stride, size) in enumerate(zip(target.stride(), target.shape, strict=True)):
-        if stride == 0 and size > 1:  # expanded: all rows are one row in memory, and torch refuses to write it twice
+        if stride == 0 and size > 1:  # expanded: all rows are the same memory, which torch refuses to write
             target, source = target.narrow(dimension, 0, 1), source.narrow(dimension, 0, 1)
     bits(target).copy_(bits(source))

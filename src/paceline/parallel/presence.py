@@ -1,8 +1,8 @@
-"""Which parameters have a gradient in a step, agreed by all ranks.
+"""All ranks agree which parameters have a gradient in a step.
 
-A parameter has one if any rank's samples used it; ranks whose samples did not add zeros. If no rank's did, it stays
-without, as in a run on one process: the optimizer leaves it alone, with its momentum and its weight decay. What the
-ranks need to know travels with the gradients they exchange anyway.
+A parameter has a gradient if the samples of any rank used it. Ranks whose samples did not use it add zeros. If no rank
+used it, it has no gradient, as in a run on one process: the optimizer then does not change it, nor its momentum, and
+applies no weight decay. The ranks exchange this information together with the gradients.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-PASSENGERS = 2  # numbers that travel with the gradients: whether to stop, and the loss
+PASSENGERS = 2  # scalars that are reduced together with the gradients: whether to stop, and the loss
 
 
 class Presence:
-    """Of these parameters. As numbers to be added up over ranks: how many are missing, then a one for each present."""
+    """Which parameters have a gradient, as numbers to sum over ranks: how many are missing, then 0 or 1 for each."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
@@ -28,7 +28,7 @@ class Presence:
         return len(self._whole)
 
     def mine(self) -> Tensor:
-        """What this rank adds. Not to be changed: the usual case is the same tensor every time."""
+        """What this rank adds. Do not modify it: usually the same tensor is returned every time."""
         return self.of([parameter.grad is not None for parameter in self._parameters])
 
     def of(self, present: Sequence[bool]) -> Tensor:
@@ -38,30 +38,30 @@ class Presence:
         return torch.tensor(numbers, device=self._whole.device)
 
     def absent(self, total: Tensor) -> list[int]:
-        """The numbers of the parameters without a gradient on any rank, from the sum of all that ranks added."""
+        """The indices of parameters without a gradient on any rank, from the sum over ranks."""
         return [number for number, ranks in enumerate(total[1:].tolist()) if ranks == 0]
 
     def drop_absent(self, total: Tensor) -> None:
-        """Take away the zeros that stand for gradients no rank has. Call it only if any rank misses one."""
+        """Remove zero gradients of parameters that no rank used. Call it only if some rank misses a gradient."""
         for number in self.absent(total):
             self._parameters[number].grad = None
 
 
 class UnusedParameters:
-    """Parameters that a backward pass does not reach, and that DDP therefore waits for."""
+    """Finds parameters that a backward pass does not reach. DDP would wait for them."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self._parameters = list(parameters)
         self._before: list[tuple[Tensor | None, int]] = []  # gradients of earlier microbatches, and their versions
-        self._known: set[tuple[int, ...]] = set()  # sets of parameters that were seen to be out of reach
+        self._known: set[tuple[int, ...]] = set()  # sets of parameters known to be unreachable
 
     def note_gradients(self) -> None:
-        """Before the backward pass of the last microbatch."""
+        """Call before the backward pass of the last microbatch."""
         gradients = [parameter.grad for parameter in self._parameters]
         self._before = [(gradient, 0 if gradient is None else gradient._version) for gradient in gradients]
 
     def find(self, objective: Tensor) -> list[nn.Parameter]:
-        """After it: the ones it left untouched."""
+        """Call after it. Returns the parameters that it did not reach."""
         numbers = tuple(
             number
             for number, (parameter, (gradient, version)) in enumerate(
@@ -70,7 +70,7 @@ class UnusedParameters:
             if parameter.grad is gradient and (gradient is None or gradient._version == version)
         )
         if numbers and numbers not in self._known:
-            # A function of the user's own may reach a parameter and give it nothing. DDP counts that one as done.
+            # A user's autograd function may reach a parameter and return no gradient. DDP counts it as done.
             reached = _reached(objective)
             if any(id(self._parameters[number]) in reached for number in numbers):
                 return [self._parameters[number] for number in numbers if id(self._parameters[number]) not in reached]
@@ -79,7 +79,7 @@ class UnusedParameters:
 
 
 def _reached(objective: Tensor) -> set[int]:
-    """The parameters at the ends of a graph, by their identity."""
+    """The ids of the parameters that an autograd graph reaches."""
     ends: set[int] = set()
     seen, waiting = set(), [objective.grad_fn]
     while waiting:

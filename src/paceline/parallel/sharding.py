@@ -1,6 +1,6 @@
-"""FSDP2: a model cut into shards, one group per block, and its exchanges counted and timed.
+"""FSDP2: shards a model, one group per block, and counts and times its exchanges.
 
-Imported only by runs that shard: torch's machinery for it takes as long to load as half of torch.
+Imported only by runs that shard: torch's FSDP modules take as long to load as half of torch.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from paceline.world.detect import World
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype | None, choices: ParallelConfig) -> nn.Module:
-    """One group of shards per block or layer, and one for what lies between them."""
+    """Make one FSDP group per block or layer, and one for all other parameters."""
     _refuse_scalars(model)
     options: dict[str, Any] = {
-        # Named, because FSDP would take the GPUs of a machine that has some even for a run on its CPUs.
+        # Set explicitly: on a machine with GPUs, FSDP would otherwise use them even for a run on CPUs.
         "mesh": init_device_mesh(torch.device(world.device).type, (world.world_size,)),
         "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None),
         "offload_policy": CPUOffloadPolicy() if choices.cpu_offload else OffloadPolicy(),
-        # None: all groups but the last one, which the backward pass needs first.
+        # None: all groups except the last one, which the backward pass needs first.
         "reshard_after_forward": None if choices.reshard_after_forward else False,
     }
     for part in find_parts(model, choices.fsdp_wrap):
@@ -50,7 +50,7 @@ def _refuse_scalars(model: nn.Module) -> None:
 
 
 def find_parts(model: nn.Module, wrap: str) -> list[nn.Module]:
-    """What is a group of its own; the whole model is one in any case."""
+    """The modules that become groups. The whole model is always a group, too."""
     if wrap == "model":
         return []
     if wrap == "blocks":
@@ -59,7 +59,7 @@ def find_parts(model: nn.Module, wrap: str) -> list[nn.Module]:
 
 
 def _find_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost modules with parameters of their own, which may use their children without calling them."""
+    """The outermost modules with their own parameters. They may use their children without calling them."""
     for child in model.children():
         if any(True for _ in child.parameters(recurse=False)):
             yield child
@@ -68,14 +68,14 @@ def _find_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of weights that are still gathered. A group that is gathered does not see new values of its shards."""
+    """Release weights that are still gathered. A gathered group does not see new values of its shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated parts of a model: children of its sequences, not cut any further."""
+    """The repeated parts of a model: the children of its sequences, not divided further."""
     for child in model.children():
         if isinstance(child, nn.Sequential | nn.ModuleList):
             for part in child.children():
@@ -120,10 +120,10 @@ class _TimedReduceScatter(DefaultReduceScatter):
 
 
 class ShardPresence:
-    """Which parameters of a sharded model a step's samples have used.
+    """Records which parameters of a sharded model were used by a step's samples.
 
-    A group of shards is summed over ranks as a whole, so ranks must agree on what it holds: where a group has run,
-    zeros stand for what this rank's samples did not use. A group that has not run here has not run on any rank.
+    A group is summed over ranks as a whole, so ranks must agree on its gradients. If a group has run, parameters that
+    this rank's samples did not use get zeros. A group runs on all ranks or on none.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -136,7 +136,7 @@ class ShardPresence:
                 self._watch(module, group)
 
     def take(self) -> list[bool]:
-        """Of the step since the last call, a value for each trained parameter."""
+        """One value per trained parameter, for the time since the last call."""
         present = [id(parameter) in self._present for parameter in self._parameters]
         self._present.clear()
         self._has_run.clear()
@@ -154,9 +154,9 @@ class ShardPresence:
         group.post_backward = fill_and_sum
 
     def _fill(self, group: Any) -> None:
-        """Note what has a gradient, and give zeros to the rest."""
+        """Record which parameters have a gradient, and give zeros to the others."""
         trained = [one for one in group.fsdp_params if one.sharded_param.requires_grad]
-        # With microbatches and mixed precision, what earlier ones left is kept in the type in which it is summed.
+        # With microbatches and mixed precision, gradients of earlier microbatches have the dtype of the reduction.
         kept = next((one.unsharded_accumulated_grad.dtype for one in trained if _has_kept(one)), None)
         for one in trained:
             weight = one._unsharded_param

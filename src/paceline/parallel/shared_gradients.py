@@ -1,7 +1,7 @@
-"""Gradients of the ranks of one node, averaged through their shared memory instead of DDP's sockets.
+"""Averages the gradients of the ranks of one node through shared memory instead of DDP's sockets.
 
-After the backward pass each rank copies its gradients into its row, once; the mean is used where it lies, so that
-parameters' gradients on all ranks are views of the same memory. Nobody may write there but through `scale`.
+After the backward pass each rank copies its gradients once, into its row. The mean is used in place: the gradients of
+the parameters on all ranks are views of the same memory. Only `scale` may write to it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.world.detect import World
 
 
 def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
-    """None where the ranks share no memory, or a gradient is not float32. Collective."""
+    """None if the ranks share no memory, or a gradient is not float32. Collective."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not parameters or any(parameter.dtype != torch.float32 for parameter in parameters):
         return None
@@ -32,7 +32,7 @@ def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
 
 
 class SharedGradients:
-    """Of this rank's model."""
+    """The shared gradients of this rank's model."""
 
     def __init__(self, parameters: list[nn.Parameter], presence: Presence, node_sum: NodeSum, ranks: int) -> None:
         self._parameters = parameters
@@ -46,14 +46,15 @@ class SharedGradients:
         self._mean = [_view(node_sum.total, start, parameter) for parameter, start in places]
         ends = [self._size, self._size + PASSENGERS]
         self._row = [*self._mine, *node_sum.mine.tensor_split(ends)[1:]]
-        self._agreed = node_sum.total[self._size : ends[1] + 1]  # the passengers, and how many gradients are missing
+        self._agreed = node_sum.total[self._size : ends[1] + 1]  # the scalars, and the number of missing gradients
         self._present = node_sum.total[ends[1] :]
 
     @torch.no_grad()
     def average(self, passengers: Tensor) -> Tensor:
         """Replace every gradient by its mean over ranks. Collective.
 
-        Returns the mean of the passengers and, if it is not 0, that some rank misses a gradient: see `drop_absent`.
+        Returns the mean of the scalars, followed by a value that is not 0 if some rank misses a gradient: see
+        `drop_absent`.
         """
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
         torch._foreach_copy_(self._row, [*gradients, passengers, self._presence.mine()])
@@ -63,11 +64,11 @@ class SharedGradients:
         return self._agreed.clone()
 
     def drop_absent(self) -> None:
-        """After `average`: parameters that no rank has used have no gradient."""
+        """Call after `average`. Removes the gradients of parameters that no rank used."""
         self._presence.drop_absent(self._present)
 
     def gather(self, numbers: Tensor) -> Tensor:
-        """A few numbers of every rank, a row for each. Collective."""
+        """A few numbers of every rank, one row per rank. Collective."""
         return self._sum.gather(numbers)
 
     def scale(self, factor: float) -> None:
@@ -76,7 +77,7 @@ class SharedGradients:
 
 
 def _view(flat: Tensor, start: int, parameter: nn.Parameter) -> Tensor:
-    """A parameter's place in the vector, in the parameter's own memory layout where that has no gaps."""
+    """A view of a parameter's place in the vector, in the parameter's own memory layout if that has no gaps."""
     part = flat[start : start + parameter.numel()]
     is_channels_last = parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
     if is_channels_last or parameter.is_contiguous():

@@ -1,8 +1,8 @@
 """CIFAR-10 from its official binary files, or from the pickled ones that torchvision uses; fetched when absent.
 
-The binary layout is one label byte and 3072 pixel bytes per record, so its size proves its wholeness and
-reading it is one reshape. The pickled "python version" is read without an unpickler, which would execute
-what the file says.
+A binary record is one label byte and 3072 pixel bytes. The file size shows whether a file is complete, and reading
+is one reshape. The pickled "python version" is read without an unpickler, because an unpickler executes code that
+the file names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from paceline.errors import DataError
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"
 ARCHIVE_NAME = "cifar-10-binary.tar.gz"
-# MD5 of the official file; SHA-1 of its records as the binary file has them.
+# MD5 of the official file, and SHA-1 of its records in the layout of the binary file.
 PICKLED_CHECKSUMS = {
     "data_batch_1": ("c99cafc152244af753f735de768cd75f", "aadd24acce27caa71bf4b10992e9e7b2d74c2540"),
     "data_batch_2": ("d4bba439e000b95fd0a9bffe97cbabec", "c0ba65cce70568cd57b4e03e9ac8d2a5367c1795"),
@@ -42,7 +42,8 @@ PICKLED_CHECKSUMS = {
 RECORDS_PER_FILE = 10_000
 SHAPE = (3, 32, 32)
 RECORD_BYTES = 1 + 3 * 32 * 32
-_MOST_PICKLED_BYTES_PER_RECORD = 2 * RECORD_BYTES  # pixels, label and file name; text takes up to two bytes a pixel
+# Pixels, label and file name. Text takes up to two bytes per pixel.
+_MOST_PICKLED_BYTES_PER_RECORD = 2 * RECORD_BYTES
 CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 MEAN = (0.4914, 0.4822, 0.4465)
 STD = (0.2470, 0.2435, 0.2616)
@@ -73,7 +74,7 @@ def load(config: DataConfig, seed: int) -> LoadedData:
 
 
 def _fetch(folder: Path, data_dir: Path) -> None:
-    """Put the missing files in place. Each appears whole, so a reader that sees all six may read."""
+    """Download and unpack the missing files. Each appears complete, so a reader that sees all six may read."""
     try:
         with locked(folder):
             if missing := missing_cifar10(folder):
@@ -94,7 +95,7 @@ def _fetch(folder: Path, data_dir: Path) -> None:
 
 
 def _unpack(archive: Path, folder: Path, wanted: list[str]) -> None:
-    """Extract just the wanted members into a temporary folder, then move them into place."""
+    """Extract only the wanted members into a temporary folder, then move them into place."""
     with tempfile.TemporaryDirectory(prefix=".unpack-", dir=folder.parent) as name:
         try:
             with tarfile.open(archive) as tar:
@@ -116,7 +117,7 @@ def _member(tar: tarfile.TarFile, file: str) -> tarfile.TarInfo:
     member = tar.getmember(f"{FOLDER}/{file}")
     expected = RECORDS_PER_FILE * RECORD_BYTES
     if not member.isfile() or member.size != expected:
-        raise tarfile.TarError(f"{member.name} is no file of {expected} bytes")
+        raise tarfile.TarError(f"{member.name} is not a file of {expected} bytes")
     return member
 
 
@@ -149,7 +150,7 @@ def _records(path: Path) -> NDArray[np.uint8]:
 
 
 def read_pickled_records(path: Path) -> NDArray[np.uint8]:
-    """The records of a pickled file, as the binary file has them."""
+    """The records of a pickled file, in the layout of the binary file."""
     most_bytes = RECORDS_PER_FILE * _MOST_PICKLED_BYTES_PER_RECORD + 2**16
     try:
         content = read_pickle(path, most_bytes)
@@ -161,15 +162,15 @@ def read_pickled_records(path: Path) -> NDArray[np.uint8]:
             count = f"{len(labels):,}" if isinstance(labels, list) else "no list of"
             raise UnreadablePickle(f"{count} labels for {RECORDS_PER_FILE:,} pictures")
         if not all(type(label) is int and 0 <= label <= 255 for label in labels):
-            raise UnreadablePickle("labels that are no small numbers")
+            raise UnreadablePickle("labels that are not numbers from 0 to 255")
     except OSError as error:
         raise DataError("this CIFAR-10 file cannot be read", where=str(path), got=error.strerror) from error
     except UnreadablePickle as error:
         raise DataError(
-            "this CIFAR-10 file is damaged, or holds something else than data",
+            "this CIFAR-10 file is damaged, or holds something other than data",
             where=str(path),
             got=str(error),
-            allowed="plain data and arrays, as torchvision's files; nothing in a file is executed",
+            allowed="plain data and arrays, like torchvision's files; nothing in a file is executed",
             hint=f"remove {path.parent}; the binary version of CIFAR-10 is then downloaded, with its checksum",
         ) from error
     return _with_known_labels(np.column_stack([np.array(labels, dtype=np.uint8), pixels]), path)
@@ -188,5 +189,5 @@ def _damaged(path: Path, got: str, allowed: str) -> DataError:
         where=str(path),
         got=got,
         allowed=allowed,
-        hint=f"delete it and it will be put in place again from {ARCHIVE_NAME}, downloaded if need be",
+        hint=f"delete it; it is then extracted again from {ARCHIVE_NAME}, which is downloaded if it is absent",
     )

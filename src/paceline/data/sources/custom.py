@@ -1,8 +1,8 @@
-"""A data set of the user's own: the function `FILE.py:FUNCTION` or `package.module:FUNCTION`.
+"""The user's own data set: the function `FILE.py:FUNCTION` or `package.module:FUNCTION`.
 
-It may take any of `data_dir`, `seed` and `config`, and returns its train and test halves as a pair, a
-triple with class names, or a dict. A half is an object with `read` and `labels`, a pair of arrays, or a
-map-style torch data set; each is fitted here to what the rest of the house expects.
+It may take any of `data_dir`, `seed` and `config`. It returns the train and test halves as a pair, a triple
+with class names, or a dict. A half is an object with `read` and `labels`, a pair of arrays, or a map-style
+torch data set. Each is converted here to the `Dataset` interface.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_CLASSES = 1_000_000
 
 
 class _Reader:
-    """An object of the user's with `read` and `labels`."""
+    """Wraps a user's object that has `read` and `labels`."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -50,12 +50,12 @@ class _Reader:
 
 
 class _MapStyle:
-    """A data set with `len(...)` and `[index] -> (sample, label)`; samples are stacked here."""
+    """Wraps a data set with `len(...)` and `[index] -> (sample, label)`; stacks the samples."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
         known = getattr(inner, "targets", None)
-        # Without a list of labels, every sample must be made once just to learn them.
+        # Without a list of labels, every sample is made once to get its label.
         self._labels = _as_labels([self._item(i)[1] for i in range(len(inner))] if known is None else known)
         self._shape = self._sample(0).shape
 
@@ -103,7 +103,7 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
     return load(config, seed).info
 
 
-@lru_cache(maxsize=1)  # describing and loading together call the user's function once
+@lru_cache(maxsize=1)  # describe and load together call the user's function once
 def load(config: DataConfig, seed: int) -> LoadedData:
     function = resolve_reference(config.dataset, where="dataset")
     returned = _call(function, config, seed)
@@ -115,7 +115,7 @@ def load(config: DataConfig, seed: int) -> LoadedData:
 
 
 def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
-    """Pass what the function asks for by name; a fault inside it is shown at its own line."""
+    """Pass the parameters that the function names. An error inside it is reported with its own line."""
     offered = {"data_dir": config.data_dir, "seed": seed, "config": config}
     parameters = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
@@ -125,7 +125,7 @@ def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
     unknown = [p.name for p in parameters if p.name not in wanted and _is_required(p)]
     if unknown:
         raise UserError(
-            "the data set function asks for something it cannot get",
+            "the data set function has unknown parameters",
             where=config.dataset,
             got=", ".join(unknown),
             allowed=", ".join(offered),
@@ -177,7 +177,7 @@ def _parts(returned: Any) -> tuple[Any, Any, Any]:
 
 
 def _half(half: Any, which: str) -> Dataset:
-    """One half of the data set in our own form, not empty and with sound labels."""
+    """One half as a `Dataset`, checked: not empty, no negative labels."""
     try:
         dataset = _fitted(half)
         if len(dataset) == 0:
@@ -217,7 +217,7 @@ def _tensor(values: Any) -> Tensor:
 
 
 def _as_samples(batch: Any) -> Tensor:
-    """uint8 [B, C, H, W] or float32 [B, D], from the layouts people have."""
+    """uint8 [B, C, H, W] or float32 [B, D], from the usual layouts."""
     tensor = _tensor(batch).cpu()
     if tensor.dtype.is_floating_point and tensor.ndim == 2:
         return tensor.to(torch.float32)

@@ -1,7 +1,6 @@
-"""Fashion-MNIST from its four IDX files, plain or gzipped, fetched when absent.
+"""Fashion-MNIST from its four IDX files, plain or gzipped, downloaded if absent.
 
-An IDX file states its element type and its dimensions, so every byte of it can be accounted for; one
-that does not add up is refused rather than trained on.
+An IDX file states its element type and its dimensions. A file whose type, dimensions or size is wrong is refused.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ def _half(data_dir: Path, prefix: str) -> ResidentDataset:
 
 
 def _locate(data_dir: Path, name: str) -> Path:
-    """The file where it lies, plain or gzipped, or else downloaded."""
+    """The path of the file, plain or gzipped. Downloads it if it is absent."""
     if found := find_fashion_mnist(data_dir, name):
         return found
     packed = f"{name}.gz"
@@ -91,7 +90,7 @@ def _read_idx(path: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
     """The bytes of an IDX file, which must have exactly this shape."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read(16 + math.prod(shape) + 1)  # no more: a small file may unpack to any size
+            content = file.read(16 + math.prod(shape) + 1)  # bounded: a small file may unpack to any size
     except (OSError, EOFError, zlib.error) as error:
         raise _damaged(path, str(error) or type(error).__name__, "a whole file") from error
     rank = len(shape)

@@ -1,7 +1,7 @@
 """Pictures in folders, one folder per class, read by a pool of threads.
 
-`data/pictures.py` says which pictures there are and what their pixels are. Pixels do not depend on the
-number of threads. A folder that `paceline data pack` has packed is read by `packed.py` instead.
+`data/pictures.py` finds and decodes the pictures. Pixels do not depend on the number of threads.
+`packed.py` reads folders that `paceline data pack` has packed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FolderDataset:
         self.sample_shape = (3, side, side)
         self._allowed = unreadable
         self._unreadable: set[int] = set()
-        # Threads start with the first batch, so an unread data set costs none.
+        # Threads start with the first batch. A data set that is not read starts none.
         self._pool = ThreadPoolExecutor(num_workers, "reader") if num_workers else None
         packed = f"{root}-packed" if root.name else "PACKED"
         self.if_slow = f"more --num-workers than {num_workers}, or pack the pictures once: "
@@ -52,12 +52,12 @@ class FolderDataset:
         return len(self._paths)
 
     def names(self) -> list[bytes]:
-        """Of the files, below the data set's folder, in the order of samples."""
+        """File names relative to the data set's folder, in the order of samples."""
         start = len(os.fsencode(self._root / "x")) - 1
         return [os.fsencode(path)[start:] for path in self._paths]
 
     def list_files(self) -> list[tuple[bytes, int]]:
-        """Names and sizes. On storage behind a network each size is a round trip, so several are asked for at once."""
+        """Names and sizes. On network storage each size costs a round trip, so several threads ask."""
         with ThreadPoolExecutor(_STAT_THREADS, "stat") as pool:
             sizes = pool.map(_size_of, self._paths, chunksize=256)
             return list(zip(self.names(), sizes, strict=True))
@@ -68,7 +68,7 @@ class FolderDataset:
         return batch
 
     def read_into(self, indices: Tensor, samples: Tensor) -> None:
-        """The same into memory that is there already; each thread puts its pictures straight into their places."""
+        """Like `read`, into given memory. Each thread writes its pictures directly to their places."""
         run = self._pool.map if self._pool else map
         for _ in run(self._read_one, indices.tolist(), samples.numpy()):
             pass
@@ -82,10 +82,10 @@ class FolderDataset:
             is_new = index not in self._unreadable
             self._unreadable.add(index)
             if len(self._unreadable) > self._allowed:
-                error.hint = f"replace it, remove it, or allow for it: --unreadable {len(self._unreadable)}"
+                error.hint = f"replace it, remove it, or allow it: --unreadable {len(self._unreadable)}"
                 raise
             if is_new:
-                _log.warning("warning: unreadable, grey instead: %s", error.where)
+                _log.warning("warning: unreadable, replaced by grey: %s", error.where)
             place[:] = GREY
 
 
@@ -93,7 +93,7 @@ def _size_of(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:
-        return -1  # reading it will say what is wrong
+        return -1  # reading the file reports the error
 
 
 def read_picture(path: Path, side: int) -> Tensor:

@@ -1,9 +1,9 @@
 """Pictures that `paceline data pack` has packed: mapped into memory, gathered by number. Nothing is decoded.
 
 The kernel keeps one copy of a shard's pages for all ranks of a node and drops them when memory is short, so a set may
-be larger than memory. Before a batch is gathered the kernel is told all of its pictures at once, which it then
-reads side by side and each in one go; and now and then a rank lets go of the pages it has mapped, so that it
-does not seem to grow with the data set.
+be larger than memory. Before a batch is gathered, madvise announces all its pictures to the kernel, which then reads
+them in parallel, each in one request. From time to time a rank releases its mapped pages. Otherwise its resident
+memory would grow with the data set.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paceline.data.pack_format import Packed, Shard, open_packed
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.errors import DataError
 
-_MOST_MAPPED_BYTES = 256 * 2**20  # of pages a rank may hold before it lets go of them
+_MOST_MAPPED_BYTES = 256 * 2**20  # a rank with more mapped pages releases them
 _STATM = Path("/proc/self/statm")
 
 
@@ -38,7 +38,7 @@ class PackedDataset:
         self._per_shard = packed.pictures_per_shard
         self._maps = [_map(folder / shard.file, shard, packed) for shard in packed.shards_of(half)]
         self._rows = [_as_rows(mapped, packed.picture_bytes) for mapped in self._maps]
-        self._other_bytes = _mapped_bytes()  # of libraries, for example
+        self._other_bytes = _mapped_bytes()  # for example of libraries
 
     @property
     def labels(self) -> Tensor:
@@ -57,7 +57,7 @@ class PackedDataset:
         return samples
 
     def read_into(self, indices: Tensor, samples: Tensor) -> None:
-        """The same into memory that is there already: one copy, from the kernel's pages to their place."""
+        """Like `read`, into given memory: one copy, from the kernel's pages to their place."""
         places = [divmod(index, self._per_shard) for index in indices.tolist()]
         for shard, row in places:
             self._announce(shard, row)
@@ -70,8 +70,8 @@ class PackedDataset:
         self._maps[shard].madvise(mmap.MADV_WILLNEED, page, start + self._picture_bytes - page)
 
     def _let_go(self) -> None:
-        """The pages stay in the kernel's cache; only this process's view of them is dropped."""
-        # Asked of the kernel, not counted: it maps up to two megabytes around a page, as it sees fit.
+        """Release this process's mapped pages. They stay in the kernel's page cache."""
+        # Read the size from the kernel: it maps up to two megabytes around a page, so counting reads would be wrong.
         if _mapped_bytes() - self._other_bytes > _MOST_MAPPED_BYTES:
             for mapped in self._maps:
                 mapped.madvise(mmap.MADV_DONTNEED)
@@ -79,7 +79,7 @@ class PackedDataset:
 
 
 def _mapped_bytes() -> int:
-    """Pages of files this process holds; 0 where the kernel does not tell."""
+    """Bytes of file pages mapped by this process; 0 without /proc."""
     return int(_STATM.read_text().split()[2]) * mmap.PAGESIZE if _STATM.exists() else 0
 
 
@@ -93,7 +93,7 @@ def _map(path: Path, shard: Shard, packed: Packed) -> mmap.mmap:
 
 def _as_rows(mapped: mmap.mmap, picture_bytes: int) -> Tensor:
     with warnings.catch_warnings():
-        # torch knows no read-only tensors and says so; nobody writes into these.
+        # torch has no read-only tensors and warns. These tensors are never written.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(mapped, dtype=torch.uint8).view(-1, picture_bytes)
 

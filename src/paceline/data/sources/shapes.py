@@ -1,9 +1,9 @@
-"""Ten kinds of shape, drawn on the fly: a picture data set that needs no download.
+"""Ten kinds of shape, drawn when loaded: a picture data set that needs no download.
 
-Every picture is 32x32 RGB and shows one shape of any place, size, turn, stretch and colour, over a
-shaded and striped ground strewn with short strokes, under pixel noise. A shape is a formula for the
+Every picture is 32x32 RGB and shows one shape with random place, size, rotation, stretch and colour. The
+background is shaded and striped and has short strokes; pixel noise is added last. A shape is a formula for the
 distance to its outline, which also gives smooth edges. The pictures are a pure function of the seed
-and the stream. Pixels see only exactly rounded arithmetic (no per-pixel sine), so that machines agree.
+and the stream. Pixels use only exactly rounded arithmetic (no sine per pixel), so all machines give the same bits.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Outline = Callable[[Floats, Floats], Floats]
 SIDE = 32
 TRAIN_STREAM, TEST_STREAM = 0, 1
 
-# How hard the pictures are. Tuned so that a linear model fails and a small CNN learns in ten epochs.
+# These set the difficulty: a linear model fails, a small CNN learns in ten epochs.
 # Colours and their differences are in grey levels, 0 to 255 per channel.
 SIZE_PIXELS = (9.0, 12.0)
 STRETCH = 0.12
@@ -37,10 +37,10 @@ STRIPES_PER_PIXEL = (0.04, 0.25)
 STROKES = 2
 NOISE = 15
 
-MEAN = (0.35, 0.35, 0.35)  # measured; every channel is drawn alike
+MEAN = (0.35, 0.35, 0.35)  # measured; all channels have the same distribution
 STD = (0.20, 0.20, 0.20)
 
-_CHUNK = 128  # pictures drawn at a time: few enough for their planes to stay in the cache
+_CHUNK = 128  # pictures drawn at a time: their planes fit into the CPU cache
 _HALF_ROOT = np.float32(math.sqrt(0.5))
 _WINDOW = 12  # pixels; holds the longest stroke
 _X = (np.arange(SIDE, dtype=np.float32) + (1 - SIDE) / 2)[None, None, :]  # from the middle, in pixels
@@ -48,7 +48,7 @@ _Y = _X.transpose(0, 2, 1)
 
 
 def _cover(distance: Floats) -> Floats:
-    """How much of each pixel lies inside an outline: an edge one pixel soft, for every channel alike."""
+    """The fraction of each pixel inside an outline. Edges are one pixel wide and equal for all channels."""
     share: Floats = np.clip(np.float32(0.5) - distance, 0, 1)
     return share[:, None]
 
@@ -75,7 +75,7 @@ def _either(one: Floats, other: Floats) -> Floats:
 
 
 def _directions(u: Floats, v: Floats, count: int) -> list[Floats]:
-    """How far each point lies in `count` directions, evenly spread, the first pointing down."""
+    """Each point's distance along `count` evenly spread directions. The first one points down."""
     angles = 2 * np.pi * np.arange(count) / count
     return [u * np.float32(np.sin(angle)) - v * np.float32(np.cos(angle)) for angle in angles]
 
@@ -104,7 +104,7 @@ def _triangle(u: Floats, v: Floats) -> Floats:
 
 
 def _star(u: Floats, v: Floats) -> Floats:
-    # A pentagram is what at most one of its five lines cuts off: look at the second-largest distance.
+    # A point is in a pentagram if at most one of the five lines cuts it off: use the second-largest distance.
     largest, *others = _directions(u, v, 5)
     second = np.full_like(largest, -np.inf)
     for distance in others:
@@ -181,7 +181,7 @@ class _Pen:
         return canvas
 
     def stroke(self, canvas: Floats) -> None:
-        """A short thick line of any colour; only a window around it is touched, for speed."""
+        """Draw a short thick line of any colour. For speed only a window around it is changed."""
         centre = self.draw(0, SIDE, 2, 1)
         corner = np.clip(centre - _WINDOW / 2, 0, SIDE - _WINDOW).astype(np.intp)
         pixels = corner + np.arange(_WINDOW)
@@ -196,7 +196,7 @@ class _Pen:
         canvas.put(window, under + cover * (self.draw(10, 245, 3, 1, 1) - under))
 
     def shape(self, canvas: Floats, outline: Outline, colour: Floats) -> None:
-        """The shape itself, over everything else and nearly always whole inside the picture."""
+        """Draw the shape over everything else. It is nearly always completely inside the picture."""
         size, stretch = self.draw(*SIZE_PIXELS), self.draw(1 - STRETCH, 1 + STRETCH)
         room = size * np.float32(-0.9) + SIDE / 2
         x, y = _X + room * self.draw(-1, 1), _Y + room * self.draw(-1, 1)
@@ -207,7 +207,7 @@ class _Pen:
         canvas += change
 
     def lighter(self, colour: Floats) -> Floats:
-        """Another colour, at a drawn distance: contrast is certain, its hue and strength are not."""
+        """A lighter colour at a random distance of at least the minimum contrast."""
         step = self.draw(0, 1, 3, 1, 1)
         step *= self.draw(*CONTRAST, 1, 1, 1) / np.sqrt((step * step).sum(axis=1, keepdims=True))
         return (colour + step).clip(max=255)

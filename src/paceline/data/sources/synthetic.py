@@ -1,8 +1,8 @@
-"""Made-up samples of any size, for trials without data: a class centre plus noise.
+"""Synthetic samples of any size, for trials without data.
 
-A vector is its class's centre plus Gaussian noise. An image is such a vector taken as a coarse grid of
-colours, enlarged smoothly and covered with pixel noise. Both halves share the centres and share no
-noise. The classes overlap by design: a model that is always right has seen the answers.
+A vector is the centre of its class plus Gaussian noise. An image is such a vector, read as a coarse grid of
+colours, enlarged by interpolation, with pixel noise added. Both halves have the same centres and different
+noise. The classes overlap on purpose: a model with perfect test accuracy has seen the test labels.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CENTRE_STREAM, TRAIN_STREAM, TEST_STREAM = 2, 3, 4  # 0 and 1 belong to the shap
 
 SEPARATION = 2.7  # half the distance between two centres, in standard deviations of the noise
 GRID = 4  # an image is a grid of this side, enlarged
-IMAGE_GAIN, PIXEL_NOISE = 32.0, 80.0  # grey levels: of one standard deviation; from end to end
+IMAGE_GAIN, PIXEL_NOISE = 32.0, 80.0  # grey levels: per standard deviation; full range of the noise
 _CHUNK = 512  # images enlarged at a time
 
 
@@ -49,7 +49,7 @@ def _random(seed: int, stream: int) -> np.random.Generator:
 def _vectors(
     labels: NDArray[np.int64], length: int, num_classes: int, seed: int, random: np.random.Generator
 ) -> Floats:
-    # Random directions in many dimensions are nearly orthogonal: equal norms put equal distances between.
+    # Random directions in many dimensions are nearly orthogonal, so equal norms give equal distances.
     centres = _random(seed, CENTRE_STREAM).standard_normal((num_classes, length))
     centres *= SEPARATION * math.sqrt(2) / np.linalg.norm(centres, axis=1, keepdims=True)
     vectors = random.standard_normal((len(labels), length), dtype=np.float32)
