@@ -1,7 +1,7 @@
 """How many CPU cores this process may use: by its affinity, its container's quota and its Slurm allocation.
 
-The smallest of the three counts. A site that does not bind tasks to cores shows every task the whole node; without the
-allocation, ranks would start more threads than they were granted and slow each other down. Imports no torch.
+The smallest of the three is used. If a site does not bind tasks to cores, every task sees the whole node. The Slurm
+allocation then keeps ranks from starting more threads than granted. Imports no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def usable_cores(environment: Mapping[str, str] = os.environ) -> int:
-    """Cores of this process, which in a container or a job are fewer than the machine has."""
+    """Cores of this process: in a container or a job fewer than the machine has."""
     limits = [_affinity(), _cgroup_quota(), count_granted_cpus(environment)]
     return max(1, min(limit for limit in limits if limit is not None))
 

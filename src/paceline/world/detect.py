@@ -1,7 +1,7 @@
-"""Who am I among how many: the launcher's environment becomes one frozen `World`.
+"""Reads rank and world size from the launcher's environment and builds one frozen `World`.
 
-Nothing else in the house reads RANK and its siblings. `read_rank_environment` needs no torch, so that
-a wrong launch is refused before anything heavy is imported; `build_world` adds the device.
+`read_rank_environment` needs no torch, so a wrong launch is refused before torch is imported.
+`build_world` adds the device.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paceline.world.slurm import read_slurm_task
 
 _LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OWN_LAUNCHER = "PACELINE_LAUNCHER"  # set by our supervisor for the ranks it starts
-ATTEMPT = "PACELINE_ATTEMPT"  # likewise: the number of this attempt, from 1
-STORE_FD = "PACELINE_STORE_FD"  # likewise, of rank 0: the open socket at which the ranks' store listens
-START = "PACELINE_START"  # "agent": this process starts its node's ranks, one of several such
-AGENT = "PACELINE_AGENT"  # which one, where srun does not say it: NODE/NODES@HOST:PORT
+ATTEMPT = "PACELINE_ATTEMPT"  # also set by it: the number of this attempt, from 1
+STORE_FD = "PACELINE_STORE_FD"  # also set by it, for rank 0: the listening socket of the ranks' store
+START = "PACELINE_START"  # "agent": this process starts the ranks of its node; each node has one agent
+AGENT = "PACELINE_AGENT"  # the agent's node, if srun does not set it: NODE/NODES@HOST:PORT
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What a launcher told this process."""
+    """The launcher's environment variables, parsed."""
 
     rank: int
     world_size: int
@@ -38,13 +38,13 @@ class RankEnvironment:
     store_host: str = ""
     store_port: int = 0
     has_store_server: bool = False  # the launcher keeps the store; otherwise rank 0 does
-    store_fd: int | None = None  # of rank 0: a socket that listens for the store already
-    says_local_ranks: bool = True  # whether the launcher said how many ranks are on this node
+    store_fd: int | None = None  # for rank 0: a socket that already listens for the store
+    says_local_ranks: bool = True  # whether the launcher gives the number of ranks on this node
     attempt: int = 1
 
     @property
     def is_on_one_node(self) -> bool:
-        """Known for sure: then nothing of the run needs to listen beyond loopback."""
+        """True if this is certain. The run then listens on loopback only."""
         return self.says_local_ranks and self.local_world_size == self.world_size
 
     @property
@@ -54,7 +54,7 @@ class RankEnvironment:
 
 @dataclass(frozen=True)
 class World:
-    """The topology of this run and this process's place in it. Built once, never changed."""
+    """The topology of this run, and this process's rank in it. Built once, never changed."""
 
     rank: int
     world_size: int
@@ -84,22 +84,22 @@ class World:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a job, each with an agent that starts its ranks; one node is this machine alone."""
+    """The nodes of a job. Each has an agent that starts its ranks. A single node is this machine."""
 
     count: int = 1
     own: int = 0  # this node's number
-    host: str = "localhost"  # where the agents meet
-    port: int = 0  # 0: whichever is free
+    host: str = "localhost"  # the rendezvous of the agents
+    port: int = 0  # 0: any free port
     run_id: str = "paceline"
 
 
 def agent_variables(nodes: Nodes) -> dict[str, str]:
-    """What makes a `paceline train` the agent of one of several nodes; `read_nodes` reads it."""
+    """The variables that make `paceline train` the agent of one of several nodes; see `read_nodes`."""
     return {START: "agent", AGENT: f"{nodes.own}/{nodes.count}@{nodes.host}:{nodes.port}"}
 
 
 def read_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
-    """Which of the job's agents this process is."""
+    """The node of this agent, and the number of nodes."""
     if environment.get(START) != "agent":
         return Nodes()
     if AGENT in environment:
@@ -111,7 +111,7 @@ def read_nodes(environment: Mapping[str, str] = os.environ) -> Nodes:
         raise UserError(
             "one agent per node starts all ranks of its node",
             got=f"{task.local_tasks} tasks on a node",
-            hint="srun --ntasks-per-node=1, or without PACELINE_START=agent one task per rank",
+            hint="srun --ntasks-per-node=1, or unset PACELINE_START and start one task per rank",
         )
     return Nodes(task.nodes, task.node, task.hosts[0], task.port, f"paceline-{task.job_id}")
 
@@ -121,12 +121,12 @@ def _parse_agent(text: str) -> Nodes:
     own, _, count = place.partition("/")
     host, _, port = meeting.rpartition(":")
     if not (own.isdecimal() and count.isdecimal() and port.isdecimal() and host and int(own) < int(count)):
-        raise UserError(f"{AGENT} cannot be read", got=text, allowed="NODE/NODES@HOST:PORT, as 0/2@node-0:20000")
+        raise UserError(f"{AGENT} is malformed", got=text, allowed="NODE/NODES@HOST:PORT, for example 0/2@node-0:20000")
     return Nodes(int(count), int(own), host, int(port))
 
 
 def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEnvironment | None:
-    """The launcher's variables as numbers; None when no launcher started this process as a rank."""
+    """The launcher's variables, parsed. None if no launcher started this process as a rank."""
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return _read_slurm_rank(environment)
     missing = [name for name in _LAUNCH_VARIABLES if name not in environment]
@@ -166,7 +166,7 @@ def read_rank_environment(environment: Mapping[str, str] = os.environ) -> RankEn
 
 
 def rank_variables(place: RankEnvironment) -> dict[str, str]:
-    """What our own launcher sets for a rank; `read_rank_environment` reads it."""
+    """The variables that our own launcher sets for a rank; see `read_rank_environment`."""
     return {
         OWN_LAUNCHER: place.launcher,
         "RANK": str(place.rank),
@@ -179,13 +179,13 @@ def rank_variables(place: RankEnvironment) -> dict[str, str]:
 
 
 def check_whole_job(ranks: RankEnvironment | None, environment: Mapping[str, str] = os.environ) -> None:
-    """A job of several nodes must not train on its first node alone, while the others are paid for."""
+    """Refuse a job of several nodes that would train on its first node only."""
     text = environment.get("SLURM_JOB_NUM_NODES", environment.get("SLURM_NNODES", "1"))
     nodes = int(text) if text.isdecimal() else 1
     if nodes == 1 or read_slurm_task(environment) is not None:
         return
     if ranks is not None and ranks.world_size > ranks.local_world_size:
-        return  # a launcher of the user's own has reached the other nodes
+        return  # the user's own launcher has started ranks on the other nodes
     what = "torchrun" if ranks is not None and ranks.launcher == "torchrun" else "paceline train"
     line = (
         "export PACELINE_RUN_SECRET=$(openssl rand -hex 32)\n"
@@ -201,7 +201,7 @@ def check_whole_job(ranks: RankEnvironment | None, environment: Mapping[str, str
 
 
 def _read_slurm_rank(environment: Mapping[str, str]) -> RankEnvironment | None:
-    """One task per rank, started by srun itself. A single task is a person's shell, or an agent."""
+    """One task per rank, started by srun. A single task is an interactive shell or an agent: None."""
     task = read_slurm_task(environment)
     if task is None or task.tasks == 1 or environment.get(START) == "agent":
         return None
@@ -221,14 +221,14 @@ ALONE = RankEnvironment(rank=0, world_size=1, local_rank=0, local_world_size=1, 
 
 
 def threads_per_rank(config: ParallelConfig, ranks_sharing: int) -> int:
-    """`ranks_sharing`: how many ranks share the cores of this process; 1 where each rank is a Slurm task of its own."""
-    if config.exact:  # the number of threads decides how sums are cut, so it must not follow the ranks
+    """`ranks_sharing`: how many ranks share the cores of this process; 1 if each rank is a separate Slurm task."""
+    if config.exact:  # the number of threads changes the order of sums, so it must not depend on the ranks
         return config.omp_num_threads or 1
     return config.omp_num_threads or max(1, usable_cores() // ranks_sharing)
 
 
 def count_gpus(config: ParallelConfig) -> int:
-    """GPUs this process sees; 0 when the user asked for the CPU."""
+    """GPUs that this process sees; 0 if the user chose the CPU."""
     if config.device == "cpu":
         return 0
     count = count_gpus_without_torch()
@@ -242,9 +242,9 @@ def count_gpus(config: ParallelConfig) -> int:
 
 
 def build_world(config: ParallelConfig, environment: RankEnvironment) -> World:
-    """Add the device and the backend that belongs to it."""
+    """Add the device and its backend."""
     gpus = count_gpus(config)
-    # srun may show each task its own GPU only; should two tasks see the same one, the roll call finds out.
+    # srun may show each task only its own GPU. If two tasks see the same one, the roll call finds it.
     sees_own = gpus == 1 and environment.launcher == "srun"
     if gpus and environment.local_world_size > gpus and not sees_own:
         raise UserError(

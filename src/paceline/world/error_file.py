@@ -34,7 +34,7 @@ def leave_error_file(
     content = {"message": {"message": screen, "extraInfo": extra, "errorCode": code}}
     draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        # By rename: torchrun itself fails at a file that a signal has cut short.
+        # By rename: torchrun itself fails if it reads an incomplete file.
         draft.write_text(json.dumps(content))
         draft.rename(path)
     except OSError:
@@ -45,9 +45,9 @@ def leave_error_file(
 
 
 def is_summary_expected(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun prints the error file of this rank, and nothing else has to.
+    """Whether torchrun prints the error file of this rank, so the rank does not have to print the message itself.
 
-    It does so after the last attempt only. If each rank has its own output file, the message belongs there too.
+    torchrun prints it only after the last attempt. If each rank has its own output file, the rank prints it there too.
     """
     path = _path(environment)
     if path is None or (path.parent / "stderr.log").exists():

@@ -1,7 +1,7 @@
-"""Python's search for garbage, kept away from where it takes time and finds none.
+"""Suspends Python's garbage collector where it takes time and finds nothing.
 
-It looks at all younger objects whenever enough new ones have been made. Loading and running torch's compiler makes
-hundreds of thousands that stay: a quarter of that time goes into looking at them again and again.
+The collector traverses young objects whenever enough new ones exist. Loading and running torch's compiler makes
+hundreds of thousands of objects that stay: a quarter of that time is spent on traversing them repeatedly.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_MANY = 100_000  # objects: a search among them takes long enough to be noticed in the middle of training
+_MANY = 100_000  # objects: collecting them later would be a noticeable pause in training
 
 
 @contextmanager
 def no_search_for_garbage() -> Iterator[None]:
-    """For building what stays. What was made is looked at once, at the end, if it is much."""
+    """For code that makes many lasting objects. Collects once at the end if there are many."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

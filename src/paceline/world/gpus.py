@@ -1,4 +1,4 @@
-"""How many GPUs there are, for a process that has not loaded torch: that would take it seconds."""
+"""Counts GPUs without importing torch, which would take seconds."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import re
 import sys
 from pathlib import Path
 
-_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and Windows' for Linux inside it
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA, AMD, WSL
 
 
 def count_gpus_without_torch() -> int | None:
-    """None where only torch can tell."""
+    """None if only torch can count them."""
     if "torch" in sys.modules or not sys.platform.startswith("linux"):
         return None
     if not any(Path(driver).exists() for driver in _DRIVERS) or _is_built_without_cuda():
@@ -28,7 +28,7 @@ def count_gpus_without_torch() -> int | None:
 
 
 def _is_built_without_cuda() -> bool:
-    """Read off the file torch would read it from."""
+    """Read from the file in which torch keeps its build settings."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
         return False

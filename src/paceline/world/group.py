@@ -1,7 +1,7 @@
-"""The process group: opened for the length of a run, closed when all ranks are through.
+"""The process group: opened for the duration of a run, closed when all ranks are done.
 
-Ranks first meet at a store, where each answers a roll call; only when all are there do they open connections
-to each other. Who is missing, or what else listens at the address, is therefore known by name.
+Ranks first connect to a store, where each registers (the roll call). They open connections to each other only when all
+are registered. Errors can therefore name the missing ranks, or say that something else listens at the address.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.world.peers import loopback_interface
 from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
 from paceline.world.running_clock import RunningClock
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # until the watchdog is there, whose deadlines are shorter
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # until the watchdog runs, which has shorter deadlines
 _SUSPENDED_TIMEOUT = timedelta(days=365)
 _START_TIMEOUT_S = 300.0
-_NAME_TIMEOUT_S = 60.0  # a name that cannot be resolved for so long is wrong
+_NAME_TIMEOUT_S = 60.0  # a host name that cannot be resolved for this long is wrong
 ANSWER_TIMEOUT_S = 8.0
 _FAREWELL_TIMEOUT_S = 60.0
 _POLL_S = 0.1
@@ -41,14 +41,14 @@ _POLL_S = 0.1
 
 @contextmanager
 def process_group(world: World, environment: RankEnvironment, *, needed: bool) -> Iterator[None]:
-    """Join the other ranks. A lone process joins a group of one only where a strategy needs it."""
+    """Join the other ranks. A single process makes a group of one only if a strategy needs it."""
     if not needed and world.world_size == 1:
         yield
         return
     device = torch.device(world.device)
     if environment.is_on_one_node:
         stay_on_loopback()
-    # Beside nccl, gloo for what lies in CPU memory: offloaded shards, for one.
+    # nccl for the GPU, and gloo for tensors in CPU memory, for example offloaded shards.
     backend = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
     store: Any
     if world.world_size == 1:
@@ -64,21 +64,21 @@ def process_group(world: World, environment: RankEnvironment, *, needed: bool) -
         device_id=device if device.type == "cuda" else None,
     )
     yield
-    # Only after a good end: with a rank gone, closing would wait for it. A rank that failed just leaves.
+    # Only after success: closing waits for all ranks. A rank that failed exits without closing.
     _part(store, world)
     dist.destroy_process_group()
 
 
 def stay_on_loopback() -> None:
-    """For ranks that share a machine: gloo and NCCL would listen at an address that other machines reach."""
+    """For ranks on one machine: by default gloo and NCCL listen at an address that other machines can reach."""
     name = loopback_interface()
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # exactly this one
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # "=": exactly this interface
 
 
 def allow_suspension() -> None:
-    """A collective that is suspended with its job must not time out; from here on the watchdog finds hangs."""
+    """Raise torch's timeout: a collective of a suspended job must not time out. The watchdog finds hangs instead."""
     if dist.is_initialized():
         _set_pg_timeout(_SUSPENDED_TIMEOUT)
 
@@ -98,14 +98,14 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
         raise PacelineError(
             f"the ranks cannot meet at {address}: {what}", got=reason, hint="another MASTER_PORT"
         ) from error
-    # Under its own prefix: what a rank of an earlier attempt left in the launcher's store must not be taken up.
+    # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
     store = PrefixStore(_prefix(environment.attempt), server)
     _call_the_roll(store, world, address, timeout_s)
     return store
 
 
 def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
-    """In a thread: a stranger that takes the connection and says nothing would hold the caller for ever."""
+    """Open the store in a thread: a foreign server that accepts and sends nothing would block the caller for ever."""
     answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=ANSWER_TIMEOUT_S)}
 
@@ -131,7 +131,7 @@ def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
 
 
 def _store_listener(environment: RankEnvironment) -> int | None:
-    """The socket for the store's server, as torch's own would listen at every address. None: that is needed."""
+    """A loopback socket for the store's server. None if the server must listen on all addresses, as torch does."""
     if environment.store_fd is not None:
         return environment.store_fd
     try:
@@ -149,7 +149,7 @@ def _store_listener(environment: RankEnvironment) -> int | None:
 
 
 def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
-    """Until somebody listens at the address."""
+    """Wait until a process listens at the address."""
     clock = RunningClock(2 * ANSWER_TIMEOUT_S)
     where = (environment.store_host, environment.store_port)
     while True:
@@ -160,7 +160,7 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
             _refuse_if_peers_failed(error)
             is_name = isinstance(error, socket.gaierror)
             if clock.seconds > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
-                what = f"there is no host {where[0]!r}" if is_name else f"nobody answers at {address}"
+                what = f"there is no host {where[0]!r}" if is_name else f"there is no answer at {address}"
                 raise PacelineError(
                     f"the ranks cannot meet: {what}",
                     got=str(error),
@@ -170,14 +170,14 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
 
 
 def _identity(world: World) -> str:
-    """Where a rank computes; for a GPU, which one it is."""
+    """The host of a rank and, if it has one, its GPU."""
     if world.device.startswith("cuda"):
         return f"{world.host}, GPU {torch.cuda.get_device_properties(world.device).uuid}"
     return world.host
 
 
 def require_own_gpus(places: list[str]) -> None:
-    """Two ranks on one GPU would fail later, and less clearly."""
+    """Refuse two ranks on one GPU. They would fail later with an unclear error."""
     for place in places:
         ranks = [rank for rank, other in enumerate(places) if other == place]
         if len(ranks) > 1:
@@ -190,7 +190,7 @@ def require_own_gpus(places: list[str]) -> None:
 
 
 def _refuse_if_peers_failed(error: Exception) -> None:
-    """The supervisor leaves a mark when ranks of another node have failed: nobody waits for them."""
+    """Stop waiting if ranks of another node have failed. The supervisor then creates the file PEERS_FAILED."""
     folder = os.environ.get(ATTEMPT_DIR)
     if folder is not None and (Path(folder) / PEERS_FAILED).exists():
         raise PacelineError("another rank went away before all had arrived", got="socket closed") from error
@@ -220,16 +220,16 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
                 f"{len(missing)} of {world.world_size} ranks did not arrive within {timeout_s:.0f} s",
                 where=address,
                 got="missing: rank " + ", ".join(map(str, missing)),
-                hint="look at the logs of those ranks' nodes; do all of them reach that address?",
+                hint="look at the logs of those ranks' nodes, and check that they can reach that address",
             ) from error
 
 
 def _part(store: Store, world: World) -> None:
-    """Nobody closes connections while another still uses them, and rank 0, which may keep the store, goes last."""
+    """Wait until no rank uses the connections. Rank 0 leaves last, because it may hold the store."""
     if world.world_size == 1:
         return
     names = [f"bye/{rank}" for rank in range(world.world_size)]
-    with suppress(dist.DistError):  # a peer that died after its work was done changes nothing
+    with suppress(dist.DistError):  # a rank that dies after its work is done does not matter
         store.set(names[world.rank], "")
         store.wait(names, timedelta(seconds=_FAREWELL_TIMEOUT_S))
         store.set(f"gone/{world.rank}", "")

@@ -1,8 +1,8 @@
 """`python -m paceline.world.hang_guard RANK PULSE STACKS`: watches one rank that has no supervisor of ours.
 
-It is a process of its own: a rank that holds Python's lock cannot watch itself, and an alarm inside the rank would
-count the time in which the job was suspended. It reads the pulse of the rank. When a deadline has passed it has the
-rank write its stacks and kills it. It ends with the rank.
+It is a separate process: a rank that holds Python's GIL cannot watch itself, and an alarm inside the rank would count
+the time in which the job was suspended. The guard reads the pulse (heartbeat) of the rank. After a missed deadline it
+makes the rank write its stacks and kills it. It exits with the rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _STACKS_LOOK_S = 0.05
 
 
 def start_hang_guard(pulse: Path, stacks: Path) -> subprocess.Popen[bytes]:
-    """For this process. The guard is in the same process group, so that Ctrl-Z suspends both."""
+    """Start a guard for this process, in the same process group, so Ctrl-Z suspends both."""
     module = [sys.executable, "-P", "-m", "paceline.world.hang_guard"]
     quiet = subprocess.DEVNULL
     command = [*module, identity_of_this_process(), str(pulse), str(stacks.absolute())]
@@ -37,7 +37,7 @@ def start_hang_guard(pulse: Path, stacks: Path) -> subprocess.Popen[bytes]:
 
 
 def wait_for_stacks(paths: Iterable[Path], pause: Callable[[float], object] = time.sleep) -> None:
-    """Until every file has content and does not grow any more, or for a few seconds."""
+    """Wait until every file has content and stops growing, or for a few seconds."""
     files = list(paths)
     deadline = time.monotonic() + _STACKS_S
     sizes: list[int] = []
@@ -56,7 +56,7 @@ def _size(path: Path) -> int:
 
 
 def _leave_error_file(beat: Beat, stacks: Path) -> None:
-    """Under torchrun: its summary would only name the signal."""
+    """For torchrun, whose summary would otherwise only name the signal."""
     from paceline.world.error_file import leave_error_file
 
     what = f"rank {os.environ.get('RANK', '?')} made no progress for {time.monotonic() - beat.since_s:.0f} s"
@@ -65,11 +65,12 @@ def _leave_error_file(beat: Beat, stacks: Path) -> None:
         where=f"{beat.phase} of step {beat.step}",
         hint=f"every rank's stack is in {stacks.parent} (this one's: {stacks.name}); --hang-timeout sets the deadline",
     )
-    leave_error_file(error.screen(), EXIT_HANG, is_consequence=beat.phase == "reduce")  # waits for another rank
+    # In "reduce" this rank waits for another one.
+    leave_error_file(error.screen(), EXIT_HANG, is_consequence=beat.phase == "reduce")
 
 
 def _is_peer_stopped(rank: int) -> bool:
-    """Whether a signal has stopped another rank of this node: the same command, started by the same launcher."""
+    """Whether another rank of this node (same command, same launcher) is stopped by a signal."""
     try:
         parent = stat_fields(rank)[1]
         children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()

@@ -1,8 +1,7 @@
-"""What the C library does with memory that was freed.
+"""Controls what the C library does with freed memory.
 
-glibc's way is to give it back to the system by rules that suit programs which do not need it again. A training step
-on a CPU needs tomorrow what it frees today: given back in between, it costs thousands of page faults per step, or none,
-as the heap happens to lie.
+A CPU step frees and reallocates the same memory. If glibc returns it to the kernel in between, every step pays
+thousands of page faults. Whether glibc does so depends on the layout of the heap.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ import ctypes
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of mallopt, in malloc.h
 _ALL = 2**31 - 1
-_MOST = 32 * 2**20  # glibc takes no more; what is larger is the system's every time
+_MOST = 32 * 2**20  # the maximum of glibc; larger blocks are always returned to the kernel
 
 
 def keep_freed_memory() -> None:
-    """From now on, where the C library is one that can (glibc)."""
+    """Keep freed memory from now on. Needs glibc; otherwise does nothing."""
     options = getattr(ctypes.CDLL(None), "mallopt", None)
     if options is not None:
         options(_MMAP_THRESHOLD, _MOST)
@@ -23,7 +22,7 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Once, after something large that will not be needed again. Takes milliseconds."""
+    """Return freed memory once, after large temporary allocations. Takes milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,4 +1,4 @@
-"""Which job of a launcher this process belongs to. All attempts of a job have one identity, and no other job has it."""
+"""The identity of the launcher's job. All attempts of a job have the same identity, and no other job has it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _NO_RUN_ID = "none"  # torchrun's default, the same for every job
 
 
 def identify_job(environment: Mapping[str, str] = os.environ) -> str:
-    """Empty where the launcher does not tell.
+    """Empty if the launcher gives no identity.
 
-    torchrun on one node is its agent process. On several nodes rank 0 may move to another agent: there the run id is
-    what they share.
+    On one node, torchrun is identified by its agent process. On several nodes rank 0 may move to another agent, so the
+    run id is used, which all agents share.
     """
     slurm_job = "-".join(environment.get(name, "") for name in ("SLURM_CLUSTER_NAME", "SLURM_JOB_ID")).strip("-")
     run_id = environment.get(_RUN_ID, "")
@@ -33,7 +33,7 @@ def identify_job(environment: Mapping[str, str] = os.environ) -> str:
 
 
 def find_torchrun_agent() -> int:
-    """The first process above this one that torchrun did not start: a script may stand in between."""
+    """The first ancestor process that torchrun did not start. A script may be between the rank and the agent."""
     pid = os.getppid()
     while _is_started_by_torchrun(pid):
         fields = stat_fields(pid)

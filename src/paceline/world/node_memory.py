@@ -1,8 +1,8 @@
-"""Memory that all ranks of a node see: one of them makes it, the others find it through /proc.
+"""Memory that all ranks of a node share: one rank makes it, the others open it through /proc.
 
-It has no name anywhere (memfd), so there is nothing to clean up: it is gone when the last rank is gone, however it
-went, and neither the size of /dev/shm nor a full disk limits it. Where it cannot be had - another system than Linux,
-ranks that do not see each other's processes - every function here says so, and a rank keeps to memory of its own.
+It is an anonymous file (memfd), so nothing needs cleaning up: the kernel frees it when the last rank exits for any
+reason. Neither the size of /dev/shm nor a full disk limits it. It is not available on systems other than Linux, or if
+ranks do not see each other's processes. Every function here then says so, and each rank uses its own memory.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 from paceline.world.detect import World
 
-SWITCH = "PACELINE_NODE_MEMORY"  # "off": every rank keeps to itself
-HEADER_BYTES = 4096  # the first page proves that two ranks look at the same memory; what is shared lies behind it
+SWITCH = "PACELINE_NODE_MEMORY"  # "off": ranks share no memory
+HEADER_BYTES = 4096  # the first page holds a token that identifies the memory; the shared data follows it
 _TOKEN_BYTES = 16
 
 Exchange = Callable[[str], list[str]]  # every rank's text on every rank: gather_texts of a group
@@ -27,21 +27,21 @@ Exchange = Callable[[str], list[str]]  # every rank's text on every rank: gather
 
 @dataclass(frozen=True)
 class NodeMemory:
-    """One piece of it, as this rank sees it."""
+    """One block of shared memory, mapped into this rank."""
 
     memory: mmap.mmap
     file: int  # its descriptor; locks on it end with the process that holds them
 
     def __post_init__(self) -> None:
-        # What maps the memory may live on without this; a descriptor left open would keep the memory for ever.
+        # Views of the memory may outlive this object. An open descriptor would keep the memory for ever.
         weakref.finalize(self, os.close, self.file)
 
     def hold_place(self, place: int) -> None:
-        """Leave a sign of life under this number. The kernel takes it away when this process ends."""
+        """Lock the byte of this number. The kernel releases the lock when this process ends."""
         fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, place)
 
     def is_held(self, place: int) -> bool:
-        """Whether the process that took this place, another one than this, is alive."""
+        """Whether the other process that holds this place is alive."""
         try:
             fcntl.lockf(self.file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, place)
         except OSError:
@@ -51,7 +51,7 @@ class NodeMemory:
 
 
 def has_node_memory(world: World) -> bool:
-    """Whether this rank has anybody to share with, and it may be tried. Other nodes may answer otherwise."""
+    """Whether this rank has other ranks on its node and sharing is allowed. The answer may differ between nodes."""
     is_wanted = os.environ.get(SWITCH, "") != "off"
     return is_wanted and world.local_world_size > 1 and hasattr(os, "memfd_create")
 
@@ -59,22 +59,22 @@ def has_node_memory(world: World) -> bool:
 def share_memory(
     size_bytes: int, world: World, exchange: Exchange, fill: Callable[[NodeMemory], None]
 ) -> NodeMemory | None:
-    """The node's memory of this many bytes behind its header; None on a rank that cannot have it. Collective.
+    """The node's shared memory of this many bytes after the header. None on a rank that cannot map it. Collective.
 
-    The first rank of a node (local rank 0) makes and fills it before the others see it. A rank alone on its node takes
-    part in the exchange, and gets nothing.
+    The first rank of a node (local rank 0) makes and fills it before the others see it. A rank that is alone on its
+    node takes part in the exchange and gets None.
     """
     mine, ticket, failure = None, "", None
     if world.local_rank == 0 and has_node_memory(world):
         try:
             mine, ticket = _make(HEADER_BYTES + size_bytes, fill)
-        except Exception as error:  # raised once the others, who wait for the ticket, know that there is none
+        except Exception as error:  # raised after the exchange: the other ranks wait for the ticket
             failure = error
     offers = exchange(json.dumps([world.host, ticket]))
     if world.local_rank != 0 and has_node_memory(world):
         tickets = [ticket for host, ticket in map(json.loads, offers) if host == world.host and ticket]
         mine = next(filter(None, map(_find, tickets)), None)
-    exchange("")  # the maker must live, and keep it open, until everybody has looked
+    exchange("")  # the maker must keep it open until every rank has mapped it
     if failure is not None:
         raise failure
     return mine
@@ -86,7 +86,7 @@ def _make(size_bytes: int, fill: Callable[[NodeMemory], None]) -> tuple[NodeMemo
     except OSError:
         return None, ""
     try:
-        os.posix_fallocate(file, 0, size_bytes)  # now, not as a bus error later
+        os.posix_fallocate(file, 0, size_bytes)  # fail now, not with a bus error later
         memory = mmap.mmap(file, size_bytes)
     except OSError:
         os.close(file)
@@ -105,11 +105,11 @@ def _find(ticket: str) -> NodeMemory | None:
     except OSError:  # in another container, or not allowed to look
         return None
     try:
-        # Every page is entered into this process's tables now, not one by one when training first touches it.
+        # MAP_POPULATE maps every page now, not one by one when training first uses it.
         memory = mmap.mmap(file, 0, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
         if memory[:_TOKEN_BYTES] == bytes.fromhex(token):
             return NodeMemory(memory, file)
     except (OSError, ValueError):
         pass
-    os.close(file)  # the same numbers belong to something else here
+    os.close(file)  # the same pid and descriptor belong to another file here
     return None

@@ -1,7 +1,7 @@
-"""Connections between the nodes of a run: both ends have proved the run's secret. Imports no torch.
+"""Connections between the nodes of a run. Both ends have proved that they know the run's secret. Imports no torch.
 
-Messages are JSON objects of bounded length, never pickles. Each carries an HMAC: a message that was added, changed or
-repeated on the way is found. Connections without the secret are closed and logged; they hold up no other connection.
+Messages are JSON objects of bounded length, never pickles. Each has an HMAC, which detects messages that were added,
+changed or repeated. Connections without the secret are closed and logged. They do not delay other connections.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.world.secret import SessionKeys, prove_as_client, prove_as_server,
 
 Message = dict[str, Any]
 PROOF_TIMEOUT_S = 5.0
-_LONGEST_MESSAGE = 1 << 20  # the layout of a thousand nodes takes a fifth of it
+_LONGEST_MESSAGE = 1 << 20  # bytes; the layout of a thousand nodes takes a fifth of it
 _MOST_UNPROVED = 64
 _HEADER = struct.Struct("!I32s")  # length of the text, HMAC
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}  # a silent node is lost after half a minute
@@ -30,7 +30,7 @@ _SEND_TIMEOUT_S = 30.0
 
 
 class MalformedMessage(PacelineError):
-    """A message that no version of ours would send."""
+    """A message that no version of Paceline sends."""
 
 
 class Peer:
@@ -51,18 +51,18 @@ class Peer:
                 connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
     def send(self, message: Message) -> None:
-        """A broken connection is no error here: who receives from it finds out."""
+        """Send a message. A broken connection is not an error here: the receiving thread detects it."""
         text = json.dumps(message).encode()
         with self._lock:
             try:
                 self._connection.sendall(_HEADER.pack(len(text), _sign(self._keys.send, self._sent, text)) + text)
             except OSError:
                 with suppress(OSError):
-                    self._connection.shutdown(socket.SHUT_RDWR)  # half a message may be out: no other can follow
+                    self._connection.shutdown(socket.SHUT_RDWR)  # a partial message may be sent: no other can follow
             self._sent += 1
 
     def receive(self) -> Message | None:
-        """The next message; None when the other end is gone. Raises MalformedMessage."""
+        """The next message. None if the other end has closed. Raises MalformedMessage."""
         try:
             length, signature = _HEADER.unpack(receive_exactly(self._connection, _HEADER.size, None))
             if length > _LONGEST_MESSAGE:
@@ -71,12 +71,12 @@ class Peer:
         except OSError:
             return None
         if not hmac.compare_digest(signature, _sign(self._keys.receive, self._received, text)):
-            raise MalformedMessage("a message was changed on its way", where=self.address)
+            raise MalformedMessage("the HMAC of a message is wrong", where=self.address)
         self._received += 1
         return parse_message(text)
 
     def listen(self, on_message: Callable[[Message], None], on_end: Callable[[], None]) -> None:
-        """Call back for each message, from a thread. A malformed one is logged, and the connection goes on."""
+        """Call `on_message` for each message, from a thread. A malformed message is logged, and reading continues."""
 
         def read() -> None:
             try:
@@ -86,7 +86,7 @@ class Peer:
                     except MalformedMessage as error:
                         log_drop(self.address, error.what)
                         if error.what != _NOT_AN_OBJECT:
-                            return  # what follows cannot be trusted, or cannot be found
+                            return  # what follows cannot be authenticated or delimited
                         continue
                     if message is None:
                         return
@@ -98,7 +98,7 @@ class Peer:
         threading.Thread(target=read, name="peer", daemon=True).start()
 
     def end_sending(self) -> None:
-        """Nothing more is sent from here. The other end may still send, so what was sent before arrives."""
+        """Close the sending direction. The other end may still send, and earlier messages still arrive."""
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_WR)
         self._close_end()
@@ -134,7 +134,7 @@ def _sign(key: bytes, number: int, text: bytes) -> bytes:
 
 
 def integer_in(message: Message, name: str, low: int, high: int) -> int:
-    """A whole number of a message, checked. JSON's true is none."""
+    """A whole number in a message, checked. JSON's `true` is not a number."""
     value = message.get(name)
     if type(value) is not int or not low <= value <= high:
         raise MalformedMessage(f"{name!r} of a message is not a whole number from {low} to {high}")
@@ -142,7 +142,7 @@ def integer_in(message: Message, name: str, low: int, high: int) -> int:
 
 
 def connect(host: str, port: int, secret: bytes, context: str, timeout_s: float = PROOF_TIMEOUT_S) -> Peer:
-    """Call a node of the run. Raises OSError, and NotProved when what listens there does not know the secret."""
+    """Connect to a node of the run. Raises OSError, and NotProved if the server does not know the secret."""
     deadline_s = time.monotonic() + timeout_s
     connection = socket.create_connection((host, port), timeout=timeout_s)
     try:
@@ -154,7 +154,7 @@ def connect(host: str, port: int, secret: bytes, context: str, timeout_s: float 
 
 
 class PeerServer:
-    """Takes calls at a port until it is closed. `on_peer` hears of callers that have proved the secret."""
+    """Accepts connections at a port until it is closed. Calls `on_peer` for clients that have proved the secret."""
 
     def __init__(self, listener: socket.socket, secret: bytes, context: str, on_peer: Callable[[Peer], None]) -> None:
         self._listener, self._secret, self._context, self._on_peer = listener, secret, context, on_peer
@@ -174,7 +174,7 @@ class PeerServer:
             try:
                 connection, address = self._listener.accept()
             except OSError:
-                time.sleep(0.05)  # too many open files, or a caller that has left again
+                time.sleep(0.05)  # too many open files, or a client that has disconnected
                 continue
             self._make_room(connection)
             threading.Thread(
@@ -182,7 +182,7 @@ class PeerServer:
             ).start()
 
     def _make_room(self, newest: socket.socket) -> None:
-        """Of too many that have proved nothing yet, the oldest goes: a node of ours needs milliseconds."""
+        """Close the oldest connection if too many are unproved. A node of the run needs only milliseconds."""
         with self._lock:
             self._unproved[newest] = None
             if len(self._unproved) > _MOST_UNPROVED:
@@ -204,7 +204,7 @@ class PeerServer:
 
 
 def _turn_away(connection: socket.socket) -> None:
-    """Close. What has arrived is read first, as the kernel would otherwise reset the connection."""
+    """Close. Received data is read first; otherwise the kernel would reset the connection."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_WR)
         connection.setblocking(False)
@@ -219,7 +219,7 @@ _drops_lock = threading.Lock()
 
 
 def log_drop(address: str, reason: str) -> None:
-    """On standard error: the first few, then each time their number has doubled. Nothing that was received is shown."""
+    """Warn on standard error: the first few times, then each time their number doubles. Shows no received data."""
     global _drops
     with _drops_lock:
         _drops += 1
@@ -229,15 +229,15 @@ def log_drop(address: str, reason: str) -> None:
 
 
 def listen_on_all_addresses(port: int) -> socket.socket:
-    """For nodes that call by any of this node's names, over IPv4 and IPv6. Raises OSError."""
+    """For nodes that connect to any name of this node, over IPv4 and IPv6. Raises OSError."""
     if socket.has_dualstack_ipv6():
-        with suppress(OSError):  # a kernel without IPv6 says that it has it, too
+        with suppress(OSError):  # also a kernel without IPv6 reports that it has it
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=256)
     return socket.create_server(("", port), backlog=256)
 
 
 def listen_on_loopback() -> socket.socket:
-    """At whichever port is free, for this machine alone."""
+    """At any free port, for this machine only."""
     try:
         return socket.create_server(("127.0.0.1", 0), backlog=256)
     except OSError:

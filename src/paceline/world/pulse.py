@@ -1,8 +1,8 @@
-"""A rank's pulse: where it stands and until when it may stand there, in shared memory.
+"""A rank's heartbeat (pulse) in shared memory: its step, its phase, and the deadline of the phase.
 
-A rank writes its own record at every change of phase, which costs a microsecond; whoever watches the ranks
-of a node (the supervisor) reads all of them without asking. The clock is CLOCK_MONOTONIC, one for the whole
-machine and untouched by changes of the date.
+A rank writes its record at every change of phase, which costs a microsecond. The supervisor of a node reads the
+records of all its ranks. The clock is CLOCK_MONOTONIC: it is the same for the whole machine, and changes of the date
+do not affect it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-ATTEMPT_DIR = "PACELINE_ATTEMPT_DIR"  # where the ranks of an attempt leave their pulse and their last words
-PEERS_FAILED = "peers-failed"  # a file there: ranks of another node have failed, and will not come to the roll call
+ATTEMPT_DIR = "PACELINE_ATTEMPT_DIR"  # the folder in which the ranks of an attempt write their pulse and exit records
+PEERS_FAILED = "peers-failed"  # a file there: ranks of another node have failed and will not register
 
-# In the order in which a step passes through them: of two ranks in one step, the lower is behind.
+# In the order of a step: of two ranks in the same step, the one with the lower phase is behind.
 PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate", "finish", "left")
 _NUMBERS = {name: number for number, name in enumerate(PHASES)}
 # number of the beat, pid, step, phase, largest microbatch that fitted, since, deadline, number again
@@ -34,18 +34,18 @@ class Beat:
     pid: int
     step: int
     phase: str
-    fitted: int  # samples of the largest microbatch that went through backward
+    fitted: int  # samples of the largest microbatch that completed a backward pass
     since_s: float  # monotonic time at which the phase began
     deadline_s: float  # monotonic time by which it should be over
 
     @property
     def place(self) -> tuple[int, int]:
-        """Further on is larger."""
+        """Step and phase, for comparison: a rank that is further has the larger value."""
         return self.step, _NUMBERS[self.phase]
 
 
 class Pulse:
-    """This rank's record. Without a path nobody reads it, and everything still works."""
+    """This rank's record. Without a path it is kept in private memory and is not read."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
@@ -60,11 +60,11 @@ class Pulse:
         self._pid = os.getpid()
 
     def beat(self, phase: str, step: int, allowed_s: float) -> None:
-        """The rank is in this phase now and should have left it in `allowed_s` seconds."""
+        """Record that the rank enters this phase and should leave it within `allowed_s` seconds."""
         self.phase, self.step = phase, step
         now = time.monotonic()
         self._beats = number = self._beats + 1
-        # One copy of the whole record. The same number at both ends tells a reader that it caught all of one beat.
+        # Copy the whole record at once. The same number at both ends shows a reader that the record is consistent.
         self._memory[:] = _RECORD.pack(
             number, self._pid, step, _NUMBERS[phase], self.fitted, now, now + allowed_s, number
         )
@@ -75,7 +75,7 @@ def pulse_path(attempt_dir: Path, rank: int) -> Path:
 
 
 def private_pulse_path() -> Path:
-    """For a rank without a supervisor, shared with its hang guard. On Linux a file without a name: nothing is left."""
+    """For a rank without a supervisor, shared with its hang guard. On Linux a file without a name, never left over."""
     if hasattr(os, "memfd_create"):
         return OPEN_FILES / str(os.memfd_create("paceline-pulse"))
     descriptor, path = tempfile.mkstemp(prefix="paceline-", suffix=".pulse")
@@ -84,7 +84,7 @@ def private_pulse_path() -> Path:
 
 
 def read_pulse(path: Path) -> Beat | None:
-    """None before the rank's first beat, or when it beats too fast to be read just now."""
+    """None before the rank's first beat, or if the record changes faster than it can be read."""
     for _ in range(_TRIES):
         try:
             data = path.read_bytes()

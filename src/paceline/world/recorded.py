@@ -1,7 +1,7 @@
-"""Work on a GPU, recorded once and then replayed with a single call.
+"""CUDA graphs: work on a GPU, recorded once and then replayed with a single call.
 
-A step of a small model is hundreds of kernels, and telling the GPU about each takes longer than running it. A recording
-(a CUDA graph) is the same kernels on the same memory, so it gives the same bits; only the telling is saved.
+A step of a small model is hundreds of kernels, and launching each takes longer than running it. A CUDA graph runs the
+same kernels on the same memory and gives the same bits. It only saves the launches.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 
 _log = logging.getLogger("paceline")
-_PLAIN_CALLS = 2  # libraries choose kernels and take workspace in the first ones, and optimizers make their state
+_PLAIN_CALLS = 2  # in the first calls libraries choose kernels and workspace, and optimizers make their state
 
 
 class Recorded:
-    """A function of tensors that never looks at their values on the host.
+    """A function of tensors that never reads their values on the host.
 
-    What it returns, and what it leaves behind in other tensors, lies in the same memory after every call: use it
-    before the next one.
+    Its results, and other tensors that it writes, are in the same memory after every call: use them before the next
+    call.
     """
 
     def __init__(self, work: Callable[..., Any], read_host: Callable[[], Any] = lambda: None) -> None:
-        """`read_host`: what of the host the work may depend on. If the work changes it, each call is another one."""
+        """`read_host` returns host state that the work may depend on. Work that changes it is not recorded."""
         self._work = work
         self._read_host = read_host
         self._calls = 0
@@ -50,22 +50,22 @@ class Recorded:
         return self._graph is not None
 
     def prepare(self, *inputs: Tensor) -> None:
-        """Make the recording now, with inputs of the right shape."""
+        """Record the graph now, with inputs of the right shape."""
         while self._graph is None and not self._is_refused:
             self(*inputs)
 
     def forget(self) -> None:
-        """Tensors the work uses have moved: begin again."""
+        """Discard the graph. Call this when tensors that the work uses have moved."""
         self._calls, self._graph, self._inputs, self._outputs = 0, None, (), None
 
     def _work_plainly(self, *inputs: Tensor) -> Any:
         if self._calls != _PLAIN_CALLS:
             return self._work(*inputs)
-        before = self._read_host()  # in the last call before the recording: the first one may compile
+        before = self._read_host()  # compared in the last call before the recording: the first call may compile
         answer = self._work(*inputs)
         if before != self._read_host():
             self._is_refused = True
-            _log.info("note: not recorded as a CUDA graph: each step draws or counts on the host")
+            _log.info("note: not recorded as a CUDA graph: each step changes random or other state on the host")
         return answer
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
@@ -73,10 +73,10 @@ class Recorded:
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         try:
-            # A thread that writes a checkpoint may use the GPU meanwhile; only this thread's work is recorded.
+            # Record only this thread's work: a thread that writes a checkpoint may use the GPU at the same time.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._outputs = self._work(*self._inputs)
-        except RuntimeError as error:  # some work looks at values on the host; it runs as well without
+        except RuntimeError as error:  # work that reads values on the host; it runs without a graph
             self._is_refused = True
             _log.info("note: not recorded as a CUDA graph: %s", str(error).splitlines()[0])
             torch.cuda.synchronize()

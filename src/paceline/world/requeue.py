@@ -1,7 +1,7 @@
-"""Slurm's warning before the time limit: the job goes back into the queue, once it has saved.
+"""Requeues a Slurm job after the warning before its time limit, when it has saved.
 
-Each return is written into the run folder with the step it saved. A job that comes back again and again without a
-step of progress would go round for ever; after a few times it stays out.
+Each requeue is written to the run folder with the saved step. After a few requeues in a row without progress the job
+is not requeued again. Otherwise it would repeat for ever.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from paceline.config.variables import MAX_REQUEUES, read_whole
 from paceline.runs.json_files import COUNT, Fields, read_objects
 
 _MAX_REQUEUES = 3
-_WARNINGS = ("SIGUSR1", "SIGUSR2")  # what `sbatch --signal` sends; a preempted job is requeued by Slurm itself
+_WARNINGS = ("SIGUSR1", "SIGUSR2")  # sent by `sbatch --signal`; Slurm itself requeues a preempted job
 _TIMEOUT_S = 20
 
 
 def job_to_requeue(signal_name: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The id to give to `scontrol requeue`; None outside of Slurm, on all nodes but the first, for other signals."""
+    """The job id for `scontrol requeue`. None outside of Slurm, on later nodes, and for other signals."""
     if signal_name not in _WARNINGS or "SLURM_JOB_ID" not in environment:
         return None
     if environment.get("SLURM_NODEID", "0") != "0":
@@ -35,7 +35,7 @@ def job_to_requeue(signal_name: str, environment: Mapping[str, str] = os.environ
 
 
 def returns_without_progress(path: Path, step: int) -> int:
-    """How often in a row the job went back into the queue with nothing newer than this step."""
+    """How often in a row the job was requeued without a step after this one."""
     count = 0
     for row in reversed(read_objects(path, Fields(required={"step": COUNT}))):
         if row["step"] < step:
@@ -45,14 +45,14 @@ def returns_without_progress(path: Path, step: int) -> int:
 
 
 def requeue_job(signal_name: str, path: Path, step: int) -> None:
-    """`path` is the run's list of returns, `step` what it has saved."""
+    """`path` is the run's list of requeues, `step` the saved step."""
     job = job_to_requeue(signal_name)
     if job is None or shutil.which("scontrol") is None:
         return
     most = read_whole(MAX_REQUEUES, _MAX_REQUEUES)
     count = returns_without_progress(path, step)
     if count >= most:
-        _tell(f"Slurm job {job} stays out of the queue: it came back {count} times without a step of progress")
+        _tell(f"Slurm job {job} is not requeued: it was requeued {count} times without a step of progress")
         return
     line = json.dumps({"job": job, "step": step, "time": time.time()}) + "\n"
     write_plain(path, line.encode(), appends=True)

@@ -1,8 +1,8 @@
 """The secret of a run on several nodes, and its proof. Imports no torch.
 
-The nodes of a run share a random secret. It travels only in the environment of processes that a launcher starts. Both
-ends of a connection prove that they know it before either believes a word: each sends a random number, and each answers
-with an HMAC over both numbers. The secret itself is never sent, and a recorded proof is worthless.
+The nodes of a run share a random secret. It is passed only in the environment of processes that a launcher starts. Both
+ends of a connection first prove that they know it: each sends a random number, and each answers with an HMAC over both
+numbers. The secret itself is never sent, and a recorded proof cannot be used again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from paceline.errors import UserError
 
 RUN_SECRET = "PACELINE_RUN_SECRET"
-_SHORTEST = 32  # characters: a secret that a person made up would be guessed
+_SHORTEST = 32  # characters: shorter secrets could be guessed
 _LONGEST = 4096
 _GREETING = b"paceline"
 _NONCE_BYTES = 32
@@ -32,7 +32,7 @@ class NotProved(OSError):
 
 @dataclass(frozen=True)
 class SessionKeys:
-    """Keys of one connection, one for each direction. They follow from the secret and both random numbers."""
+    """Keys of one connection, one per direction, derived from the secret and both random numbers."""
 
     send: bytes
     receive: bytes
@@ -43,11 +43,13 @@ def create_secret() -> str:
 
 
 def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
-    """The run's secret. A user error when there is none, or one that could be guessed."""
+    """The run's secret. UserError if it is not set or has the wrong length."""
     text = environment.get(RUN_SECRET, "").strip()
     if not _SHORTEST <= len(text) <= _LONGEST:
         raise UserError(
-            "a run on several nodes needs a secret that all of them know" if not text else "the run's secret is unfit",
+            "a run on several nodes needs a secret that all of them know"
+            if not text
+            else "the run's secret has the wrong length",
             where=f"variable {RUN_SECRET} of the environment",
             got=f"{len(text)} characters" if text else "it is not set",
             allowed=f"random text of {_SHORTEST} characters or more, the same on every node",
@@ -58,12 +60,12 @@ def read_secret(environment: Mapping[str, str] = os.environ) -> bytes:
 
 
 def take_secret(environment: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """The variable, out of the environment: ranks, which run other people's code, do not need it. Empty: not set."""
+    """Remove the variable from the environment: ranks run the user's code and do not need it. Empty if not set."""
     return {RUN_SECRET: environment.pop(RUN_SECRET)} if RUN_SECRET in environment else {}
 
 
 def prove_as_client(connection: socket.socket, secret: bytes, context: str, deadline_s: float) -> SessionKeys:
-    """Prove the secret to the end that was called, and have it proved. `context`: what the connection is for."""
+    """Prove the secret to the server and check the server's proof. `context`: the purpose of the connection."""
     own = secrets.token_bytes(_NONCE_BYTES)
     _send(connection, _GREETING + own, deadline_s)
     _require_greeting(connection, deadline_s)
@@ -75,7 +77,7 @@ def prove_as_client(connection: socket.socket, secret: bytes, context: str, dead
 
 
 def prove_as_server(connection: socket.socket, secret: bytes, context: str, deadline_s: float) -> SessionKeys:
-    """The same at the end that was called. A client that does not begin as ours do gets no answer."""
+    """The server's side of `prove_as_client`. A client without the right greeting gets no answer."""
     _require_greeting(connection, deadline_s)
     theirs = receive_exactly(connection, _NONCE_BYTES, deadline_s)
     own = secrets.token_bytes(_NONCE_BYTES)
@@ -89,7 +91,7 @@ def prove_as_server(connection: socket.socket, secret: bytes, context: str, dead
 
 
 def receive_exactly(connection: socket.socket, size: int, deadline_s: float | None) -> bytes:
-    """So many bytes, before a moment of the monotonic clock. None: no deadline."""
+    """Receive `size` bytes before a deadline of the monotonic clock. None: no deadline."""
     data = bytearray()
     while len(data) < size:
         _limit(connection, deadline_s)
@@ -101,10 +103,10 @@ def receive_exactly(connection: socket.socket, size: int, deadline_s: float | No
 
 
 def _require_greeting(connection: socket.socket, deadline_s: float) -> None:
-    """Refuse at the first wrong byte: who says something else need not be waited for."""
+    """Refuse at the first wrong byte, without waiting for the rest."""
     for expected in _GREETING:
         if receive_exactly(connection, 1, deadline_s)[0] != expected:
-            raise NotProved("it does not speak the protocol of a run's nodes")
+            raise NotProved("it does not use the protocol of a run's nodes")
 
 
 def _require(proof: bytes, expected: bytes) -> None:
@@ -126,7 +128,7 @@ def _send(connection: socket.socket, data: bytes, deadline_s: float) -> None:
 
 
 def _limit(connection: socket.socket, deadline_s: float | None) -> None:
-    """Each call gets what is left of the time, so that a peer that sends byte after byte gains nothing."""
+    """Set the socket timeout to the time until the deadline, so a peer that sends single bytes cannot extend it."""
     if deadline_s is None:
         connection.settimeout(None)
         return

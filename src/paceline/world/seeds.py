@@ -1,8 +1,8 @@
-"""Random numbers from generators: initial weights, and random operations of external models.
+"""Seeds of torch's generators: for initial weights, and for random operations of external models.
 
-The generators are set anew before every step from (seed, step, rank), so there is no generator state
-to save and a resumed run draws what the undisturbed one would have drawn. Our own models draw no numbers from
-generators in a step (models/dropout.py).
+The generators are seeded before every step from (seed, step, rank). There is no generator state to save, and a
+resumed run draws the same numbers as an uninterrupted one. Built-in models draw no numbers from generators in a
+step (models/dropout.py).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import random
 import numpy as np
 import torch
 
-_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: spreads neighbouring numbers apart
+_GOLDEN = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio: maps close numbers to distant ones
 
 
 def seed_initial_weights(seed: int) -> None:
@@ -24,17 +24,16 @@ def seed_initial_weights(seed: int) -> None:
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Different on every rank and step, and a function of nothing else."""
+    """A function of seed, step and rank only, different for each."""
     number = (seed * _GOLDEN + step * 1_000_003 + rank) % 2**63
-    # Not torch.manual_seed: for every kind of device that is not there it keeps a traceback, in a third of a
-    # millisecond each.
+    # Not torch.manual_seed: for every absent device type it stores a traceback, which takes a third of a millisecond.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)
 
 
 def require_determinism() -> None:
-    """Only kernels that give the same bits every time; an operation without one raises."""
+    """Allow only deterministic kernels. An operation without one raises."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False

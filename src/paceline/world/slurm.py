@@ -1,8 +1,8 @@
-"""What Slurm tells a task about itself, turned into the words of this house. Imports no torch.
+"""Reads Slurm's environment of a task. Imports no torch.
 
-`srun` gives every task its number, its node and the list of nodes; nothing else is needed to meet. The port is
-derived from the job's id, so two jobs on one node do not collide, and from the restart, so a requeued job does not
-meet what is left of itself.
+`srun` gives every task its number, its node and the list of nodes. The rendezvous needs nothing else. The port is
+derived from the job id, so two jobs on one node do not collide, and from the restart count, so a requeued job does not
+connect to processes of its earlier start.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from paceline.errors import UserError
 
 _FIRST_PORT, _PORTS = 20_000, 20_000
-_LARGEST_STEP = 4_000_000_000  # above: Slurm's own steps, such as the batch script's
+_LARGEST_STEP = 4_000_000_000  # larger ids are Slurm's own steps, for example the batch script
 
 
 @dataclass(frozen=True)
@@ -60,10 +60,10 @@ def read_slurm_task(environment: Mapping[str, str]) -> SlurmTask | None:
 
 
 def count_granted_cpus(environment: Mapping[str, str]) -> int | None:
-    """CPUs that Slurm granted to this process; None outside of a job, or where Slurm does not say.
+    """CPUs that Slurm granted to this process. None outside of a job, or if Slurm does not set the variables.
 
-    A task of a step has its `--cpus-per-task`. Without that, the tasks of a node share the step's CPUs on it. A batch
-    script and the processes it starts itself have all CPUs of the job on their node.
+    A task of a step has its `--cpus-per-task`. Without that, the tasks of a node share the CPUs of the step on that
+    node. A batch script, and processes that it starts directly, have all CPUs of the job on their node.
     """
     if "SLURM_JOB_ID" not in environment:
         return None

@@ -1,9 +1,8 @@
-"""Deadlines for everything a rank does, learned from what it did before.
+"""Deadlines for the phases of a rank, computed from earlier durations.
 
-The rank marks each phase it enters in its pulse, together with the time by which it should be through. Under
-our own supervisor that is all: the supervisor sees a deadline pass and asks every rank for its stacks, which
-a C-level handler writes even while Python stands still. Under another launcher each rank starts a small process
-that does the same for it (`hang_guard.py`).
+The rank writes each phase and its deadline to its pulse. Under our own supervisor it does nothing else: the supervisor
+sees a missed deadline and signals every rank to write its stacks. A C-level handler writes them even if Python is
+blocked. Under another launcher each rank starts a small process that does the same (`hang_guard.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ _STEP_PHASES = ("data", "forward", "backward", "reduce", "update")
 
 
 class Watchdog:
-    """Marks this rank's phases and knows how long each may take."""
+    """Records this rank's phases and computes how long each may take."""
 
     def __init__(self, pulse: Pulse, *, timeout_s: float = 0.0, is_supervised: bool = False) -> None:
         self.pulse = pulse
-        self.on_phase: Callable[[str, int], None] | None = None  # a fault waiting for its moment
+        self.on_phase: Callable[[str, int], None] | None = None  # called at each phase; used to inject faults
         self._timeout_s = timeout_s
         self._is_supervised = is_supervised
         self._allowed_s = _START_S
@@ -41,14 +40,14 @@ class Watchdog:
         self._step_limit_s = _START_S
         self._longest: dict[str, float] = {}
         self._last_step_at = 0.0
-        self._is_step_whole = True  # not suspended so far
+        self._is_step_whole = True  # False if the step was suspended
         self._since = time.monotonic()
         self._stacks: TextIO | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self.pulse.beat("start", 0, _START_S)
 
     def open_stacks(self, path: Path) -> None:
-        """From now on this rank's stacks can be had."""
+        """Allow others to request this rank's stacks from now on."""
         make_plain_folder(path.parent)
         self._stacks = open(open_plain(path, os.O_WRONLY | os.O_TRUNC), "w")  # noqa: PTH123, SIM115 - a descriptor
         faulthandler.register(STACKS_SIGNAL, file=self._stacks, all_threads=True)
@@ -70,7 +69,7 @@ class Watchdog:
         return max(self._step_times, default=0.0)
 
     def close(self) -> None:
-        """The rank's work is over; what is left is waiting for the others."""
+        """Call when the rank's work is done. It then only waits for the others."""
         self.pulse.beat("left", self.pulse.step, _START_S)
         if self._guard is not None:
             self._guard.kill()
@@ -81,14 +80,14 @@ class Watchdog:
                     self.pulse.path.unlink()
 
     def _learn(self, phase: str, now: float) -> None:
-        """A phase that took longer than allowed, and was not ended, was suspended: nothing is learned from it."""
+        """Update the durations. A phase that took longer than allowed was suspended, and is not counted."""
         last = self.pulse.phase
         is_suspended = now - self._since > self._allowed_s
         self._is_step_whole &= not is_suspended
         if last not in _STEP_PHASES:
             if not is_suspended:
                 self._longest[last] = max(self._longest.get(last, 0.0), now - self._since)
-        elif last == "update" and self._is_step_whole:  # a whole step lies behind
+        elif last == "update" and self._is_step_whole:  # a complete step is done
             self._step_times.append(now - self._last_step_at)
             self._step_limit_s = self._timeout_s or max(_LEAST_STEP_S, _FACTOR * max(self._step_times))
         if phase == "data":
