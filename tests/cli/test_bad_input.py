@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from PIL import Image
 
-from harness.cli import Answer, paceline
+from harness.cli import Answer, command, paceline
 
 USER, DATA = 2, 3
 MOST_LINES = 12
@@ -106,3 +107,32 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     answer = paceline("train", "--epochs", "0", "--debug", cwd=tmp_path)
     assert answer.code == USER
     assert "Traceback" in answer.err
+
+
+def test_too_few_open_files_are_one_screen(tmp_path: Path) -> None:
+    """`ulimit -n 32`: exit code 2 before anything is started, with the limit and what to do."""
+    train = f"{sys.executable} -m paceline train synthetic-mlp --processes=2 --output-dir=run"
+    answer = command("bash", "-c", f"ulimit -n 32; {train}", cwd=tmp_path)
+    assert answer.code == 2, answer
+    assert "ulimit -n" in answer.err
+    assert "32" in answer.err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
+    """The hard limit is the administrator's word; the soft one is only a default."""
+    flags = "--processes=1 --num-samples=640 --epochs=1 --global-batch-size=64 --quiet --output-dir=run"
+    answer = command(
+        "bash", "-c", f"ulimit -Sn 32; {sys.executable} -m paceline train synthetic-mlp {flags}", cwd=tmp_path
+    )
+    assert answer.code == 0, answer
+
+
+@pytest.mark.parametrize("place", ["file://{}/taken/run", "{}/taken/run", "{}/taken"])
+@pytest.mark.parametrize("flags", [[], ["--resume=auto"]])
+def test_a_path_through_a_file_says_what_to_try(place: str, flags: list[str], tmp_path: Path) -> None:
+    """A store or a folder below a file: exit code 2, with a way out."""
+    (tmp_path / "taken").write_text("mine")
+    answer = paceline("train", "synthetic-mlp", f"--output-dir={place.format(tmp_path)}", *flags, cwd=tmp_path)
+    assert_one_screen(answer, USER, "taken", "try:")
+    assert (tmp_path / "taken").read_text() == "mine"

@@ -216,3 +216,15 @@ def test_columns_go_one_by_one_in_a_narrow_window(room: int, gone: set[str]) -> 
     fitted = fit_columns({**widths, "tags": 60}, room)
     assert list(fitted) == [name for name in (*widths, "tags") if name not in gone]
     assert sum(fitted.values()) + 2 * (len(fitted) - 1) <= room
+
+
+def test_a_beginning_of_several_names_says_which(tmp_path: Path) -> None:
+    """Exit code 2, with the names that match; a longer beginning finds the run."""
+    for name in ("ab-1", "ab-2", "b-1"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("epochs: 1\n")
+    answer = paceline("status", "ab", cwd=tmp_path)
+    assert answer.code == 2, answer
+    assert "ab-1, ab-2" in answer.err
+    assert "b-1," not in answer.err.replace("ab-1,", "")
+    assert paceline("status", "ab-1", cwd=tmp_path).code == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import shutil
 import struct
 import sys
 import types
@@ -116,6 +117,24 @@ def test_tensorboard_shows_every_phase(folder: Path) -> None:
     steps = read_tensorboard(folder / "steps")
     assert set(steps) == {"step/loss", "step/lr"}  # grad_norm was not measured
     assert [step for step, _ in steps["step/loss"]] == [2, 4, 6, 8]
+
+
+@pytest.mark.usefixtures("tensorboard")
+def test_tensorboard_without_its_folder_is_one_warning(
+    folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder that is deleted during the run: no exception, no traceback of a thread, one line."""
+    from paceline.metrics.sinks.tensorboard import TensorBoardSink
+
+    sink = TensorBoardSink(folder, [])
+    for row in rows_of_epoch(1):
+        sink.write(row)
+    shutil.rmtree(folder)
+    for row in [*rows_of_epoch(2), *rows_of_epoch(3)]:
+        sink.write(row)
+    sink.close()
+    assert "Traceback" not in capfd.readouterr().err
+    assert [record.levelname for record in caplog.records if record.name == "paceline"] == ["WARNING"]
 
 
 @pytest.mark.usefixtures("tensorboard")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import io
 import os
@@ -26,6 +27,7 @@ from paceline.errors import (
 )
 from paceline.metrics.safe_output import finish_console, protect_console
 from paceline.world.early_exit import early_exits_fail
+from paceline.world.open_files import OPEN_FILES_HINT
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
@@ -142,9 +144,15 @@ def _run(arguments: list[str] | None) -> int:
         screen = PacelineError(
             f"unexpected {type(error).__name__}: {error}",
             where=f"{where.filename}:{where.lineno}",
-            hint="run again with --debug for the traceback; if it looks like our fault, please report it",
+            hint=_hint_for(error),
         ).screen()
         return _tell(screen, error, EXIT_INTERNAL)
+
+
+def _hint_for(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return OPEN_FILES_HINT
+    return "run again with --debug for the traceback; if it looks like our fault, please report it"
 
 
 def _speak_any_language() -> None:

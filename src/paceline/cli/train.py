@@ -36,6 +36,7 @@ from paceline.world.detect import (
     read_rank_environment,
     threads_per_rank,
 )
+from paceline.world.open_files import require_open_files
 from paceline.world.secret import read_secret
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
@@ -51,6 +52,7 @@ def run(arguments: list[str]) -> int:
     if "--dry-run" in arguments:
         return plan.run([argument for argument in arguments if argument not in ("--dry-run", "--quiet", "--json")])
     arguments = _take_output(arguments)
+    require_open_files()
     # Read when torch is loaded: its profiler would announce itself between our lines.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     keep_bytecode()

@@ -6,6 +6,8 @@ import re
 import signal
 from dataclasses import dataclass
 
+from paceline.world.open_files import OPEN_FILES_HINT
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -25,6 +27,7 @@ _TIMED_OUT = re.compile(r"timed out waiting|wait timeout|watchdog.*timeout|colle
 _OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|memoryerror", re.IGNORECASE)
 _SHARED_MEMORY = re.compile(r"bus error|/dev/shm|shared memory|unable to (open|write|mmap).*shm", re.IGNORECASE)
 _PORT_TAKEN = re.compile(r"address already in use|eaddrinuse", re.IGNORECASE)
+_FILES_OPEN = re.compile(r"too many open files|emfile|enfile", re.IGNORECASE)
 _DISK_FULL = re.compile(r"no space left|disk quota exceeded|enospc", re.IGNORECASE)
 
 
@@ -54,6 +57,7 @@ def name_cause(
         return Cause("out-of-memory", f"the rank ran out of memory{batch}", memory_hint)
     table = (
         (_DISK_FULL, "disk-full", "a disk is full", "make room, then --resume auto; --keep-last 1 takes less"),
+        (_FILES_OPEN, "open-files", "a process may open no more files", OPEN_FILES_HINT),
         (_SHARED_MEMORY, "shared-memory", "shared memory is too small", "a larger /dev/shm (docker run --shm-size=8g)"),
         (_PORT_TAKEN, "port-taken", "a port was taken by another program", "start again: another one is chosen"),
         (_PEER_LOST, "peer-lost", "another rank went away", "look at the logs of the other nodes"),

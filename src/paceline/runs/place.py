@@ -47,7 +47,12 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
     if restart_in is not None:
         return _place_for_restart(loaded, restart_in)
     if given is not None and given.exists() and not given.is_dir():
-        raise UserError("output_dir is a file", where=loaded.where("output_dir"), got=run.output_dir)
+        raise UserError(
+            "output_dir is a file",
+            where=loaded.where("output_dir"),
+            got=run.output_dir,
+            hint="--output-dir with the path of a folder, which need not exist",
+        )
     if not run.resume or (run.resume == "auto" and run.load_policy == "none"):
         name = loaded.recipe_name + ("-rehearsal" if run.rehearse else "")
         folder = given or new_run_folder(name)

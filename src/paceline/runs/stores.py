@@ -165,7 +165,8 @@ def _ask_for(question: Callable[[], _T]) -> _T | None:
 
 def _is_final(error: Exception) -> bool:
     """Whether asking again is of no use."""
-    return isinstance(error, FileNotFoundError | PermissionError) or "credentials" in type(error).__name__.lower()
+    final = FileNotFoundError | NotADirectoryError | PermissionError
+    return isinstance(error, final) or "credentials" in type(error).__name__.lower()
 
 
 def _stored(about: dict[str, Any]) -> Stored:
@@ -214,6 +215,9 @@ def explain(store: Store, where: str, trouble: StoreTrouble) -> UserError:
     if isinstance(cause, PermissionError):
         hint = "does this account have the right to list, read, write and delete there?"
         return UserError("the store refuses access", where=where, got=got, hint=hint)
+    if isinstance(cause, NotADirectoryError | FileExistsError):
+        hint = "another place, or move that file away"
+        return UserError("a part of this path in the store is a file", where=where, got=got, hint=hint)
     if isinstance(cause, FileNotFoundError):
         return UserError("the store has no such bucket", where=where, got=got, hint="make it first, or mend its name")
     hint = "AWS_ENDPOINT_URL names a store other than Amazon's" if is_s3 else None

@@ -74,7 +74,8 @@ def describe_batch(plan: RunPlan) -> str:
 def describe_steps(plan: RunPlan) -> str:
     left_out = plan.num_train - plan.steps_per_epoch * plan.config.train.global_batch_size
     text = f"{plan.config.train.epochs} epochs of {plan.steps_per_epoch}, {plan.total_steps} in all"
-    text += f"; {left_out} samples sit out each epoch, others every time" if left_out else ""
+    if left_out:
+        text += f"; each epoch leaves out {left_out} samples that do not fill a batch, different ones each time"
     return text + (f"; ends at step {plan.last_step}" if plan.last_step < plan.total_steps else "")
 
 

@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
-from paceline.metrics.sinks.base import scalars_of
+from paceline.metrics.sinks.base import CarefulSink, scalars_of
 
 
-class TensorBoardSink:
+class TensorBoardSink(CarefulSink):
     """Epoch rows stand at their epoch, step rows at their step.
 
     Event files can only be appended to, so a resumed run writes them anew from the rows it kept: no
     point is shown twice, and none that the resume has cut off.
     """
 
+    name = "TensorBoard"
+
     def __init__(self, folder: Path, history: list[dict[str, Any]]) -> None:
+        self._history = history
+        super().__init__(folder, {})
+
+    def _open(self, folder: Path, config: dict[str, Any]) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _silence_writer_threads()
         shutil.rmtree(folder, ignore_errors=True)
         # Two clocks, two sets of files: TensorBoard draws both on an axis called "step".
         self._writers = {"epoch": SummaryWriter(str(folder)), "step": SummaryWriter(str(folder / "steps"))}
-        for row in history:
+        for row in self._history:
             self._add(row)
 
-    def write(self, row: dict[str, Any]) -> None:
+    def _log(self, row: dict[str, Any]) -> None:
         self._add(row)
         self._writers[row["kind"]].flush()
 
@@ -34,6 +42,20 @@ class TensorBoardSink:
         for name, value in scalars_of(row).items():
             self._writers[kind].add_scalar(name, value, row[kind], walltime=row["time"])
 
-    def close(self) -> None:
+    def _end(self) -> None:
         for writer in self._writers.values():
             writer.close()
+
+
+def _silence_writer_threads() -> None:
+    """A thread of TensorBoard that cannot write prints its traceback. The next write raises the same error."""
+    before = threading.excepthook
+    if getattr(before, "is_of_paceline", False):
+        return
+
+    def report(arguments: threading.ExceptHookArgs) -> None:
+        if type(arguments.thread).__module__.partition(".")[0] != "tensorboard":
+            before(arguments)
+
+    report.is_of_paceline = True  # type: ignore[attr-defined]
+    threading.excepthook = report
