@@ -10,7 +10,7 @@ More: docs/guides/metaflow.md.
 import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, card, checkpoint, current, model, parallel, retry, step
 
-from paceline.integrations.metaflow_support.steps import CARD, checked, evaluate_model, packaged, training
+from paceline.integrations.metaflow_support.steps import CARD, TEST_CARD, checked, evaluate_model, packaged, training
 
 
 @packaged
@@ -71,6 +71,7 @@ class PacelineFlow(FlowSpec):
         self.history, self.model = first.history, first.model
         self.next(self.test_model)
 
+    @card(type="blank", id=TEST_CARD)
     @model(load=["model"])
     @step
     def test_model(self):

@@ -5,9 +5,9 @@ python test_flow.py run --model-key mf.models/models/artifacts/shapes_cnn_0123..
 """
 
 import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
-from metaflow import FlowSpec, Parameter, current, model, step
+from metaflow import FlowSpec, Parameter, card, current, model, step
 
-from paceline.integrations.metaflow_support.steps import evaluate_model, find_model, packaged
+from paceline.integrations.metaflow_support.steps import TEST_CARD, evaluate_model, find_model, packaged
 
 
 @packaged
@@ -21,6 +21,7 @@ class PacelineTestFlow(FlowSpec):
         self.model = find_model(self.run_of_flow, self.model_key)
         self.next(self.test_model)
 
+    @card(type="blank", id=TEST_CARD)
     @model(load=["model"])
     @step
     def test_model(self):

@@ -23,10 +23,11 @@ import pytest
 from harness.cli import Answer, command, environment, paceline
 from harness.processes import kill_all_in, processes_in
 from harness.runs import read_results
+from harness.torchvision_shim import ON_CPU
 from paceline.metrics.recorder import read_rows
 
 pytestmark = [pytest.mark.flows, pytest.mark.timeout(600)]
-NEEDS = ("metaflow", "metaflow_extensions", "moto", "kubernetes")
+NEEDS = ("metaflow", "metaflow_extensions", "moto", "kubernetes", "timm")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "metaflow"
 # Forty steps of two ranks, some twenty a second.
 RECIPE = """
@@ -170,6 +171,27 @@ def test_a_default_tracker_that_is_not_installed_is_one_line(undisturbed: FlowRu
     assert undisturbed.out.count("pip install 'paceline[tensorboard]'") == 1
 
 
+def own_lines(out: str) -> list[str]:
+    """What our steps print: without Metaflow's words before, between and after them."""
+    texts = [line.partition("] ")[2] for line in out.splitlines() if re.match(r"\S+ \S+ \[\d+/", line)]
+    return [text for text in texts if not text.startswith(("Task ", "[@"))]
+
+
+def test_a_run_has_fewer_than_thirty_lines_of_our_own(undisturbed: FlowRun) -> None:
+    """However often metrics are recorded: a line per epoch, none per step."""
+    lines = own_lines(undisturbed.out)
+    assert len(lines) < 30, lines
+    assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/2", "2/2"]
+
+
+def test_no_message_names_a_folder_that_is_gone(undisturbed: FlowRun, disturbed: FlowRun) -> None:
+    """Not of a run that went well, and not of attempts that were killed."""
+    for run in (undisturbed, disturbed):
+        assert str(run.place.path / "tmp") not in run.out
+        assert "paceline-flow-" not in run.out
+    assert "resumed   at step" in disturbed.out
+
+
 def test_a_chosen_tracker_that_is_not_installed_is_refused_in_start(place: Place) -> None:
     answer = place.flow("flow.py", "run", "--flags", "--track tensorboard")
     assert answer.code == 1
@@ -203,6 +225,17 @@ def test_the_model_is_labelled_and_tested_by_another_flow(undisturbed: FlowRun) 
     assert tested["test"]["step"] in (STEPS // 2, STEPS)
 
 
+def test_a_model_of_timm_is_trained_and_tested_by_the_flow(place: Place) -> None:
+    """`--model-name resnet50d`, by timm of the extra: two steps on two nodes, and the saved model tested."""
+    few = ["--recipe", "tiny.yaml", "--batch-size", "64", "--train-from-scratch", "1", "--flags", "--max-steps 2"]
+    answer = place.flow("flow.py", "run", *few, "--model-name", "resnet50d", PYTHONPATH=str(ON_CPU))
+    assert answer.code == 0, answer.out + answer.err
+    told = FlowRun(place, answer.out).told
+    assert told["model"]["metadata"]["model_name"] == "timm:resnet50d"
+    assert told["results"]["steps"] == 2
+    assert told["test"]["samples"] == 1000
+
+
 # --- The card
 
 
@@ -215,6 +248,18 @@ def test_cards_show_curves_nodes_and_checkpoints(undisturbed: FlowRun) -> None:
         assert text in decoded(main), text
     assert "node 1 of 2" in decoded(worker)
     assert "vega-lite" not in decoded(worker)
+
+
+def test_the_card_of_the_test_has_accuracies_and_the_confusion(undisturbed: FlowRun) -> None:
+    """What `test_model` measured: the figure of the artifact, every class, which class was taken for which."""
+    tasks = undisturbed.place.path / ".metaflow" / "mf.cards" / undisturbed.pathspec.replace("/", "/runs/")
+    (page,) = tasks.glob("steps/test_model/tasks/*/cards/blank-test-*.html")
+    test, text = undisturbed.told["test"], decoded(page.read_text())
+    assert f"**{test['accuracy']:.2%}** of {test['samples']:,} samples" in text
+    assert len(test["class_accuracy"]) == 10
+    assert [name for name in test["class_accuracy"] if f"| {name} | " not in text] == []
+    counts = [int(count) for count in re.findall(r'"samples": (\d+)', text)]
+    assert sorted(counts) == sorted(count for row in test["confusion_matrix"] for count in row if count)
 
 
 def decoded(card: str) -> str:

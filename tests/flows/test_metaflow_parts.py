@@ -43,9 +43,6 @@ SECRET = create_secret().encode()
     [
         ({"recipe": "shapes-cn"}, "recipe", "shapes-cnn"),
         ({"recipe": "no/such.yaml"}, "recipe", "no/such.yaml"),
-        ({"model_name": "nonet"}, "no model", "cnn"),
-        ({"model_name": "resnet50d"}, "no model", "pip install timm"),
-        ({"model_name": "timm:resnet50d"}, "timm is not installed", "pip install timm"),
         ({"model_name": "model.py"}, "no model", "model.py:build"),
         ({"batch_size": 0}, "out of range", "--batch-size"),
         ({"batch_size": 250, "cluster_size": 4}, "not divisible by 4", "--batch-size 248 or 252"),
@@ -79,6 +76,26 @@ def test_wrong_parameters_are_named(parameters: dict[str, Any], what: str, said:
     screen = raised.value.screen()
     assert what in screen
     assert said in screen
+
+
+@pytest.mark.parametrize(
+    ("model_name", "what"), [("resnet50d", "no model"), ("timm:resnet50d", "timm is not installed"), ("nonet", "cnn")]
+)
+def test_without_timm_its_models_are_refused_with_how_to_install_it(
+    model_name: str, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra brings timm; a paceline that was installed without the extra may lack it."""
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError) as raised:
+        check_request(recipe="shapes-cnn", model_name=model_name)
+    assert what in raised.value.screen()
+    assert raised.value.hint is not None
+    assert "pip install timm" in raised.value.hint
+
+
+def test_the_extra_brings_timm() -> None:
+    """A bare name of timm's becomes timm:NAME."""
+    assert check_request(recipe="shapes-cnn", model_name="resnet50d").about["model_name"] == "timm:resnet50d"
 
 
 def test_parameters_become_settings_and_the_rest_is_the_recipes() -> None:
@@ -518,3 +535,22 @@ def test_a_leash_hands_on_the_exit_code() -> None:
     words = [*leash, sys.executable, "-c", "import sys; sys.exit(75)"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
         assert process.wait(20) == 75
+
+
+def test_a_leash_hides_a_folder_that_will_be_gone(tmp_path: Path) -> None:
+    """On both streams, the run folder by its name and the rest by its path within; other bytes stay as they are."""
+    script = (
+        "import sys\n"
+        f"print('saved in {tmp_path}/run/checkpoints')\n"
+        f"sys.stderr.write('where: {tmp_path}/tiny.yaml, line 3')\n"
+        "sys.stdout.flush()\n"
+        "sys.stdout.buffer.write(bytes([255, 10]))\n"
+    )
+    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash", "--hide", str(tmp_path)]
+    words, pipe = [*leash, sys.executable, "-c", script], subprocess.PIPE
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
+        assert process.wait(20) == 0
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read() == b"saved in the run folder/checkpoints\n\xff\n"
+        assert process.stderr.read() == b"where: tiny.yaml, line 3"

@@ -15,7 +15,8 @@ from io import BufferedReader
 from pathlib import Path
 from types import FrameType
 
-from paceline.metrics.screen import pass_on
+from paceline.integrations.runnable_output import show
+from paceline.metrics.screen import OUTPUT, pass_on
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
@@ -43,7 +44,7 @@ def run_paceline(arguments: list[str], log: Path) -> int:
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1"},
+                env={**os.environ, "PYTHONUNBUFFERED": "1", OUTPUT: ""},  # the log is complete, whatever is shown
                 start_new_session=True,
                 preexec_fn=follow_parent,  # noqa: PLW1509 - one call into libc, loaded before the fork
             ) as child,
@@ -60,7 +61,9 @@ def _print_until_end(child: subprocess.Popen[bytes], source: BufferedReader) -> 
         with suppress(subprocess.TimeoutExpired):
             child.wait(_LOOK_S)
         is_over = child.returncode is not None  # before the last look, which then misses nothing
-        pass_on(decoder.decode(source.read(), final=is_over), sys.stdout)
+        text = decoder.decode(source.read(), final=is_over)
+        pass_on(text, sys.stdout)
+        show(text)
 
 
 @contextmanager

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations import runnable_steps
+from paceline.integrations.runnable_output import only_own_words
 from paceline.integrations.runnable_parameters import PREFIX, make_request, read_parameters
 
 PARAMETERS_FILE = "RUNNABLE_PARAMETERS_FILE"
+_NAMES_OF_RUNNABLE = ("runnable", "extensions")  # packages that it installs
 CONFIGURATION_FILE = "RUNNABLE_CONFIGURATION_FILE"
 
 
@@ -33,12 +35,21 @@ def see_through(main: Callable[[], object], *, script: str, parameters_file: str
 def _check(script: str, parameters_file: str) -> None:
     if importlib.util.find_spec("runnable") is None:
         raise UserError("Runnable is not installed", hint="pip install 'paceline[runnable]'")
-    if not Path(script).resolve().is_relative_to(Path.cwd().resolve()):
+    place = Path(script).resolve()
+    if not place.is_relative_to(Path.cwd().resolve()):
         raise UserError(
             "Runnable finds a pipeline only below the folder it is started in",
             where=str(Path.cwd()),
             got=script,
             hint=f"cd {Path(script).parent}, or copy the pipeline's folder to where you want to work",
+        )
+    top = place.relative_to(Path.cwd().resolve()).parts[0]
+    if top in _NAMES_OF_RUNNABLE:
+        raise UserError(
+            f"a pipeline cannot lie in a folder named {top}: Runnable imports it by that name",
+            where=str(Path.cwd()),
+            got=os.path.relpath(script),
+            hint="rename the folder, or cd into it",
         )
     configuration = os.environ.get(CONFIGURATION_FILE)
     if configuration and not Path(configuration).is_file():
@@ -73,10 +84,12 @@ def _check_run_id(variable: str, run_id: str | None) -> None:
 
 
 def _run(main: Callable[[], object], script: str) -> int:
-    from runnable import exceptions  # greets on import, so not before the parameters are right
+    with only_own_words(lambda: runnable_steps.run_folder().path):
+        from runnable import exceptions  # greets on import, so not before the parameters are right
 
     try:
-        main()
+        with only_own_words(lambda: runnable_steps.run_folder().path):
+            main()
     except exceptions.RunLogExistsError as error:
         raise UserError(
             "there is a run of this id already", got=str(error), hint="take another RUNNABLE_RUN_ID"

@@ -19,6 +19,7 @@ from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.store import inspect_checkpoint, pointed_at
 from paceline.errors import EXIT_FINISHED, PacelineError
 from paceline.integrations.runnable_child import run_paceline
+from paceline.integrations.runnable_output import tell
 from paceline.integrations.runnable_parameters import Request, fit_world, load_request, make_request, name_parameters
 from paceline.metrics.recorder import Row, read_rows
 from paceline.runs.epoch_clock import EpochClock
@@ -70,7 +71,7 @@ def _step(function: _Step) -> _Step:
             return function(**given)
         except PacelineError as error:
             first_failure = first_failure or error
-            print(error.screen(), flush=True)
+            tell(error.screen())
             raise
 
     return wrapped  # type: ignore[return-value]
@@ -97,8 +98,8 @@ def prepare_data(**parameters: Any) -> dict[str, Any]:
         "fingerprint": data.fingerprint(),  # of all labels and some samples
     }
     write_json(artifacts() / "dataset_info.json", info)
-    print(f"data      {info['name']}, {len(train_ids):,} training, {len(validation_ids):,} validation and ", end="")
-    print(f"{len(data.test):,} test samples, fingerprint {info['fingerprint']}")
+    parts = f"{len(train_ids):,} training, {len(validation_ids):,} validation and {len(data.test):,} test samples"
+    tell(f"data      {info['name']}, {parts}, fingerprint {info['fingerprint']}")
     return {"recipe": request.recipe, "flags": request.flags}
 
 
@@ -109,7 +110,7 @@ def train(training_request: dict[str, Any]) -> None:
     loaded = load_request(request)
     flags, warning = fit_world(loaded)
     if warning:
-        print(warning)
+        tell(warning)
     arguments = ["train", request.recipe, *request.flags, *flags, "--output-dir", str(run_folder().path)]
     if os.environ.get(RETRY_RUN_ID):
         arguments += ["--resume", "auto"]
@@ -184,7 +185,7 @@ def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
     for file in (folder.metrics_jsonl, folder.metrics_csv):
         shutil.copyfile(file, artifacts() / file.name)
     ranks = len(results["process_metrics"])
-    print(f"metrics   of {ranks} rank{'s' if ranks > 1 else ''}: {results['steps']} steps in {seconds:.1f} s")
+    tell(f"metrics   of {ranks} rank{'s' if ranks > 1 else ''}: {results['steps']} steps in {seconds:.1f} s")
     return final["accuracy"], seconds
 
 
@@ -230,7 +231,7 @@ def evaluate(training_request: dict[str, Any]) -> float:
         "confusion_matrix": evaluation.confusion,
     }
     write_json(artifacts() / "evaluation.json", content)
-    print(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
+    tell(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
     return evaluation.accuracy
 
 

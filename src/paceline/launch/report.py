@@ -51,13 +51,14 @@ class FailureReport:
     lost_steps: int = 0
     time: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
-    def text(self) -> str:
+    def text(self, *, with_traceback: bool = False) -> str:
         lines = [f"attempt {self.attempt} of {self.attempts} failed: {self.what}"]
         parts: list[tuple[str, str | None]] = [
             ("where", f"rank {self.rank} on {self.host}, {self.phase} of step {self.step}"),
             ("line", self.stands_at),
             ("others", "\n".join(f"rank {rank}: {words}" for rank, words in self.others.items()) or None),
             ("log", "\n".join(self.log[-3:]) or None),
+            ("trace", self.traceback.strip() or None if with_traceback else None),
             ("done", self.done or None),
             ("try", self.hint),
         ]
@@ -95,10 +96,11 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
     stands_at = _line_of(stacks_of(culprit.rank)) if is_hung else None
     if is_hung:
         what = f"rank {culprit.rank} made no progress for {_age(culprit):.0f} s"
-        hint: str | None = f"every rank's stack is in {folder.stacks}; --hang-timeout sets the deadline"
+        stacks = "" if folder.is_temporary else f"every rank's stack is in {folder.stacks}; "
+        hint: str | None = f"{stacks}--hang-timeout sets the deadline"
     else:
         what = _in_words(culprit, code) + (f": {cause.words}" if cause else "")
-        hint = cause.hint if cause else f"{folder.failure} has the traceback"
+        hint = cause.hint if cause else None if folder.is_temporary else f"{folder.failure} has the traceback"
     return FailureReport(
         attempt=attempt,
         attempts=attempts,

@@ -223,8 +223,8 @@ class Supervisor:
                 report.done += f"; {now} microbatches instead of {before} on every rank"
         else:
             report.done = f"not started again: {decision.reason}"
-            can_go_on = saved and report.exit_code != EXIT_CHECKPOINT
-            report.done += f"; --resume {folder.path} goes on from step {saved}" if can_go_on else ""
+            can_go_on = saved and folder.resume_flag and report.exit_code != EXIT_CHECKPOINT
+            report.done += f"; {folder.resume_flag} goes on from step {saved}" if can_go_on else ""
             if self._is_first and not folder.stays_over(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if self._job.nodes.count > 1 and report.cause == "peer-lost":
@@ -238,7 +238,8 @@ class Supervisor:
         if report.exit_code in FINAL_CODES and number == 1:
             print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
         else:
-            print(fit_to(sys.stderr, report.text()), file=sys.stderr)
+            has_no_file = folder.is_temporary and report.cause is None
+            print(fit_to(sys.stderr, report.text(with_traceback=has_no_file)), file=sys.stderr)
         sys.stderr.flush()
 
     def _is_stopped(self, end: AttemptEnd) -> bool:
@@ -271,7 +272,7 @@ class Supervisor:
             folder.write_status("preempted", **kept, reason=reason)
         self._leave_page()
         erase_live_line()
-        go_on = f"; go on with: --resume {folder.path}" if step else ""
+        go_on = f"; go on with: {folder.resume_flag}" if step and folder.resume_flag else ""
         print(fit_to(sys.stderr, f"\n{what}{go_on}"), file=sys.stderr)
         return EXIT_INTERRUPTED if self._stop is signal.SIGINT else EXIT_PREEMPTED
 

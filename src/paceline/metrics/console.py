@@ -2,7 +2,8 @@
 
 On a terminal: a table with one row per epoch, and below it a live line with the numbers of the moment. Elsewhere: the
 same numbers as plain lines with a fixed order of fields, for grep. Under --json the rows go to standard output as
-JSON and the rest to standard error; under --quiet nobody speaks but warnings and the result.
+JSON and the rest to standard error; under --quiet nobody speaks but warnings and the result. In brief there are no
+lines of steps, and of many epochs every second, third, ... has a line.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from paceline.metrics.screen import (
+    BRIEF,
     LiveLine,
     can_show,
     fit_to,
@@ -28,6 +30,7 @@ from paceline.runs.epoch_clock import EpochClock
 
 _HEADING = ["  epoch", "train loss", "    acc", "val loss", "    acc", "    img/s", "   time"]
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
+_MOST_BRIEF_EPOCHS = 10
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Console:
     @property
     def _is_live(self) -> bool:
         """Asked anew each time: a terminal may be lost in the middle of a run."""
-        return self._is_speaking and is_live(speech())
+        return self._is_speaking and self._mode != BRIEF and is_live(speech())
 
     def note(self, text: str, *, style: str | None = None) -> None:
         if self._is_speaking:
@@ -89,6 +92,8 @@ class Console:
             self._line.draw()
             return
         self.stop()
+        if self._mode == BRIEF:
+            return
         epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.clock else ""
         self.note(
             f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"
@@ -117,7 +122,7 @@ class Console:
             ]
             mark = ("★" if can_show("★", speech()) else "*") + " best" if best else ""
             self.note(_row(cells, mark, width_of(speech()) - 1), style="green" if best else None)
-        else:
+        elif self._mode != BRIEF or is_told_in_brief(epoch, epochs):
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
                 f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
@@ -175,6 +180,11 @@ class Console:
         done = round(room * share)
         full, empty = ("━", "─") if can_show("━─", speech()) else ("=", "-")
         return f"{text}  {paint(full * done, 'green', speech())}{paint(empty * (room - done), 'dim', speech())}"
+
+
+def is_told_in_brief(epoch: int, epochs: int) -> bool:
+    """Every epoch of ten, every second of twenty, and the last one."""
+    return epoch % math.ceil(epochs / _MOST_BRIEF_EPOCHS) == 0 or epoch == epochs
 
 
 def _own_metrics(row: Mapping[str, float]) -> str:

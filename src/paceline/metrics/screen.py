@@ -19,6 +19,7 @@ from paceline.errors import printable
 from paceline.metrics.safe_output import write_at_once
 
 OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
+BRIEF = "brief"  # a value of it: a line per epoch, at most about ten; for the logs of other programs' tasks
 ERASE = "\r\x1b[J"
 # Between these a line that is too wide is cut by the terminal: for a moment after a window has become narrower the
 # system still tells its old width.
@@ -30,7 +31,7 @@ _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
 
 
 def output_mode() -> str:
-    """quiet, json, or empty: as usual."""
+    """quiet, json, brief, or empty: as usual."""
     return os.environ.get(OUTPUT, "")
 
 

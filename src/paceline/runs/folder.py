@@ -41,6 +41,7 @@ _log = logging.getLogger("paceline")
 RUNS = Path("runs")
 ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
 MIRROR_NOTE = "mirror.json"
+TEMPORARY = "PACELINE_TEMPORARY_FOLDER"  # 1: a task's, removed at its end; messages do not send people there
 _STAMP = re.compile(r"-(?P<time>[0-9]{8}-[0-9]{6})(-(?P<number>[0-9]{1,9}))?$")
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -156,6 +157,15 @@ class RunFolder:
         self.requeues = path / "requeues.jsonl"
         self.bad_batches = path / "bad-batches"
         self._unwritable: set[str] = set()
+
+    @property
+    def is_temporary(self) -> bool:
+        return os.environ.get(TEMPORARY, "") == "1"
+
+    @property
+    def resume_flag(self) -> str | None:
+        """What goes on with this run; None where the folder does not stay."""
+        return None if self.is_temporary else f"--resume {self.path}"
 
     def create(self) -> None:
         try:

@@ -163,8 +163,10 @@ def leave(ride: Ride, *, can_save: bool = True) -> NoReturn:
         requeue_job(reason, ride.folder.requeues, step)
     wait_for_all(ride.world)
     if is_saved:
-        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=f"go on with --resume {ride.folder.path}")
-    raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=str(ride.folder.path))
+        flag = ride.folder.resume_flag
+        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=flag and f"go on with {flag}")
+    where = None if ride.folder.is_temporary else str(ride.folder.path)
+    raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=where)
 
 
 def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:

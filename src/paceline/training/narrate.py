@@ -11,7 +11,7 @@ import torch
 import paceline
 from paceline.data.dataset import DatasetInfo
 from paceline.metrics.console import format_seconds
-from paceline.metrics.screen import output_mode
+from paceline.metrics.screen import BRIEF, output_mode
 from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
@@ -42,7 +42,7 @@ def describe_run(rig: Rig, world: World, place: RunPlace) -> list[str]:
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
         *([f"random    {PER_RANK}"] if _draws_per_rank(plan) else []),
-        f"folder    {place.folder}",
+        *([] if RunFolder(place.folder).is_temporary else [f"folder    {place.folder}"]),
     ]
 
 
@@ -80,6 +80,15 @@ def describe_steps(plan: RunPlan) -> str:
 
 
 def describe_summary(results: dict[str, Any], folder: RunFolder, info: DatasetInfo) -> list[str]:
+    told = [
+        _accuracy_line(results),
+        f"{results['steps']} steps in {format_seconds(results['training_seconds'])}"
+        f" on {results['world_size']} rank{'s' if results['world_size'] > 1 else ''},"
+        f" {results['samples_per_second']:,.0f} samples/s with validation and saving",
+        *_limit_lines(results, folder),
+    ]
+    if folder.is_temporary:
+        return told
     path = shlex.quote(str(folder.path))
     page = "report.html, " if folder.report.exists() else ""
     weights = "best" if results["best_epoch"] else "latest"
@@ -89,17 +98,10 @@ def describe_summary(results: dict[str, Any], folder: RunFolder, info: DatasetIn
         "paceline runs": "all your runs",
     }
     widest = max(map(len, commands))
-    return [
-        "",
-        _accuracy_line(results),
-        f"{results['steps']} steps in {format_seconds(results['training_seconds'])}"
-        f" on {results['world_size']} rank{'s' if results['world_size'] > 1 else ''},"
-        f" {results['samples_per_second']:,.0f} samples/s with validation and saving",
-        *_limit_lines(results, folder),
-        f"everything is in {folder.path}: {page}results.json, metrics.csv, checkpoints/{weights}",
-        "",
-        *(f"  {command:<{widest}}  {text}" for command, text in commands.items()),
-    ]
+    told.append(f"everything is in {folder.path}: {page}results.json, metrics.csv, checkpoints/{weights}")
+    if output_mode() == BRIEF:
+        return told
+    return ["", *told, "", *(f"  {command:<{widest}}  {text}" for command, text in commands.items())]
 
 
 def _limit_lines(results: dict[str, Any], folder: RunFolder) -> list[str]:
@@ -111,7 +113,7 @@ def _limit_lines(results: dict[str, Any], folder: RunFolder) -> list[str]:
     profile = results.get("profile")
     if "profile" in results and profile is None:
         lines.append("profile   nothing recorded: it begins after ten steps")
-    elif profile is not None:
+    elif profile is not None and not folder.is_temporary:
         last = profile["first_step"] + profile["steps"] - 1
         lines.append(
             f"profile   {folder.path / profile['folder']}: top.txt, and steps {profile['first_step']} to {last} of"
@@ -129,7 +131,8 @@ def _accuracy_line(results: dict[str, Any]) -> str:
 def tell_result(results: dict[str, Any], folder: RunFolder) -> None:
     """The one line of --quiet, or the last row of --json."""
     if output_mode() == "quiet":
-        print(f"{folder.path}: {_accuracy_line(results)}", flush=True)
+        where = "" if folder.is_temporary else f"{folder.path}: "
+        print(f"{where}{_accuracy_line(results)}", flush=True)
     elif output_mode() == "json":
         told = {name: results[name] for name in _TOLD}
         print(json.dumps({"kind": "result", "folder": str(folder.path), **told}), flush=True)

@@ -67,7 +67,8 @@ def open_ride(config: Config, world: World, place: RunPlace, guards: Guards, *, 
     if note is not None:
         console.note(f"store     {note.url}, mirrored beside training")
     if resumed_from is not None:
-        console.note(f"resumed   at step {state.step} from {resumed_from}")
+        where = resumed_from.name if folder.is_temporary else resumed_from
+        console.note(f"resumed   at step {state.step} from {where}")
     guards.begin()
     rig.samples = None  # on a GPU, the copy in the host's memory may go
     console.clock = rig.plan.clock  # other data may have other epochs

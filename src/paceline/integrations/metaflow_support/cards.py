@@ -1,4 +1,4 @@
-"""The live card of a training step: progress, curves, the nodes, and which checkpoint came from which.
+"""The live card of a training step: progress, curves, the nodes, and which checkpoint came from which. And a test's.
 
 Built from Metaflow's own components, so a card is one file that needs no network. It is made once; while training
 goes on only its values change.
@@ -16,6 +16,7 @@ from paceline.metrics.recorder import Row, read_rows
 
 _LOOK_S = 2.0
 _MOST_POINTS = 500
+_MOST_CLASSES = 20
 _COLOURS = {  # told apart by colour-blind people, too
     "domain": ["training", "validation", "test"],
     "range": ["#0072b2", "#d55e00", "#009e73"],
@@ -96,6 +97,43 @@ class TrainingCard:
             name = sent["key"].rpartition("/")[2]
             lines.append(f"| {sent['step']} | {sent['epoch']} | {' | '.join(numbers)} | {marks} | `{name}` |")
         return "\n".join([f"{self._node.origin}. Sent to the datastore since:", "", *lines])
+
+
+def fill_test_card(card: Any, title: str, test: dict[str, Any]) -> None:
+    """Accuracy and loss, the classes with the least accuracy first, and which class was taken for which."""
+    told = f"**{test['accuracy']:.2%}** of {test['samples']:,} samples, loss {test['loss']:.4f}, step {test['step']}"
+    card.extend([Markdown(f"# {title}\n\n{told}"), Markdown("## Classes"), Markdown(class_table(test))])
+    card.append(VegaChart(confusion_chart(test)))
+
+
+def class_table(test: dict[str, Any]) -> str:
+    lines = ["| class | accuracy |", "|---|---|"]
+    accuracies = sorted(test["class_accuracy"].items(), key=lambda entry: (entry[1] is not None, entry[1]))
+    for name, accuracy in accuracies[:_MOST_CLASSES]:
+        lines.append(f"| {name} | {'no samples' if accuracy is None else f'{accuracy:.2%}'} |")
+    return "\n".join(lines)
+
+
+def confusion_chart(test: dict[str, Any]) -> dict[str, Any]:
+    """A Vega-Lite table of counts: rows are the true classes. Only counts above zero: a card is one file."""
+    names = list(test["class_accuracy"])
+    points = [
+        {"true": names[row], "predicted": names[column], "samples": count}
+        for row, counts in enumerate(test["confusion_matrix"])
+        for column, count in enumerate(counts)
+        if count
+    ]
+    axes = {name: {"field": name, "type": "nominal", "sort": None, "title": name} for name in ("true", "predicted")}
+    return {
+        "$schema": "https://vega.github.io/schema/vega-lite/v5.json",
+        "data": {"values": points},
+        "mark": {"type": "rect", "tooltip": True},
+        "encoding": {
+            "x": axes["predicted"],
+            "y": axes["true"],
+            "color": {"field": "samples", "type": "quantitative", "scale": {"scheme": "blues"}},
+        },
+    }
 
 
 def layout_table(node: Node) -> str:

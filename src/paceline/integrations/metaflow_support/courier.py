@@ -35,6 +35,7 @@ from paceline.checkpoints.store import (
     temporary_folder,
 )
 from paceline.config.small_files import read_small
+from paceline.integrations.metaflow_support.leash import without_folder
 from paceline.runs.drafts import draft_of
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, flush
@@ -99,12 +100,16 @@ class Courier:
                 self._look()
             self.problem = ""
         except (DamagedCheckpoint, FileNotFoundError) as error:
-            self.problem = str(error)  # pruned meanwhile, most likely: the next look finds what came after it
+            # Pruned meanwhile, most likely: the next look finds what came after it.
+            self.problem = self._in_words(str(error))
         except Exception as error:  # a datastore that stumbles must not end the training
-            words = f"{type(error).__name__}: {error}"
+            words = self._in_words(f"{type(error).__name__}: {error}")
             if words != self.problem:
                 _log.warning("warning: a checkpoint could not be sent to the datastore: %s", words)
             self.problem = words
+
+    def _in_words(self, text: str) -> str:
+        return without_folder(text, self.folder.path.parent)
 
     def fetch(self, keys: list[str]) -> list[str]:
         """Bring parcels into the run folder, each verified before its checkpoint gets its name. Returns the names."""

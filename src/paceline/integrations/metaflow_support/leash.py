@@ -2,6 +2,9 @@
 
 The parent holds the other end of our standard input. However it dies, `kill -9` included, the pipe closes: the
 command is asked to stop, which for `paceline train` means to save and leave, and after a grace it is killed.
+
+With `--hide FOLDER` before it, what the command prints passes through here and loses the path of FOLDER, which is
+removed when the task ends.
 """
 
 from __future__ import annotations
@@ -12,15 +15,28 @@ import subprocess
 import sys
 import threading
 from contextlib import suppress
+from pathlib import Path
+from typing import IO
 
 from paceline.world.signals import HEAR_SIGNALS_S
 
 _GRACE_S = 30.0
+_LAST_WORDS_S = 2.0
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT)
 
 
 def main(command: list[str]) -> int:
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    hidden = Path(command[1]) if command[0] == "--hide" else None
+    pipe = None if hidden is None else subprocess.PIPE
+    words = command if hidden is None else command[2:]
+    child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    printers = [
+        threading.Thread(target=_print_on, args=(source, screen, hidden), daemon=True)
+        for source, screen in ((child.stdout, sys.stdout.buffer), (child.stderr, sys.stderr.buffer))
+        if source is not None
+    ]
+    for printer in printers:
+        printer.start()
     for number in _PASSED_ON:
         signal.signal(number, lambda received, frame: child.send_signal(received))
     threading.Thread(target=_follow_parent, args=(child,), daemon=True).start()
@@ -28,7 +44,23 @@ def main(command: list[str]) -> int:
     while code is None:
         with suppress(subprocess.TimeoutExpired):
             code = child.wait(HEAR_SIGNALS_S)
+    for printer in printers:
+        printer.join(_LAST_WORDS_S)  # not for ever: a process that the command left behind may hold the pipe
     return code if code >= 0 else 128 - code
+
+
+def without_folder(text: str, folder: Path) -> str:
+    """A text for people who will not find this folder."""
+    return text.replace(f"{folder}/run", "the run folder").replace(f"{folder}/", "")
+
+
+def _print_on(source: IO[bytes], screen: IO[bytes], folder: Path) -> None:
+    """Line by line, to the end: a command whose pipe is full would stand still."""
+    for line in source:
+        text = without_folder(line.decode(errors="surrogateescape"), folder)
+        with suppress(OSError, ValueError):  # a screen that is gone ends nothing
+            screen.write(text.encode(errors="surrogateescape"))
+            screen.flush()
 
 
 def _follow_parent(child: subprocess.Popen[bytes]) -> None:

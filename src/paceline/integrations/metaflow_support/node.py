@@ -26,8 +26,10 @@ from paceline.config.schema import ParallelConfig
 from paceline.errors import EXIT_INTERNAL, UserError
 from paceline.integrations.metaflow_support.courier import Courier, Datastore, Parcel
 from paceline.integrations.metaflow_support.gang import Gang, Place, free_port, meet
+from paceline.integrations.metaflow_support.leash import without_folder
 from paceline.integrations.metaflow_support.request import Request
-from paceline.runs.folder import RunFolder
+from paceline.metrics.screen import BRIEF, OUTPUT
+from paceline.runs.folder import TEMPORARY, RunFolder
 from paceline.runs.shared_token import NODE_LOCAL
 from paceline.world.cores import usable_cores
 from paceline.world.detect import Nodes, agent_variables, count_gpus
@@ -88,7 +90,8 @@ class Node:
 
     def _run(self) -> int:
         leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
-        with subprocess.Popen([*leash, *self._command()], stdin=subprocess.PIPE, env=self._environment()) as process:
+        words = [*leash, "--hide", str(self.folder.path.parent), *self._command()]
+        with subprocess.Popen(words, stdin=subprocess.PIPE, env=self._environment()) as process:
             with _stop_signals_to(process):
                 self._wait(process)
             return process.wait()
@@ -128,7 +131,7 @@ class Node:
         return max(1, usable_cores() // ranks_here)
 
     def _environment(self) -> dict[str, str]:
-        environment = dict(os.environ)
+        environment = {OUTPUT: BRIEF, **os.environ, TEMPORARY: "1"}
         if self.place.nodes > 1:
             place, port = self.place, int(self.gang.plan["port"])
             environment.update(agent_variables(Nodes(place.nodes, place.own, place.main_host, port)))
@@ -147,7 +150,8 @@ class Node:
         try:
             self.courier.follow(Parcel(**message))
         except Exception as error:  # not in time for this attempt, then: the next one starts with all of it
-            print(f"warning: a checkpoint did not arrive: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            words = without_folder(f"{type(error).__name__}: {error}", self.folder.path.parent)
+            print(f"warning: a checkpoint did not arrive: {words}", file=sys.stderr, flush=True)
 
 
 def join(
@@ -184,7 +188,7 @@ def join(
     courier = prepared[0] if prepared else make_courier(folder)
     has_shared_disk = _sees_mark(folder, gang.plan["mark"])
     if not has_shared_disk:
-        _refuse_shards(request, place, folder)
+        _refuse_shards(request, place)
         print(f"node {place.own} has a disk of its own: checkpoints come from the datastore", flush=True)
         courier.fetch(gang.plan["keys"])
     strikes_faults = attempt == 0 and not is_resumed
@@ -194,12 +198,12 @@ def join(
     return node
 
 
-def _refuse_shards(request: Request, place: Place, folder: RunFolder) -> None:
+def _refuse_shards(request: Request, place: Place) -> None:
     if request.is_sharded:
         raise UserError(
             "strategy fsdp on several nodes needs a disk that all of them share",
             where=f"node {place.own}",
-            got=str(folder.path),
+            got=request.work_dir or "a temporary folder of the main node",
             hint="--work-dir PATH on shared storage, or another --strategy",
         )
 

@@ -32,7 +32,7 @@ import paceline
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.store import pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
-from paceline.integrations.metaflow_support.cards import TrainingCard
+from paceline.integrations.metaflow_support.cards import TrainingCard, fill_test_card
 from paceline.integrations.metaflow_support.earlier import as_start_point, newest_of_flow, newest_of_origin
 from paceline.integrations.metaflow_support.gang import Place
 from paceline.integrations.metaflow_support.node import Node, join
@@ -43,6 +43,7 @@ from paceline.runs.folder import RunFolder
 from paceline.world.secret import RUN_SECRET, read_secret
 
 CARD = "training"
+TEST_CARD = "test"
 _PINNED = ("torch", "numpy", "metaflow-checkpoint")
 _PACKAGE_ENVIRONMENTS = ("pypi", "conda", "fast-bakery")
 _IN_WORDS = {EXIT_PREEMPTED: "stopped and saved", EXIT_HANG: "a rank stood still"}
@@ -94,10 +95,11 @@ def _wants_packages(arguments: list[str], environment: Mapping[str, str]) -> boo
 
 
 @contextmanager
-def one_screen(*, is_final: bool = False) -> Iterator[None]:
+def one_screen(*, is_final: bool = False, folder: str = "") -> Iterator[None]:
     """Errors that explain themselves, in Metaflow's way of telling them.
 
-    `is_final`: a person's mistake is not tried again, where the step has @retry.
+    `is_final`: a person's mistake is not tried again, where the step has @retry. `folder`: a model that Metaflow has
+    fetched and removes when the task ends, so its path says nothing.
     """
     try:
         yield
@@ -105,7 +107,8 @@ def one_screen(*, is_final: bool = False) -> Iterator[None]:
         if is_final and isinstance(error, UserError):
             print(error.screen(), file=sys.stderr, flush=True)
             sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
-        raise Refused(error.screen()) from None
+        screen = error.screen()
+        raise Refused(screen.replace(folder, "the model") if folder else screen) from None
 
 
 def checked(*, train_step: str = "train", **parameters: Any) -> Request:
@@ -176,10 +179,8 @@ def tell_start(request: Request) -> tuple[list[str], str]:
 
 @contextmanager
 def _card(node: Node) -> Iterator[None]:
-    """A flow may leave the card out."""
-    try:
-        card = current.card[CARD]
-    except (AttributeError, KeyError):
+    card = _own_card(CARD)
+    if card is None:
         yield
         return
     live = TrainingCard(card, node)
@@ -188,6 +189,14 @@ def _card(node: Node) -> Iterator[None]:
         yield
     finally:
         live.finish()
+
+
+def _own_card(name: str) -> Any:
+    """None: a flow may leave the card out."""
+    try:
+        return current.card[name]
+    except (AttributeError, KeyError):
+        return None
 
 
 def _fail(node: Node, code: int) -> None:
@@ -243,14 +252,14 @@ def find_model(run: str, key: str) -> Any:
 
 
 def evaluate_model(path: str, flags: str = "") -> dict[str, Any]:
-    """Accuracy and loss of a saved model on its test set, in this process."""
+    """Accuracy and loss of a saved model on its test set, in this process; also on the step's card, if it has one."""
     from paceline.training.reuse import evaluate_run, open_run
 
-    with one_screen():
+    with one_screen(folder=path):
         run = open_run(Path(path), shlex.split(flags))
         evaluation = evaluate_run(run)
     classes = run.rig.plan.info.classes
-    return {
+    test = {
         "accuracy": evaluation.accuracy,
         "loss": evaluation.loss,
         "samples": evaluation.samples,
@@ -258,3 +267,7 @@ def evaluate_model(path: str, flags: str = "") -> dict[str, Any]:
         "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
         "confusion_matrix": evaluation.confusion,
     }
+    card, config = _own_card(TEST_CARD), run.rig.plan.config
+    if card is not None:
+        fill_test_card(card, f"{config.model.model_name} on {config.data.dataset}", test)
+    return test
