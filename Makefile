@@ -27,7 +27,7 @@ FLOWS_READY := .venv-flows/.ready
 EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_sinks.py) \
 	tests/cli/test_export.py
 
-.PHONY: help setup train test docs test-docs test-course test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
+.PHONY: help setup train test docs test-docs test-course test-guides test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -44,6 +44,7 @@ help:
 	@echo "make docs        build the documentation site into site/, in .venv-docs; open site/index.html"
 	@echo "make test-docs   execute every command of the documentation and the README"
 	@echo "make test-course grade every answer of the course, on real ranks (and real Slurm where it is)"
+	@echo "make test-guides follow every guide as a newcomer: fresh clone, clean venv, install line, first command"
 	@echo "make test-terminal  try the terminal in a real one (make terminal-install: tmux, zsh, fish)"
 	@echo "make test-slow   run the slow tests: real CIFAR-10, whole training runs"
 	@echo "make test-slurm  run the tests on a real Slurm cluster of three nodes on this machine (root; make slurm-install)"
@@ -93,7 +94,7 @@ train: setup
 
 # Three at a time on two cores: most of a test is waiting.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long and not guides" -n 3 --dist loadfile $(ARGS)
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
@@ -140,6 +141,10 @@ terminal-install:
 
 test-course: setup
 	$(BIN)/python -m pytest -m "course" tests/course -n 2 $(ARGS)
+
+# Two guides at a time: installing is mostly waiting and unpacking. Those that share a clone are in one file.
+test-guides: setup
+	$(BIN)/python -m pytest -m "guides" tests/guides -n 2 --dist loadfile $(ARGS)
 
 soak: setup
 	$(BIN)/python benchmarks/soak.py --faults $(FAULTS) $(ARGS)

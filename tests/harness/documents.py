@@ -13,7 +13,7 @@ from paceline.cli.main import VERBS
 REPOSITORY = Path(__file__).resolve().parents[2]
 _FENCE = re.compile(r"^\s*(?:```|~~~)(?P<language>\w*)")
 _LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\((?P<target>[^()\s]+)\)")
-_SHELL = {"", "bash", "sh", "console"}
+SHELL = {"", "bash", "sh", "console"}
 # `paceline VERB ...` at the beginning of a line, in $(...), or in the ranks of torchrun.
 _PACELINE = re.compile(r"(?:^(?:\$ )?(?:\S*bin/)?|^\w+=\$\(|^torchrun .*-m )paceline (?P<rest>[a-z]+(?: .*)?)$")
 
@@ -84,7 +84,7 @@ def blocks(page: Path) -> Iterator[Block]:
 def shell_lines(page: Path) -> Iterator[tuple[int, str]]:
     """Lines of blocks without a language or with a shell's; those that end with a backslash are joined."""
     for block in blocks(page):
-        if block.language in _SHELL:
+        if block.language in SHELL:
             joined = block.text.replace("\\\n", "\0")
             for offset, line in enumerate(joined.split("\n")):
                 yield block.line + offset, re.sub(r"\0\s*", "", line)

@@ -1,0 +1,27 @@
+"""Every page that has people install something is followed by a test of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from harness.guides import pages_that_install
+
+# Pages with a line that installs, and the test that types it.
+TYPED = {
+    "README.md": "test_readme_trains",
+    "docs/index.md": "test_start_page_trains",
+    "docs/guides/own-model.md": "test_own_model_installs_torchvision",
+    "docs/guides/object-stores.md": "test_object_stores_install",
+    "docs/guides/metaflow.md": "test_metaflow_trains",
+    "docs/guides/runnable.md": "test_runnable_trains",
+    "docs/guides/kubernetes.md": "test_kubernetes_writes",
+}
+NOT_TYPED = {"CONTRIBUTING.md": "the rest of its commands are CI itself"}
+
+
+def test_every_page_that_installs_is_typed_or_has_a_reason() -> None:
+    """A new guide with an install line comes into these tests, or says why not."""
+    tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
+
+    assert set(pages_that_install()) == {*TYPED, *NOT_TYPED}
+    assert [name for name in TYPED.values() if f"def {name}" not in tests] == []
