@@ -21,6 +21,7 @@
 
 set -euo pipefail
 
+# shellcheck source=/dev/null
 source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1

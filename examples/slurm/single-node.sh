@@ -22,6 +22,7 @@ set -euo pipefail
 
 # Change this: modules, and the folder of paceline.
 # module load cuda
+# shellcheck source=/dev/null
 source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1 # write lines to the log at once

@@ -17,12 +17,14 @@
 
 set -euo pipefail
 
+# shellcheck source=/dev/null
 source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1
 export PACELINE_START=agent
 # The agents prove to each other that they belong to this job.
-export PACELINE_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+PACELINE_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+export PACELINE_RUN_SECRET
 
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     python -m paceline train synthetic-mlp --device cpu \

@@ -66,6 +66,7 @@ NOT_EXECUTED = {
     "doctor --device cuda --output-dir /scratch/runs": _GPU,
     "doctor --json": _MINUTE,
     "doctor --launch slurm": _SLURM,
+    "doctor --launch slurm --nodes 2 -- --gpus-per-node=4": _SLURM,
     "doctor --launch slurm --nodes 4": _SLURM,
     "doctor --launch slurm --nodes 4 -- --partition=gpu --gpus-per-node=4": _SLURM,
     "doctor --launch slurm --nodes 4 --processes 2 -- --partition=debug --time=5": _SLURM,

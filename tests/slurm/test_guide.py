@@ -79,6 +79,82 @@ def test_a_second_setup_keeps_the_secrets_and_takes_over_changes(controller: Pat
     assert (controller / "etc/slurm/slurm.conf").read_text() == (FILES / "slurm.conf").read_text()
 
 
+def test_a_node_has_its_gpus_before_slurmd_starts(node: Path) -> None:
+    """slurmd stops at a missing device file of gres.conf, so at boot the driver is used first."""
+    unit = (node / "etc/systemd/system/slurmd.service.d/gpu.conf").read_text()
+    assert "After=nvidia-persistenced.service" in unit.splitlines()
+    assert "ExecStartPre=/usr/bin/nvidia-smi --list-gpus" in unit.splitlines()
+    assert "pam_slurm_adopt.so" in (node / "etc/slurm/pam-sshd").read_text()
+
+
+@pytest.fixture
+def homes(tmp_path: Path) -> tuple[Path, Path]:
+    """/home with two people and a link, and the folder that is to be shared."""
+    need_slurm()
+    home, shared = tmp_path / "home", tmp_path / "srv"
+    for number, name in ((2001, "ada"), (2002, "grace")):
+        (home / name / ".ssh").mkdir(parents=True)
+        (home / name / ".ssh" / "key").write_text(name)
+        (home / name / "link").symlink_to(".ssh/key")
+        for path in (home / name, home / name / ".ssh", home / name / ".ssh" / "key"):
+            shutil.chown(path, number, number)
+            path.chmod(0o700)
+    return home, shared
+
+
+def listing(folder: Path) -> dict[str, tuple[int, int]]:
+    return {str(path.relative_to(folder)): (path.lstat().st_uid, path.lstat().st_mode) for path in folder.rglob("*")}
+
+
+def test_existing_home_folders_are_moved_and_not_hidden(homes: tuple[Path, Path]) -> None:
+    """Owners, rights and links are kept; the old folders stay in sight; a second start changes nothing."""
+    home, shared = homes
+    before = listing(home)
+    run(str(FILES / "move-homes"), str(home), str(shared))
+    assert listing(shared) == before
+    assert listing(home.with_name("home.before-cluster")) == before
+    assert list(home.iterdir()) == []
+    assert (shared / "ada" / "link").read_text() == "ada"
+    assert "nothing to move" in run(str(FILES / "move-homes"), str(home), str(shared))
+    assert listing(shared) == before
+
+
+def test_after_the_mount_nothing_is_moved(homes: tuple[Path, Path]) -> None:
+    """The script may be run again at any time."""
+    home, shared = homes
+    home.rename(shared)
+    home.mkdir()
+    script = f"mount --bind {shared} {home} && {FILES / 'move-homes'} {home} {shared}"
+    assert "mounted" in run("unshare", "--mount", "bash", "-c", script)
+    other = f"mount -t tmpfs none {home} && {FILES / 'move-homes'} {home} {shared}"
+    done = subprocess.run(["unshare", "--mount", "bash", "-c", other], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "a file system of its own" in done.stderr
+
+
+@pytest.mark.parametrize("trouble", ["name in both", "somebody works there", "an earlier start"])
+def test_home_folders_in_doubt_are_not_touched(trouble: str, homes: tuple[Path, Path]) -> None:
+    """A refusal changes nothing."""
+    home, shared = homes
+    works = subprocess.Popen(["sleep", "60"], cwd=home / "ada") if trouble == "somebody works there" else None
+    try:
+        if trouble == "name in both":
+            (shared / "grace").mkdir(parents=True)
+        if trouble == "an earlier start":
+            home.with_name("home.before-cluster").mkdir()
+        before = listing(home.parent)
+        done = subprocess.run([str(FILES / "move-homes"), str(home), str(shared)], capture_output=True, check=False)
+        assert done.returncode == 2, done.stdout
+        after = listing(home.parent)
+        after.pop("srv", None)
+        before.pop("srv", None)
+        assert after == before
+    finally:
+        if works:
+            works.kill()
+            works.wait()
+
+
 def test_the_daemons_take_the_files_as_they_are(controller: Path) -> None:
     namespaces = ("--mount", "--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
     script = str(HERE / "controller_from_guide.sh")
@@ -89,6 +165,7 @@ def test_the_daemons_take_the_files_as_they_are(controller: Path) -> None:
     assert facts["CgroupPlugin"] == "cgroup/v2"
     assert facts["ConstrainDevices"] == "yes"
     assert facts["HealthCheckProgram"] == "/etc/slurm/healthcheck"
+    assert "Contain" in facts["PrologFlags"], "pam_slurm_adopt needs it"
     assert facts["CfgTRES"].startswith("cpu=32,mem=120000M")
     if facts["accounting"] == "yes":
         assert facts["AccountingStorageType"] == "accounting_storage/slurmdbd"

@@ -207,7 +207,7 @@ def test_torchrun_on_one_node_meets_without_torchs_dynamic_rendezvous(tmp_path: 
     check_syntax(script)
     assert "--standalone" not in script
     assert "rdzv" not in script
-    assert '--master-addr="${hosts[0]}" --master-port="$port"' in script
+    assert '--master-addr="$host" --master-port="$port"' in script
 
 
 def test_the_agents_secret_is_made_by_the_job_itself(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def write_array_script(spec: JobSpec, commands: list[list[str]], commands_file: 
         "",
         "# Task N takes line N + 1 of the commands.",
         f'line=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(commands_file))})',
+        "arguments=()",
         'eval "arguments=($line)"',
         "",
         *_start(spec, ['"${arguments[@]}"', *_ranks_flag(spec)]),
@@ -125,7 +126,9 @@ def _requeue_lines(spec: JobSpec) -> list[str]:
 
 def _environment(spec: JobSpec) -> list[str]:
     """Modules, python, variables."""
-    lines = ["set -euo pipefail"]
+    # Before the first command: it holds for the whole script.
+    lines = ["# shellcheck disable=SC2016 # words in single quotes are expanded on each node, or not at all"]
+    lines += ["set -euo pipefail"]
     if spec.modules or spec.conda:
         lines += ["", "# The scripts of modules and conda read variables that may not be set.", "set +u"]
         if spec.modules:
@@ -135,14 +138,16 @@ def _environment(spec: JobSpec) -> list[str]:
         lines += ["set -u"]
     if spec.venv:
         activate = shlex.quote(f"{spec.venv}/bin/activate")
-        lines += ["", f"if [ ! -e {activate} ]; then", *_missing(activate, "no such file"), "fi", f"source {activate}"]
+        lines += ["", f"if [ ! -e {activate} ]; then", *_missing(activate, "no such file"), "fi"]
+        lines += ["# shellcheck source=/dev/null", f"source {activate}"]
     lines += ["", "# Lines reach the log when they are printed.", "export PYTHONUNBUFFERED=1"]
     if spec.start == "agent":
         lines += ["# The agents of the nodes find each other by Slurm's own variables.", "export PACELINE_START=agent"]
         if spec.nodes > 1:
             lines += [
                 "# They prove to each other that they belong to this job. The secret is made anew at each start.",
-                f"export {RUN_SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+                f"{RUN_SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",  # export would hide a failure
+                f"export {RUN_SECRET}",
             ]
     if spec.resume:
         lines += [
@@ -193,13 +198,11 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
     if spec.environment:
         steps.append(f"--environment={shlex.quote(spec.environment)}")
     python = shlex.quote(spec.python)
-    lines = [
-        "# Stop signals are for the ranks; this shell waits until they have saved.",
-        "stopped=no",
-        "trap 'stopped=yes' TERM USR1",
-        "code=0",
-        *_check_nodes(spec),
-    ]
+    check = _check_nodes(spec)
+    lines = ["# Stop signals are for the ranks; this shell waits until they have saved."]
+    # A trap that only notes the signal: without one, bash would end.
+    lines += ["stopped=no", "trap 'stopped=yes' TERM USR1"] if check or spec.resume else ["trap : TERM USR1"]
+    lines += ["code=0", *check]
     if spec.start == "torchrun":
         lines += _torchrun(spec, " ".join(steps), python, command)
     else:
@@ -221,7 +224,6 @@ def _check_nodes(spec: JobSpec) -> list[str]:
     return [
         "",
         "# Every node needs this python with paceline in it. Without it the job ends here, and is not requeued.",
-        "# shellcheck disable=SC2016 # expanded on each node",
         "check='",
         *check,
         "'",
@@ -274,7 +276,8 @@ def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list
     return [
         "",
         "# The nodes meet on the first one, on a port that neither another job nor this one's earlier start has.",
-        'hosts=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))',
+        'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+        "host=${hosts%%$'\\n'*}",
         "port=$((20000 + (SLURM_JOB_ID * 64 + ${SLURM_RESTART_COUNT:-0}) % 20000))",
         "",
         _continued(
@@ -282,7 +285,7 @@ def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list
                 srun,
                 f"""bash -c 'exec "$0" -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' {python}""",
                 ranks,
-                '--master-addr="${hosts[0]}" --master-port="$port"',
+                '--master-addr="$host" --master-port="$port"',
                 *train,
             ]
         ),
