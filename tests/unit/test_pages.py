@@ -165,7 +165,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
     page = write_run_page(folder.path).read_text()
     read = Reader(page)
     assert (
-        "Finished. 90.00% of 200 test samples are recognised, with the weights of epoch 3; it survived 1 failure"
+        "Finished. 90.00% of 200 test samples are classified correctly, with the weights of epoch 3; it survived 1 failure"
         in read.text
     )
     assert "computed 10 steps again" in read.text
@@ -173,7 +173,13 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
     curves = ["epoch-loss", "epoch-accuracy", "step-loss", "lr", "grad-norm", "throughput", "memory", "data-wait"]
     assert ids == [*curves, "confusion", "classes"]
     assert specs_in(page)[2]["marks"] == [{"x": 60.0, "label": "rank 1 failed"}]
-    for words in ("1:08", "3,001", "rank 1 was ended by SIGKILL", "kill (rank 1, step 60)", "Wrong, and sure of it"):
+    for words in (
+        "1:08",
+        "3,001",
+        "rank 1 was ended by SIGKILL",
+        "kill (rank 1, step 60)",
+        "Wrong with high confidence",
+    ):
         assert words in read.text, words
     # Settings that were changed come first, with their defaults.
     assert re.search(r"<td>epochs</td><td[^>]*>4</td><td[^>]*>10</td>", page)
@@ -203,7 +209,7 @@ def test_whatever_is_missing_or_torn_is_left_out(tmp_path: Path) -> None:
         path.write_text(whole)
     for name in names:
         getattr(folder, name).unlink()
-    assert "has not left word" in Reader(write_run_page(folder.path).read_text()).text
+    assert "not known how this run ended" in Reader(write_run_page(folder.path).read_text()).text
 
 
 def test_a_run_cannot_break_its_page_by_its_name(tmp_path: Path) -> None:

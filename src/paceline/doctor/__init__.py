@@ -1,1 +1,1 @@
-"""Is this machine, or this allocation, fit to train: what stands in the way, and what to do about it."""
+"""Checks whether this machine or allocation can train. Each problem has a remedy."""

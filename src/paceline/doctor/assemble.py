@@ -1,4 +1,4 @@
-"""All papers together: one list of findings, whom to leave out, and what went missing. Imports no torch."""
+"""Combines the rank reports: one list of findings, nodes to exclude, and missing ranks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ GROUPS = ("SOFTWARE", "MACHINE", "DISK", "NETWORK", "NODES", "RANKS")
 
 @dataclass
 class Examination:
-    """Everything that is known in the end."""
+    """The complete result of the doctor."""
 
     findings: list[Finding]
     hosts: list[str]
     world_size: int
     launcher: str
     facts: dict[str, Any] = field(default_factory=dict)  # by host
-    struck: dict[str, int] = field(default_factory=dict)  # planted faults, by kind
+    struck: dict[str, int] = field(default_factory=dict)  # how often each injected fault took effect
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Who should have handed in something."""
+    """The ranks and nodes that should report."""
 
     world_size: int
     launcher: str
-    hosts: tuple[str, ...] = ()  # of the nodes, where they are known beforehand
-    trouble: str = ""  # what the launcher said when it failed
+    hosts: tuple[str, ...] = ()  # of the nodes, if known in advance
+    trouble: str = ""  # the error message of the launcher
     missing: Mapping[str, str] = field(default_factory=dict)  # nodes on which paceline cannot start, and why
 
 
 def assemble(
     papers: Sequence[HandIn], expected: Expected, node: NodeReport | None = None, host: str = ""
 ) -> Examination:
-    """`node` is part one where the launcher did it itself."""
+    """`node` is the report of part one, if the launcher made it."""
     by_host = {paper.host: paper.node for paper in papers if paper.node is not None}
     facts = {paper.host: paper.facts for paper in papers if paper.facts}
     if node is not None:
@@ -65,13 +65,13 @@ def _who_is_missing(papers: Sequence[HandIn], expected: Expected) -> list[Findin
     if expected.missing:
         nodes = list(expected.missing)
         what = f"{sys.executable} cannot import paceline on {', '.join(nodes[:8])}: {expected.missing[nodes[0]]}"
-        remedy = "an installation in a folder that all nodes share, or the same one on every node"
+        remedy = "install paceline in a folder that all nodes share, or on every node"
         found.append(failed("installation", what, remedy, nodes=nodes))
     stuck = [paper for paper in papers if paper.phase != DONE]
     if stuck:
         places = ", ".join(f"rank {paper.rank} on {paper.host} in {paper.phase}" for paper in stuck[:8])
-        remedy = "the rank that stands elsewhere than the others is the one to look at; leave its node out (--exclude)"
-        found.append(failed("ranks", f"the time was up: {places}", remedy, nodes=_apart(stuck)))
+        remedy = "check the rank whose phase differs from the others; leave its node out (--exclude)"
+        found.append(failed("ranks", f"not done within the time limit: {places}", remedy, nodes=_apart(stuck)))
     here = {paper.rank for paper in papers}
     silent = [rank for rank in range(expected.world_size) if rank not in here]
     if silent:
@@ -79,15 +79,15 @@ def _who_is_missing(papers: Sequence[HandIn], expected: Expected) -> list[Findin
         hosts = [host for host in expected.hosts if host not in hosts_seen]
         where = f" (node {', '.join(hosts)})" if hosts else ""
         said = f": {expected.trouble}" if expected.trouble else ""
-        what = f"nothing came from rank {', '.join(map(str, silent[:16]))}{where}{said}"
-        found.append(failed("ranks", what, "look at that node: is Python there, is it up, was it killed?", nodes=hosts))
+        what = f"no report from rank {', '.join(map(str, silent[:16]))}{where}{said}"
+        found.append(failed("ranks", what, "check that node: is it up, does Python start, was it killed?", nodes=hosts))
     elif expected.trouble and not stuck:
-        found.append(failed("ranks", expected.trouble, "paceline doctor --processes 1 looks at this machine alone"))
+        found.append(failed("ranks", expected.trouble, "paceline doctor --processes 1 checks this machine alone"))
     return [replace(finding, group="RANKS") for finding in found]
 
 
 def _apart(stuck: Sequence[HandIn]) -> list[str]:
-    """The hosts of ranks that stand where nobody else does, if most stand together."""
+    """The hosts of ranks whose phase differs, if most ranks are in the same phase."""
     phases = [paper.phase for paper in stuck]
     usual = max(set(phases), key=phases.count)
     alone = [paper.host for paper in stuck if paper.phase != usual]

@@ -1,6 +1,6 @@
-"""Part one: this node by itself. No peer, no rendezvous, no torch in this process; nothing here can hang.
+"""Part one: this node alone. No peer, no rendezvous, no torch in this process. Nothing here can hang.
 
-Facts are gathered all at once, each in a thread with a deadline of its own, and then judged.
+All facts are gathered in parallel, each in a thread with its own deadline, and then checked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Judge = Callable[[Any], list[Finding | None]]
 
 @dataclass(frozen=True)
 class Exam:
-    """Facts to gather, how long that may take, and what follows from them."""
+    """Facts to gather, the time limit, and the checks on them."""
 
     name: str
     group: str
@@ -81,9 +81,9 @@ def _software_exams(request: Request) -> list[Exam]:
     def judge_software(facts: Software) -> list[Finding | None]:
         return [check_python(facts), check_packages(facts)]
 
-    hangs = "python -c 'import torch', nvidia-smi: one of the two hangs"
+    hangs = "try python -c 'import torch' and nvidia-smi: one of the two hangs"
     return [
-        Exam("software", "SOFTWARE", gather_software, judge_software, 10, "a Python environment on a dead mount?"),
+        Exam("software", "SOFTWARE", gather_software, judge_software, 10, "is the Python environment on a dead mount?"),
         Exam("torch", "SOFTWARE", gather_torch, judge_torch, 46, hangs),
     ]
 
@@ -112,7 +112,7 @@ def _disk_exams(request: Request, planted: Planted) -> list[Exam]:
     run = partial(gather_place, request.output_dir, planted.wall_clock)
     data = partial(gather_place, request.data_dir, measures=False)
     temporary = partial(gather_place, Path(tempfile.gettempdir()), measures=False)
-    dead = "a mount that does not answer? df and mount show which; --output-dir or --data-dir elsewhere"
+    dead = "does a mount hang? df and mount show which; use another --output-dir or --data-dir"
     return [
         Exam("run folder", "DISK", run, judge_run_folder, 20, dead),
         Exam("data folder", "DISK", data, lambda facts: [check_data(facts)], 20, dead),
@@ -129,8 +129,8 @@ def _network_exams(around: Surroundings) -> list[Exam]:
     def judge_names(facts: Names) -> list[Finding | None]:
         return [check_host_name(facts, around), check_meeting_name(facts)]
 
-    dns = "name lookups hang: a DNS server in /etc/resolv.conf that does not answer; an entry in /etc/hosts helps"
-    firewall = "a firewall that swallows packets on this host: iptables -L, nft list ruleset"
+    dns = "name lookups hang: does a DNS server in /etc/resolv.conf not answer? an entry in /etc/hosts helps"
+    firewall = "does a firewall on this host drop packets? see iptables -L, nft list ruleset"
     return [
         Exam("host name", "NETWORK", partial(gather_names, host), judge_names, 12, dns),
         Exam("ports", "NETWORK", look_at_ports, lambda facts: [check_ports(facts)], 15, firewall),
@@ -139,7 +139,7 @@ def _network_exams(around: Surroundings) -> list[Exam]:
 
 
 def _gather_all(exams: list[Exam]) -> list[Any]:
-    """By exam: the facts, or the exception that came instead of them."""
+    """For each exam the facts, or the exception."""
     answers: dict[int, Any] = {}
 
     def gather(number: int) -> None:
@@ -161,5 +161,5 @@ def _gather_all(exams: list[Exam]) -> list[Any]:
 def _no_answer(exam: Exam, error: Exception) -> Finding:
     if isinstance(error, TimeoutError):
         return replace(failed(exam.name, str(error), exam.if_silent), group=exam.group)
-    what = f"it cannot be looked at: {type(error).__name__}: {error}"
+    what = f"the check failed: {type(error).__name__}: {error}"
     return replace(failed(exam.name, what, exam.if_silent), group=exam.group)

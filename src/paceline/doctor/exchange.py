@@ -1,4 +1,4 @@
-"""What ranks send each other: is it right, pair by pair, how fast does it go, and does every rank keep the pace."""
+"""Exchanges between ranks: checks correctness for each pair, and measures bandwidth and compute speed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.parallel.collectives import sum_over_ranks, wait_for_all
 from paceline.world.detect import World
 
 _NUMBERS = 2**18  # a megabyte of float32
-_PATTERN = 251  # a prime: a misplaced part shows
+_PATTERN = 251  # a prime, so misplaced parts are detected
 _PAIR_TRIES = 3
 _ALL_PAIRS = 64  # ranks; beyond, only partners at distances 1, 2, 4, ...
 _SIDES = {"cpu": 384, "cuda": 4096}  # of a matrix product: a few milliseconds at most
@@ -26,7 +26,7 @@ _PACE_S = 0.25
 
 @dataclass(frozen=True)
 class Sums:
-    """Of one rank: whether its own numbers are what they should be, and whether the sum over all ranks is."""
+    """For one rank: whether its own numbers are correct, and whether the sum over all ranks is correct."""
 
     is_own_right: bool
     is_sum_right: bool
@@ -38,7 +38,7 @@ def known_numbers(rank: int, device: str) -> Tensor:
 
 
 def try_sums(world: World, planted: Planted) -> Sums:
-    """An all-reduce of numbers that are known. Collective."""
+    """An all-reduce of known numbers. Collective."""
     mine = known_numbers(world.rank, world.device)
     if planted.flips_a_bit():
         mine.view(torch.int32)[7] ^= 1 << 22
@@ -50,7 +50,7 @@ def try_sums(world: World, planted: Planted) -> Sums:
 
 
 def partners(rank: int, world_size: int) -> list[int]:
-    """Whom this rank exchanges with, one per round; itself: it sits this round out. Everybody is paired at once."""
+    """The partner of this rank in each round; itself in a round without a partner. All pairs run in parallel."""
     if world_size > _ALL_PAIRS:
         distances = [2**power for power in range((world_size - 1).bit_length())]
         found = [rank + step if rank // step % 2 == 0 else rank - step for step in distances]
@@ -58,7 +58,7 @@ def partners(rank: int, world_size: int) -> list[int]:
     even = world_size + world_size % 2
     rounds = []
     for number in range(even - 1):
-        # The circle method: the last player stays, the others move on by one.
+        # The circle method of round-robin tournaments: the last rank stays, the others move by one.
         if rank == even - 1:
             partner = number * (even // 2) % (even - 1)
         else:
@@ -69,7 +69,7 @@ def partners(rank: int, world_size: int) -> list[int]:
 
 
 def try_pairs(world: World, planted: Planted) -> dict[int, tuple[bool, float]]:
-    """By partner: whether what it sent arrived as it should, and the seconds of one exchange. Collective."""
+    """For each partner: whether its data arrived correctly, and the seconds of one exchange. Collective."""
     found = {}
     mine = known_numbers(world.rank, world.device)
     if planted.flips_a_bit():
@@ -96,10 +96,10 @@ def _swap(mine: Tensor, theirs: Tensor, partner: int, world: World) -> None:
 
 
 def measure_pace(world: World, planted: Planted) -> float:
-    """Seconds of one piece of arithmetic while every rank is at it. Collective.
+    """Seconds of one matrix product while every rank computes. Collective.
 
-    On one thread of each rank: threads that wait for one another on shared cores make a sound rank look ten times
-    slower than its neighbour. That a machine is busy, the check of its cores says.
+    Uses one thread per rank: threads that wait for each other on shared cores make a healthy rank look ten times
+    slower than the others. The check of the cores reports a busy machine.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

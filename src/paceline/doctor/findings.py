@@ -1,4 +1,4 @@
-"""What a check has to say, and what follows from all of them together. Imports no torch."""
+"""The result of a check, and the verdict over all checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 STATUSES = ("pass", "skip", "warn", "fail")  # from the best to the worst
-EXIT_FAILED = 1  # of the command, when a check failed
+EXIT_FAILED = 1  # exit code of the command if a check failed
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One check's answer. `nodes` are the hosts it blames: what an exclude list is made of."""
+    """The result of one check. `nodes` are the faulty hosts, for the exclude list."""
 
     name: str
     status: str
@@ -51,7 +51,7 @@ def failed(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **de
 
 
 def merge_nodes(by_host: dict[str, list[Finding]]) -> list[Finding]:
-    """Every node's findings as one list: what all nodes say alike is said once, what only some say names them."""
+    """Merge the findings of all nodes. A finding of all nodes is listed once; a finding of some names these nodes."""
     merged: list[Finding] = []
     names = list(dict.fromkeys(finding.name for findings in by_host.values() for finding in findings))
     for name in names:
@@ -69,7 +69,7 @@ def merge_nodes(by_host: dict[str, list[Finding]]) -> list[Finding]:
 
 
 def _kind(finding: Finding) -> tuple[str, str]:
-    """Good news of several nodes may differ in their figures; bad news is told as it is."""
+    """Findings of one kind are merged. Passed checks may differ in their figures; others must have the same text."""
     return finding.status, "" if finding.status == "pass" else finding.what
 
 
@@ -92,13 +92,13 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
 
 
 def nodes_to_exclude(findings: Sequence[Finding], hosts: Sequence[str]) -> list[str]:
-    """The nodes that failed. Where all did, none: the fault lies elsewhere, and a job needs some node."""
+    """The nodes that failed. Empty if all failed: the cause is then elsewhere, and a job needs nodes."""
     blamed = {host for finding in findings if finding.status == "fail" for host in finding.nodes}
     return [host for host in hosts if host in blamed] if not blamed.issuperset(hosts) else []
 
 
 def verdict(findings: Sequence[Finding], seconds: float) -> str:
-    """The last line."""
+    """The last line of the output."""
     counts = count_by_status(findings)
     took = f"in {seconds:.1f} s"
     warnings = f", {counts['warn']} warning{'s' if counts['warn'] > 1 else ''}" if counts["warn"] else ""

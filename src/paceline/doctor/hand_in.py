@@ -1,4 +1,4 @@
-"""What a rank has found, on its way to whoever speaks for all: a file, a line of output, or the store. No torch."""
+"""Rank reports: a rank sends its findings by file, by output line or through the store. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from paceline.doctor.findings import Finding
 from paceline.runs.folder import write_json
 
-TO = "PACELINE_DOCTOR_TO"  # set for ranks we start: a folder, or "output" for a line of it
+TO = "PACELINE_DOCTOR_TO"  # set for ranks that we start: a folder, or "output" for lines of standard output
 _MARK = "paceline-doctor: "
 _LINE = 800  # characters
 DONE = "done"
@@ -22,17 +22,17 @@ DONE = "done"
 
 @dataclass
 class HandIn:
-    """One rank's paper; it grows as the rank goes on."""
+    """The report of one rank. It grows while the rank runs."""
 
     rank: int
     world_size: int
     host: str
-    phase: str = "start"  # what the rank is at; DONE when it got through
+    phase: str = "start"  # the current phase; DONE at the end
     node: list[Finding] | None = None  # part one, from the rank that did it for its node
     facts: dict[str, Any] = field(default_factory=dict)
-    shared: list[Finding] = field(default_factory=list)  # part two; the same on all ranks that got equally far
-    hosts: list[str] = field(default_factory=list)  # of all ranks, as soon as they are known
-    struck: dict[str, int] = field(default_factory=dict)  # planted faults
+    shared: list[Finding] = field(default_factory=list)  # part two; equal on all ranks that got equally far
+    hosts: list[str] = field(default_factory=list)  # of all ranks, when known
+    struck: dict[str, int] = field(default_factory=dict)  # injected faults
 
     def to_json(self) -> dict[str, Any]:
         papers = [[finding.to_json() for finding in part] if part is not None else None for part in self._parts()]
@@ -54,12 +54,12 @@ class HandIn:
 
 
 def has_listener() -> bool:
-    """Whether somebody who started this rank waits for its paper."""
+    """Whether the process that started this rank waits for its report."""
     return TO in os.environ
 
 
 def hand_in(paper: HandIn) -> None:
-    """To whoever started this rank. The last word counts."""
+    """Send the report to the process that started this rank. A later report replaces an earlier one."""
     to = os.environ[TO]
     if to == "output":
         print("\n".join(_as_lines(paper)), flush=True)
@@ -68,7 +68,7 @@ def hand_in(paper: HandIn) -> None:
 
 
 def _as_lines(paper: HandIn) -> list[str]:
-    """Short ones: srun may mix what ranks print, but not within a line of this length."""
+    """Short lines: srun may interleave the output of ranks, but not within a line of this length."""
     text = base64.b64encode(zlib.compress(json.dumps(paper.to_json()).encode())).decode()
     parts = [text[start : start + _LINE] for start in range(0, len(text), _LINE)]
     return [f"{_MARK}{paper.rank} {number} {len(parts)} {part}" for number, part in enumerate(parts)]
@@ -80,7 +80,7 @@ def read_folder(folder: Path) -> list[HandIn]:
 
 
 def read_lines(lines: Iterable[str]) -> tuple[list[HandIn], list[str]]:
-    """Papers that are whole, and everything else that was printed."""
+    """The complete reports, and all other lines."""
     parts: dict[int, dict[int, str]] = {}
     counts: dict[int, int] = {}
     rest = []

@@ -1,9 +1,9 @@
-"""Thirty steps of training whose outcome is known to the bit, on every machine.
+"""Thirty steps of training with a result that is known bit for bit, on every machine.
 
-Ordinary kernels cut their sums as it suits the processor, so their last bits differ from one to the next. Here every
-sum is a fixed tree of plain additions, every product an operation by itself, and nothing else is used but comparing
-and halving: IEEE arithmetic leaves no choice. One hash therefore holds for any torch, any CPU, any GPU and any number
-of ranks, and whoever arrives at another has computed or received a wrong number.
+Ordinary kernels order their sums differently on different processors, so the last bits differ. Here every sum is a
+fixed tree of additions, every product is a separate operation, and otherwise there are only comparisons and divisions
+by two. IEEE arithmetic defines the result of each. One hash therefore holds for any torch, CPU, GPU and number of
+ranks. A rank with another hash has computed or received a wrong number.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _DAMAGED_STEP = 10
 
 
 def train_alone(device: str, planted: Planted) -> str:
-    """This rank does all of it by itself. Returns the hash of the weights."""
+    """Train on this rank alone. Returns the hash of the weights."""
     return _train(device, planted, World(0, 1, 0, 1, "doctor", "", device, "", 1))
 
 
 def train_together(world: World, planted: Planted) -> str:
-    """Each rank takes its share of every batch; gradients are exchanged. Collective."""
+    """Train with all ranks: each takes a share of every batch, and gradients are exchanged. Collective."""
     return _train(world.device, planted, world)
 
 
@@ -40,13 +40,13 @@ def _train(device: str, planted: Planted, world: World) -> str:
     inputs, targets = _make_data(device)
     weights = _make_weights(device)
     speed = torch.zeros_like(weights)
-    mine = slice(world.rank, _SAMPLES, world.world_size)  # ranks beyond the samples have none, and still take part
+    mine = slice(world.rank, _SAMPLES, world.world_size)  # with more ranks than samples, some have none
     for step in range(STEPS):
         rows = torch.zeros(_SAMPLES, len(weights), device=device)
         rows[mine] = _gradients(weights, inputs[mine], targets[mine])
         if step == _DAMAGED_STEP and planted.flips_a_bit():
             _flip_a_bit(rows[world.rank % _SAMPLES])
-        # In each place one rank's number and zeros: exact in any order, but for a zero's sign, which changes no weight.
+        # Each element is one rank's number plus zeros: exact in any order, except the sign of a zero (no effect).
         sum_over_ranks(rows, world)
         speed = speed * _MOMENTUM + tree_sum(rows) / _SAMPLES
         weights = weights - speed * _LR
@@ -54,7 +54,7 @@ def _train(device: str, planted: Planted, world: World) -> str:
 
 
 def _make_data(device: str) -> tuple[Tensor, Tensor]:
-    """Eighths between -1 and 1, and for each sample the class whose inputs weigh most."""
+    """Inputs are eighths between -1 and 1. The class of a sample is the group of inputs with the largest sum."""
     keys = torch.arange(_SAMPLES * _INPUTS)
     numbers = draw_below(17, keys, 1).view(_SAMPLES, _INPUTS) - 8
     votes = numbers.view(_SAMPLES, _CLASSES, -1).sum(2)  # whole numbers
@@ -69,7 +69,7 @@ def _make_weights(device: str) -> Tensor:
 
 
 def _gradients(weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
-    """One row per sample: half the squared error's gradient, by hand."""
+    """The gradient of half the squared error, one row per sample."""
     parts = weights.split(_SIZES)
     first, second = parts[0].view(_HIDDEN, _INPUTS), parts[2].view(_CLASSES, _HIDDEN)
     before = _product(inputs, first) + parts[1]
@@ -81,10 +81,10 @@ def _gradients(weights: Tensor, inputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """rows @ matrix.T, summed in a tree instead of as a library likes."""
+    """rows @ matrix.T, summed in a fixed tree."""
     return tree_sum((rows[:, None, :] * matrix[None]).permute(2, 0, 1))
 
 
 def _flip_a_bit(row: Tensor) -> None:
-    """Of the last number, which is an output's error and never zero; half of its value."""
+    """Change the last number by half of its value. It is an output's error and never zero."""
     row.view(torch.int32)[-1] ^= 1 << 22

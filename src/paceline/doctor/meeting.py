@@ -1,6 +1,6 @@
-"""Where ranks meet before they trust each other: a store that keeps texts, and nothing else yet.
+"""The rendezvous of the doctor: ranks exchange texts through a store, before any process group exists.
 
-No process group is opened here. Whoever does not come, or finds a stranger at the address, is known by name.
+Errors name the ranks that do not arrive, and a foreign server at the address.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _POLL_S = 0.1
 
 
 class MeetingError(Exception):
-    """The ranks could not meet. `missing` are those that did not come, where that is known."""
+    """The rendezvous failed. `missing` are the ranks that did not arrive, if known."""
 
     def __init__(self, what: str, remedy: str, missing: tuple[int, ...] = ()) -> None:
         super().__init__(what)
@@ -40,7 +40,7 @@ class Meeting:
         self.store: Store = PrefixStore(f"paceline/doctor-{environment.attempt}", _open(environment))
 
     def exchange(self, topic: str, mine: Any, timeout_s: float = _ARRIVE_S) -> list[Any]:
-        """Everybody's contribution to a topic, by rank; nobody goes on before all have one."""
+        """Every rank's value for a topic, in the order of ranks. Waits for all ranks."""
         keys = [f"{topic}/{rank}" for rank in range(self._size)]
         self.store.set(keys[self._rank], json.dumps(mine))
         try:
@@ -50,7 +50,7 @@ class Meeting:
             who = ", ".join(map(str, missing)) or "0, which keeps the store"
             raise MeetingError(
                 f"rank {who} did not answer within {timeout_s:.0f} s ({topic})",
-                "look at what those ranks printed; is one of them still starting, or gone?",
+                "look at the output of those ranks: is one of them still starting, or has it exited?",
                 missing,
             ) from None
         return [json.loads(self.store.get(key)) for key in keys]
@@ -61,9 +61,9 @@ class Meeting:
         return False
 
     def part(self) -> None:
-        """Nobody leaves before rank 0 has said so, and rank 0, which may keep the store, leaves last.
+        """Wait for rank 0, which leaves last because it may hold the store.
 
-        A launcher may end all ranks when the first one leaves: rank 0 calls this when it has told everything.
+        A launcher may end all ranks when the first one exits: rank 0 calls this after it has printed everything.
         """
         with suppress(dist.DistError):
             if self._rank == 0:
@@ -88,7 +88,7 @@ def _open(environment: RankEnvironment) -> TCPStore:
             ) from error
         raise MeetingError(
             f"what listens at {address} is not rank 0 of this job",
-            "another MASTER_PORT, or end the process that has it",
+            "use another MASTER_PORT, or end the process that uses it",
             missing=(0,),
         ) from error
 
@@ -102,13 +102,13 @@ def _wait_for_listener(environment: RankEnvironment, address: str) -> None:
         except socket.gaierror as error:
             raise MeetingError(
                 f"MASTER_ADDR {environment.store_host} does not resolve here: {error.strerror}",
-                "an entry in DNS or in /etc/hosts of every node; MASTER_ADDR must name rank 0's node",
+                "add it to DNS or to /etc/hosts on every node; MASTER_ADDR must name rank 0's node",
             ) from error
         except OSError as error:
             if time.monotonic() > deadline:
                 raise MeetingError(
-                    f"nobody answers at {address}: {error.strerror or error}",
-                    "is rank 0 there? a firewall between the nodes? MASTER_ADDR and MASTER_PORT name rank 0's node",
+                    f"no answer at {address}: {error.strerror or error}",
+                    "does rank 0 run? is there a firewall? MASTER_ADDR and MASTER_PORT must name rank 0's node",
                     missing=(0,),
                 ) from error
         time.sleep(_POLL_S)

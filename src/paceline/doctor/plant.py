@@ -1,6 +1,6 @@
-"""Faults on purpose, for tests and for whoever wants to see one: `--plant "slow rank=1"`. Imports no torch.
+"""Injects faults, for tests and for demonstration: `--plant "slow rank=1"`. Imports no torch.
 
-Only what cannot be had for real on a healthy machine; docs/guides/doctor.md tells how to bring about the others.
+Only faults that cannot be caused on a healthy machine. docs/guides/doctor.md explains how to cause the others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from paceline.errors import UserError
 
 KINDS = {
     "clock": "the rank's clock is 100 s ahead",
-    "slow": "the rank burns twice the time of every piece of work",
+    "slow": "the rank takes three times as long for every piece of work",
     "wrong": "one bit of the rank's numbers is flipped",
-    "versions": "the rank claims to be another version of torch",
+    "versions": "the rank reports another version of torch",
 }
 _CLOCK_S = 100.0
 _WRONG_VERSION = "0.0.0"
@@ -27,7 +27,7 @@ class Plant:
 
 
 class Planted:
-    """The faults of this rank, and how often each has struck: the proof that it was there to be found."""
+    """The injected faults of this rank, and how often each took effect."""
 
     def __init__(self, plants: tuple[Plant, ...] = (), rank: int = 0) -> None:
         self._kinds = {plant.kind for plant in plants if plant.rank == rank}
@@ -39,14 +39,14 @@ class Planted:
         return kind in self._kinds
 
     def wall_clock(self) -> float:
-        """Seconds since 1970, as this rank believes."""
+        """Seconds since 1970, wrong if the clock fault is injected."""
         return time.time() + (_CLOCK_S if self._strikes("clock") else 0.0)
 
     def version(self, true: str) -> str:
         return _WRONG_VERSION if self._strikes("versions") else true
 
     def burn(self, seconds: float) -> None:
-        """After a piece of work that took so long."""
+        """Call after a piece of work that took this long."""
         if self._strikes("slow"):
             until = time.perf_counter() + 2 * seconds
             while time.perf_counter() < until:

@@ -1,8 +1,8 @@
-"""Plain connections from every rank to every other, before torch opens its own. Imports no torch.
+"""Plain TCP connections from every rank to every other, before torch opens its own. Imports no torch.
 
-A rank listens on a port of the system's choice, as gloo and NCCL would. A visitor asks what time it is there, a few
-times, and sends a message as large as a gradient's to have it counted: a network that lets small packets through
-and loses large ones is found here.
+A rank listens on a port that the system chooses, as gloo and NCCL do. A client asks several times for the server's
+clock, and sends a message as large as gradients, which the server counts. This finds networks that lose only large
+packets.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _MOST_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class Visit:
-    """What came of one rank's knock at another's door."""
+    """The result of one rank's connection to another."""
 
     error: str = ""
-    clock_ahead_s: float = 0.0  # theirs against ours
+    clock_ahead_s: float = 0.0  # the server's clock minus ours
     round_trip_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
@@ -47,12 +47,12 @@ class _Door(socketserver.BaseRequestHandler):
                 size = _REQUEST.unpack(_receive(self.request, _REQUEST.size))[0]
                 arrived = len(_receive(self.request, size))
                 self.request.sendall(_ANSWER.pack(self.clock(), arrived))
-        except OSError:  # the visitor has left, or never spoke
+        except OSError:  # the client has disconnected, or sent nothing
             return
 
 
 class Listener:
-    """Answers whoever knocks, for as long as the block lasts."""
+    """Answers connections while the `with` block runs."""
 
     def __init__(self, clock: Callable[[], float], host: str = "") -> None:
         door = type("Door", (_Door,), {"clock": staticmethod(clock)})
@@ -70,7 +70,7 @@ class Listener:
 
 
 def visit_all(places: Sequence[tuple[str, int]], clock: Callable[[], float]) -> list[Visit]:
-    """All at once: a host that swallows packets costs one timeout, not one per rank."""
+    """Connect to all in parallel: hosts that drop packets cost one timeout in total."""
     with ThreadPoolExecutor(_MOST_AT_ONCE) as pool:
         return list(pool.map(lambda place: visit(place, clock), places))
 

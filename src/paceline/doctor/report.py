@@ -1,7 +1,7 @@
-"""The examination for programs, and as Markdown that can be pasted into a ticket. Nothing secret goes in.
+"""The result as JSON, and as Markdown to paste into a ticket. It contains no secrets.
 
-Of the environment only variables that steer torch, NCCL, gloo, CUDA and the launcher are told, and of those none whose
-name speaks of keys; the home folder becomes `~`.
+Of the environment it contains only variables of torch, NCCL, gloo, CUDA and the launcher, and none whose name suggests
+a key. The home folder becomes `~`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def to_json(examination: Examination) -> dict[str, Any]:
 
 
 def write_markdown(examination: Examination) -> str:
-    """A few lines to read, all else folded away."""
+    """A short table; the details are collapsed."""
     content = to_json(examination)
     ranks = f"{examination.world_size} rank{'s' if examination.world_size > 1 else ''}"
     lines = [

@@ -1,4 +1,4 @@
-"""What the doctor is asked to look at, as data. Imports no torch."""
+"""The settings of the doctor, as data. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True)
 class Request:
-    processes: int = 0  # ranks of each node; 0: one per GPU, else one per core, at most 4
+    processes: int = 0  # ranks per node; 0: one per GPU, or without GPUs one per core, at most 4
     device: str = "auto"
     output_dir: Path = Path("runs")
     data_dir: Path = Path("data")
@@ -22,9 +22,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What decides how strict a node's checks are: its part in the job, as far as it is known beforehand."""
+    """The node's role in the job, as far as known in advance. It decides how strict the checks are."""
 
     local_ranks: int = 1
     num_nodes: int = 1
-    meets_at: tuple[str, int] | None = None  # where the ranks are told to meet
-    serves: bool = False  # this process will open that port itself, so it must be free
+    meets_at: tuple[str, int] | None = None  # host and port of the rendezvous
+    serves: bool = False  # this process will listen on that port, so it must be free

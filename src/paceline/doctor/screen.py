@@ -1,4 +1,4 @@
-"""The findings as lines for a person."""
+"""Prints the findings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LEAST_WIDTH, _MOST_WIDTH = 60, 140
 
 
 class Screen:
-    """Signs and colours where the terminal has them, words where it has not."""
+    """Uses symbols and colours if the terminal has them, otherwise words."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stdout

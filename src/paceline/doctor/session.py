@@ -1,4 +1,4 @@
-"""Part two, one rank's story: meet, compare, knock at every door, and only then exchange and train together."""
+"""Part two, on each rank: rendezvous, compare nodes, connect to every rank, then exchange data and train together."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _TOGETHER = ("all-reduce", "pairs", "pace", "links", "training")
 
 
 class Session:
-    """What this rank knows so far is in `paper`; should it get stuck, that is what is handed in."""
+    """The findings so far are in `paper`. If the rank hangs, this report is sent."""
 
     def __init__(self, request: Request, environment: RankEnvironment) -> None:
         self._request = request
@@ -54,12 +54,12 @@ class Session:
         self._planted = Planted(request.plants, environment.rank)
         self._world: World | None = None
         self.paper = HandIn(environment.rank, environment.world_size, socket.gethostname())
-        self.papers: list[HandIn] = []  # of all ranks, where they met to the end
-        self.part: Callable[[], None] = lambda: None  # to be called when everything has been told
-        self.is_clean = True  # nothing of torch's is left hanging
+        self.papers: list[HandIn] = []  # of all ranks, if all finished
+        self.part: Callable[[], None] = lambda: None  # call it after everything is printed
+        self.is_clean = True  # False if torch's process group was not closed
 
     def run(self, on_late: Callable[[HandIn], None], begin: Callable[[], None] = lambda: None) -> None:
-        """`begin` is called once; `on_late` from a thread, before the process ends, when the time is up."""
+        """`begin` is called once. At the time limit a thread calls `on_late` and ends the process."""
         begin()
         timer = threading.Timer(_DEADLINE_S, self._give_up, (on_late,))
         timer.daemon = True
@@ -86,10 +86,10 @@ class Session:
     def _find(self, group: str, *findings: Finding) -> None:
         self.paper.shared += [replace(finding, group=group) for finding in findings]
 
-    # --- Before anybody is met ----------------------------------------------------------------------------------------
+    # --- Before the rendezvous ----------------------------------------------------------------------------------------
 
     def _examine_node(self) -> None:
-        """One rank does it for its node; under our own launcher, the launcher has done it."""
+        """One rank per node does this. Under our own launcher, the launcher has done it."""
         environment = self._environment
         if environment.is_supervised or environment.local_rank != 0:
             return
@@ -108,7 +108,7 @@ class Session:
         try:
             config = ParallelConfig(device=self._request.device)  # type: ignore[arg-type]  # one of its words
             self._world = build_world(config, self._environment)
-        except UserError:  # part one has said it, in more words
+        except UserError:  # part one reports this in more detail
             return
         torch.set_num_threads(self._world.threads)
         if self._world.device.startswith("cuda"):
@@ -127,7 +127,7 @@ class Session:
             ranks.check_training([train_alone(world.device, self._planted)], [], KNOWN_HASH, [world.host]),
         )
 
-    # --- With the others ----------------------------------------------------------------------------------------------
+    # --- With the other ranks -----------------------------------------------------------------------------------------
 
     def _together(self) -> None:
         self.paper.phase = "meeting"
@@ -150,7 +150,7 @@ class Session:
             self._finish()
 
     def _compare(self, meeting: Meeting) -> str:
-        """What nodes say of themselves, and plain connections between them. Returns why not to go on."""
+        """Compare the nodes, and check plain connections between them. Returns the reason to stop, or nothing."""
         host = own_address(self._environment.store_host) if self._environment.is_on_one_node else ""
         with Listener(self._planted.wall_clock, host) as listener:
             everyone = meeting.exchange("identity", self._identity(listener.port))
@@ -168,11 +168,11 @@ class Session:
         if any(identity["device"] is None for identity in everyone):
             return "a rank has no device to compute on"
         if versions.status == "fail":
-            return "ranks of different versions may hang each other"
-        return "not every rank reaches every other" if reach.status == "fail" else ""
+            return "ranks of different versions may hang"
+        return "not every rank can reach every other" if reach.status == "fail" else ""
 
     def _check_shared_folder(self, meeting: Meeting) -> list[Finding]:
-        """Runs are written to one folder: rank 0, or the command that started all ranks, leaves a file there."""
+        """Runs are written to one folder. Rank 0, or the command that started all ranks, writes a file there."""
         hosts, mine = self.paper.hosts, read_token()
         if mine is None and len(set(hosts)) == 1:
             return []
@@ -181,7 +181,7 @@ class Session:
             mine = leave_token(self._request.output_dir)
         token = next((token for token in meeting.exchange("token", asdict(mine) if mine else None) if token), None)
         if token is None:
-            return []  # the folder cannot be written, which part one says
+            return []  # the folder cannot be written; part one reports this
         left = LeftToken(**token)
         troubles = meeting.exchange("shared", left.find())
         if mine is not None and mine.writer == self.paper.host:
@@ -227,14 +227,14 @@ class Session:
                 device_id=torch.device(world.device) if world.backend == "nccl" else None,
             )
             self._work_together(meeting, world)
-        except RuntimeError as error:  # of torch's collectives: a timeout, a peer that is gone
+        except RuntimeError as error:  # from torch's collectives: a timeout, or a peer that has exited
             what = f"rank {world.rank} stopped in {self.paper.phase}: {str(error).splitlines()[0][:200]}"
-            remedy = "plain connections work, torch's do not: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
+            remedy = "plain connections work, torch's fail: try GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO"
             self._find("RANKS", failed(self.paper.phase, what, remedy, nodes=[world.host]))
             self.is_clean = False
 
     def _work_together(self, meeting: Meeting, world: World) -> None:
-        """Answers travel through the store: what is on trial does not carry its own verdict."""
+        """Results are sent through the store, not through the process group that is being tested."""
         hosts = self.paper.hosts
         self.paper.phase = "all-reduce"
         sums = [Sums(**one) for one in meeting.exchange("sums", asdict(try_sums(world, self._planted)))]
@@ -254,7 +254,7 @@ class Session:
         dist.destroy_process_group()
 
     def _check_pace(self, meeting: Meeting, world: World) -> Finding:
-        """A rank that seems slow gets another chance: on a busy machine anybody may be."""
+        """Measure again if a rank seems slow: on a busy machine any rank may be slow once."""
         best = [float("inf")] * world.world_size
         for attempt in range(_PACE_TRIES):
             found = meeting.exchange(f"pace-{attempt}", measure_pace(world, self._planted))
@@ -264,7 +264,7 @@ class Session:
         return ranks.check_pace(best, self.paper.hosts)
 
     def _check_links(self, meeting: Meeting, world: World) -> Finding:
-        wait_for_all(world)  # memory is shared: the copies run at the same time
+        wait_for_all(world)  # all ranks measure at the same time: they share the memory bandwidth
         rates = meeting.exchange("copy", measure_copy_bandwidth(world.device))
         rows = collectives.measure(
             world, _SIZES, seconds_per_size=_SECONDS_PER_SIZE, operations=collectives.OPERATIONS[:1]

@@ -1,4 +1,4 @@
-"""The file by which nodes find out whether they share the folder that runs are written to. Imports no torch."""
+"""A token file that shows whether all nodes share the folder of runs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TOKEN = "PACELINE_DOCTOR_TOKEN"  # set for ranks that we start on other machine
 
 @dataclass(frozen=True)
 class LeftToken:
-    """Who left the file, and where."""
+    """Which host wrote the file, and its path."""
 
     folder: str
     name: str
     writer: str
 
     def find(self) -> str:
-        """Empty where this node sees the file; else why not."""
+        """Empty if this node sees the file, otherwise the reason."""
         return find_token(Path(self.folder), self.name)
 
     def remove(self) -> None:
@@ -30,7 +30,7 @@ class LeftToken:
 
 
 def leave_token(output_dir: Path) -> LeftToken | None:
-    """In the folder for runs, or where it would be made. None where nothing can be written."""
+    """Write the file into the folder of runs, or its nearest existing parent. None if nothing can be written."""
     whole = output_dir.expanduser().absolute()
     folder = next((place for place in (whole, *whole.parents) if place.is_dir()), Path("/"))
     try:
@@ -41,7 +41,7 @@ def leave_token(output_dir: Path) -> LeftToken | None:
 
 
 def read_token() -> LeftToken | None:
-    """The one that the command which started this rank has left."""
+    """The file that the starting command has written."""
     text = os.environ.get(_TOKEN)
     return LeftToken(**json.loads(text)) if text else None
 

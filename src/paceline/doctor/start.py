@@ -1,6 +1,6 @@
-"""Start the ranks of part two, here or on the nodes of a Slurm job, and gather what they hand in. Imports no torch.
+"""Starts the ranks of part two, here or on the nodes of a Slurm job, and gathers their reports. Imports no torch.
 
-A node's papers come back through srun's own output: nothing needs to be shared but the installation.
+On Slurm the reports are sent through srun's output. The nodes need to share only the installation.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paceline.world.detect import Nodes, threads_per_rank
 from paceline.world.slurm import expand_hosts
 
 _MOST_CPU_RANKS = 4
-_SRUN_S = 58.0  # beyond the time any rank allows itself
-_QUEUE_S = 30.0  # for an allocation of our own to begin
+_SRUN_S = 58.0  # longer than the time limit of a rank
+_QUEUE_S = 30.0  # for a new allocation to start
 _MISSING = "paceline-doctor-missing: "
-# Run on each node: what srun itself says of a python that is not there names no reason.
+# Run on each node: srun's own message about a missing Python gives no reason.
 _ON_NODE = (
     'said=$("$0" -c "import paceline" 2>&1) || '
     f'{{ echo "{_MISSING}${{SLURMD_NODENAME:-$(hostname)}} ${{said##*: }}"; exit 2; }}; exec "$0" "$@"'
@@ -42,7 +42,7 @@ _SIGNALLED = 128  # a shell's exit code for "ended by signal N" is this plus N
 
 
 class Stopped(Exception):
-    """A signal asked for the end; the message has been printed."""
+    """A signal stopped the doctor; the message is already printed."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -50,7 +50,7 @@ class Stopped(Exception):
 
 
 def default_processes(gpus: int, device: str) -> int:
-    """As `paceline train` would choose."""
+    """The same choice as `paceline train`."""
     return gpus if gpus and device != "cpu" else min(usable_cores(), _MOST_CPU_RANKS)
 
 
@@ -62,7 +62,7 @@ class LocalStart:
 
 
 def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) -> Examination:
-    """Ranks on this machine, by the launcher that training has."""
+    """Start ranks on this machine, with the launcher of training."""
     from paceline.bench.ranks import LocalRanks, run_ranks
     from paceline.config.schema import ParallelConfig
 
@@ -83,27 +83,27 @@ def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) ->
         raise Stopped(code)
     trouble = "" if code == EXIT_FINISHED else _first_line(said.getvalue())
     if late.is_set():
-        trouble = f"the ranks were not through after {limit_s:.0f} s"
+        trouble = f"the ranks were not done after {limit_s:.0f} s"
     return assemble(papers, Expected(start.processes, "paceline", (host,), trouble), node, host)
 
 
 def _stop_ourselves(late: threading.Event) -> None:
-    """The launcher may wait for something that never comes; a signal is what it listens to."""
+    """Stop the launcher by a signal at the time limit: it may wait for ever."""
     late.set()
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @dataclass(frozen=True)
 class SlurmStart:
-    nodes: int  # 0: those of the allocation we are in
-    processes: int  # of each node
+    nodes: int  # 0: those of the current allocation
+    processes: int  # per node
     arguments: list[str]
-    options: Sequence[str]  # for srun, as typed
+    options: Sequence[str]  # for srun, as given
     output_dir: Path = Path("runs")
 
 
 def run_slurm(start: SlurmStart) -> Examination:
-    """One srun over the allocation, or over one of its own."""
+    """Run one srun in the current allocation, or in a new one."""
     command = srun_command(start)
     python = command.index(sys.executable)
     nodes = start.nodes or int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))
@@ -120,10 +120,10 @@ def run_slurm(start: SlurmStart) -> Examination:
     trouble = "" if code == 0 else _first_line(err) or (rest[-1] if rest else f"exit {code}")
     if not papers and not missing:
         raise UserError(
-            "srun brought nothing back",
+            "srun returned no reports",
             where=shlex.join(command[:python]),
             got=trouble or "no output",
-            hint="fewer --processes where a node has too few CPUs; options of your site go behind --, as in\n"
+            hint="fewer --processes if a node has too few CPUs; add options of your site after --, for example\n"
             "paceline doctor --launch slurm --nodes 2 -- --partition=NAME",
         )
     hosts = known or tuple(dict.fromkeys(host for paper in papers for host in paper.hosts or [paper.host]))
@@ -139,7 +139,7 @@ def _run_srun(command: list[str], surroundings: dict[str, str]) -> tuple[int, st
         try:
             out, err = srun.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
-            srun.terminate()  # srun ends its tasks and brings back what they said
+            srun.terminate()  # srun ends its tasks and returns their output
             out, err = srun.communicate()
             err += f"\nsrun was ended after {limit_s:.0f} s"
         except BaseException:
@@ -155,9 +155,9 @@ def srun_command(start: SlurmStart) -> list[str]:
         )
     if not start.nodes and not _is_in_allocation():
         raise UserError(
-            "this shell is in no allocation of Slurm",
+            "this shell is not in a Slurm allocation",
             where="flag --launch slurm",
-            hint="--nodes N asks for one; or salloc --nodes N first",
+            hint="--nodes N requests one; or run salloc --nodes N first",
         )
     nodes = [f"--nodes={start.nodes}"] if start.nodes else []
     return [

@@ -1,4 +1,4 @@
-"""A rank's tie to the launcher that started it: it shows its pulse, and never outlives it."""
+"""Connects a rank to our launcher: the rank writes heartbeats, and exits when the launcher exits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALLOWED_S = 120.0  # the session's own deadline is shorter
 
 
 class Stay:
-    """For the length of a session; does nothing under launchers other than ours."""
+    """For the duration of a session. Does nothing under other launchers."""
 
     def __init__(self, environment: RankEnvironment) -> None:
         self._environment = environment
@@ -24,7 +24,7 @@ class Stay:
     def __enter__(self) -> None:
         if not self._environment.is_supervised:
             return
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher ends the ranks
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C and ends the ranks
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         at_once = threading.Event()
         at_once.set()  # there is nothing to save

@@ -1,1 +1,1 @@
-"""Pages a browser shows from a file: charts and tables of a run, of several runs, of a study."""
+"""HTML pages with charts and tables of a run, of several runs, or of a study."""

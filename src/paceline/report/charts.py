@@ -1,4 +1,4 @@
-"""What a chart shows, as data. `assets/charts.js` draws it in the page, `study/plots.py` as files."""
+"""Charts as data. `assets/charts.js` draws them in a page, `study/plots.py` draws them as files."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class Series:
     x: Sequence[float | str] = ()  # of a bar chart: the bars' labels
     low: Numbers = ()  # an interval around y, of the same length
     high: Numbers = ()
-    is_dashed: bool = False  # for what was not measured: an ideal, a prediction
+    is_dashed: bool = False  # for values that were not measured: an ideal, a prediction
     has_points: bool = False
     group: str = ""  # series of one group share a colour
-    colour: int | None = None  # its number in the palette, to keep a colour over several charts
+    colour: int | None = None  # its number in the palette, for the same colour in several charts
 
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened: a vertical line through a line chart."""
+    """An event: a vertical line in a line chart."""
 
     x: float
     label: str
@@ -44,7 +44,7 @@ class Chart:
     kind: Literal["line", "stacked-bar", "bar"] = "line"
     x_log: bool = False
     y_log: bool = False
-    x_ticks: Sequence[float] = ()  # where the axis must be labelled, such as 1 2 4 8
+    x_ticks: Sequence[float] = ()  # required labels of the axis, for example 1 2 4 8
     y_from_zero: bool = False
     y_format: Literal["number", "percent", "seconds", "bytes"] = "number"
     note: str = ""  # one sentence under the chart
@@ -73,7 +73,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text and numbers; numbers are aligned right and may be sorted by in the page."""
+    """Rows of text and numbers. Numbers are aligned right. The page can sort by any column."""
 
     columns: Sequence[str]
     rows: Sequence[Sequence[str | float | int | None]]

@@ -1,4 +1,4 @@
-"""Runs over each other on one page: curves, what was set differently, what came of it, and whether they are equal."""
+"""A page that compares runs: curves, different settings, results, and whether the runs are equal."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cells = Sequence[str | float | int | None]
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found about two runs: a sentence, and where they part."""
+    """The result of comparing two runs: a sentence, and the differences."""
 
     is_equal: bool
     sentence: str
@@ -46,7 +46,7 @@ def write_compare_page(
         f"{len(records)} runs compared",
         [section for section in sections if section.blocks],
         subtitle=", ".join(names),
-        verdict="**Equal**, to the last bit of what was compared." if is_equal else _parting(findings),
+        verdict="**Equal**, bit for bit, in everything that was compared." if is_equal else _parting(findings),
         tone="good" if is_equal else "warn",
         footer=f"Written by paceline {paceline.__version__}.",
     )
@@ -72,7 +72,7 @@ def _settings(records: Sequence[RunRecord], labels: Sequence[str]) -> list[Block
     if not differences:
         return ["The settings are the same."]
     rows = [[name, *map(show_value, values)] for name, values in differences.items()]
-    return [Table(["setting", *labels], rows, "Only what is not the same in all runs")]
+    return [Table(["setting", *labels], rows, "Only settings that differ")]
 
 
 def _charts(records: Sequence[RunRecord], names: Sequence[str]) -> list[Chart]:
@@ -106,7 +106,7 @@ def _curves(runs: list[tuple[str, RunRecord]], kind: str, phase: str, key: str, 
 
 
 def _difference(runs: list[tuple[str, RunRecord]]) -> Chart:
-    """How far each run's losses are from the first one's, where both logged the same steps."""
+    """The distance of each run's losses to those of the first run, at steps that both logged."""
     first = logged_losses(runs[0][1].rows)
     curves = []
     for number, (name, record) in enumerate(runs[1:], 1):
@@ -115,5 +115,5 @@ def _difference(runs: list[tuple[str, RunRecord]]) -> Chart:
         gaps = [abs(first[interval] - other[interval]) for interval in common]
         if any(gaps):
             curves.append(Series(name, gaps, [step for _, step in common], colour=number))
-    title, note = f"Distance of the training loss to {runs[0][0]}", "Where two losses are equal there is no point."
+    title, note = f"Distance of the training loss to {runs[0][0]}", "Equal losses have no point."
     return Chart("distance", title, "step", "difference", curves, y_log=True, note=note)

@@ -1,7 +1,7 @@
-"""One HTML file that needs nothing else: text, key figures, charts, tables and pictures.
+"""Writes one self-contained HTML file: text, key figures, charts, tables and pictures.
 
-Everything given is text, and is escaped. In paragraphs `**bold**`, `` `code` `` and `[words](#section)` are understood.
-The page forbids itself every request and every script but its own, and the same input gives the same bytes.
+All input is text and is escaped. Paragraphs support `**bold**`, `` `code` `` and `[words](#section)`.
+The page's policy forbids all requests and all other scripts. The same input gives the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MARKUP = re.compile(
     r"`(?P<code>[^`]+)`|\*\*(?P<bold>.+?)\*\*|\[(?P<words>[^\]]+)\]\(#(?P<anchor>[A-Za-z0-9_-]+)\)", re.DOTALL
 )
 _NUMBER_WORDS = re.compile(r"[-+±]?[\d][\d,.:]*( ?(%|x|×|s|ms|min|h|MB|MiB|GB|GiB|KiB|k|M))?")
-_DIGITS = 7  # of a chart's numbers; a screen shows three
+_DIGITS = 7  # of the numbers in charts; a screen shows three
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Code:
-    """Text as it is: a command, a traceback, a file."""
+    """Preformatted text: a command, a traceback, a file."""
 
     text: str
 
@@ -71,7 +71,7 @@ class Gallery:
 
 @dataclass(frozen=True)
 class Details:
-    """Folded away until somebody asks."""
+    """A block that is collapsed until the reader opens it."""
 
     summary: str
     blocks: Sequence[Block]
@@ -85,7 +85,7 @@ Block = str | Tiles | Chart | Matrix | Table | Code | Gallery | Details
 class Section:
     title: str
     blocks: Sequence[Block]
-    id: str = ""  # what a link names; made from the title if it is not given
+    id: str = ""  # the anchor for links; made from the title if it is empty
 
     @property
     def anchor(self) -> str:
@@ -107,7 +107,7 @@ def write_page(
     tone: Tone = "",
     footer: str = "",
 ) -> Path:
-    """Write a page; `verdict` is its one sentence, in the colour of `tone`."""
+    """Write a page. `verdict` is one sentence at the top, in the colour of `tone`."""
     text = render_page(title, sections, subtitle=subtitle, verdict=verdict, tone=tone, footer=footer)
     write_atomically(path, text, is_durable=False)
     return path
@@ -155,13 +155,13 @@ def render_page(
 
 
 def safe_json(content: object) -> str:
-    """JSON that may stand inside a script element: no character in it can end the element, or is no JSON."""
+    """JSON that is safe inside a script element: escaped so that nothing in it can end the element."""
     text = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _finite(value: Any) -> Any:
-    """Plain lists and dicts, floats shortened; what is no number becomes a gap."""
+    """Plain lists and dicts with shortened floats. NaN and infinity become gaps."""
     if isinstance(value, float):
         return float(f"{value:.{_DIGITS}g}") if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -191,7 +191,7 @@ def _section(section: Section, specs: list[dict[str, Any]]) -> str:
 
 
 def _blocks(blocks: Iterable[Block], specs: list[dict[str, Any]]) -> str:
-    """Charts that follow each other stand side by side where there is room."""
+    """Adjacent charts are placed side by side if there is space."""
     parts = []
     for are_charts, group in groupby(blocks, key=lambda block: isinstance(block, (Chart, Matrix))):
         inner = "\n".join(_block(block, specs) for block in group)
@@ -309,7 +309,7 @@ def _sort_value(value: str | float | int | None) -> float | None:
 
 
 def show_number(value: float) -> str:
-    """A table's number: whole ones in groups of three, others in about four digits."""
+    """A number in a table: whole numbers in groups of three digits, others with about four digits."""
     if isinstance(value, int):
         return f"{value:,}"
     if not math.isfinite(value):

@@ -8,11 +8,11 @@ from paceline.report.charts import Chart, Mark, Matrix, Series
 from paceline.report.run_files import Row, RunFiles
 
 _MIB = 2**20
-LARGEST_MATRIX = 60  # classes; beyond that only the most frequent mistakes are told
+LARGEST_MATRIX = 60  # classes; with more only the most frequent mistakes are listed
 
 
 def epoch_charts(run: RunFiles) -> list[Chart]:
-    """Loss and accuracy by epoch; none for a run that ended within its first."""
+    """Loss and accuracy by epoch; none for a run that ended in its first epoch."""
     phases = {"train": run.epochs("train"), "validation": run.epochs("val")}
     if not any(phases.values()):
         return []
@@ -28,7 +28,7 @@ def epoch_charts(run: RunFiles) -> list[Chart]:
 
 
 def _own_charts(run: RunFiles) -> list[Chart]:
-    """Of the user's own metrics, which are taken of the validation set."""
+    """Charts of the user's own metrics, measured on the validation set."""
     rows = run.epochs("val")
     return [
         Chart(
@@ -44,7 +44,7 @@ def _own_charts(run: RunFiles) -> list[Chart]:
 
 
 def step_charts(run: RunFiles) -> list[Chart]:
-    """What was logged while training."""
+    """The values logged during training."""
     rows = run.steps
     if not rows:
         return []
@@ -52,7 +52,7 @@ def step_charts(run: RunFiles) -> list[Chart]:
     losses = [_series("train", rows, "loss")]
     if run.epochs("val"):
         losses.append(_series("validation", run.epochs("val"), "loss", has_points=True))
-    note = "The training loss is the mean since the point before it."
+    note = "The training loss is the mean since the previous point."
     charts = [Chart("step-loss", "Loss by step", "step", "loss", losses, wide=True, marks=marks, note=note)]
     if _has(rows, "lr"):
         charts.append(Chart("lr", "Learning rate", "step", "learning rate", [_series("rate", rows, "lr")]))
@@ -92,7 +92,7 @@ def restart_marks(run: RunFiles) -> list[Mark]:
 
 
 def class_charts(run: RunFiles) -> list[Chart | Matrix]:
-    """Who was taken for whom, and how often each class was recognised."""
+    """The confusion matrix, and the accuracy of each class."""
     charts: list[Chart | Matrix] = []
     test = run.results.get("test", {})
     accuracy = {str(name): value for name, value in test.get("class_accuracy", {}).items()}
@@ -107,7 +107,7 @@ def class_charts(run: RunFiles) -> list[Chart | Matrix]:
 
 
 def mistakes(run: RunFiles, most: int = 10) -> list[tuple[str, str, int, float]]:
-    """The most frequent ones: true class, what it was taken for, how often, share of the true class."""
+    """The most frequent mistakes: true class, predicted class, count, share of the true class."""
     test = run.results.get("test", {})
     labels, matrix = list(test.get("class_accuracy", {})), test.get("confusion_matrix", [])
     if len(matrix) != len(labels):

@@ -1,4 +1,4 @@
-"""What a run folder's plain files say. Nothing is required: a run may have just begun, or have come to grief."""
+"""Reads the plain files of a run folder. Every file may be missing: a run may have just started, or have failed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_bounded, read_object, read_objects
 
 Row = dict[str, Any]
-_PLACES = ("output_dir",)  # says where, not what
+_PLACES = ("output_dir",)  # a place, not a setting of the training
 
 
 @dataclass(frozen=True)
@@ -45,16 +45,16 @@ class RunFiles:
 
     @property
     def own_metrics(self) -> list[str]:
-        """Names of the user's own, in rows and results: what stands behind the colon of FILE.py:FUNCTION."""
+        """Names of the user's own metrics, in rows and results: the FUNCTION of FILE.py:FUNCTION."""
         return [str(name).rpartition(":")[2] for name in self.config.get("metrics", ())]
 
     @property
     def restarts(self) -> list[Row]:
-        """Failures the run went on from. Of a failed run, the last one was the end."""
+        """Failures after which the run continued. The last failure of a failed run is not among them."""
         return self.failures[:-1] if self.state == "failed" else self.failures
 
     def changed(self) -> dict[str, tuple[Any, Any]]:
-        """Settings that are not at their default: (value, default)."""
+        """Settings that differ from their default: (value, default)."""
         defaults = {name: spec.default for name, spec in field_table().items()}
         return {
             name: (value, defaults[name])
@@ -64,7 +64,7 @@ class RunFiles:
 
 
 def read_run(path: Path, state: str = "") -> RunFiles:
-    """`state`: what status.json is about to say, if it does not say so yet."""
+    """`state`: the state that will be written to status.json, if it is not written yet."""
     folder = RunFolder(path)
     status = read_object(folder.status, STATUS)
     state = state or str(status.get("status", "unknown"))
@@ -76,7 +76,7 @@ def read_run(path: Path, state: str = "") -> RunFiles:
         config=_read_config(folder.config),
         config_text=config_text,
         environment=read_object(folder.environment, ENVIRONMENT),
-        # A run that was resumed after its end has the results of that end until it ends again.
+        # A run that is resumed after its end keeps its old results until it ends again.
         results=read_object(folder.results, RESULTS) if state in ("finished", "unknown") else {},
         rows=read_rows(folder.metrics_jsonl),
         failures=read_objects(folder.failures, FAILURE),
@@ -86,7 +86,7 @@ def read_run(path: Path, state: str = "") -> RunFiles:
 
 
 def show_value(value: object) -> str:
-    """A setting as a person would write it."""
+    """A setting as the user would write it."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (tuple, list)):
@@ -109,5 +109,5 @@ def _read_examples(path: Path) -> list[Row]:
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         return flatten(load_config(str(path), []).config)
-    except (PacelineError, OSError, SystemExit):  # of another version of paceline: shown as text instead
+    except (PacelineError, OSError, SystemExit):  # a config of another version of paceline is shown as text
         return {}

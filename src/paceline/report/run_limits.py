@@ -1,4 +1,4 @@
-"""How close a run came to what its devices can do, for its page."""
+"""How close a run came to the limits of its devices, for its page."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def limit_tile(run: RunFiles) -> Tile | None:
 
 
 def limit_blocks(run: RunFiles) -> list[Block]:
-    """The verdict, the figures it stands on, and the operators of a profile."""
+    """The verdict, its figures, and the operators of a profile."""
     limits = _limits(run)
     verdict = limits.get("verdict") or {}
     blocks: list[Block] = []
@@ -42,12 +42,12 @@ def _figures(limits: dict[str, Any]) -> dict[str, str | None]:
     flops, done, ceiling = (limits.get(key) for key in ("flops_per_sample", "flops_per_s", "ceiling_flops_per_s"))
     ratio = limits.get("slowest_to_fastest")
     return {
-        "arithmetic of a sample, forward and backward": f"{flops / 1e9:,.3g} GFLOP" if flops else None,
-        "done, all ranks": format_flops(done) if done else None,
+        "operations per sample, forward and backward": f"{flops / 1e9:,.3g} GFLOP" if flops else None,
+        "achieved, all ranks": format_flops(done) if done else None,
         f"matrix ceiling, all ranks, {limits.get('precision')}": format_flops(ceiling) if ceiling else None,
         "share of the ceiling (MFU)": _percent(limits.get("mfu")),
         "a step's time: waiting for data": _percent(limits.get("data_share")),
-        "a step's time: exchange that computing does not hide": _percent(limits.get("communication_share")),
+        "a step's time: exposed communication": _percent(limits.get("communication_share")),
         "a GPU's time: waiting for its host (while profiled)": _percent(limits.get("host_overhead_share")),
         "slowest rank against the fastest": f"{ratio:.2f} times the time" if ratio else None,
         "not known": str(limits["note"]) if limits.get("note") else None,
@@ -67,4 +67,4 @@ def _operators(profile: Any) -> list[Block]:
     ]
     table = Table(["operator", "self time", "share", "calls"], rows)
     where = f"traces of every rank are in `{profile['folder']}/`, for ui.perfetto.dev"
-    return [Details(f"The costliest operators of {profile['steps']} steps", [table, f"Of rank 0; {where}."])]
+    return [Details(f"The most expensive operators of {profile['steps']} steps", [table, f"Of rank 0; {where}."])]

@@ -20,7 +20,7 @@ _TONES: dict[str, Tone] = {"finished": "good", "failed": "bad", "preempted": "wa
 
 
 def leave_page(folder: RunFolder, state: str = "") -> None:
-    """Write the page of a run that ends. It is for people: what goes wrong with it is a warning, never a failure."""
+    """Write the page at the end of a run. An error here is a warning and never fails the run."""
     try:
         write_run_page(folder.path, state)
     except OSError as error:
@@ -30,7 +30,7 @@ def leave_page(folder: RunFolder, state: str = "") -> None:
 
 
 def write_run_page(path: Path, state: str = "") -> Path:
-    """`state`: what status.json is about to say, if it does not say so yet."""
+    """`state`: the state that will be written to status.json, if it is not written yet."""
     run = read_run(path, state)
     sections = [
         Section("Key figures", _key_figures(run), "key-figures"),
@@ -56,12 +56,12 @@ def write_run_page(path: Path, state: str = "") -> Path:
 
 
 def verdict(run: RunFiles) -> str:
-    """One sentence: how it ended."""
+    """One sentence about the end of the run."""
     status, results = run.status, run.results
     if run.state == "finished" and results.get("test_accuracy") is not None:
         count = results.get("test", {}).get("samples")
         of = f" of {count:,} test samples" if count else " of the test samples"
-        text = f"**Finished.** {results['test_accuracy']:.2%}{of} are recognised"
+        text = f"**Finished.** {results['test_accuracy']:.2%}{of} are classified correctly"
         if results.get("best_epoch"):
             text += f", with the weights of epoch {results['best_epoch']}"
         return f"{text}; {_trouble(run)}."
@@ -71,17 +71,17 @@ def verdict(run: RunFiles) -> str:
     if run.state == "failed":
         return f"**Failed**{at}{reason}."
     if run.state == "preempted":
-        return f"**Stopped and saved**{at}{reason}. `--resume {run.folder.path}` goes on from there."
+        return f"**Stopped and saved**{at}{reason}. `--resume {run.folder.path}` continues from there."
     if run.state == "running":
         last = f" of {status['last_step']:,}" if isinstance(status.get("last_step"), int) else ""
         return f"**Not finished** when this page was written{at}{last}; {_trouble(run)}."
-    return f"This run has not left word of how it ended{at}."
+    return f"It is not known how this run ended{at}."
 
 
 def _trouble(run: RunFiles) -> str:
     count = len(run.restarts)
     if not count:
-        return "nothing went wrong on the way"
+        return "there were no failures"
     lost = sum(row.get("lost_steps") or 0 for row in run.restarts)
     return f"it survived {_count(count, 'failure')} and computed {_count(lost, 'step')} again"
 
@@ -117,14 +117,14 @@ def _key_figures(run: RunFiles) -> list[Block]:
 
 
 def _so_far(run: RunFiles) -> list[Tile | None]:
-    """Of a run without results."""
+    """Tiles of a run without results."""
     if run.results or not run.steps:
         return []
     last = run.steps[-1]
     return [
         _tile("steps", last["step"], "{:,}", "logged"),
-        _tile("training loss", last.get("loss"), "{:.4f}", "at the last of them"),
-        _tile("images/s", last.get("throughput"), "{:,.0f}", "at the last of them"),
+        _tile("training loss", last.get("loss"), "{:.4f}", "at the last logged step"),
+        _tile("images/s", last.get("throughput"), "{:,.0f}", "at the last logged step"),
     ]
 
 
@@ -189,14 +189,14 @@ def _answers(run: RunFiles) -> list[Block]:
         rows: list[list[str | float | int | None]] = [
             [true, taken, count, f"{share:.1%}"] for true, taken, count, share in found
         ]
-        table = Table(["class", "taken for", "times", "share of the class"], rows)
+        table = Table(["class", "predicted as", "times", "share of the class"], rows)
         blocks.append(Details("The most frequent mistakes", [table], is_open=len(found) <= 5))
     wrong = [row for row in run.examples if row.get("true") != row.get("predicted")]
     right = [row for row in run.examples if row.get("true") == row.get("predicted")]
     if wrong:
-        blocks += ["**Wrong, and sure of it**: of the test pictures the first rank saw.", _gallery(wrong, "bad")]
+        blocks += ["**Wrong with high confidence**: from the first rank's test pictures.", _gallery(wrong, "bad")]
     if right:
-        blocks += ["**Right**: one of each class, as far as they go.", _gallery(right, "good")]
+        blocks += ["**Right**: one of each class, where available.", _gallery(right, "good")]
     return blocks
 
 
@@ -244,7 +244,7 @@ def _settings(run: RunFiles) -> list[Block]:
     changed = run.changed()
     rows = [[name, show_value(value), show_value(default)] for name, (value, default) in changed.items()]
     rest = [[name, show_value(value)] for name, value in run.config.items() if name not in changed]
-    blocks: list[Block] = [Table(["setting", "value", "default"], rows, "Not at the default")] if rows else []
+    blocks: list[Block] = [Table(["setting", "value", "default"], rows, "Changed from the default")] if rows else []
     blocks.append(Details(f"{_count(len(rest), 'setting')} at the default", [Table(["setting", "value"], rest)]))
     return blocks
 

@@ -1,4 +1,4 @@
-"""Long curves made short: a page shows as many points as a screen can tell apart, and loses no peak."""
+"""Reduces the points of long curves to what a screen can show, and keeps all peaks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _KEPT_PER_BUCKET = 3  # its lowest, its highest, and a gap
 
 
 def thin(series: Series, most_points: int = MOST_POINTS) -> Series:
-    """The same curve in at most so many points: lowest and highest of each of many short stretches, and the ends."""
+    """The same curve with at most `most_points` points: the lowest and highest of each section, and the ends."""
     count = len(series.y)
     if count <= most_points:
         return series

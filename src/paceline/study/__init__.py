@@ -1,1 +1,1 @@
-"""The scaling study: a grid of ordinary runs, what they measured, and what follows from it."""
+"""The scaling study: a grid of ordinary runs, their measurements, and the conclusions."""

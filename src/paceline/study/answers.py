@@ -1,4 +1,4 @@
-"""The course's questions, answered in words from what was measured: no figure without its cell."""
+"""Answers the course's questions as text. Every figure comes from a measured cell."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from paceline.study.findings import Findings, Kind, Scaled
 from paceline.study.statistics import Estimate, ratio
 
 _LINEAR, _GOOD = 0.95, 0.80
-SUSPECT = 1.10  # an efficiency beyond it has another cause than more ranks
+SUSPECT = 1.10  # a higher efficiency has another cause than more ranks
 _SAME_ACCURACY = 0.0025
 _NAMES = {"ddp": "DDP", "fsdp": "FSDP"}
 _WORK = ("forward", "backward")
@@ -47,7 +47,7 @@ def _percent(estimate: Estimate) -> str:
 
 
 def in_one_sentence(findings: Findings) -> str:
-    """For whoever reads nothing else: the widest cells."""
+    """A summary in one sentence: the cells with most ranks."""
     parts = []
     pairs = _pairs(findings)
     if pairs:
@@ -80,11 +80,11 @@ def _faster(findings: Findings) -> str:
     if not pairs:
         only = _name(findings.strategies[0])
         return f"Only {only} was measured. `paceline study --strategies ddp,fsdp` compares two."
-    # The ends, and wherever another one takes the lead.
+    # Report the first and last size, and each size where the faster strategy changes.
     leaders = [a.images_per_s.value >= b.images_per_s.value for a, b in pairs]
     told = [n for n in range(len(pairs)) if n in (0, len(pairs) - 1) or leaders[n] != leaders[n - 1]]
     words = " ".join(_compare(*pairs[n]) for n in told)
-    return words if len(told) == len(pairs) else f"{words} In between the same one leads."
+    return words if len(told) == len(pairs) else f"{words} The same one is faster in between."
 
 
 def _place(kind: Kind) -> tuple[int, str]:
@@ -98,10 +98,10 @@ def _compare(a: Kind, b: Kind) -> str:
         speeds = ratio([cell.images_per_s for cell in b.cells], [cell.images_per_s for cell in a.cells])
     where = f"On {_ranks(a.world_size)}"
     if speeds.is_too_noisy or (speeds.low is not None and speeds.low <= 1):
-        return f"{where} the two cannot be told apart ({_name(fast.strategy)} {_times(speeds)})."
+        return f"{where} there is no significant difference ({_name(fast.strategy)} {_times(speeds)})."
     claim = f"{where} **{_name(fast.strategy)} is {_times(speeds)} as fast** as {_name(slow.strategy)}"
     figures = f"{fast.images_per_s.value:,.0f} against {slow.images_per_s.value:,.0f} images/s"
-    doubt = "" if speeds.low is not None else "; one run each, so by how much is uncertain"
+    doubt = "" if speeds.low is not None else "; one run each, so the factor is uncertain"
     return f"{claim} ({figures}{doubt})."
 
 
@@ -136,10 +136,10 @@ def _one_curve(findings: Findings, strategy: str, scaling: str, rows: list[Scale
         verdict = (
             f"{prefix} seems to scale **better than linearly on {ranks} ranks, which is suspect**: {efficiency}, "
             f"{speed}. Likely causes: one rank ran with other threads, on a slower or shared node, or with data that "
-            f"does not fit into its cache. Compare `threads`, `host` and `device` in the results.json of these cells."
+            f"do not fit into its cache. Compare `threads`, `host` and `device` in the results.json of these cells."
         )
     elif all(s.efficiency.value >= _LINEAR for s in rows):
-        verdict = f"{prefix} **scales linearly** as far as was measured: {efficiency}, {speed}."
+        verdict = f"{prefix} **scales linearly** up to the largest measured size: {efficiency}, {speed}."
     elif lost is None:
         verdict = f"{prefix} scales **well but not linearly**: {efficiency}, {speed}."
     else:
@@ -164,7 +164,7 @@ def _one_curve(findings: Findings, strategy: str, scaling: str, rows: list[Scale
 
 def _bottleneck(findings: Findings) -> str:
     parts = [words for strategy in findings.strategies if (words := _bottleneck_of(findings, strategy))]
-    return " ".join(parts) or "Only whole epochs were timed, so their parts are not known."
+    return " ".join(parts) or "Only whole epochs were timed, so the parts of a step are not known."
 
 
 def _bottleneck_of(findings: Findings, strategy: str) -> str:
@@ -178,24 +178,24 @@ def _bottleneck_of(findings: Findings, strategy: str) -> str:
     cause, seconds = max(losses.items(), key=lambda item: item[1])
     share = seconds / last.step_s.value
     if share < 0.03:
-        return f"{_name(strategy)} on {_ranks(last.world_size)} has **no bottleneck worth the name**: {_largest(last)}."
+        return f"{_name(strategy)} on {_ranks(last.world_size)} has **no significant bottleneck**: {_largest(last)}."
     words = f"{_name(strategy)} on {_ranks(last.world_size)} loses most to **{cause}**: {share:.0%} of the step"
     return f"{words} ({1000 * seconds:.1f} of {1000 * last.step_s.value:.1f} ms). {_REMEDIES[cause]}"
 
 
 _REMEDIES = {
     "waiting for other ranks": "Try more samples per rank (`--global-batch-size`, `--accumulate`), a faster link "
-    "between ranks, or fewer ranks; `paceline bench` tells what the link can do.",
+    "between ranks, or fewer ranks; `paceline bench` measures the link.",
     "ranks slowing each other down": "Each rank computes slower than one alone: they share cores, caches or memory "
-    "bandwidth. Try fewer ranks per machine, or pin them; a GPU per rank does not have this.",
+    "bandwidth. Try fewer ranks per machine, or pin them. One GPU per rank avoids this.",
     "waiting for data": "Try `--num-workers`, lighter augmentation, or data that fits into memory.",
-    "work that does not shrink": "What a step costs whatever its batch - launches, the update, bookkeeping - weighs "
-    "more the smaller a rank's share is. Try more samples per rank, or `--compile always`.",
+    "work that does not shrink": "Some costs of a step do not depend on its batch (launches, the update, bookkeeping). "
+    "Their part grows as a rank's share gets smaller. Try more samples per rank, or `--compile always`.",
 }
 
 
 def _lost_time(alone: Kind | None, last: Kind) -> dict[str, float]:
-    """Seconds of the step by what an ideal rank would not spend, all that can be told from the phases."""
+    """Seconds of the step that an ideal rank would not need, by cause, computed from the phases."""
     phases = {name: value or 0.0 for name, value in last.phases_s.items()}
     losses = {"waiting for other ranks": phases["communication"], "waiting for data": phases["data"]}
     if alone is not None and alone is not last:
@@ -232,11 +232,9 @@ def _accuracy(findings: Findings) -> str:
         where += _ranks(first.world_size)
         less = f"{-100 * change:.1f} points less"
         if change >= -max(spread, _SAME_ACCURACY):
-            parts.append(f"**Yes, for {_name(strategy)}**: at its lowest {where}, within what repeats differ by.")
+            parts.append(f"**Yes, for {_name(strategy)}**: at its lowest {where}, within the spread of the repeats.")
         elif not spread:
-            parts.append(
-                f"**Not told by one run each, for {_name(strategy)}**: {where}, {less}. `--repeats 3` would tell."
-            )
+            parts.append(f"**Unknown from one run each, for {_name(strategy)}**: {where}, {less}. Use `--repeats 3`.")
         else:
             parts.append(f"**Not quite, for {_name(strategy)}**: {where}, {less}.")
     if not parts:
@@ -260,9 +258,11 @@ def _memory(findings: Findings) -> str:
             parts.append(_less_memory(a, b))
     if not any(parts):
         kind = findings.kinds[-1]
-        return f"At the peak a rank of {kind.label} held {kind.peak_mb:,.0f} MB." if kind.peak_mb else ""
+        return f"The peak of a rank of {kind.label} was {kind.peak_mb:,.0f} MB." if kind.peak_mb else ""
     if findings.kinds[0].cells[0].device == "cpu":
-        parts.append("On CPUs that is the whole process - interpreter, libraries and data - and hides most of it.")
+        parts.append(
+            "On CPUs this is the whole process with interpreter, libraries and data, so differences are small."
+        )
     return " ".join(parts)
 
 
@@ -272,5 +272,5 @@ def _less_memory(a: Kind, b: Kind) -> str:
     low, high = sorted((a.peak_mb, b.peak_mb))
     less = 1 - low / high
     winner = a if a.peak_mb == low else b
-    claim = f"{_name(winner.strategy)} needs **{less:.0%} less** per rank" if less > 0.02 else "Both need alike"
+    claim = f"{_name(winner.strategy)} needs **{less:.0%} less** per rank" if less > 0.02 else "Both need the same"
     return f"On {_ranks(a.world_size)}: {claim} ({low:,.0f} against {high:,.0f} MB at the peak)."

@@ -1,4 +1,4 @@
-"""The live table of a study's cells: a table with an estimate on a terminal, a line per change elsewhere."""
+"""Shows a study's cells live: a table with an estimate on a terminal, otherwise one line per change."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Board:
             table.add_column(column)
         for column in ("images/s", "s/epoch", "ms/step", "accuracy"):
             table.add_column(column, justify="right")
-        # On a long grid: what is under way or went wrong, and what was last finished.
+        # On a long grid show only the last rows: running, failed, and last finished cells.
         rows = [found for found in self._states if found.state != "waiting"][-_MOST_ROWS:]
         for found in rows:
             m = found.measured

@@ -1,4 +1,4 @@
-"""Runs that were started by hand, as the cells of a study; each run that cannot be one, with its reason."""
+"""Uses runs that were started by hand as cells of a study. Gives the reason for each run that cannot be used."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _MOST_NAMES = 3
 
 @dataclass
 class Given:
-    """One run that a person named."""
+    """One run that the user named."""
 
     name: str
     record: RunRecord | None = None
@@ -40,7 +40,7 @@ class Given:
 
 
 def collect_runs(names: Sequence[str]) -> tuple[StudySpec | None, list[Given]]:
-    """Every run with what it measured or why it is left out; no spec if none is left."""
+    """Every run with its measurements, or the reason why it is left out. No spec if no run remains."""
     runs = _read_all(names)
     finished = [run for run in runs if run.record is not None and not run.why_not]
     if finished:
@@ -72,7 +72,7 @@ def _read_all(names: Sequence[str]) -> list[Given]:
 
 
 def _leave_out_other_work(runs: list[Given]) -> None:
-    """The reference is the work that most runs do; of equally many, the first."""
+    """The reference is the work of most runs; with a tie, the first."""
     works = [_work(run) for run in runs]
     usual, _ = Counter(works).most_common(1)[0]
     reference = runs[works.index(usual)]
@@ -133,17 +133,17 @@ def _size_and_batch(run: Given) -> tuple[int, int]:
 
 
 def _strategy(run: Given) -> str:
-    """One rank without sharding is where DDP begins."""
+    """One rank without sharding counts as DDP."""
     strategy = str(_record(run).results.get("strategy"))
     return strategy if strategy in STRATEGIES else "ddp"
 
 
 def _note_parts(run: Given) -> None:
-    """The times of a run that was resumed are those of its last part, and an epoch may be cut in two."""
+    """A resumed run has the times of its last part only, and an epoch may be split."""
     results = _record(run).results
     samples = sum(rank.get("samples", 0) for rank in results.get("process_metrics", ()))
     if samples != results.get("samples_seen"):
-        run.notes.append("resumed on the way: times are of its last part")
+        run.notes.append("resumed: times are of its last part")
 
 
 def _spec(runs: list[Given]) -> StudySpec:

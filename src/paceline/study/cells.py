@@ -1,4 +1,4 @@
-"""Runs the cells of a study on this machine, one after the other, and tells where it is."""
+"""Runs the cells of a study on this machine, one after the other, and reports progress."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class CellState:
 
 
 def look(folder: Path, spec: StudySpec) -> list[CellState]:
-    """Every cell as its folder tells it. A cell that says it runs, but not by us, was cut off."""
+    """The state of every cell, from its folder. A cell in state running that we did not start was interrupted."""
     states = []
     for cell in spec.cells():
         state, words = state_of(folder, cell)
@@ -49,12 +49,12 @@ def look(folder: Path, spec: StudySpec) -> list[CellState]:
 
 
 def open_cells(states: Sequence[CellState], *, retries: bool) -> list[CellState]:
-    """What is left to run: never a finished cell, a failed one only when asked."""
+    """The cells still to run: no finished cells, and failed ones only with `retries`."""
     return [found for found in states if found.state != "finished" and (retries or found.state != "failed")]
 
 
 def prepare(folder: Path, found: CellState) -> None:
-    """A cell is measured in one piece, so whatever an interrupted try left goes."""
+    """Remove the folder of an interrupted try: a cell is measured in one piece."""
     run = RunFolder(folder / CELLS / found.cell.name)
     if run.path.exists():
         run.refuse_if_owned()
@@ -66,7 +66,7 @@ def prepare(folder: Path, found: CellState) -> None:
 def run_local(
     folder: Path, spec: StudySpec, states: Sequence[CellState], *, retries: bool, tell: Callable[[CellState], Any]
 ) -> None:
-    """Run what is open; `tell` hears of every change."""
+    """Run the open cells. Calls `tell` at every change."""
     for found in open_cells(states, retries=retries):
         prepare(folder, found)
         found.state, found.began = "running", time.monotonic()
@@ -88,17 +88,17 @@ def run_local(
 
 
 def _run(folder: Path, spec: StudySpec, found: CellState) -> tuple[int, str]:
-    """One cell's command; its exit code and, of a failed one, what it said last."""
+    """Run one cell's command. Returns its exit code and, if it failed, its last output."""
     log = _log(folder, found.cell)
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "paceline", *spec.command(found.cell, folder)]
     with log.open("wb") as out:
-        # In a group of its own: Ctrl-C is for the study, which ends the cell by itself.
+        # In a separate process group: the study handles Ctrl-C and ends the cell itself.
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
         try:
             code = process.wait()
         except BaseException:
-            # Ctrl-C for the command of the cell, which ends its ranks.
+            # Send SIGINT to the cell's command, which ends its ranks.
             end_group(process, ask=signal.SIGINT, grace_s=_STOP_GRACE_S)
             raise
     return code, "" if code == 0 else _last_words(log)
@@ -115,7 +115,7 @@ def _last_words(log: Path) -> str:
 
 
 def estimate_left_s(states: Iterable[CellState]) -> float | None:
-    """How long the rest will take, by what the same kind of cell took, or any."""
+    """Seconds for the remaining cells, from finished cells of the same kind, or of any kind."""
     states = list(states)
     known: dict[int, list[float]] = {}
     for found in states:

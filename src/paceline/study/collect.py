@@ -1,4 +1,4 @@
-"""What the cells measured, from their run folders, and `results.csv`: one row per cell and repeat."""
+"""Reads the measurements of the cells from their run folders, and writes `results.csv`, a row per cell and repeat."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.study.grid import CELLS, Cell, StudySpec
 CSV_FILE = "results.csv"
 _LARGEST_TABLE_BYTES = 64 * 2**20
 _NOTE = Fields(optional={"code": Number(-255, 255, is_whole=True), "wall_s": (Number(0), MAYBE), "words": str})
-# The first seven are the columns of the course's own results.csv, so that its scripts can read ours.
+# The first seven are the columns of the course's own results.csv, so its scripts can read this file.
 COLUMNS = (
     *("method", "gpus", "epoch", "time", "val_loss", "acc", "peak_mem"),
     *("scaling", "repeat", "global_batch_size", "samples_per_rank", "steps_per_epoch", "images_per_second"),
@@ -42,7 +42,7 @@ class Measured:
     images_per_s: float
     step_p50_s: float | None = None
     step_p95_s: float | None = None
-    phases_s: dict[str, float | None] = field(default_factory=dict)  # empty where only epochs were timed
+    phases_s: dict[str, float | None] = field(default_factory=dict)  # empty if only epochs were timed
     epochs: int = 1
     steps_per_epoch: int = 1
     bytes_per_step: int = 0
@@ -66,7 +66,7 @@ class Measured:
 
 
 def state_of(folder: Path, cell: Cell) -> tuple[State, str]:
-    """Where a cell is, and why it failed if it did."""
+    """The state of a cell and, if it failed, the reason."""
     run = RunFolder(folder / CELLS / cell.name)
     status = run.read_status()
     if status.get("status") == "finished" and run.results.exists():
@@ -80,7 +80,7 @@ def state_of(folder: Path, cell: Cell) -> tuple[State, str]:
 
 
 def note_path(folder: Path, cell: Cell) -> Path:
-    """What the study itself knows of a cell: beside its folder, which a new try removes."""
+    """The study's own file about a cell. It is beside the cell's folder, because a new try removes that folder."""
     return folder / CELLS / f"{cell.name}.json"
 
 
@@ -98,7 +98,7 @@ def measure(folder: Path, cell: Cell) -> Measured:
 
 
 def measure_run(run: RunFolder, cell: Cell, note: dict[str, Any]) -> Measured:
-    """A finished run. `note`: what a study knows of it."""
+    """The measurements of a finished run. `note`: the study's own data about it."""
     try:
         results = fit(parse_json(read_bounded(run.results)), RESULTS)
         rows = [row for row in read_rows(run.metrics_jsonl) if row["kind"] == "epoch"]
@@ -113,7 +113,7 @@ def _measure(
 ) -> Measured:
     ranks = results["process_metrics"]
     seconds = [row["seconds"] for row in rows if row["phase"] == "train"]
-    warm = seconds[1:] or seconds  # the first epoch pays for what is done once
+    warm = seconds[1:] or seconds  # the first epoch includes one-time costs
     validations = [row for row in rows if row["phase"] == "val"]
     epochs = len(seconds)
     steps_per_epoch = results["steps"] // max(epochs, 1)
@@ -204,14 +204,14 @@ def _ms(seconds: float | None) -> float | None:
 
 
 def read_csv(path: Path, *, global_batch_size: int = 256, steps_per_epoch: int = 1) -> list[Measured]:
-    """Cells somebody recorded: our own results.csv, or a table with the course's columns alone."""
+    """Cells from a file: our own results.csv, or a table with the course's columns only."""
     try:
         rows = list(csv.DictReader(read_small(path, _LARGEST_TABLE_BYTES).decode().splitlines()))
     except (OSError, ValueError, csv.Error) as error:
         raise UserError("these results cannot be read", where=str(path), got=str(error)[:200]) from error
     missing = {"method", "gpus", "time"} - set(rows[0] if rows else ())
     if missing:
-        raise UserError("these are no results of a study", where=str(path), allowed=f"columns {', '.join(COLUMNS[:7])}")
+        raise UserError("this is not a table of results", where=str(path), allowed=f"columns {', '.join(COLUMNS[:7])}")
     repeats: dict[tuple[str, str, int], int] = {}
     cells = []
     for number, row in enumerate(rows, start=2):

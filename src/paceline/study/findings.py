@@ -1,4 +1,4 @@
-"""What follows from the cells: per kind of cell its means, and speed-up and efficiency against one rank."""
+"""Computes findings from the cells: means for each kind of cell, speed-up and efficiency against one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.study.statistics import Estimate, mean, ratio, scaled_serial_fract
 
 @dataclass(frozen=True)
 class Kind:
-    """The repeats of one cell, together."""
+    """All repeats of one cell."""
 
     scaling: str
     strategy: str
@@ -40,7 +40,7 @@ class Kind:
 
     @property
     def peak_mb(self) -> float | None:
-        """Of the rank that needed most."""
+        """The peak of the rank with the highest peak."""
         peaks = [max(cell.peak_mb) for cell in self.cells if cell.peak_mb]
         return statistics.fmean(peaks) if peaks else None
 
@@ -54,7 +54,7 @@ class Kind:
 
     @property
     def phases_s(self) -> dict[str, float | None]:
-        """Mean seconds per step of each phase; empty where nobody timed them."""
+        """Mean seconds per step of each phase; empty if they were not timed."""
         if not all(cell.phases_s for cell in self.cells):
             return {}
         found: dict[str, float | None] = {}
@@ -67,7 +67,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A kind of cell beside one rank of the same strategy."""
+    """A kind of cell, compared with one rank of the same strategy."""
 
     kind: Kind
     speedup: Estimate  # in images per second
@@ -76,10 +76,10 @@ class Scaled:
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything the page, the plots and the words are made of."""
+    """The data for the page, the plots and the answers."""
 
     kinds: tuple[Kind, ...]
-    scaled: tuple[Scaled, ...]  # of the kinds that have one rank to stand beside
+    scaled: tuple[Scaled, ...]  # of the kinds that have a cell with one rank to compare with
     models: dict[str, StepModel]
     amdahl: dict[str, float]  # serial fraction by strategy
     gustafson: dict[str, float]

@@ -1,7 +1,7 @@
-"""Which runs a study is made of: strategies x world sizes x scalings x repeats, each cell an ordinary run.
+"""The cells of a study: strategies x world sizes x scalings x repeats. Each cell is an ordinary run.
 
-Cells differ in nothing but what the study is about. What would differ by itself - CPU threads per rank, the length of
-the run - is set to one value for all of them and stated.
+Cells differ only in these. Settings that would otherwise differ (CPU threads per rank, the length of the run) get one
+value for all cells, and the report states it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Cell:
 
     strategy: str
     world_size: int
-    scaling: str  # of world size 1 always strong: it is the same run
+    scaling: str  # always strong for world size 1, where both are the same run
     repeat: int
     global_batch_size: int
 
@@ -58,7 +58,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudySpec:
-    """What was asked for, as kept in study.json."""
+    """The request, as kept in study.json."""
 
     recipe: str  # a shipped name, or the path of a file
     name: str
@@ -67,13 +67,13 @@ class StudySpec:
     strategies: tuple[str, ...]
     repeats: int
     scaling: str
-    global_batch_size: int  # strong: of every cell; weak: of one rank, times the ranks
-    stated: tuple[str, ...] = ()  # what the study set by itself, in words
+    global_batch_size: int  # strong: of every cell; weak: per rank, multiplied by the ranks
+    stated: tuple[str, ...] = ()  # settings that the study chose, as text
     place: str = "local"  # or slurm, or by hand
-    launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and such, as typed
+    launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and other options, as given
 
     def cells(self) -> Iterator[Cell]:
-        """Repeat by repeat, so that a machine that drifts does so for all cells alike."""
+        """Ordered by repeat, so a slow drift of the machine affects all cells equally."""
         scalings = ("strong", "weak") if self.scaling == "both" else (self.scaling,)
         for repeat in range(1, self.repeats + 1):
             seen = set()
@@ -115,7 +115,7 @@ def read_spec(folder: Path) -> StudySpec:
 
 
 def go_on(folder: Path, spec: StudySpec) -> StudySpec:
-    """A study that is there already may grow; it may not become another one."""
+    """An existing study may grow, but its settings may not change."""
     if not (folder / STUDY_FILE).exists():
         return spec
     before = read_spec(folder)
@@ -123,10 +123,10 @@ def go_on(folder: Path, spec: StudySpec) -> StudySpec:
         old, new = getattr(before, name), getattr(spec, name)
         if old != new:
             raise UserError(
-                "another study lives in this folder",
+                "another study is in this folder",
                 where=str(folder),
                 got=f"{name.replace('_', ' ')}: {_words(new)}; there: {_words(old)}",
-                hint="--output-dir PATH for a new one, or give the same flags to go on",
+                hint="--output-dir PATH for a new one, or use the same flags to continue",
             )
     kinds = {before.scaling, spec.scaling}
     return replace(

@@ -1,15 +1,16 @@
-"""A model of the step's time, fitted to the cells, and what it says of world sizes nobody has run.
+"""A model of the step time, fitted to the cells. It predicts world sizes that were not run.
 
     step(n, s) = per_sample * s + fixed                              the rank's own work on its s samples
                + [n > 1] * (entry + bandwidth * 2 (n-1)/n + latency * log2 n)    waiting for the others
 
-All coefficients are times and cannot be negative. `entry` is what taking part costs at all; the other two are the
+All coefficients are times and cannot be negative. `entry` is the fixed cost of communication. The other two are the
 alpha-beta model of an all-reduce: every rank moves 2 (n-1)/n times the gradients, in a number of rounds that grows with
-the logarithm. A sharded model gathers and scatters the same shape of traffic. What hides behind the backward pass is
-not in it: the cells measure exposed communication, and so does the fit.
+the logarithm of n. The traffic of a sharded model has the same form. Communication that overlaps with the backward pass
+is not included: the cells measure exposed communication, and so does the fit.
 
-Fitted by relative least squares over all repeats, so a short step counts as much as a long one. Where a cell knows its
-waiting, work and waiting are fitted apart. Intervals come from refitting to the fit with the cells' own noise.
+The fit uses relative least squares over all repeats, so a short step counts as much as a long one. If a cell has
+measured its waiting, work and waiting are fitted separately. Intervals come from refits to the fitted values with the
+noise of the cells.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ if TYPE_CHECKING:
 TERMS = ("per_sample", "fixed", "entry", "bandwidth", "latency")
 _WORK, _WAITING = slice(0, 2), slice(2, 5)
 _DRAWS = 400
-_LEAST_NOISE = 0.01  # no two runs are closer than that, whatever two lucky repeats say
+_LEAST_NOISE = 0.01  # lower bound: two repeats may agree by chance
 _QUANTILES = (0.025, 0.975)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A network between nodes, as its data sheet has it."""
+    """A network between nodes, by its data sheet."""
 
     bits_per_s: float
     latency_s: float
 
     def all_reduce_s(self, ranks: int, size_bytes: float) -> float:
-        """A ring for the bytes, a tree for the latency: what libraries choose between comes out no worse."""
+        """A ring for the bytes, a tree for the latency. Libraries choose between both and are not slower."""
         if ranks < 2:
             return 0.0
         return 2 * (ranks - 1) / ranks * size_bytes * 8 / self.bits_per_s + 2 * math.log2(ranks) * self.latency_s
@@ -63,7 +64,7 @@ class StepModel:
     strategy: str
     coefficients: dict[str, float]
     noise: float  # relative, of one run
-    draws: Any  # an array: coefficients of the refits, a column each
+    draws: Any  # an array: coefficients of the refits, one column per refit
     residuals: dict[str, float]  # per cell kind, relative
     sizes: tuple[int, ...]  # world sizes it was fitted to
     parameter_bytes: int
@@ -74,7 +75,7 @@ class StepModel:
         alone = samples_per_rank * world_size
         step = self._step(world_size, samples_per_rank, link)
         single = self._step(1, alone, None)
-        # A run that is not in the fit has noise of its own; efficiency compares two, whose work is the same.
+        # A run outside the fit has its own noise. Efficiency compares two runs with the same work.
         rng = np.random.default_rng(world_size)
         noise = np.exp(rng.normal(0.0, self.noise, step[1].shape))
         return Prediction(
@@ -85,10 +86,10 @@ class StepModel:
         )
 
     def _step(self, ranks: int, samples: float, link: Link | None) -> tuple[float, Any]:
-        """The step's seconds, by the fit and by every refit."""
+        """The seconds of a step, from the fit and from every refit."""
         row = _features(ranks, samples)
         if link is not None and ranks > 1:
-            # The wire is another one than the cells ran over: what they tell of it is replaced by its data sheet.
+            # Another network than in the cells: replace the measured terms by its data sheet.
             row[3] = row[4] = 0.0
             extra = link.all_reduce_s(ranks, self.parameter_bytes)
         else:
@@ -98,7 +99,7 @@ class StepModel:
 
 
 def fit(cells: Sequence[Measured], strategy: str) -> StepModel | None:
-    """None where the cells cannot tell: one needs at least two kinds of cells."""
+    """None if there are fewer than two kinds of cells."""
     import numpy as np
 
     mine = [cell for cell in cells if cell.cell.strategy == strategy]
@@ -115,7 +116,7 @@ def fit(cells: Sequence[Measured], strategy: str) -> StepModel | None:
             work = [*features[_WORK], 0.0, 0.0, 0.0]
             parts = [(work, cell.step_s - waiting), ([0.0, 0.0, *features[_WAITING]], waiting)]
         for part, seconds in parts:
-            if any(part):  # one rank waits for nobody: there is nothing to fit
+            if any(part):  # with one rank there is no waiting to fit
                 rows.append([value / cell.step_s for value in part])
                 targets.append(seconds / cell.step_s)
     design, target = np.array(rows), np.array(targets)
@@ -137,9 +138,9 @@ def fit(cells: Sequence[Measured], strategy: str) -> StepModel | None:
 
 
 def hold_out(cells: Sequence[Measured], strategy: str) -> tuple[Measured, Prediction, float] | None:
-    """The largest world size, predicted from the smaller ones: what it took, what was said, and by how much it is off.
+    """Predict the largest world size from the smaller ones: measured, predicted, and the relative error.
 
-    Needs three sizes: a fit to one size says nothing of scale.
+    Needs three sizes: a fit to one size contains no information about scaling.
     """
     mine = [cell for cell in cells if cell.cell.strategy == strategy]
     sizes = sorted({cell.cell.world_size for cell in mine})
@@ -155,7 +156,7 @@ def hold_out(cells: Sequence[Measured], strategy: str) -> tuple[Measured, Predic
 
 
 def _features(ranks: int, samples: float) -> list[float]:
-    """What each coefficient is multiplied with."""
+    """The factor of each coefficient."""
     if ranks == 1:
         return [samples, 1.0, 0.0, 0.0, 0.0]
     return [samples, 1.0, 1.0, 2 * (ranks - 1) / ranks, math.log2(ranks)]
@@ -164,8 +165,8 @@ def _features(ranks: int, samples: float) -> list[float]:
 def _solver(design: np.ndarray) -> Callable[[Any], Any]:
     """Non-negative least squares for many targets at once.
 
-    With five unknowns there are 31 sets of those that are not zero; each is solved without the constraint, and of the
-    solutions that happen to obey it the best is the answer.
+    With five unknowns there are 31 sets of nonzero unknowns. Each is solved without the constraint. The result is the
+    best of the solutions that satisfy it.
     """
     import numpy as np
 
@@ -179,7 +180,7 @@ def _solver(design: np.ndarray) -> Callable[[Any], Any]:
         for subset, inverse in zip(subsets, inverses, strict=True):
             values = inverse @ targets
             error = ((design[:, subset] @ values - targets) ** 2).sum(0)
-            # Fewer terms come first, and more of them must be better by more than rounding.
+            # Sets with fewer terms come first. Larger sets must be better by more than rounding.
             better = (values >= 0).all(0) & (error < best - 1e-12)
             best[better] = error[better]
             answer[:, better] = 0.0
@@ -190,7 +191,7 @@ def _solver(design: np.ndarray) -> Callable[[Any], Any]:
 
 
 def _noise(cells: Sequence[Measured], residuals: Any, used: int) -> float:
-    """Of one run, relative: what repeats show, or what the fit leaves over, whichever is more."""
+    """The relative noise of one run: from the repeats or from the residuals of the fit, whichever is larger."""
     groups: dict[tuple[str, str, int], list[float]] = {}
     for cell in cells:
         groups.setdefault(cell.cell.key, []).append(cell.step_s)
@@ -198,7 +199,7 @@ def _noise(cells: Sequence[Measured], residuals: Any, used: int) -> float:
     repeats = math.sqrt(statistics.fmean(spread**2 for spread in spreads)) if spreads else 0.0
     freedom = len(residuals) - used
     left_over = math.sqrt(float((residuals**2).sum()) / freedom) if freedom > 0 else 0.0
-    # From a few measurements noise is easily underestimated: the same care as for any small sample.
+    # Few measurements underestimate noise: correct with Student's t.
     careful = student_t(freedom) / 1.96 if freedom > 0 else 1.0
     return max(repeats, left_over * min(careful, 1.5), _LEAST_NOISE)
 

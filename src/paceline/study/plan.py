@@ -1,4 +1,4 @@
-"""From what a person typed to a study: every cell checked, before the first one starts."""
+"""Turns the command line into a study. Every cell is checked before the first one starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _EPOCHS = 3  # the first warms up, the others are measured
 
 @dataclass(frozen=True)
 class Asked:
-    """The study's own flags, as typed."""
+    """The study's own flags, as given."""
 
     world_sizes: str = ""
     strategies: str = "ddp"
@@ -27,7 +27,7 @@ class Asked:
 
 
 def refuse_taken(flags: list[str]) -> None:
-    """Said before any value is judged: --world-size 1,2 is a slip for --world-sizes."""
+    """Checked before any value: --world-size 1,2 is probably meant as --world-sizes."""
     hints = {"strategy": "--strategies ddp,fsdp", "processes": "--world-sizes 1,2,4"}
     for setting in parse_flags(flags):
         name = setting.field.name
@@ -37,9 +37,9 @@ def refuse_taken(flags: list[str]) -> None:
 
 
 def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: str, threads: int = 0) -> StudySpec:
-    """`flags` are those for every cell; what must be equal in all cells and would not be is added and stated.
+    """`flags` are for every cell. Settings that must be equal in all cells are added to them and stated.
 
-    threads: of a rank on CPUs, as the jobs of a cluster allow; 0 on GPUs, and on this machine, which is asked itself.
+    threads: per rank on CPUs, from the jobs of a cluster; 0 on GPUs, and on this machine, where they are counted here.
     """
     sizes = _numbers("--world-sizes", asked.world_sizes or _default_sizes(loaded), most=_MOST_RANKS)
     repeats = _numbers("--repeats", asked.repeats, most=_MOST_REPEATS)
@@ -65,7 +65,7 @@ def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: s
 
 
 def _settle(loaded: LoadedConfig, sizes: list[int], place: str, threads: int) -> tuple[list[str], list[str]]:
-    """Flags that make cells alike, and what to say about them."""
+    """Flags that make the cells comparable, and statements about them."""
     config, flags, stated = loaded.config, [], []
     gpus = count_gpus(config.parallel) if place == "local" else 0
     cores = usable_cores()
@@ -76,16 +76,16 @@ def _settle(loaded: LoadedConfig, sizes: list[int], place: str, threads: int) ->
         stated.append(f"{threads} CPU thread" + ("s" if threads > 1 else "") + " per rank in every cell")
     if place == "local" and not gpus and max(sizes) > cores:
         crowded = ", ".join(str(size) for size in sizes if size > cores)
-        stated.append(f"oversubscribed: {crowded} ranks share {cores} cores, which is no scaling")
+        stated.append(f"oversubscribed: {crowded} ranks share {cores} cores, so this does not measure scaling")
     if {loaded.origin("epochs"), loaded.origin("max_steps")}.isdisjoint({"flag"}):
         epochs = min(config.train.epochs, max(_EPOCHS, int(config.optim.warmup_epochs) + 2))
         flags.append(f"--epochs={epochs}")
-        stated.append(f"{epochs} epochs a cell of the recipe's {config.train.epochs}; the first is not timed")
+        stated.append(f"{epochs} of the recipe's {config.train.epochs} epochs per cell; the first is not timed")
     return flags, stated
 
 
 def _default_sizes(loaded: LoadedConfig) -> str:
-    """1, 2, 4, ... as far as this machine goes."""
+    """1, 2, 4, ... up to the limit of this machine."""
     most = count_gpus(loaded.config.parallel) or usable_cores()
     sizes = [1]
     while 2 * sizes[-1] <= most:
@@ -97,7 +97,9 @@ def _numbers(flag: str, text: str, *, most: int) -> list[int]:
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= most for word in words):
         raise UserError(
-            f"{flag} {text!r} is not valid", where=f"flag {flag}", allowed=f"whole numbers from 1 to {most}, as 1,2,4"
+            f"{flag} {text!r} is not valid",
+            where=f"flag {flag}",
+            allowed=f"whole numbers from 1 to {most}, for example 1,2,4",
         )
     return sorted({int(word) for word in words})
 
@@ -110,7 +112,7 @@ def _choices(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
 
 
 def _without_batch(flags: list[str]) -> list[str]:
-    """The global batch of a cell is the study's business."""
+    """The flags without the global batch, which the study sets for each cell."""
     kept: list[str] = []
     for setting in parse_flags(flags):
         if setting.field.name != "global_batch_size":

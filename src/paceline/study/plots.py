@@ -1,4 +1,4 @@
-"""The charts of a study, and each of them as PNG and SVG."""
+"""The charts of a study, also as PNG and SVG files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PLOTS = "plots"
 
 
 def make_charts(findings: Findings) -> list[Chart]:
-    """In the order in which the page tells the story."""
+    """In the order of the page."""
     ticks = sorted({kind.world_size for kind in findings.kinds})
     axis: dict[str, Any] = {"x_label": "ranks", "x_log": True, "x_ticks": ticks}
     charts = [
@@ -43,7 +43,7 @@ def make_charts(findings: Findings) -> list[Chart]:
         Chart(
             "plot_efficiency",
             "Efficiency",
-            y_label="of linear scaling",
+            y_label="fraction of linear scaling",
             series=_efficiency(findings, ticks),
             y_from_zero=True,
             y_format="percent",
@@ -73,7 +73,7 @@ def make_charts(findings: Findings) -> list[Chart]:
             y_label="MB",
             series=_curves(findings, lambda kind: None if kind.peak_mb is None else Estimate(kind.peak_mb)),
             y_from_zero=True,
-            note="Of the rank that needed most, not divided by anything.",
+            note="The highest peak of any rank.",
             **axis,
         ),
     ]
@@ -155,12 +155,12 @@ def _breakdown(findings: Findings) -> Chart:
         kind="stacked-bar",
         y_from_zero=True,
         wide=True,
-        note="Exposed communication is what a rank stands waiting for; what hides behind its own work is not in it.",
+        note="Exposed communication is time that a rank waits for others. Overlapped communication is not included.",
     )
 
 
 def _shares(findings: Findings) -> Chart:
-    """The same bars, each stretched to the whole step: on many ranks steps are too short to compare by length."""
+    """The same bars as shares of the step: with many ranks, steps are too short to compare by length."""
     whole = _breakdown(findings)
     totals = [sum(values) for values in zip(*([y or 0.0 for y in series.y] for series in whole.series), strict=True)]
     shares = [
@@ -187,7 +187,8 @@ def write_plots(folder: Path, charts: list[Chart]) -> list[Path]:
         import matplotlib
     except ImportError as error:
         raise UserError(
-            "plots as files need matplotlib", hint="pip install 'paceline[study]'; report.html has them without"
+            "plots as files need matplotlib",
+            hint="pip install 'paceline[study]'; report.html works without it",
         ) from error
     matplotlib.use("Agg")
     from matplotlib import pyplot
@@ -203,7 +204,7 @@ def write_plots(folder: Path, charts: list[Chart]) -> list[Path]:
         axes.spines[["top", "right"]].set_visible(False)
         for ending in ("png", "svg"):
             path = folder / PLOTS / f"{chart.id}.{ending}"
-            # Without a date in it the same numbers give the same file.
+            # Without a date, the same numbers give the same file.
             figure.savefig(path, dpi=150, metadata={"Date": None} if ending == "svg" else None)
             paths.append(path)
         pyplot.close(figure)

@@ -1,7 +1,7 @@
-"""Runs the cells of a study as Slurm arrays, one per world size, and waits for them however long they queue.
+"""Runs the cells of a study as Slurm arrays, one per world size, and waits for them without a time limit.
 
-Which cell is in which job is kept in `jobs.json`, so whoever interrupts the waiting loses nothing: the same command
-later finds the jobs again.
+`jobs.json` records which cell is in which job. The wait can be interrupted: the same command later finds the jobs
+again.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from paceline.study.grid import StudySpec
 
 JOBS_FILE = "jobs.json"
 _JOBS = ListOf(Fields(required={"job_id": str, "cluster": str, "cells": ListOf(str)}))
-_POLL_S = (2.0, 30.0)  # from short to long: a queue of hours need not be asked every second
-_PATIENCE_S = 600.0  # how long a controller may be away
+_POLL_S = (2.0, 30.0)  # shortest and longest interval: jobs may queue for hours
+_PATIENCE_S = 600.0  # how long the Slurm controller may be unreachable
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def write_scripts(
     for size in sorted({found.cell.world_size for found in cells}):
         mine = [found for found in cells if found.cell.world_size == size]
         path = folder / "jobs" / f"{size}-ranks.sbatch"
-        # A cell is measured in one piece: a job that dies is reported and retried, not requeued.
+        # A cell is measured in one piece: a failed job is reported and retried, not requeued.
         shape = replace(shapes[size], folder=folder / "jobs", max_requeues=0, resume="", signal_notice_s=0)
         commands = [spec.command(found.cell, folder) for found in mine]
         script, lines = write_array_script(shape, commands, path.with_suffix(".commands"))
@@ -71,7 +71,7 @@ def run_queue(
     tell: Callable[[CellState], Any],
     say: Callable[[str], Any],
 ) -> None:
-    """Submit what is open and not in a job yet; then wait until every job has ended."""
+    """Submit the open cells that are not in a job yet, then wait until every job has ended."""
     jobs = [job for job in read_jobs(folder) if read_state(job.job_id, job.cluster).is_active]
     taken = {name for job in jobs for name in job.cells}
     todo = [found for found in open_cells(states, retries=retries) if found.cell.name not in taken]

@@ -1,4 +1,4 @@
-"""What a study leaves behind: results.csv, the plots, and one page with the answers."""
+"""The output of a study: results.csv, the plots, and one page with the answers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from paceline.study.statistics import Estimate
 PAGE = "report.html"
 _TERM_WORDS = {
     "per_sample": ("work per sample", 1e6, "µs"),
-    "fixed": ("work per step, whatever the batch", 1e3, "ms"),
-    "entry": ("cost of taking part at all", 1e3, "ms"),
+    "fixed": ("work per step, for any batch", 1e3, "ms"),
+    "entry": ("fixed cost of communication", 1e3, "ms"),
     "bandwidth": ("waiting that grows with the bytes moved", 1e3, "ms"),
     "latency": ("waiting per doubling of the ranks", 1e3, "ms"),
 }
@@ -39,9 +39,9 @@ def write_report(
     cells: list[Measured] | None = None,
     machine_of: Path | None = None,
 ) -> list[str]:
-    """Make everything anew from the cells; returns the lines to print.
+    """Write all output from the cells. Returns the lines to print.
 
-    Runs that were started by hand are given as `cells`, and one of their folders as `machine_of`.
+    Runs that were started by hand are passed as `cells`, and one of their folders as `machine_of`.
     """
     cells = collect(folder, spec) if cells is None else cells
     write_csv(folder / CSV_FILE, cells)
@@ -75,8 +75,8 @@ def write_study_page(
         Section("In short", [_tiles(findings, cells), *_answers(answers)], id="answers"),
         Section("How it scales", [chart for chart in charts if chart.kind != "stacked-bar"][:3], id="scaling"),
         Section("Why", [*[c for c in charts if c.kind == "stacked-bar"], *_table_of_kinds(findings)], id="why"),
-        Section("What other sizes would do", _predictions(spec, findings, cells), id="prediction"),
-        Section("What came of it", [c for c in charts if c.kind != "stacked-bar"][3:], id="results"),
+        Section("Prediction for other sizes", _predictions(spec, findings, cells), id="prediction"),
+        Section("Accuracy and memory", [c for c in charts if c.kind != "stacked-bar"][3:], id="results"),
         Section("Every cell", _every_cell(cells, failed), id="cells"),
         Section("How it was measured", _method(spec, cells, machine or {}), id="method"),
     ]
@@ -156,7 +156,7 @@ def _step_columns(kind: Kind) -> list[float | None]:
 
 
 def _predictions(spec: StudySpec, findings: Findings, cells: Sequence[Measured]) -> list[Block]:
-    """Powers of two beyond what was run, at the study's own global batch."""
+    """Powers of two beyond the measured sizes, at the study's global batch."""
     if not findings.models:
         return []
     widest = max(kind.world_size for kind in findings.kinds)
@@ -223,11 +223,11 @@ def _held_out(findings: Findings, cells: Sequence[Measured]) -> list[Block]:
             low, high = said.step_s.low or 0.0, said.step_s.high or 0.0
             inside = "inside" if low <= truth <= high else "**outside**"
             parts.append(
-                f"Asked for {strategy.upper()} on {cell.cell.world_size} ranks without having seen them, the model is "
-                f"off by {error:+.1%}; the measured step lies {inside} its interval."
+                f"A fit without the cells of {strategy.upper()} on {cell.cell.world_size} ranks predicts them with an "
+                f"error of {error:+.1%}; the measured step is {inside} its interval."
             )
     if not parts:
-        parts = ["To check the model against a size it has not seen, a study needs three world sizes or more."]
+        parts = ["To check the model against a size that is not in the fit, a study needs three world sizes or more."]
     return [" ".join(parts)]
 
 
@@ -241,7 +241,7 @@ def _coefficients(findings: Findings) -> Details:
         rows.append([*values, f"{model.noise:.1%}"])
     columns = ["strategy", *(_TERM_WORDS[term][0] for term in TERMS), "noise of a run"]
     about = (
-        "step = work per sample × samples of a rank + work per step, and on more than one rank + taking part "
+        "step = work per sample × samples of a rank + work per step, and on more than one rank + fixed cost "
         "+ bytes × 2(n-1)/n + latency × log2 n. Fitted by relative least squares; no term may be negative."
     )
     return Details("The model", [about, Table(columns, rows)])
@@ -268,16 +268,16 @@ def _every_cell(cells: Sequence[Measured], failed: Sequence[tuple[str, str]]) ->
     blocks.append(Details(f"{len(cells)} runs", [Table(columns, rows)], is_open=len(cells) <= 16))
     restarted = [cell.cell.name for cell in cells if cell.attempts > 1]
     if restarted:
-        blocks.append(f"Restarted on the way, timed after the last restart: {', '.join(restarted)}.")
+        blocks.append(f"Restarted during the run, timed after the last restart: {', '.join(restarted)}.")
     return blocks
 
 
 def _method(spec: StudySpec, cells: Sequence[Measured], machine: dict[str, Any]) -> list[Block]:
     blocks: list[Block] = [
         *_what_is_equal(spec, cells),
-        "Epoch times leave out the first epoch where there are several, step times the first ten steps. Time per step "
-        "is a mean over ranks; memory is that of the rank that needed most. Throughput is all samples of an epoch over "
-        "its time, logging included.",
+        "With several epochs, epoch times leave out the first one. Step times leave out the first ten steps. Time per "
+        "step is a mean over ranks; memory is the highest peak of any rank. Throughput is all samples of an epoch "
+        "divided by its time, logging included.",
     ]
     if machine:
         blocks.append(Table(["machine", ""], [[key, str(value)] for key, value in machine.items()]))
@@ -300,8 +300,8 @@ def _what_is_equal(spec: StudySpec, cells: Sequence[Measured]) -> list[Block]:
         return [text, named]
     same = ["the recipe, the seed, the global batch and precision " + _precisions(cells), *spec.stated]
     return [
-        "The same in every cell: " + "; ".join(same) + ". Cells run repeat by repeat, so that a machine that drifts "
-        "does so for all alike."
+        "The same in every cell: " + "; ".join(same) + ". Cells run repeat by repeat, so a slow drift of the machine "
+        "affects all cells equally."
     ]
 
 
@@ -310,7 +310,7 @@ def _precisions(cells: Sequence[Measured]) -> str:
 
 
 def _machine(runs: Sequence[Path]) -> dict[str, Any]:
-    """What the first finished run says of where it ran."""
+    """The machine of the first finished run."""
     for run in runs:
         found = read_object(RunFolder(run).environment)
         if found:

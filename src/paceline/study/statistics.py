@@ -10,22 +10,22 @@ from dataclasses import dataclass
 # Two-sided 95 % quantiles of Student's t, by degrees of freedom.
 _T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 _T_AT = {20: 2.086, 30: 2.042, 60: 2.000, 120: 1.980}
-_WIDEST = 4.0  # an interval from half of a value to twice of it; a wider one says nothing about the value
+_WIDEST = 4.0  # high / low: from half of a value to twice the value; a wider interval has no use
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its 95 % interval; of a single measurement, or of a few that differ widely, there is none."""
+    """A value and its 95 % interval. A single measurement, or a few that differ widely, have no interval."""
 
     value: float
     low: float | None = None
     high: float | None = None
-    is_too_noisy: bool = False  # the repeats differ so much that their interval says nothing
+    is_too_noisy: bool = False  # the repeats differ too much for a useful interval
 
     def words(self, form: str = "{:.3g}") -> str:
         text = form.format(self.value)
         if self.is_too_noisy:
-            return f"{text} (too noisy for an interval: more repeats)"
+            return f"{text} (too noisy for an interval: use more repeats)"
         if self.low is None or self.high is None:
             return text
         return f"{text} ({form.format(self.low)} to {form.format(self.high)})"
@@ -37,13 +37,13 @@ class Estimate:
 
 
 def _around(value: float, half: float) -> Estimate:
-    """With the interval of half a width, in logarithms."""
+    """An estimate with an interval of this half width, in logarithms."""
     low, high = value * math.exp(-half), value * math.exp(min(half, 700.0))
     return Estimate(value, is_too_noisy=True) if high > _WIDEST * low else Estimate(value, low, high)
 
 
 def student_t(degrees: float) -> float:
-    """The 97.5 % quantile; between table entries the larger one, which is the careful one."""
+    """The 97.5 % quantile; between table entries the larger, more conservative one."""
     whole = max(1, math.floor(degrees))
     if whole <= len(_T):
         return _T[whole - 1]
@@ -78,7 +78,7 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
 
 
 def serial_fraction(speedups: dict[int, float]) -> float | None:
-    """Amdahl's: the share of the work that more ranks do not make faster. From all sizes beyond one together."""
+    """Amdahl's serial fraction: the part of the work that more ranks do not speed up. Fitted to all sizes above one."""
     pairs = [(size, speedup) for size, speedup in speedups.items() if size > 1 and speedup > 0]
     if not pairs:
         return None
@@ -89,7 +89,7 @@ def serial_fraction(speedups: dict[int, float]) -> float | None:
 
 
 def scaled_serial_fraction(speedups: dict[int, float]) -> float | None:
-    """Gustafson's, for work that grows with the ranks: S = n - f (n - 1)."""
+    """Gustafson's serial fraction, for work that grows with the ranks: S = n - f (n - 1)."""
     pairs = [(size, speedup) for size, speedup in speedups.items() if size > 1]
     if not pairs:
         return None

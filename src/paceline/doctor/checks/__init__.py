@@ -1,1 +1,1 @@
-"""What is right and what is not, as pure functions of facts."""
+"""The checks, as pure functions of facts."""

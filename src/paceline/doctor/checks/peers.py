@@ -1,4 +1,4 @@
-"""What nodes know of each other before torch joins them: versions, clocks, MTUs, open doors. Imports no torch."""
+"""Checks between nodes before torch connects them: versions, clocks, MTUs, connections. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.doctor.findings import Finding, failed, passed, warned
 from paceline.doctor.reach import Visit
 from paceline.runs.shared_token import shared_hint
 
-Identity = dict[str, Any]  # what a rank says of itself: rank, host, versions, mtu
+Identity = dict[str, Any]  # of a rank: rank, host, versions, mtu
 _CLOCK_WARN_S, _CLOCK_FAIL_S = 1.0, 30.0
 _MANY = 4  # ranks listed by name before the rest is counted
 
@@ -34,14 +34,14 @@ def check_versions(everyone: Sequence[Identity]) -> Finding:
         odd = [rank for rank, value in enumerate(values) if value != usual]
         if odd:
             text = f"{what} {values[odd[0]]} at {name_ranks(odd, hosts)}, {usual} at the others"
-            remedy = "the same environment on every node: one on a shared disk, one container image, or install anew"
+            remedy = "use the same environment on every node: on a shared disk, in a container image, or reinstalled"
             return failed("versions", text, remedy, nodes=blame(odd, hosts))
     told = everyone[0]["versions"]
-    return passed("versions", f"alike on {_ranks(len(everyone))}: torch {told['torch']}, paceline {told['paceline']}")
+    return passed("versions", f"equal on {_ranks(len(everyone))}: torch {told['torch']}, paceline {told['paceline']}")
 
 
 def check_mtu(everyone: Sequence[Identity]) -> Finding:
-    """Of the interface each node is known by."""
+    """Compares the MTU of each node's main interface."""
     by_host = {identity["host"]: identity["mtu"] for identity in everyone if identity["mtu"]}
     if len(set(by_host.values())) > 1:
         usual, _ = Counter(by_host.values()).most_common(1)[0]
@@ -55,7 +55,7 @@ def check_mtu(everyone: Sequence[Identity]) -> Finding:
 
 
 def check_shared(folder: str, writer: str, troubles: Sequence[str], hosts: Sequence[str]) -> Finding:
-    """`troubles`: what each rank found instead of the writer's file; empty where it saw the file."""
+    """`troubles`: for each rank why it cannot see the writer's file; empty if it sees the file."""
     odd = [rank for rank, trouble in enumerate(troubles) if trouble]
     if not odd:
         return passed("shared folder", f"{folder}: {_ranks(len(hosts))} read what {writer} wrote there")
@@ -65,25 +65,27 @@ def check_shared(folder: str, writer: str, troubles: Sequence[str], hosts: Seque
 
 
 def check_reach(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Finding:
-    """`visits[a][b]`: rank a's knock at rank b's door."""
+    """`visits[a][b]`: rank a's connection to rank b."""
     shut = [(a, b) for a, row in enumerate(visits) for b, visit in enumerate(row) if visit.error]
     ranks = len(hosts)
     if not shut:
         longest = max(visit.round_trip_s for row in visits for visit in row)
-        return passed("reach", f"each of {_ranks(ranks)} reaches each, in {1000 * longest:.1f} ms at most")
+        return passed("reach", f"all {_ranks(ranks)} reach each other, in {1000 * longest:.1f} ms at most")
     first = shut[0]
     guilty = fewest_to_leave_out(shut)
-    what = f"{len(shut)} of {ranks * (ranks - 1)} ways are shut: {name_ranks([first[0]], hosts)} does not reach "
+    what = f"{len(shut)} of {ranks * (ranks - 1)} connections fail: {name_ranks([first[0]], hosts)} does not reach "
     what += f"{name_ranks([first[1]], hosts)} ({visits[first[0]][first[1]].error})"
-    remedy = "a firewall between the nodes? open all TCP ports among them (iptables -L, security groups); an address "
-    remedy += "of the wrong network? GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose"
+    remedy = "if there is a firewall between the nodes, open all TCP ports among them (iptables -L, security groups); "
+    remedy += "if the address is of the wrong network, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
     if "large ones" in visits[first[0]][first[1]].error:
-        remedy = "an MTU that the way between does not carry: ping -M do -s 1472; a smaller one: ip link set ... mtu"
+        remedy = (
+            "the MTU is too large for the network: test with ping -M do -s 1472; reduce it with ip link set ... mtu"
+        )
     return failed("reach", what, remedy, nodes=blame(guilty, hosts), shut=[list(pair) for pair in shut[:100]])
 
 
 def fewest_to_leave_out(shut: Sequence[tuple[int, int]]) -> list[int]:
-    """Ranks without which every way is open: always the one with most shut ways next, of equals the last."""
+    """Ranks to leave out so that all connections work. Greedy: the rank with most failures next, of equals the last."""
     left, out = list(shut), []
     while left:
         counts = Counter(rank for pair in left for rank in pair)
@@ -94,9 +96,9 @@ def fewest_to_leave_out(shut: Sequence[tuple[int, int]]) -> list[int]:
 
 
 def check_clocks(visits: Sequence[Sequence[Visit]], hosts: Sequence[str]) -> Finding:
-    """Clocks as rank 0 sees them, against the one in the middle."""
+    """Compares the clocks, as rank 0 sees them, with their median."""
     ahead = [0.0 if rank == 0 else visit.clock_ahead_s for rank, visit in enumerate(visits[0])]
-    # Of an even number the lower middle: of two clocks, rank 0's counts.
+    # With an even number the lower median; with two clocks rank 0's.
     middle = statistics.median_low(ahead) if len(ahead) > 2 else 0.0
     off = [value - middle for value in ahead]
     worst = max(range(len(off)), key=lambda rank: abs(off[rank]))

@@ -1,4 +1,4 @@
-"""What ranks did together: sums, pairs, pace, links, and the training whose outcome is known."""
+"""Checks of the ranks' common work: sums, pairs, pace, links, and the training with a known result."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from paceline.doctor.checks.peers import blame, name_ranks
 from paceline.doctor.exchange import Sums
 from paceline.doctor.findings import Finding, failed, passed, warned
 
-SLOW_WARN, SLOW_FAIL = 1.5, 2.0  # times the time of the others
+SLOW_WARN, SLOW_FAIL = 1.5, 2.0  # ratio to the time of the others
 _SLOW_PAIR = 4.0
-_LEAST_OF_LINK = {True: 0.02, False: 0.15}  # by whether the limit was measured: memory copies are far above gloo
+_LEAST_OF_LINK = {True: 0.02, False: 0.15}  # by whether the limit was measured: memory copies are much faster than gloo
 _SLOW_LATENCY_S = 0.02
-Pairs = Sequence[Mapping[int, tuple[bool, float]]]  # by rank, by partner: right, seconds
-_SUSPECT = "leave that node (--exclude) or GPU (CUDA_VISIBLE_DEVICES) out; test its memory, GPU and network card"
+Pairs = Sequence[Mapping[int, tuple[bool, float]]]  # by rank, by partner: is correct, seconds
+_SUSPECT = "exclude that node (--exclude) or GPU (CUDA_VISIBLE_DEVICES); test its memory, GPU and network card"
 
 
 def check_sums(sums: Sequence[Sums], pairs: Pairs, hosts: Sequence[str]) -> Finding:
-    """Whether all-reduce is right; where it is not, the rank that is to blame."""
+    """Whether all-reduce is correct. If not, names the faulty rank."""
     arrived_wrong = [
         (sender, rank) for rank, row in enumerate(pairs) for sender, (right, _) in row.items() if not right
     ]
     if all(one.is_own_right and one.is_sum_right for one in sums) and not arrived_wrong:
-        return passed("all-reduce", f"right on {len(sums)} ranks, number by number, and between every pair")
+        return passed("all-reduce", f"correct on {len(sums)} ranks, and between every pair")
     wrong = wrong_ranks(sums, arrived_wrong)
     if wrong:
-        what = f"wrong sums: the numbers of {name_ranks(wrong, hosts)} are not what they should be"
+        what = f"wrong sums: the numbers of {name_ranks(wrong, hosts)} are wrong"
         return failed("all-reduce", what, _SUSPECT, nodes=blame(wrong, hosts), wrong_ranks=wrong)
     if arrived_wrong:
         sender, rank = arrived_wrong[0]
-        what = f"numbers change on the way from {name_ranks([sender], hosts)} to {name_ranks([rank], hosts)}"
+        what = f"data from {name_ranks([sender], hosts)} arrives corrupted at {name_ranks([rank], hosts)}"
         guilty = sorted({sender, rank})
-        remedy = "leave out one of the two nodes after the other to see which; then its network card and cable"
+        remedy = "exclude one of the two nodes, then the other, to find the faulty one; check its network card, cable"
         return failed("all-reduce", what, remedy, nodes=blame(guilty, hosts), wrong_ranks=guilty)
     got = [rank for rank, one in enumerate(sums) if not one.is_sum_right]
-    what = f"every pair exchanges rightly, but the sum over all is wrong at {name_ranks(got, hosts)}"
-    return failed("all-reduce", what, "another version of torch or NCCL; NCCL_ALGO=Ring; trust nothing trained here")
+    what = f"every pair exchanges correctly, but the sum over all is wrong at {name_ranks(got, hosts)}"
+    return failed("all-reduce", what, "try another torch or NCCL, or NCCL_ALGO=Ring; do not use results from here")
 
 
 def wrong_ranks(sums: Sequence[Sums], arrived_wrong: Sequence[tuple[int, int]]) -> list[int]:
-    """Ranks that find their own numbers wrong; else the one sender, or the one receiver, of all that went wrong.
+    """Ranks whose own numbers are wrong; otherwise the common sender or receiver of all wrong messages.
 
-    Between two ranks a wrong message alone cannot tell its sender from its receiver: then nobody is named.
+    With one wrong message between two ranks, sender and receiver cannot be distinguished: then none is named.
     """
     own = [rank for rank, one in enumerate(sums) if not one.is_own_right]
     if own or len(sums) < 3:
@@ -73,21 +73,21 @@ def check_pace(seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
     if not slow:
         slowest = f"; the slowest takes {max(factors):.2f} times the others' time" if len(seconds) > 1 else ""
         work = statistics.median(seconds)
-        what = f"{1000 * work:.2f} ms for a piece of work on {len(seconds)} rank{'s' if len(seconds) > 1 else ''}"
+        what = f"{1000 * work:.2f} ms for a matrix product on {len(seconds)} rank{'s' if len(seconds) > 1 else ''}"
         return passed("pace", what + slowest, **told)
     worst = max(slow, key=lambda rank: factors[rank])
     is_failure = factors[worst] >= SLOW_FAIL
-    if is_failure:  # a node is left out for its own failure, not for being a little slow beside it
+    if is_failure:  # exclude only failed nodes, not those that are a little slow
         slow = [rank for rank in slow if factors[rank] >= SLOW_FAIL]
     report = failed if is_failure else warned
     what = f"{name_ranks([worst], hosts)} is slow: {factors[worst]:.1f} times the others' time for the same work"
-    remedy = "on that node: top for other programs, nvidia-smi -q -d PERFORMANCE for throttling, the CPU governor and "
-    remedy += "cores bound twice; or leave it out (--exclude)"
+    remedy = "on that node check other programs (top), throttling (nvidia-smi -q -d PERFORMANCE), the CPU governor and "
+    remedy += "cores bound twice; or exclude it (--exclude)"
     return report("pace", what, remedy, nodes=blame(slow, hosts), slow_ranks=slow, **told)
 
 
 def check_pairs(pairs: Pairs, hosts: Sequence[str]) -> Finding:
-    """One slow way among many of its kind: inside of a node, or between nodes."""
+    """Finds slow links. Links inside a node and between nodes are compared separately."""
     by_kind: dict[bool, dict[tuple[int, int], float]] = {True: {}, False: {}}
     for rank, row in enumerate(pairs):
         for partner, (_, seconds) in row.items():
@@ -95,16 +95,16 @@ def check_pairs(pairs: Pairs, hosts: Sequence[str]) -> Finding:
     slow = {}
     for ways in by_kind.values():
         usual = statistics.median(ways.values()) if len(ways) > 2 else float("inf")
-        # A slow link is slow for both of its ends; a hiccup is not.
+        # A slow link is slow in both directions; a random delay is not.
         best = {(a, b): min(seconds, ways.get((b, a), seconds)) for (a, b), seconds in ways.items()}
         slow.update({pair: seconds / usual for pair, seconds in best.items() if seconds > _SLOW_PAIR * usual})
     if not slow:
         longest = max(seconds for ways in by_kind.values() for seconds in ways.values())
-        return passed("pairs", f"each rank exchanges 1 MB with each, in {1000 * longest:.1f} ms at most")
+        return passed("pairs", f"every pair exchanges 1 MB, in {1000 * longest:.1f} ms at most")
     (first, second), factor = max(slow.items(), key=lambda item: item[1])
-    what = f"the way between {name_ranks([first], hosts)} and {name_ranks([second], hosts)} takes {factor:.1f} times "
+    what = f"the link between {name_ranks([first], hosts)} and {name_ranks([second], hosts)} takes {factor:.1f} times "
     what += f"as long as others ({len(slow)} slow of {sum(map(len, by_kind.values()))})"
-    remedy = "cable, port or duplex of that link (ethtool, ibstat); GPUs on another PCIe root (nvidia-smi topo -m)"
+    remedy = "check cable, port, duplex of that link (ethtool, ibstat), and the PCIe root of GPUs (nvidia-smi topo -m)"
     return warned("pairs", what, remedy, nodes=blame([first, second], hosts))
 
 
@@ -116,30 +116,28 @@ def check_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -
     if any(not row.is_right for row in rows):
         return failed("links", f"{what}, and some of its sums are wrong", _SUSPECT, **told)
     if latency > _SLOW_LATENCY_S:
-        return warned("links", what, "a slow network, or ranks without a core of their own", **told)
+        return warned("links", what, "the network is slow, or ranks share cores", **told)
     if limit is None or limit.bytes_per_s is None:
         return passed("links", f"{what} ({limit.name if limit else 'no limit known'})", **told)
     share = best / limit.bytes_per_s
     what += f"; {share:.0%} of {limit.bytes_per_s / 1e9:.1f} GB/s ({limit.name})"
     if share < _LEAST_OF_LINK[limit.is_measured]:
-        remedy = (
-            "NCCL_DEBUG=INFO tells which way was chosen; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME choose the fast one"
-        )
+        remedy = "NCCL_DEBUG=INFO shows the chosen interface; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME select another one"
         return warned("links", what, f"{remedy}; paceline bench --what collectives shows more", **told)
     return passed("links", what, **told)
 
 
 def check_training(alone: Sequence[str], together: Sequence[str], known: str, hosts: Sequence[str]) -> Finding:
-    """Hashes of the weights, by rank: of the training each rank did by itself, and of the one they did together."""
+    """Hashes of the weights, by rank: of the training of each rank alone, and of the training together."""
     wrong = [rank for rank, found in enumerate(alone) if found != known]
     told = {"known": known, "alone": list(alone), "together": list(together)}
     if wrong:
-        what = f"30 steps of training come out wrong on {name_ranks(wrong, hosts)}: {alone[wrong[0]][:12]}, not "
+        what = f"30 steps of training give wrong weights on {name_ranks(wrong, hosts)}: {alone[wrong[0]][:12]}, not "
         return failed("training", what + known[:12], _SUSPECT, nodes=blame(wrong, hosts), wrong_ranks=wrong, **told)
     astray = [rank for rank, found in enumerate(together) if found != known]
     if astray:
-        what = f"each rank by itself trains rightly, but together {name_ranks(astray, hosts)} end elsewhere: "
+        what = f"each rank alone trains correctly, but together {name_ranks(astray, hosts)} get wrong weights: "
         what += f"{together[astray[0]][:12]}, not {known[:12]}"
-        return failed("training", what, "numbers change on the way: see all-reduce and pairs", **told)
+        return failed("training", what, "data is corrupted between ranks: see all-reduce and pairs", **told)
     how = f"by each of {len(alone)} ranks alone and by all together" if together else "by one rank"
     return passed("training", f"30 steps {how}: the known weights, bit for bit ({known[:12]})", **told)

@@ -1,4 +1,4 @@
-"""Python, packages, torch and its GPUs."""
+"""Checks of Python, packages, torch and its GPUs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from paceline.doctor.findings import Finding, failed, passed, skipped, warned
 from paceline.doctor.gather.software import Software, Torch
 
 _GIGABYTE = 10**9
-_MOSTLY_FREE = 0.9  # of a GPU's memory, when nobody else is on it
+_MOSTLY_FREE = 0.9  # fraction of a GPU's memory that is free if no other process uses it
 _REINSTALL = "python -m pip install --upgrade paceline, in the environment you train in"
 
 
 def check_python(facts: Software) -> Finding:
     if not _is_within(facts.python, facts.needs_python):
-        return failed("python", f"{facts.python}, but {facts.needs_python} is needed", "a virtual environment of it")
+        return failed("python", f"{facts.python}, but {facts.needs_python} is needed", "a virtual environment with it")
     return passed("python", f"{facts.python} on {facts.platform}")
 
 
 def check_packages(facts: Software) -> Finding:
     if not facts.needs:
         return skipped(
-            "packages", f"paceline {facts.paceline} is not installed but run from its sources: ranges unknown"
+            "packages", f"paceline {facts.paceline} runs from its sources and is not installed: ranges unknown"
         )
     missing = [name for name, version in facts.packages.items() if not version and name != "isal"]
     wrong = [
@@ -32,11 +32,11 @@ def check_packages(facts: Software) -> Finding:
     if missing or wrong:
         what = "; ".join([*(f"{name} is missing" for name in missing), *wrong])
         return failed("packages", what, _REINSTALL)
-    return passed("packages", f"paceline {facts.paceline}, its {len(facts.packages)} packages in the declared ranges")
+    return passed("packages", f"paceline {facts.paceline}, {len(facts.packages)} packages in the declared ranges")
 
 
 def _is_within(version: str, declared: str) -> bool:
-    """Whether a version lies in a range of lower and upper bounds; a bound we cannot read holds."""
+    """Whether a version is in a range of lower and upper bounds. Unknown bounds are ignored."""
     ours = _numbers(version)
     for sign, bound in re.findall(r"(>=|<=|==|<|>)\s*([\w.]+)", declared):
         theirs = _numbers(bound)
@@ -55,7 +55,9 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def check_torch(facts: Torch) -> Finding:
     if facts.error:
-        remedy = "python -c 'import torch' shows it whole; install torch anew: https://pytorch.org/get-started/locally"
+        remedy = (
+            "python -c 'import torch' shows the full error; reinstall torch: https://pytorch.org/get-started/locally"
+        )
         return failed("torch", f"torch cannot be loaded: {facts.error}", remedy)
     if not facts.has_gloo:
         return failed("torch", f"{facts.version} was built without gloo", "a torch from PyPI or pytorch.org has it")
@@ -64,11 +66,11 @@ def check_torch(facts: Torch) -> Finding:
 
 
 def check_devices(facts: Torch, device: str, processes: int) -> Finding:
-    """GPUs against what was asked for; `processes` is 0 where the number of ranks follows the GPUs."""
+    """Compares the GPUs with the request. `processes` is 0 if the number of ranks follows from the GPUs."""
     if facts.error:
-        return failed("devices", "nobody can tell without torch", "first of all torch")
+        return failed("devices", "unknown without torch", "first repair torch")
     if device == "cpu":
-        return passed("devices", "the CPU, as asked for")
+        return passed("devices", "the CPU, as requested")
     count = len(facts.devices)
     if count == 0:
         return _no_gpu(facts, device)
@@ -87,7 +89,7 @@ def check_devices(facts: Torch, device: str, processes: int) -> Finding:
     if used:
         who = f": {facts.busy[0]}" if facts.busy else ""
         what = f"{about}; {len(used)} of them already in use{who}"
-        return warned("devices", what, "nvidia-smi shows by whom; a process left behind is ended by kill PID")
+        return warned("devices", what, "nvidia-smi shows the processes; end a leftover process with kill PID")
     return passed("devices", about)
 
 
@@ -96,10 +98,10 @@ def _no_gpu(facts: Torch, device: str) -> Finding:
         what = f"the driver shows {facts.driver_gpus} GPUs, but torch {facts.version} is a CPU build"
         remedy = "a CUDA build of torch: https://pytorch.org/get-started/locally"
     elif facts.cuda_error and facts.driver_gpus:
-        what = f"torch for CUDA {facts.cuda_build} and driver {facts.driver} do not go together: {facts.cuda_error}"
+        what = f"torch for CUDA {facts.cuda_build} does not work with driver {facts.driver}: {facts.cuda_error}"
         remedy = "a newer driver, or a torch built for an older CUDA"
     elif device == "cuda":
-        what = f"a GPU is asked for, but there is none here{_why(facts)}"
+        what = f"a GPU is requested, but there is none here{_why(facts)}"
         remedy = "--device cpu; or nvidia-smi, CUDA_VISIBLE_DEVICES, and in a job --gpus-per-node or --gres=gpu:N"
     else:
         return passed("devices", "no GPU: training runs on the CPU")
@@ -113,7 +115,7 @@ def _why(facts: Torch) -> str:
 
 
 def _is_built_for(capability: str, architectures: tuple[str, ...]) -> bool:
-    """Machine code of the same major version and no newer runs; so does intermediate code of any earlier one."""
+    """Binary code runs if its major version is equal and it is not newer. PTX of any earlier version runs, too."""
     if not architectures:
         return True
     for name in architectures:

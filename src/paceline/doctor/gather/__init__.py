@@ -1,1 +1,1 @@
-"""Facts about a node, gathered without meeting anybody. Nothing here imports torch: it may be what is broken."""
+"""Gathers facts about one node, without other nodes. Nothing here imports torch: torch may be broken."""

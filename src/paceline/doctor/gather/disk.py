@@ -1,4 +1,4 @@
-"""A folder training will write to or read from: may we, is there room, how fast, and what time its disk has."""
+"""Facts about a folder of training: permissions, free space, speed, and the clock of its disk."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _FSYNCS = 3
 @dataclass(frozen=True)
 class Place:
     path: str
-    stands_in: str  # the folder itself, or the nearest one above it that exists
+    stands_in: str  # the folder itself, or its nearest existing parent
     exists: bool
     is_empty: bool = True
-    error: str = ""  # why nothing can be written there
+    error: str = ""  # why it cannot be written
     free_bytes: int = 0
     free_files: int | None = None  # None: this file system does not count them
     filesystem: str = ""
     write_bytes_per_s: float | None = None  # None: not measured
     fsync_s: float | None = None
-    clock_ahead_s: float | None = None  # the file system's clock, against ours
+    clock_ahead_s: float | None = None  # the file system's clock minus ours
 
 
 def gather_place(path: Path, clock: Callable[[], float] = time.time, *, measures: bool = True) -> Place:
-    """Writes a probe into the folder, or where it would be made, and takes it away again."""
+    """Writes a probe file into the folder, or its nearest existing parent, and removes it."""
     whole = path.expanduser().absolute()
     stands_in = next((folder for folder in (whole, *whole.parents) if folder.exists()), Path("/"))
     place = Place(path=str(path), stands_in=str(stands_in), exists=stands_in == whole)
@@ -90,7 +90,7 @@ def _time_fsync(handle: int) -> float:
 
 
 def _filesystem(folder: Path) -> str:
-    """Its type, by the longest mount point above the folder."""
+    """The type of the file system, from the longest mount point above the folder."""
     best, kind = "", ""
     try:
         lines = Path("/proc/self/mounts").read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Memory, limits and cores of this node, as this process may use them."""
+"""Memory, limits and cores of this node that this process may use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Cores:
     usable: int  # by affinity
     quota: float | None  # of CPU time, by cgroup
     numa_nodes: int
-    numa_used: int  # how many of them the usable cores lie in
+    numa_used: int  # NUMA nodes of the usable cores
     load: float
     omp_num_threads: str
 
@@ -69,7 +69,7 @@ def _meminfo() -> dict[str, int]:
 
 
 def _memory_limit(cgroup: Path) -> int | None:
-    """The tightest from the root down to this process's own group."""
+    """The smallest limit from the root to this process's own group."""
     limits = []
     for folder in _own_groups(cgroup, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):
@@ -80,7 +80,7 @@ def _memory_limit(cgroup: Path) -> int | None:
 
 
 def _own_groups(cgroup: Path, controller: str) -> list[Path]:
-    """The folders of this process's group and all above it."""
+    """The folders of this process's group and of all its parents."""
     folders = []
     for line in _read(Path("/proc/self/cgroup")).splitlines():
         _, names, path = line.split(":", 2)

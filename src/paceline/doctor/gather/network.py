@@ -1,4 +1,4 @@
-"""Names, ports and interfaces of this node. Every question is local, or one name lookup."""
+"""Names, ports and interfaces of this node. Uses local calls and name lookups only."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 @dataclass(frozen=True)
 class Names:
     host: str
-    addresses: tuple[str, ...]  # what the host's own name stands for
+    addresses: tuple[str, ...]  # of the host's own name
     error: str
     lookup_s: float
-    meets_at: str = ""  # the name of the node the ranks meet on
+    meets_at: str = ""  # MASTER_ADDR
     meeting_addresses: tuple[str, ...] = ()
     meeting_error: str = ""
 
@@ -35,10 +35,10 @@ class Names:
 class Ports:
     is_open_here: bool  # a port can be opened, and reached through this host's own address
     error: str
-    port: int | None  # the one the ranks are told to meet on, where it must be free here
-    taken_by: str | None  # None: nobody has it
+    port: int | None  # MASTER_PORT, if it must be free on this node
+    taken_by: str | None  # None: the port is free
     default_taken_by: str | None
-    first: int  # of the range the system gives out
+    first: int  # of the ephemeral port range
     last: int
 
 
@@ -65,7 +65,7 @@ def gather_names(meets_at: str = "") -> Names:
 
 
 def resolve(name: str) -> tuple[tuple[str, ...], str]:
-    """Addresses, or why there are none."""
+    """Addresses, and the error if there are none."""
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -78,7 +78,7 @@ def is_loopback(address: str) -> bool:
 
 
 def gather_ports(address: str, port: int | None) -> Ports:
-    """`port` must be free on this node; None where that is another's business."""
+    """`port` must be free on this node; None if it is used on another node."""
     error = _try_own_port(address)
     low, high = 32768, 60999
     with suppress(OSError, ValueError):
@@ -95,7 +95,7 @@ def gather_ports(address: str, port: int | None) -> Ports:
 
 
 def _try_own_port(address: str) -> str:
-    """Open whichever port is free and knock at it."""
+    """Open a free port and connect to it."""
     try:
         with socket.create_server(("", 0)) as server:
             place = (address, server.getsockname()[1])
@@ -106,7 +106,7 @@ def _try_own_port(address: str) -> str:
 
 
 def who_has(port: int) -> str | None:
-    """None when the port is free; else the process that listens there, as far as we may see it."""
+    """None if the port is free, otherwise the process that listens there, if it is visible."""
     try:
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # remains of closed connections do not count
@@ -115,7 +115,7 @@ def who_has(port: int) -> str | None:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return error.strerror or str(error)
-    return _find_listener(port) or "a process we may not see"
+    return _find_listener(port) or "a process of another user"
 
 
 def _find_listener(port: int) -> str:
@@ -145,7 +145,7 @@ def gather_network(net: Path = _NET) -> Network:
 
 
 def address_of(interface: str) -> str:
-    """Its IPv4 address, or nothing."""
+    """The IPv4 address of an interface, or an empty text."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         answer = fcntl.ioctl(probe.fileno(), _GET_ADDRESS, struct.pack("256s", interface.encode()[:15]))
         return socket.inet_ntoa(answer[20:24])
@@ -153,7 +153,7 @@ def address_of(interface: str) -> str:
 
 
 def own_address(towards: str = "") -> str:
-    """The address others know this node by: of the chosen interface, of its name, or of the way to another node."""
+    """This node's address for others: of the chosen interface, of its host name, or of the route to another node."""
     for name in INTERFACE_VARIABLES:
         address = address_of(os.environ.get(name, "").lstrip("=").split(",")[0])
         if address:
@@ -163,6 +163,6 @@ def own_address(towards: str = "") -> str:
             return address
     if towards:
         with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((towards, 9))  # nothing is sent: the system only chooses a way
+            probe.connect((towards, 9))  # UDP: nothing is sent; the system only chooses a route
             return str(probe.getsockname()[0])
     return "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Versions: of Python, of the packages this one declares to need, and of torch with what it sees of GPUs."""
+"""Versions of Python, of the declared packages, and of torch, with the GPUs that torch sees."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import paceline
 
 _PROBE_S = 35.0
-# Run by itself: a torch that cannot be loaded, or a driver that hangs, must not take the doctor with it.
+# Run in a separate process: a torch that cannot be loaded, or a driver that hangs, must not stop the doctor.
 _PROBE = """
 import json, sys
 import torch
@@ -44,8 +44,8 @@ class Software:
     paceline: str
     python: str
     needs_python: str  # as declared: ">=3.11"
-    packages: dict[str, str]  # installed version, empty where there is none
-    needs: dict[str, str]  # declared range, as ">=2.11"
+    packages: dict[str, str]  # installed version, empty if there is none
+    needs: dict[str, str]  # declared range, for example ">=2.11"
     platform: str
 
 
@@ -61,9 +61,9 @@ class Torch:
     devices: tuple[dict[str, Any], ...] = ()
     cuda_error: str = ""
     error: str = ""  # why torch cannot be loaded at all
-    driver: str = ""  # as nvidia-smi tells it
+    driver: str = ""  # from nvidia-smi
     driver_gpus: int = 0
-    busy: tuple[str, ...] = field(default_factory=tuple)  # other people's processes on the GPUs
+    busy: tuple[str, ...] = field(default_factory=tuple)  # other processes on the GPUs
 
 
 def gather_software() -> Software:
@@ -84,7 +84,7 @@ def gather_software() -> Software:
 
 
 def _declared() -> list[str]:
-    """Nothing where paceline runs from its sources, without being installed."""
+    """Empty if paceline runs from its sources and is not installed."""
     try:
         return metadata.requires("paceline") or []
     except metadata.PackageNotFoundError:
