@@ -172,6 +172,46 @@ def test_a_study_is_refused_before_its_first_job(limited: Cluster, tmp_path: Pat
     assert not (tmp_path / "studies").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--nodes", "4"), "1 to 2"),
+        (("--nodes", "2", "--processes", "5"), "up to 4"),
+        (("--nodes", "1", "--", "--partition=nix"), "--partition nix"),
+        (("--nodes", "1", "--", "--gpus-per-node=3"), "gpu 2"),
+    ],
+)
+def test_doctor_does_not_wait_for_what_cannot_start(
+    words: tuple[str, ...], part: str, limited: Cluster, tmp_path: Path
+) -> None:
+    """The same check before srun, which would wait in the queue."""
+    code, out, screen = paceline(limited, tmp_path, "doctor", "--launch", "slurm", *words)
+    assert code == USER, screen
+    assert out == ""
+    assert part in screen
+    assert "try:" in screen
+    assert jobs_of(limited) == []
+
+
+def test_status_says_that_a_waiting_job_will_not_start(limited: Cluster, tmp_path: Path) -> None:
+    """A limit that was lowered after the job was submitted."""
+    typed = (*ONE[:-1], "20", "--partition", "short", "--output-dir", "run", "--sbatch", "--hold")
+    code, _, screen = paceline(limited, tmp_path, "submit", "slurm", *JOB, *typed)
+    assert code == 0, screen
+    job = jobs_of(limited)[0]
+    try:
+        limited.run("scontrol", "update", "PartitionName=short", "MaxTime=5")
+        limited.run("scontrol", "release", job)
+        limited.wait_until(lambda: limited.job(job)["Reason"] == "PartitionTimeLimit", 30, "PartitionTimeLimit")
+        code, out, screen = paceline(limited, tmp_path, "status", "run")
+        assert code == 0, screen
+        assert "will not start by itself" in out
+        assert "--time" in out
+    finally:
+        limited.run("scontrol", "update", "PartitionName=short", "MaxTime=30")
+        cancel_jobs(limited)
+
+
 def test_a_refusal_of_sbatch_has_a_next_step(limited: Cluster, tmp_path: Path) -> None:
     """What the check leaves to sbatch: here a list of nodes that are not there."""
     code, _, screen = paceline(limited, tmp_path, "submit", "slurm", *JOB, *ONE, "--sbatch", "--nodelist=n9")

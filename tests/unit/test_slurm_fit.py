@@ -11,7 +11,7 @@ from paceline.errors import UserError
 from paceline.launch.job import JobSpec
 from paceline.launch.slurm_facts import Gres, SlurmFacts, read_facts, read_gres
 from paceline.launch.slurm_fit import describe_closed, find_problems, require_possible
-from paceline.launch.slurm_request import as_sbatch_reads
+from paceline.launch.slurm_request import as_sbatch_reads, as_srun_reads
 
 CONFIG = """\
 Configuration data as of 2026-11-16T23:00:00
@@ -291,3 +291,31 @@ def test_gres_as_slurm_writes_it() -> None:
     assert read_gres("gpu:1g.5gb:7(IDX:0-6)") == (Gres("gpu", "1g.5gb", 7),)
     assert read_gres("tmp:no_consume:2K") == (Gres("tmp", "", 2048),)
     assert read_gres("(null)") == ()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "tasks", "words", "environment", "settings"),
+    [
+        (7, 1, (), {}, ["nodes"]),
+        (6, 1, (), {}, []),
+        (1, 33, (), {}, ["cpus_per_task"]),
+        (1, 4, ("--cpus-per-task=9",), {}, ["cpus_per_task"]),
+        (1, 4, ("-c", "8"), {}, []),
+        (2, 1, ("--partition=gpu", "--gpus-per-node=9"), {}, ["gpus_per_node"]),
+        (2, 1, ("-pgpu", "--gpus-per-node", "a100:4"), {}, []),
+        (1, 1, ("-p", "nix", "--time=5"), {}, ["partition"]),
+        (1, 1, ("--time=2-0",), {}, ["time"]),
+        (1, 1, (), {"SLURM_PARTITION": "nix"}, ["partition"]),
+        (1, 1, ("--partition=main",), {"SLURM_PARTITION": "nix"}, []),
+        (1, 1, ("--partition=main",), {"SBATCH_PARTITION": "nix"}, []),
+        (99, 1, ("-M", "big"), {}, []),
+        (99, 1, ("--clusters=big",), {}, []),
+        (1, 99, ("--overcommit",), {}, []),
+    ],
+)
+def test_options_of_srun_are_read_as_srun_reads_them(
+    nodes: int, tasks: int, words: tuple[str, ...], environment: dict[str, str], settings: list[str]
+) -> None:
+    """`paceline doctor --launch slurm` asks with srun, whose options come before variables."""
+    request = as_srun_reads(nodes, tasks, words, environment)
+    assert [problem.setting for problem in find_problems(request, facts())] == settings

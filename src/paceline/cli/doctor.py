@@ -21,7 +21,16 @@ from paceline.doctor.plant import Planted, parse_plants
 from paceline.doctor.report import to_json, write_markdown
 from paceline.doctor.request import DEVICES, LAUNCHES, Request, Surroundings
 from paceline.doctor.screen import Screen
-from paceline.doctor.start import LocalStart, SlurmStart, Stopped, default_processes, run_local, run_slurm, srun_command
+from paceline.doctor.start import (
+    LocalStart,
+    SlurmStart,
+    Stopped,
+    default_processes,
+    refuse_impossible,
+    run_local,
+    run_slurm,
+    srun_command,
+)
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
 from paceline.runs.folder import write_atomically
 from paceline.world.detect import ALONE, RankEnvironment, read_rank_environment
@@ -100,8 +109,10 @@ def run(arguments: list[str]) -> int:
     if asked.launch == "slurm":
         request = asked.request
         start = SlurmStart(asked.nodes, request.processes or 1, asked.for_ranks, asked.srun_options, request.output_dir)
+        command = srun_command(start)
+        refuse_impossible(start)
         if not asked.is_json:
-            print(f"paceline doctor: {shlex.join(srun_command(start))}", flush=True)
+            print(f"paceline doctor: {shlex.join(command)}", flush=True)
         return _deliver(run_slurm(start), asked, started)
     try:
         return _examine_here(asked, started)

@@ -25,6 +25,9 @@ from paceline.doctor.hand_in import TO, read_folder, read_lines
 from paceline.doctor.shared import leave_token, token_variables
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
 from paceline.launch.attempt import RankMain
+from paceline.launch.slurm_facts import ask_slurm
+from paceline.launch.slurm_fit import require_possible
+from paceline.launch.slurm_request import as_srun_reads
 from paceline.world.cores import usable_cores
 from paceline.world.detect import Nodes, threads_per_rank
 from paceline.world.slurm import expand_hosts
@@ -165,6 +168,14 @@ def srun_command(start: SlurmStart) -> list[str]:
         *start.options,
         *(sys.executable, "-m", "paceline", "doctor", *start.arguments),
     ]
+
+
+def refuse_impossible(start: SlurmStart) -> None:
+    """Do not wait for an allocation that this cluster can never give. Inside an allocation, srun judges the step."""
+    if start.nodes and not _is_in_allocation():
+        request = as_srun_reads(start.nodes, start.processes, start.options, os.environ)
+        where = {"nodes": "flag --nodes", "cpus_per_task": "flag --processes"}
+        require_possible(request, ask_slurm(), where)
 
 
 def _is_in_allocation() -> bool:

@@ -20,7 +20,8 @@ def require_possible(request: Request, facts: SlurmFacts, where: Mapping[str, st
     problems = find_problems(request, facts)
     if not problems:
         return
-    places = (request.variable(item.setting) or where.get(item.setting) for item in problems)
+    named = {name: f"variable {variable}" for name, variable in request.from_variables.items()}
+    places = ({**where, **named}.get(item.setting) for item in problems)
     raise UserError(
         problems[0].what if len(problems) == 1 else "this cluster cannot start the job",
         where=" and ".join(dict.fromkeys(place for place in places if place)) or None,
@@ -31,8 +32,8 @@ def require_possible(request: Request, facts: SlurmFacts, where: Mapping[str, st
 
 
 def _hint(problem: Problem, request: Request) -> list[str]:
-    """sbatch prefers a variable to the script, so a flag alone does not help against it."""
-    variable = request.variable(problem.setting).removeprefix("variable ")
+    """sbatch prefers a variable to its script, so a flag alone does not help."""
+    variable = request.from_variables.get(problem.setting)
     return [f"unset {variable}", *problem.hint.splitlines()] if variable else problem.hint.splitlines()
 
 

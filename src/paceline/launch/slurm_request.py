@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from paceline.errors import UserError
 from paceline.launch.job import JobSpec, parse_time_s
 from paceline.launch.slurm_facts import Gres, read_gres
 
-# sbatch prefers these to the lines of a script.
+# Settings that a variable may decide as well: SBATCH_PARTITION for sbatch, SLURM_PARTITION for srun.
 _VARIABLES = {
-    **{"partition": "SBATCH_PARTITION", "account": "SBATCH_ACCOUNT", "qos": "SBATCH_QOS"},
-    **{"time": "SBATCH_TIMELIMIT", "constraint": "SBATCH_CONSTRAINT", "reservation": "SBATCH_RESERVATION"},
+    **{"partition": "PARTITION", "account": "ACCOUNT", "qos": "QOS"},
+    **{"time": "TIMELIMIT", "constraint": "CONSTRAINT", "reservation": "RESERVATION"},
 }
+_OF_SRUN = (*_VARIABLES, "cpus_per_task", "gpus_per_node", "gres", "mem")
+_SHORT = {"p": "partition", "A": "account", "q": "qos", "t": "time", "C": "constraint", "c": "cpus-per-task"}
 _OTHER_CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
 _MOST_NAMES = 8
 
@@ -33,10 +35,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Request:
-    """What sbatch reads: the script, and the variables that it prefers to the script."""
+    """What sbatch or srun reads: its options, and variables in place of them."""
 
     spec: JobSpec
-    from_variables: frozenset[str] = frozenset()
+    from_variables: Mapping[str, str] = field(default_factory=dict)  # setting: the variable that decides it
     options: frozenset[str] = frozenset()  # of extra #SBATCH lines, without dashes
     may_leave_cluster: bool = False
 
@@ -64,25 +66,57 @@ class Request:
         except UserError:
             return None
 
-    def variable(self, setting: str) -> str:
-        """The variable that decides this setting, if one does."""
-        return f"variable {_VARIABLES[setting]}" if setting in self.from_variables else ""
-
     def named(self, setting: str) -> str:
         """The value as it was given, for a screen."""
         value = getattr(self.spec, setting)
         if setting in self.from_variables:
-            return f"{_VARIABLES[setting]}={value}"
+            return f"{self.from_variables[setting]}={value}"
         return f"--{setting.replace('_', '-')} {value}"
 
 
 def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> Request:
-    changed = {name: environment[variable] for name, variable in _VARIABLES.items() if environment.get(variable)}
-    options = frozenset(re.split(r"[=\s]", line.lstrip("-"), maxsplit=1)[0] for line in spec.sbatch)
+    """sbatch prefers variables to the lines of a script."""
+    variables = {name: f"SBATCH_{ending}" for name, ending in _VARIABLES.items() if environment.get(f"SBATCH_{ending}")}
+    changed = {name: environment[variable] for name, variable in variables.items()}
+    return _request(replace(spec, **changed), variables, spec.sbatch, environment)  # type: ignore[arg-type]
+
+
+def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Mapping[str, str]) -> Request:
+    """An allocation for `tasks` on each node. srun prefers its options to variables."""
+    given: dict[str, str] = {}
+    left = list(words)
+    while left:
+        word = left.pop(0)
+        match = re.fullmatch(r"--(?P<long>[a-z-]+)(=(?P<value>.*))?|-(?P<short>[A-Za-z])(?P<joined>.*)", word)
+        if match is None:
+            continue
+        name = match["long"] or _SHORT.get(match["short"], match["short"])
+        value = match["value"] if match["long"] else match["joined"]
+        if not value and left and not left[0].startswith("-"):
+            value = left.pop(0)
+        given[name.replace("-", "_")] = value or ""
+    variables = {
+        name: f"SLURM_{ending}"
+        for name, ending in _VARIABLES.items()
+        if name not in given and environment.get(f"SLURM_{ending}")
+    }
+    values = {name: given[name] for name in _OF_SRUN if name in given}
+    values |= {name: environment[variable] for name, variable in variables.items()}
+    cpus = values.pop("cpus_per_task", "")
+    values["gpus"] = values.pop("gpus_per_node", "")
+    spec = JobSpec(nodes=nodes, ranks_per_node=tasks, start="ranks", resume="", **values)  # type: ignore[arg-type]
+    spec = replace(spec, cpus_per_task=int(cpus) if cpus.isdecimal() else 0)
+    return _request(spec, variables, words, environment)
+
+
+def _request(
+    spec: JobSpec, variables: Mapping[str, str], words: Sequence[str], environment: Mapping[str, str]
+) -> Request:
+    options = frozenset(re.split(r"[=\s]", word.lstrip("-"), maxsplit=1)[0] for word in words if word.startswith("-"))
     leaves = any(environment.get(name) for name in _OTHER_CLUSTERS)
     leaves = leaves or bool(options & {"clusters", "cluster", "cluster-constraint"})
-    leaves = leaves or any(re.match(r"-M", line) for line in spec.sbatch)
-    return Request(replace(spec, **changed), frozenset(changed), options, leaves)  # type: ignore[arg-type]
+    leaves = leaves or any(re.match(r"-M", word) for word in words)
+    return Request(spec, variables, options, leaves)
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------
