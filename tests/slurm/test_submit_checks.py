@@ -291,6 +291,7 @@ def test_after_the_end_a_second_fake_job_goes_on(
 
 def finished_run(folder: Path) -> None:
     folder.mkdir()
+    (folder / "run.lock").touch()
     (folder / "config.yaml").write_text("dataset: 'shapes'\nepochs: 10\n")
     (folder / "status.json").write_text('{"status": "finished", "step": 840}')
 
