@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import traceback
+from typing import Any
 
 EXIT_FINISHED = 0
 EXIT_DIFFERENT = 1  # runs that were compared differ
@@ -76,6 +77,12 @@ class PacelineError(Exception):
                 lines.append(f"  {label + ':':<8} {indented}")
         return "\n".join(lines)
 
+    def to_json(self) -> dict[str, object]:
+        """For another process; `error_from_json` makes the same error of it."""
+        got = None if self.got is None else str(self.got)
+        parts = {"what": self.what, "where": self.where, "got": got, "allowed": self.allowed, "hint": self.hint}
+        return {"kind": type(self).__name__, "exit_code": self.exit_code, **parts}
+
 
 class UserError(PacelineError):
     """A flag, a recipe or a path is wrong. Found before any work starts."""
@@ -111,6 +118,23 @@ class OwnerLost(PacelineError):
     """Another process owns the run now. Nothing more may be written."""
 
     exit_code = EXIT_OWNER_LOST
+
+
+_KINDS = {kind.__name__: kind for kind in (UserError, DataError, CheckpointError, Preempted, NonFiniteError, OwnerLost)}
+
+
+def error_kind(exit_code: int) -> type[PacelineError]:
+    """The class of errors with this exit code."""
+    return next((kind for kind in _KINDS.values() if kind.exit_code == exit_code), PacelineError)
+
+
+def error_from_json(content: dict[str, Any]) -> PacelineError:
+    """The error that a process of ours has written with `to_json`."""
+    kind = _KINDS.get(content["kind"], PacelineError)
+    parts = {name: content[name] for name in ("where", "got", "allowed", "hint")}
+    error = kind(content["what"], **parts)
+    error.exit_code = int(content["exit_code"])
+    return error
 
 
 class EndsWithPrimary(SystemExit):

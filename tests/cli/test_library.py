@@ -21,9 +21,8 @@ from harness.cli import Answer, command
 from harness.cli import paceline as run_command
 from paceline.checkpoints.identity import refuse_early
 from paceline.config.fields import flatten
-from paceline.errors import CheckpointError, DataError, UserError
+from paceline.errors import CheckpointError, DataError, UserError, error_from_json
 from paceline.library.notebook_source import write_down
-from paceline.library.ride import _error
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.training.objective import Objective, UserFunction
@@ -257,13 +256,13 @@ def test_what_the_command_refuses_is_raised_here(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_screen_becomes_the_error_it_was(tmp_path: Path) -> None:
+def test_an_error_survives_the_way_from_a_child() -> None:
     for error in (
         UserError("all of it", where="here", got="two\nlines", allowed="one", hint="try: this"),
         DataError("nothing but what"),
         CheckpointError("with a hint", hint="again"),
     ):
-        read = _error(error.exit_code, error.screen() + "\n", tmp_path)
+        read = error_from_json(json.loads(json.dumps(error.to_json())))
         assert type(read) is type(error)
         assert vars(read) == {**vars(error), "exit_code": error.exit_code}
 

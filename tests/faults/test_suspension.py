@@ -203,12 +203,12 @@ def test_a_stop_that_reaches_another_thread_of_the_supervisor_is_not_lost(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_that_reaches_another_thread_of_the_leash_is_passed_on(number: signal.Signals, tmp_path: Path) -> None:
+def test_a_stop_that_reaches_another_thread_of_the_guard_is_passed_on(number: signal.Signals, tmp_path: Path) -> None:
     """The notebook's and the flow's command waits in the same way."""
     script = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); signal.pause()"
-    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash", sys.executable, "-c", script]
+    guard = [sys.executable, "-m", "paceline.launch.child_guard", sys.executable, "-c", script]
     with subprocess.Popen(
-        leash, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path
+        guard, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=tmp_path
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"

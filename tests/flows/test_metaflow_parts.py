@@ -514,13 +514,13 @@ def test_only_a_checkpoint_of_the_same_recipe_and_identity_is_chosen() -> None:
     assert choose(request, []) == (None, "")
 
 
-# --- The leash
+# --- The guard of a child
 
 
-def test_a_command_on_a_leash_ends_with_whoever_holds_it(tmp_path: Path) -> None:
-    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
+def test_a_guarded_command_ends_with_its_parent(tmp_path: Path) -> None:
+    guard = [sys.executable, "-m", "paceline.launch.child_guard"]
     child = "import time, sys; print('up', flush=True); time.sleep(600)"
-    words = [*leash, sys.executable, "-c", child]
+    words = [*guard, sys.executable, "-c", child]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdin is not None
@@ -530,9 +530,9 @@ def test_a_command_on_a_leash_ends_with_whoever_holds_it(tmp_path: Path) -> None
         assert process.stdout.read() == ""  # nobody is left who could write
 
 
-def test_a_leash_hands_on_the_exit_code() -> None:
-    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
-    words = [*leash, sys.executable, "-c", "import sys; sys.exit(75)"]
+def test_a_guard_passes_on_the_exit_code() -> None:
+    guard = [sys.executable, "-m", "paceline.launch.child_guard"]
+    words = [*guard, sys.executable, "-c", "import sys; sys.exit(75)"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
         assert process.wait(20) == 75
 
@@ -546,8 +546,8 @@ def test_a_leash_hides_a_folder_that_will_be_gone(tmp_path: Path) -> None:
         "sys.stdout.flush()\n"
         "sys.stdout.buffer.write(bytes([255, 10]))\n"
     )
-    leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash", "--hide", str(tmp_path)]
-    words, pipe = [*leash, sys.executable, "-c", script], subprocess.PIPE
+    guard = [sys.executable, "-m", "paceline.launch.child_guard", "--hide", str(tmp_path)]
+    words, pipe = [*guard, sys.executable, "-c", script], subprocess.PIPE
     with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as process:
         assert process.wait(20) == 0
         assert process.stdout is not None

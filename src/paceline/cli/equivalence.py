@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-import signal
 import subprocess
 import sys
+import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from paceline.config.load import LoadedConfig
 from paceline.config.rules import check_world
 from paceline.config.small_files import read_json_object
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
+from paceline.launch.child import start_child
 from paceline.launch.request import read_request, require_folder
 from paceline.metrics.recorder import read_rows
 from paceline.models.external import PER_RANK, draws_per_rank
@@ -32,8 +33,6 @@ _DEFAULT_SIZES, _DEFAULT_TOLERANCE = "1,2,4", "1e-5"
 _OWN_FLAGS = {"--world-sizes": _DEFAULT_SIZES, "--tolerance": _DEFAULT_TOLERANCE}
 _QUICK = {"max_steps": ["--max-steps", "20"], "log_frequency": ["--log-frequency", "1"], "track": ["--track"]}
 _MOST_RANKS = 1024
-_SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
-_GRACE_S = 8.0  # the launcher takes seconds to end its ranks, and must not be disturbed in it
 
 
 @dataclass(frozen=True)
@@ -192,26 +191,13 @@ def _check_devices(loaded: LoadedConfig, sizes: list[int]) -> None:
 
 
 def _train(arguments: list[str]) -> int:
-    """Run `paceline train` quietly to its end; if it fails, show what it said last."""
-    command = [sys.executable, "-m", "paceline", *arguments]
-    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    try:
-        _, errors = child.communicate()
-    except KeyboardInterrupt:
-        _wait_for_interrupted(child)
-        raise
-    if child.returncode != EXIT_FINISHED:
-        print(errors.strip(), file=sys.stderr)
-    return child.returncode if child.returncode >= 0 else _SIGNAL_EXIT - child.returncode
-
-
-def _wait_for_interrupted(child: subprocess.Popen[str]) -> None:
-    """A terminal interrupts the child too, and it stops its ranks. Killing it would leave them behind."""
-    try:
-        child.communicate(timeout=_GRACE_S)
-    except subprocess.TimeoutExpired:  # the interrupt came to this process alone
-        child.send_signal(signal.SIGINT)
-        child.communicate()
+    """Run `paceline train` quietly to its end; if it fails, show what it has printed last."""
+    with tempfile.TemporaryFile() as errors, start_child(arguments, stdout=subprocess.DEVNULL, stderr=errors) as child:
+        code = child.wait()
+        if code != EXIT_FINISHED:
+            errors.seek(0)
+            print(errors.read().decode("utf-8", "replace").strip(), file=sys.stderr)
+    return code
 
 
 def _read_outcome(study: Study, size: int, first: Outcome | None) -> Outcome:

@@ -221,11 +221,14 @@ def _dispatch(given: list[str]) -> int:
 def _tell(screen: str, error: BaseException, code: int) -> int:
     """Print the screen, unless the launcher of this rank does: our supervisor, or torchrun in its summary."""
     from paceline.launch.causes import is_peer_loss
+    from paceline.launch.child import report_error
     from paceline.launch.words import leave_last_words
     from paceline.metrics.screen import fit_to
     from paceline.world.error_file import is_summary_expected, leave_error_file
 
     if leave_last_words(screen, code, error):
+        return code
+    if report_error(error.to_json() if isinstance(error, PacelineError) else None):
         return code
     was_stopped = isinstance(error, Preempted | KeyboardInterrupt)  # torchrun prints no summary if it was asked to stop
     is_left = leave_error_file(screen, code, is_consequence=was_stopped or is_peer_loss(screen))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import ctypes
 import os
 import signal
 import subprocess
@@ -16,9 +15,9 @@ from pathlib import Path
 from types import FrameType
 
 from paceline.integrations.runnable_output import show
+from paceline.launch.child import Child, start_child
 from paceline.metrics.screen import OUTPUT, pass_on
 
-_PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.1
 _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
@@ -26,48 +25,32 @@ _PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 def run_paceline(arguments: list[str], log: Path) -> int:
     """Run it to its end and return its exit code. What it prints is added to the log, and printed here as it comes.
 
-    By way of a file, not of a pipe: should this process be killed, a pipe would break and take the training along.
-    Instead the kernel then asks it to save and leave. It has a session of its own, so that Ctrl-C reaches it once:
-    through us.
+    It prints into a file and not into a pipe: if this process is killed, a pipe would break while the run still saves.
     """
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-
-    def follow_parent() -> None:
-        if libc is not None:
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-
     with log.open("ab") as sink, log.open("rb") as source:
         source.seek(0, os.SEEK_END)
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", OUTPUT: ""}  # the log is complete, whatever is shown
         with (
-            subprocess.Popen(
-                [sys.executable, "-m", "paceline", *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUNBUFFERED": "1", OUTPUT: ""},  # the log is complete, whatever is shown
-                start_new_session=True,
-                preexec_fn=follow_parent,  # noqa: PLW1509 - one call into libc, loaded before the fork
-            ) as child,
+            start_child(arguments, stdout=sink, stderr=subprocess.STDOUT, environment=environment) as child,
             _passing_on_signals(child),
         ):
-            _print_until_end(child, source)
-    return child.returncode
+            return _print_until_end(child, source)
 
 
-def _print_until_end(child: subprocess.Popen[bytes], source: BufferedReader) -> None:
+def _print_until_end(child: Child, source: BufferedReader) -> int:
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    is_over = False
-    while not is_over:
+    code = None
+    while code is None:
         with suppress(subprocess.TimeoutExpired):
-            child.wait(_LOOK_S)
-        is_over = child.returncode is not None  # before the last look, which then misses nothing
-        text = decoder.decode(source.read(), final=is_over)
+            code = child.wait(_LOOK_S)
+        text = decoder.decode(source.read(), final=code is not None)
         pass_on(text, sys.stdout)
         show(text)
+    return code
 
 
 @contextmanager
-def _passing_on_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+def _passing_on_signals(child: Child) -> Iterator[None]:
     """Only the main thread may; in another one whoever started it has to."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -44,6 +44,7 @@ class FailureReport:
     kind: str
     traceback: str
     screen: str  # of an error that explains itself
+    error: dict[str, Any] | None  # the same in parts
     stands_at: str | None  # the line a hung rank stands on
     log: list[str]
     others: dict[int, str]
@@ -115,6 +116,7 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         kind=words.kind if words else "",
         traceback=words.traceback if words else "",
         screen=words.screen if words else "",
+        error=words.error if words else None,
         stands_at=stands_at,
         log=_last_lines(folder.log_of(culprit.rank)),
         others={sight.rank: _doing(sight) for sight in end.ranks.values() if sight.rank != culprit.rank},

@@ -25,6 +25,7 @@ from paceline.config.schema import GuardConfig
 from paceline.config.small_files import write_plain
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost, UserError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
+from paceline.launch.child import report_error
 from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.safe_output import keep_console_in, write_at_once
@@ -236,7 +237,8 @@ class Supervisor:
         if not decision.restart:
             self._leave_page()
         if report.exit_code in FINAL_CODES and number == 1:
-            print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
+            if not report_error(report.error):
+                print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
         else:
             has_no_file = folder.is_temporary and report.cause is None
             print(fit_to(sys.stderr, report.text(with_traceback=has_no_file)), file=sys.stderr)

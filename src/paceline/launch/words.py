@@ -8,6 +8,7 @@ import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from paceline.errors import EndsWithPrimary, PacelineError
 from paceline.world.detect import OWN_LAUNCHER
@@ -22,6 +23,7 @@ class LastWords:
     kind: str  # the exception's class
     what: str
     screen: str
+    error: dict[str, Any] | None  # the same in parts, of an error of ours
     traceback: str
     said_at_s: float  # monotonic, so that the first of several can be told
 
@@ -39,6 +41,7 @@ def leave_last_words(screen: str, code: int, error: BaseException | None = None)
         kind=type(error).__name__ if error is not None else "",
         what=_what(error, screen),
         screen=screen,
+        error=error.to_json() if isinstance(error, PacelineError) else None,
         traceback="\n".join(lines),
         said_at_s=time.monotonic(),
     )

@@ -13,10 +13,10 @@ from paceline.config.recipe_file import unknown_name
 from paceline.config.rules import check_faults, check_world
 from paceline.errors import UserError
 from paceline.launch.request import decide_processes, read_request
+from paceline.library.child_run import train_in_child
 from paceline.library.explained import explained
 from paceline.library.functions import is_of_notebook, reference_to
 from paceline.library.notebook_source import write_down
-from paceline.library.ride import ride
 from paceline.library.run import Run
 from paceline.runs.place import decide_place
 from paceline.runs.trust import trusting_code
@@ -72,7 +72,8 @@ def train(
             file.write_text(source, encoding="utf-8")
             if not quiet:
                 print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
-        ride([*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"], folder, quiet=quiet)
+        arguments = [*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"]
+        train_in_child(arguments, folder, quiet=quiet)
         return Run(folder, trust_code=trust_code)
 
 

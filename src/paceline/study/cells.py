@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
-import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import EXIT_USER, UserError
+from paceline.errors import EXIT_FINISHED, EXIT_USER, UserError
+from paceline.launch.child import start_child
 from paceline.runs.folder import RunFolder, write_json
-from paceline.runs.process_handle import end_group
 from paceline.study.collect import Measured, State, measure, note_path, read_note, state_of
 from paceline.study.grid import CELLS, Cell, StudySpec
 
-_STOP_GRACE_S = 10.0
 _LAST_LINES = 12
 
 
@@ -88,30 +84,23 @@ def run_local(
 
 
 def _run(folder: Path, spec: StudySpec, found: CellState) -> tuple[int, str]:
-    """Run one cell's command. Returns its exit code and, if it failed, its last output."""
+    """Run one cell's command. Returns its exit code and, if it failed, its error or its last lines."""
     log = _log(folder, found.cell)
     log.parent.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "paceline", *spec.command(found.cell, folder)]
-    with log.open("wb") as out:
-        # In a separate process group: the study handles Ctrl-C and ends the cell itself.
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            code = process.wait()
-        except BaseException:
-            # Send SIGINT to the cell's command, which ends its ranks.
-            end_group(process, ask=signal.SIGINT, grace_s=_STOP_GRACE_S)
-            raise
-    return code, "" if code == 0 else _last_words(log)
+    with log.open("wb") as out, start_child(spec.command(found.cell, folder), stdout=out, stderr=out) as child:
+        code, error = child.wait(), child.error()
+    if code == EXIT_FINISHED:
+        return code, ""
+    return code, f"error: {error.what}" if error is not None else _last_lines(log)
 
 
 def _log(folder: Path, cell: Cell) -> Path:
     return folder / CELLS / f"{cell.name}.log"
 
 
-def _last_words(log: Path) -> str:
+def _last_lines(log: Path) -> str:
     lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("error")]
-    return errors[-1] if errors else "\n".join(lines[-_LAST_LINES:])
+    return "\n".join(lines[-_LAST_LINES:])
 
 
 def estimate_left_s(states: Iterable[CellState]) -> float | None:

@@ -35,7 +35,7 @@ from paceline.checkpoints.store import (
     temporary_folder,
 )
 from paceline.config.small_files import read_small
-from paceline.integrations.metaflow_support.leash import without_folder
+from paceline.launch.child_guard import without_folder
 from paceline.runs.drafts import draft_of
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, flush

@@ -26,8 +26,9 @@ from paceline.config.schema import ParallelConfig
 from paceline.errors import EXIT_INTERNAL, UserError
 from paceline.integrations.metaflow_support.courier import Courier, Datastore, Parcel
 from paceline.integrations.metaflow_support.gang import Gang, Place, free_port, meet
-from paceline.integrations.metaflow_support.leash import without_folder
 from paceline.integrations.metaflow_support.request import Request
+from paceline.launch.child import Child, start_child
+from paceline.launch.child_guard import without_folder
 from paceline.metrics.screen import BRIEF, OUTPUT
 from paceline.runs.folder import TEMPORARY, RunFolder
 from paceline.runs.shared_token import NODE_LOCAL
@@ -89,27 +90,25 @@ class Node:
             shutil.rmtree(self.folder.path.parent, ignore_errors=True)
 
     def _run(self) -> int:
-        leash = [sys.executable, "-m", "paceline.integrations.metaflow_support.leash"]
-        words = [*leash, "--hide", str(self.folder.path.parent), *self._command()]
-        with subprocess.Popen(words, stdin=subprocess.PIPE, env=self._environment()) as process:
-            with _stop_signals_to(process):
-                self._wait(process)
-            return process.wait()
+        hidden = self.folder.path.parent
+        with start_child(self._arguments(), hidden_folder=hidden, environment=self._environment()) as child:
+            with _stop_signals_to(child):
+                self._wait(child)
+            return child.wait()
 
-    def _wait(self, process: subprocess.Popen[bytes]) -> None:
+    def _wait(self, child: Child) -> None:
         lost_at = 0.0
-        while process.poll() is None:
+        while child.is_running:
             if self.gang.lost is not None:
                 lost_at = lost_at or time.monotonic()
                 if time.monotonic() - lost_at > _LOST_GRACE_S:
                     print(f"{self.gang.lost}: this node's ranks are ended", file=sys.stderr, flush=True)
-                    assert process.stdin is not None
-                    process.stdin.close()  # the leash knows what that means
+                    child.stop_as_if_abandoned()
                     return
             with suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_S)
+                child.wait(_LOOK_S)
 
-    def _command(self) -> list[str]:
+    def _arguments(self) -> list[str]:
         recipe = self.folder.path.parent / f"{self.request.name}.yaml"
         recipe.write_text(self.request.recipe)
         flags = ["--processes", str(self.request.processes_per_node), "--output-dir", str(self.folder.path)]
@@ -124,7 +123,7 @@ class Node:
             flags += ["--device", self.gang.plan["device"]]
         if not self.strikes_faults:
             flags += ["--inject="]
-        return [sys.executable, "-m", "paceline", "train", str(recipe), *flags]
+        return ["train", str(recipe), *flags]
 
     def _threads(self) -> int:
         ranks_here = self.request.processes_per_node * len(_neighbours(self.gang.layout, self.place.own))
@@ -253,11 +252,11 @@ def _share_gpus(request: Request, layout: list[Message]) -> tuple[str, dict[str,
 
 
 @contextmanager
-def _stop_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
+def _stop_signals_to(child: Child) -> Iterator[None]:
     """A stop request to this task is one to its ranks, which save; the task lives to send that checkpoint off."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        process.send_signal(signal.SIGTERM)
+        child.send_signal(signal.SIGTERM)
 
     before = signal.signal(signal.SIGTERM, pass_on)
     try:

@@ -1,10 +1,10 @@
-"""`python -m paceline.integrations.metaflow_support.leash COMMAND...`: a command that does not outlive its parent.
+"""`python -m paceline.launch.child_guard COMMAND...`: runs a command that ends with the process that has started it.
 
-The parent holds the other end of our standard input. However it dies, `kill -9` included, the pipe closes: the
-command is asked to stop, which for `paceline train` means to save and leave, and after a grace it is killed.
+The parent holds the other end of the guard's standard input. If the parent ends, also by `kill -9`, the pipe closes.
+The guard then asks the command to stop, which for `paceline train` means to save and exit, and kills it after a grace.
 
-With `--hide FOLDER` before it, what the command prints passes through here and loses the path of FOLDER, which is
-removed when the task ends.
+With `--hide FOLDER` before it, the output of the command passes through the guard and loses the path of FOLDER, which
+is removed when the parent ends.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from typing import IO
 from paceline.world.signals import HEAR_SIGNALS_S
 
 _GRACE_S = 30.0
-_LAST_WORDS_S = 2.0
-_PASSED_ON = (signal.SIGTERM, signal.SIGINT)
+_LAST_OUTPUT_S = 2.0
+_PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 def main(command: list[str]) -> int:
@@ -45,7 +45,7 @@ def main(command: list[str]) -> int:
         with suppress(subprocess.TimeoutExpired):
             code = child.wait(HEAR_SIGNALS_S)
     for printer in printers:
-        printer.join(_LAST_WORDS_S)  # not for ever: a process that the command left behind may hold the pipe
+        printer.join(_LAST_OUTPUT_S)  # not for ever: a process that the command left behind may hold the pipe
     return code if code >= 0 else 128 - code
 
 

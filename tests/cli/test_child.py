@@ -1,0 +1,62 @@
+"""A `paceline` command that another process of ours has started: it ends with its parent, and says why it failed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness.cli import environment
+from harness.processes import kill_all_in, seconds_until_empty
+from paceline.errors import DataError, UserError
+from paceline.launch.child import start_child
+
+ENDLESS = ["--num-samples=640", "--global-batch-size=64", "--epochs=100000", "--processes=2", "--track"]
+STUDY = ["study", "shapes-cnn", "--world-sizes=1", "--strategies=ddp", "--output-dir=study", "--num-samples=640"]
+PARENTS = {
+    "equivalence": ["equivalence", "shapes-cnn", "--world-sizes=1,2", "--output-dir=runs", *ENDLESS[:3], "--track"],
+    "study": [*STUDY, "--epochs=100000", "--global-batch-size=64"],
+}
+
+
+@pytest.mark.parametrize("parent", PARENTS)
+def test_a_killed_parent_leaves_no_process(parent: str, tmp_path: Path) -> None:
+    """The guard stops the training, whose ranks save and exit."""
+    command = [sys.executable, "-m", "paceline", *PARENTS[parent]]
+    with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL) as process:
+        try:
+            while not list(tmp_path.rglob("metrics.csv")):
+                assert process.poll() is None
+            os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+            assert seconds_until_empty(tmp_path, limit_s=60) < 60
+        finally:
+            kill_all_in(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "code"),
+    [
+        (["train", "no-such-recipe"], UserError, 2),
+        (["train", "cifar10-cnn", "--data-dir=nowhere", "--processes=1"], DataError, 3),
+    ],
+)
+def test_a_child_reports_its_error_in_parts(
+    arguments: list[str], kind: type[Exception], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent gets the error with its class and its parts, also from a rank, and the child does not print it."""
+    monkeypatch.chdir(tmp_path)
+    with (
+        (tmp_path / "errors").open("wb") as errors,
+        start_child(arguments, stdout=subprocess.DEVNULL, stderr=errors, shows_error=True) as child,
+    ):
+        assert child.wait() == code
+        error = child.error()
+    assert type(error) is kind
+    assert error.exit_code == code
+    assert error.what
+    assert error.what not in (tmp_path / "errors").read_text()
