@@ -537,7 +537,7 @@ def test_a_guard_passes_on_the_exit_code() -> None:
         assert process.wait(20) == 75
 
 
-def test_a_leash_hides_a_folder_that_will_be_gone(tmp_path: Path) -> None:
+def test_a_guard_hides_a_folder_that_will_be_gone(tmp_path: Path) -> None:
     """On both streams, the run folder by its name and the rest by its path within; other bytes stay as they are."""
     script = (
         "import sys\n"
