@@ -15,6 +15,7 @@ from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.main import main
 from paceline.config.fields import find_field
 from paceline.config.sites import job_settings
+from paceline.launch import slurm_facts
 
 USER = 2
 MOST_LINES = 12
@@ -275,6 +276,23 @@ def test_fake_sbatch_gets_the_script(fake: FakeSlurm, tmp_path: Path, capsys: py
     screen = capsys.readouterr().err
     assert "has a job already" in screen
     assert "job 4711, pending" in screen
+    assert len(fake.calls("sbatch")) == 1
+
+
+@pytest.mark.parametrize("way", ["hang", "gone"])
+def test_a_fake_cluster_that_does_not_answer_delays_no_job(
+    way: str, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What cannot be asked is not judged: the job reaches sbatch after one short timeout."""
+    monkeypatch.setattr(slurm_facts, "ASK_TIMEOUT_S", 0.5)
+    for client in ("sinfo", "sacctmgr"):
+        if way == "hang":
+            fake.hang(client)
+        else:
+            (fake.folder / client).unlink()
+    began = time.monotonic()
+    assert submit(*JOB, "--nodes", "2", "--partition", "nowhere") == 0, capsys.readouterr().err
+    assert time.monotonic() - began < 30, "a client that hangs sleeps for 60 s"
     assert len(fake.calls("sbatch")) == 1
 
 
