@@ -227,7 +227,7 @@ def test_a_rank_that_imports_the_script_does_not_train_again(monkeypatch: pytest
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="this process is one already"):
+    with pytest.raises(UserError, match="this process already is a rank"):
         paceline.train()
 
 

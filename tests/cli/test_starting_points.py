@@ -103,7 +103,7 @@ def test_wrong_starting_points(workplace: Path, tmp_path: Path) -> None:
     run = str(only_run(workplace))
     for flags, code, part in [
         (["--init-from=nowhere"], 2, "no weights to start from"),
-        ([f"--init-from={run}", f"--resume={run}"], 2, "either starts from weights or goes on"),
+        ([f"--init-from={run}", f"--resume={run}"], 2, "--init-from"),
         ([f"--init-from={run}", "--model-name=mlp"], 3, "does not belong to this model"),
         ([f"--resume={run}", "--output-dir=x", "--global-batch-size=32"], 4, "global_batch_size: saved 64, now 32"),
         (

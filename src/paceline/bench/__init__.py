@@ -1,1 +1,1 @@
-"""Micro-benchmarks: collectives, data pipeline and step, each alone and against its limit."""
+"""Micro-benchmarks: collectives, data pipeline and step, each measured alone and compared with its limit."""

@@ -1,8 +1,8 @@
-"""All-reduce, all-gather and reduce-scatter over a range of message sizes: how long, how fast, and whether right.
+"""All-reduce, all-gather and reduce-scatter over a range of message sizes: time, bandwidth and correctness.
 
-A size is what the whole collective is about: the vector that is summed, everything that was gathered, everything
-that is scattered. Algorithm bandwidth is that size over its time. Bus bandwidth counts what each rank must send at
-least, so it can be held against a link's speed whatever the number of ranks.
+A size is that of the whole collective: the summed vector, or all gathered or scattered data. Algorithm bandwidth is the
+size divided by the time. Bus bandwidth counts the bytes that each rank must send at least, so it can be compared with
+the speed of a link for any number of ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter")
 # torch 2.13 renamed these two.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_PATTERN = 7  # values repeat after so many: small whole numbers, whose sums are exact, yet a misplaced part shows
+_PATTERN = 7  # period of the test values: small whole numbers with exact sums, in which misplaced parts are detected
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Row:
     p95_s: float
     algorithm_bytes_per_s: float
     bus_bytes_per_s: float
-    is_right: bool  # on every rank, number by number
+    is_right: bool  # every number is correct on every rank
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def measure(
     operations: Sequence[str] = OPERATIONS,
     on_row: Callable[[Row], None] = lambda row: None,
 ) -> list[Row]:
-    """Every operation at every size. Collective: all ranks of the process group call it alike."""
+    """Every operation at every size. Collective."""
     rows = []
     for operation in operations:
         for size in sizes:
@@ -86,13 +86,13 @@ def _measure_one(operation: str, size_bytes: int, world: World, seconds: float) 
 
 
 def bus_factor(operation: str, world_size: int) -> float:
-    """The share of a message that every rank must at least send."""
+    """The minimum fraction of a message that every rank must send."""
     share = (world_size - 1) / world_size
     return 2 * share if operation == "all-reduce" else share
 
 
 class Exchange:
-    """One collective with its buffers; a message is rounded up to equal parts for all ranks."""
+    """One collective with its buffers. The size is rounded up to equal parts for all ranks."""
 
     def __init__(self, operation: str, size_bytes: int, world: World) -> None:
         ranks = world.world_size
@@ -115,7 +115,7 @@ class Exchange:
             _reduce_scatter(self._part, self._whole)
 
     def check(self) -> bool:
-        """Run it once more on numbers that are known, and compare all of what this rank received."""
+        """Run it once more with known numbers, and compare everything that this rank received."""
         rank, ranks = self._world.rank, self._world.world_size
         pattern = torch.arange(self._whole.numel(), device=self._whole.device).remainder(_PATTERN).float() + 1
         sum_of_ranks = ranks * (ranks + 1) // 2
@@ -131,13 +131,13 @@ class Exchange:
 
 
 def _scale_parts(pattern: Tensor, ranks: int) -> Tensor:
-    """Each rank's part of the pattern, times its number from 1."""
+    """Multiply each rank's part of the pattern by its rank + 1."""
     numbers = torch.arange(1, ranks + 1, device=pattern.device, dtype=pattern.dtype)
     return (pattern.view(ranks, -1) * numbers[:, None]).view(-1)
 
 
 def fit_rows(rows: Sequence[Row], world_size: int) -> list[Fit]:
-    """A line through each operation's times, if it has two sizes or more."""
+    """A linear fit to each operation's times, if it has two sizes or more."""
     fits = []
     for operation in dict.fromkeys(row.operation for row in rows):
         own = [row for row in rows if row.operation == operation]
@@ -148,8 +148,8 @@ def fit_rows(rows: Sequence[Row], world_size: int) -> list[Fit]:
 
 
 def fit_line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float | None]:
-    """Latency and bandwidth with the least relative errors, so that every size counts alike."""
+    """Latency and bandwidth with the smallest relative errors, so every size counts equally."""
     slope, start = np.polyfit(sizes, seconds, 1, w=1 / np.asarray(seconds))
-    if slope <= 0:  # times that do not grow with the size are all latency
+    if slope <= 0:  # times that do not grow with the size are only latency
         return float(np.mean(seconds)), None
     return max(0.0, float(start)), 1 / float(slope)

@@ -1,4 +1,4 @@
-"""The data pipeline alone: order, gather, augment, to the device. Nothing is trained on what it delivers."""
+"""Measures the data pipeline alone: order, gather, augment, copy to the device. Nothing is trained."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.world.detect import World
 
 @dataclass(frozen=True)
 class DataResult:
-    """Of all ranks at once, each on its own share of the batches."""
+    """Measured on all ranks at the same time, each with its share of the batches."""
 
     batches: int  # measured on each rank
     rank_batch_size: int
@@ -26,7 +26,7 @@ class DataResult:
     order_s: float  # once per epoch
     samples_per_s: float  # all ranks together, the epoch's order included
     bytes_per_s: float  # of finished inputs, per rank
-    copy_bytes_per_s: float  # what a plain copy in the device's memory gives a rank
+    copy_bytes_per_s: float  # of a plain copy in the device's memory, per rank
 
     @property
     def of_copy(self) -> float:
@@ -34,7 +34,7 @@ class DataResult:
 
 
 def measure_data(rig: Rig, world: World, copy_bytes_per_s: float, *, seconds: float = 2.0) -> DataResult:
-    """Collective: ranks start together, because they share a machine's memory and disks."""
+    """Collective. Ranks start together, because they share the machine's memory and disks."""
     plan, config = rig.plan, rig.plan.config
     batches = endless_batches(rig)
     size = next(batches).inputs.nbytes
@@ -46,7 +46,7 @@ def measure_data(rig: Rig, world: World, copy_bytes_per_s: float, *, seconds: fl
     order_s = largest_over_ranks(time.perf_counter() - started, world)
     everyone = gather_numbers([times.median_s, times.p95_s], world)
     batch_s, p95_s = (max(column) for column in zip(*everyone, strict=True))
-    # The median knows nothing of the order, which is made with an epoch's first batch only.
+    # The median does not include the order, which is made with the first batch of an epoch.
     whole_s = batch_s + order_s / plan.steps_per_epoch
     return DataResult(
         batches=rounds,

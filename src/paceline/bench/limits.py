@@ -1,4 +1,4 @@
-"""What this machine can do at best: copying memory, and the links between ranks."""
+"""The limits of this machine: memory copies, and the links between ranks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from paceline.bench.links import Limit, gpu_link, network_link
 from paceline.metrics.timing import repeat
 from paceline.world.detect import World
 
-_COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # beyond any cache
+_COPY_BYTES = {"cpu": 128 * 2**20, "cuda": 512 * 2**20}  # larger than any cache
 _COPY_S = 0.4
 
 
 @dataclass(frozen=True)
 class MachineLimits:
-    """Of one rank, while all ranks are at it."""
+    """The limits of one rank while all ranks measure."""
 
     copy_bytes_per_s: float
-    link: Limit | None  # None where nothing is exchanged
+    link: Limit | None  # None if nothing is exchanged
 
 
 def measure_copy_bandwidth(device: str) -> float:
-    """Bytes per second from one place in the device's memory to another."""
+    """Bytes per second of a copy within the device's memory."""
     kind = torch.device(device).type
     source = torch.ones(_COPY_BYTES[kind], dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -32,7 +32,7 @@ def measure_copy_bandwidth(device: str) -> float:
 
 
 def find_link(world: World, copy_bytes_per_s: float) -> Limit | None:
-    """What bounds the exchange between these ranks, as far as anything here knows."""
+    """The limit of the exchange between these ranks, if it is known."""
     if world.world_size == 1:
         return None
     if world.num_nodes > 1:

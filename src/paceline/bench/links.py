@@ -1,4 +1,4 @@
-"""Nominal speeds of the links between ranks, from what the system says of itself. Nothing is measured here."""
+"""Nominal speeds of the links between ranks, as the system reports them. Nothing is measured here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INTERFACE_VARIABLES = {True: "NCCL_SOCKET_IFNAME", False: "GLOO_SOCKET_IFNAME"}
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes per second in one direction; None when nothing here knows."""
+    """Bytes per second in one direction; None if unknown."""
 
     bytes_per_s: float | None
     name: str
@@ -25,7 +25,7 @@ class Limit:
 
 
 def gpu_link(index: int) -> Limit:
-    """Between the GPUs of this machine: NVLink where this one has it, else PCIe."""
+    """The link between the GPUs of this machine: NVLink if there is one, otherwise PCIe."""
     # nvidia-smi counts all GPUs of the machine, also those hidden from this process.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     name = visible[index].strip() if index < len(visible) and visible[index].strip() else str(index)
@@ -34,17 +34,17 @@ def gpu_link(index: int) -> Limit:
         return nvlink
     query = "--query-gpu=pcie.link.gen.max,pcie.link.width.max"
     pcie = read_pcie(_ask("nvidia-smi", query, "--format=csv,noheader,nounits", "-i", name))
-    return pcie or Limit(None, "none known: nvidia-smi tells neither NVLink nor PCIe")
+    return pcie or Limit(None, "unknown: nvidia-smi reports neither NVLink nor PCIe")
 
 
 def read_nvlink(text: str) -> Limit | None:
-    """Of `nvidia-smi nvlink --status`: the sum over the links that are up."""
+    """From `nvidia-smi nvlink --status`: the sum over the links that are up."""
     speeds = [float(speed) for speed in _NVLINK.findall(text)]
     return Limit(sum(speeds) * 1e9, f"NVLink, {len(speeds)} links, nominal") if speeds else None
 
 
 def read_pcie(text: str) -> Limit | None:
-    """Of `nvidia-smi --query-gpu=pcie.link.gen.max,pcie.link.width.max`: generation, width."""
+    """From `nvidia-smi --query-gpu=pcie.link.gen.max,pcie.link.width.max`: generation, width."""
     match = re.match(r"\s*(\d+)\s*,\s*(\d+)\s*$", text)
     if match is None or int(match[1]) not in _PCIE_LANE:
         return None
@@ -53,7 +53,7 @@ def read_pcie(text: str) -> Limit | None:
 
 
 def network_link(*, is_nccl: bool, net: Path = _NET, infiniband: Path = _INFINIBAND) -> Limit:
-    """Between nodes: InfiniBand under NCCL, else the fastest interface that is up and tells its speed."""
+    """The link between nodes: InfiniBand with NCCL, otherwise the fastest interface that is up and has a speed."""
     rates = _infiniband_rates(infiniband) if is_nccl else {}
     if rates:
         name, gigabits = max(rates.items(), key=lambda item: item[1])
@@ -61,18 +61,18 @@ def network_link(*, is_nccl: bool, net: Path = _NET, infiniband: Path = _INFINIB
     chosen = os.environ.get(_INTERFACE_VARIABLES[is_nccl], "")
     speeds = {name: speed for name, speed in _interface_speeds(net).items() if name.startswith(chosen.lstrip("="))}
     if not speeds:
-        return Limit(None, f"none known: no network interface here tells its speed ({net}/*/speed)")
+        return Limit(None, f"unknown: no network interface here reports its speed ({net}/*/speed)")
     name, megabits = max(speeds.items(), key=lambda item: item[1])
     return Limit(megabits / 8 * 1e6, f"network interface {name}, {megabits / 1000:g} Gbit/s, nominal")
 
 
 def _interface_speeds(net: Path) -> dict[str, int]:
-    """Megabits per second of each interface that is up; virtual ones often do not know theirs."""
+    """Megabits per second of each interface that is up. Virtual interfaces often report none."""
     found = {}
     for folder in sorted(net.glob("*")):
         try:
             state, speed = ((folder / name).read_text().strip() for name in ("operstate", "speed"))
-        except OSError:  # the kernel refuses to answer for an interface without a speed
+        except OSError:  # raised by the kernel for an interface without a speed
             continue
         if folder.name != "lo" and state == "up" and speed.isdecimal() and int(speed) > 0:
             found[folder.name] = int(speed)

@@ -1,4 +1,4 @@
-"""A few training steps under torch's profiler, with nothing else around them."""
+"""Records a few training steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WARM_UP_STEPS, _STEPS = 3, 10
 
 @dataclass(frozen=True)
 class ProfileResult:
-    """The operators are the primary's."""
+    """The operators are those of rank 0."""
 
     folder: str
     files: tuple[str, ...]  # by rank
@@ -26,7 +26,7 @@ class ProfileResult:
 
 
 def profile_steps(rig: Rig, world: World, folder: Path, *, steps: int = _STEPS) -> ProfileResult:
-    """Collective. Batches come from the pipeline, as in training; weights stay what they are."""
+    """Collective. Batches come from the pipeline, as in training. Weights do not change."""
     batches = endless_batches(rig)
     for _ in range(_WARM_UP_STEPS):
         take_step(rig.step, next(batches))
@@ -42,6 +42,6 @@ def profile_steps(rig: Rig, world: World, folder: Path, *, steps: int = _STEPS) 
     recording.write(folder / file_of(world.rank))
     wait_for_all(world)
     files = tuple(file_of(rank) for rank in range(world.world_size))
-    # Seconds of adding up, for a table that only one rank prints.
+    # This takes seconds, and only one rank prints the table.
     top = recording.top_operators() if world.is_primary else ()
     return ProfileResult(str(folder), files, steps, top)

@@ -1,4 +1,4 @@
-"""Start the ranks of a benchmark on this node, and see to it that none outlives it."""
+"""Starts the ranks of a benchmark on this node, and ends them with it."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _SIGNAL_EXIT = 128  # a shell's exit code for "ended by signal N" is this plus N
 
 
 class _Stopped(BaseException):
-    """A signal asked for the end."""
+    """A signal requests a stop."""
 
 
 @dataclass(frozen=True)
 class LocalRanks:
-    """What to start; each rank is the same command again."""
+    """The ranks to start. Each runs the same command."""
 
     processes: int
     threads: int
@@ -41,15 +41,15 @@ class LocalRanks:
 
 
 def run_ranks(ranks: LocalRanks) -> int:
-    """Returns the exit code for the shell. Nothing is saved, so a stop is immediate and nothing is tried again."""
+    """Returns the exit code for the shell. There is nothing to save, so a stop is immediate. There are no restarts."""
     attempts = Attempts(ranks.threads)
     asked: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
         attempts.stop_ranks(signal.SIGKILL)
-        if not asked:  # the agent's own cleaning up, which follows, must not be torn
+        if not asked:  # the cleanup that follows must not be interrupted
             asked.append(number)
-            end_fork_server()  # before anything unwinds: who is being born would miss it, and complain
+            end_fork_server()  # first: a rank that is still starting would fail with BrokenPipe otherwise
             raise _Stopped
 
     try:
@@ -73,7 +73,7 @@ def _tell_failure(end: AttemptEnd, folder: RunFolder) -> int:
     report = report_failure(end, folder, attempt=1, attempts=1, oom_kills=0)
     if "--debug" in sys.argv and report.traceback:
         print(report.traceback, file=sys.stderr)
-    if report.screen:  # it explains itself
+    if report.screen:  # the rank's own error screen
         print(report.screen, file=sys.stderr)
     else:
         print(f"error: {report.what}\n  where:   rank {report.rank} on {report.host}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""What is to be measured, as data. Imports no torch: a wrong word is found before anything is started."""
+"""The settings of a benchmark, as data. Imports no torch: a wrong value is found before anything starts."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ class Request:
 
     @property
     def needs_recipe(self) -> bool:
-        """Whether data and model are needed at all."""
+        """Whether data and model are needed."""
         return self.parts != ("collectives",) or self.profile is not None
 
 
 def parse_parts(text: str) -> tuple[str, ...]:
-    """In our order, whatever the user's."""
+    """The parts in a fixed order."""
     words = [word.strip() for word in text.split(",")]
     unknown = [word for word in words if word not in PARTS]
     if unknown:

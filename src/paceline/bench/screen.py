@@ -1,4 +1,4 @@
-"""The report as lines of text: a table per part, narrow enough for one screen."""
+"""The report as lines of text: one table per part, narrow enough for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NAME = 36  # width of an operator's name
 
 
 def lines_of(part: str, report: Report) -> list[str]:
-    """What there is to say when a part is done."""
+    """The lines to print when a part is done."""
     if part == "start":
         return list(_start(report))
     if part == "collectives":
@@ -49,7 +49,7 @@ def _collectives(report: Report) -> Iterator[str]:
     for rows in zip(*by_operation, strict=True):
         yield f"{format_size(rows[0].size_bytes):>9}  " + "  ".join(_cells(row) for row in rows)
     for fit in report.fits:
-        growth = f" + bytes on the bus / {format_rate(fit.bytes_per_s)}" if fit.bytes_per_s else ", whatever the size"
+        growth = f" + bytes on the bus / {format_rate(fit.bytes_per_s)}" if fit.bytes_per_s else " for every size"
         yield f"{fit.operation:<14}  time = {format_time(fit.latency_s)}{growth}"
     limit = report.limits.link
     if limit is not None and limit.bytes_per_s is not None:
@@ -113,11 +113,11 @@ def _profile(profile: ProfileResult) -> Iterator[str]:
         yield f"  {name:<{_NAME + 6}} {format_time(operator.seconds):>9} {operator.share:>6.0%} {operator.calls:>7,}"
     files = profile.files[0] if len(profile.files) == 1 else f"{profile.files[0]} ... {profile.files[-1]}"
     yield f"traces          {profile.folder}/{files}"
-    yield "                drop one on https://ui.perfetto.dev (it stays in your browser), or open chrome://tracing"
+    yield "                open one in https://ui.perfetto.dev (it stays in your browser) or chrome://tracing"
 
 
 def _exposed(seconds: float, whole_s: float) -> str:
-    """Time that computing did not hide; less than none is noise."""
+    """Exposed time. A negative value is noise."""
     return f"{format_time(seconds)} exposed, {seconds / whole_s:.0%} of a step" if seconds > 0 else "none exposed"
 
 

@@ -1,4 +1,4 @@
-"""One rank's part in a benchmark: join the others, measure, and bring back a report."""
+"""One rank of a benchmark: joins the others, measures, and returns a report."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from paceline.world.heap import keep_freed_memory
 from paceline.world.pulse import ATTEMPT_DIR, Pulse, pulse_path
 from paceline.world.signals import SUPERVISOR_PID, StopRequest
 
-_DATA_TIMES, _STEP_TIMES = 6, 20  # as long as one size of one collective
-_BUSY = 0.75  # of its cores, before we add to it
+_DATA_TIMES, _STEP_TIMES = 6, 20  # times the seconds for one size of one collective
+_BUSY = 0.75  # load per core before the benchmark
 _START_S, _PIECE_S = 600.0, 120.0  # for reading data and building a model; for one measurement
 
 
 @dataclass
 class Report:
-    """What was measured; the parts that were not asked for stay empty."""
+    """The measurements. Parts that were not requested stay empty."""
 
     recipe: str
     world: World
@@ -75,7 +75,7 @@ class Report:
         }
 
 
-Tell = Callable[[str, Report], None]  # a part that is done, and everything so far
+Tell = Callable[[str, Report], None]  # called with a finished part and the report so far
 
 
 def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Report:
@@ -97,10 +97,10 @@ def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Repo
 
 
 def _open_pulse(environment: RankEnvironment) -> Pulse:
-    """Our own launcher watches a rank's pulse; the rank watches its launcher, and never outlives it."""
+    """Our own launcher reads the rank's heartbeat. The rank exits when its launcher exits."""
     if not environment.is_supervised:
         return Pulse(None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all of us; the launcher ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C and ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     at_once = threading.Event()
     at_once.set()  # there is nothing to save
@@ -117,7 +117,7 @@ def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report
         pulse.beat("start", 0, allowed_s)
 
     go_on()
-    wait_for_all(world)  # memory is shared: the copies run at the same time
+    wait_for_all(world)  # all ranks measure at the same time: they share the memory bandwidth
     rates = gather_numbers([measure_copy_bandwidth(world.device)], world)
     copy = sum(row[0] for row in rates) / world.world_size
     report = Report(request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world))
@@ -148,7 +148,7 @@ def _measure_recipe(request: Request, world: World, report: Report, go_on: Calla
         tell("step", report)
         go_on()
     if request.profile is not None:
-        # The primary's clock names the folder.
+        # The folder's name is made from rank 0's clock.
         folder = Path(broadcast_text(str(request.profile), world))
         report.profile = profile_steps(rig, world, folder)
         tell("profile", report)
@@ -168,12 +168,12 @@ def judge(report: Report, request: Request) -> Verdict | None:
 def _notes(request: Request, world: World) -> list[str]:
     notes = []
     if world.device == "cpu" and world.local_world_size * world.threads > usable_cores():
-        notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: expect less of each")
+        notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: each is slower")
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > _BUSY * cores:
         notes.append(f"this machine is busy (load {load:.1f} on {cores} cores): times will vary")
     if "collectives" in request.parts and world.world_size == 1:
-        notes.append("one rank has nobody to exchange with: no collectives; --processes 2 has")
+        notes.append("one rank has no collectives; use --processes 2")
     return notes
 
 

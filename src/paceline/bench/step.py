@@ -1,7 +1,7 @@
-"""The training step alone, on a batch that is already on the device: how fast, and what it spends its time on.
+"""Measures the training step alone, on a batch that is already on the device: its speed and its phases.
 
-The same step is also taken by every rank for itself, with nobody to exchange with. What the real one takes longer is
-communication that computing did not hide, and waiting for slower ranks.
+Every rank also runs the same step without exchange. The difference is exposed communication, and waiting for slower
+ranks.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from paceline.training.step import TrainStep
 from paceline.world.detect import World
 from paceline.world.seeds import seed_initial_weights
 
-_BLOCK, _LEAST_BLOCKS = 3, 3  # steps; their kinds take turns, so that a machine's moods meet all
-_READ_AHEAD = 3  # batches that may lie ready after a pause, which training never makes
+_BLOCK, _LEAST_BLOCKS = 3, 3  # steps per block, and blocks; kinds alternate, so changes of the machine affect all
+_READ_AHEAD = 3  # batches that may be ready after a pause, which training does not have
 _PHASE_STEPS = 5
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of one rank, while all ranks step together."""
+    """Measurements of one rank while all ranks step together."""
 
     steps: int
     rank_batch_size: int
@@ -54,14 +54,14 @@ class StepResult:
     step_s: float  # median
     step_p95_s: float
     samples_per_s: float  # all ranks together
-    loop_s: float  # the same with the data pipeline in front, as in training
-    data_s: float  # what that adds
+    loop_s: float  # the same with the data pipeline, as in training
+    data_s: float  # the time that the pipeline adds
     forward_s: float
     backward_s: float  # with the exchange of gradients and their norm
     update_s: float
-    alone_s: float | None  # the same step without peers; None on one rank, or where it does not fit
-    exposed_s: float | None  # what peers cost
-    flops: int | None  # of a rank's step; None where the model cannot be counted
+    alone_s: float | None  # the same step without peers; None on one rank, or if it does not fit in memory
+    exposed_s: float | None  # exposed communication
+    flops: int | None  # of a rank's step; None if the model cannot be counted
     flops_per_s: float | None
     ceiling_flops_per_s: float  # of a large matrix product in the same precision, all ranks at once
     note: str = ""
@@ -74,7 +74,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Rounds of one kind of work, in blocks that took turns with other kinds."""
+    """Rounds of one kind of work, in blocks that alternate with other kinds."""
 
     blocks: tuple[Rounds, ...]
 
@@ -83,13 +83,13 @@ class Blocks:
         return Rounds(tuple(seconds for block in self.blocks for seconds in block.seconds))
 
     def longer_than(self, other: Blocks) -> float:
-        """Seconds per round, by neighbouring blocks: a machine that is busy for a while slows both. Never negative."""
+        """Difference in seconds per round, from adjacent blocks: other load slows both. Never negative."""
         pairs = zip(self.blocks, other.blocks, strict=True)
         return max(0.0, statistics.median(mine.median_s - theirs.median_s for mine, theirs in pairs))
 
 
 def measure_step(rig: Rig, world: World, *, seconds: float = 6.0) -> StepResult:
-    """Collective. Weights stay what they are: the learning rate is 0, the arithmetic the same."""
+    """Collective. Weights do not change: the learning rate is 0, the arithmetic is the same."""
     batch = next(endless_batches(rig))
     dtype = rig.model.autocast_dtype or torch.float32
     wait_for_all(world)
@@ -135,13 +135,13 @@ def take_step(step: TrainStep, batch: Batch) -> None:
 
 
 def _loop_of(rig: Rig) -> Work:
-    """A step on the next batch, as the training loop takes it."""
+    """A step on the next batch, as in the training loop."""
     batches = endless_batches(rig)
     return lambda: take_step(rig.step, next(batches))
 
 
 def _build_lonely_step(rig: Rig, world: World) -> tuple[TrainStep | None, str]:
-    """The rank's share of the step as a run of one rank; with the reason, if there can be none."""
+    """The rank's share of the step, as in a run of one rank; or None and the reason."""
     if world.world_size == 1:
         return None, ""
     plan, config = rig.plan, rig.plan.config
@@ -158,7 +158,7 @@ def _build_lonely_step(rig: Rig, world: World) -> tuple[TrainStep | None, str]:
         average = MovingAverage(whole.module, config.optim.ema_decay) if config.optim.ema_decay else None
         lonely = TrainStep(whole, optimizer, average, config, nobody_else)
         take_step(lonely, next(endless_batches(rig)))
-    except torch.OutOfMemoryError:  # it may be sharded for this very reason
+    except torch.OutOfMemoryError:  # a sharded model may not fit on one rank
         fits = 0.0
     if min(row[0] for row in gather_numbers([fits], world)) < 1.0:
         return None, "the step without peers does not fit in a rank's memory"
@@ -166,7 +166,7 @@ def _build_lonely_step(rig: Rig, world: World) -> tuple[TrainStep | None, str]:
 
 
 def _take_turns(works: Sequence[tuple[Work, int]], world: World, seconds: float) -> list[Blocks]:
-    """Time each kind of work, block by block; the number beside it is how many rounds to let pass before each."""
+    """Time each kind of work, block by block. The number is how many rounds to skip before each block."""
     rounds = min(choose_rounds(work, world, seconds / len(works)) for work, _ in works)
     found: list[list[Rounds]] = [[] for _ in works]
     for _ in range(max(_LEAST_BLOCKS, rounds // _BLOCK)):
@@ -178,7 +178,7 @@ def _take_turns(works: Sequence[tuple[Work, int]], world: World, seconds: float)
 
 
 class _PhaseClock:
-    """Listens to the phases a step says it enters, and waits for the device at each."""
+    """Records the phases of a step, and synchronises with the device at each."""
 
     def __init__(self, device: str) -> None:
         self.seconds: dict[str, float] = {"forward": 0.0, "backward": 0.0, "reduce": 0.0, "update": 0.0}
@@ -198,7 +198,7 @@ class _PhaseClock:
 
 
 def _time_phases(step: TrainStep, batch: Batch, world: World) -> tuple[float, float, float]:
-    """Seconds of forward, backward (with the exchange) and update: the mean over ranks."""
+    """Mean seconds over ranks of forward, backward (with the exchange) and update."""
     clock = _PhaseClock(world.device)
     step.guards.watchdog.on_phase = clock.enter
     wait_for_all(world)

@@ -8,12 +8,12 @@ from paceline.errors import UserError
 from paceline.metrics.units import UNITS, format_size
 
 DEFAULT_SIZES = "4KB:64MB"
-_LEAST, _MOST = 4, 8 * 2**30  # one number; what a buffer may reasonably take
+_LEAST, _MOST = 4, 8 * 2**30  # bytes: one number; a large buffer
 _STEP = 4
 
 
 def parse_sizes(text: str) -> tuple[int, ...]:
-    """Every fourth power from the first size up to the last, which is always one of them; or one size alone."""
+    """Sizes from the first to the last, each four times the one before; the last is always included. Or one size."""
     low_text, is_range, high_text = text.partition(":")
     low = _parse_size(low_text, text)
     high = _parse_size(high_text, text) if is_range else low

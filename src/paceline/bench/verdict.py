@@ -1,4 +1,4 @@
-"""One sentence: what bounds this recipe on this machine, and what to try. A pure function of the measurements."""
+"""The verdict in one sentence: what limits this recipe on this machine, and what to try. Pure functions."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Verdict:
 
 
 def judge_sums(rows: Sequence[Row]) -> Verdict | None:
-    """Speed means nothing when an answer is wrong."""
+    """Wrong results come before any speed."""
     wrong = [row for row in rows if not row.is_right]
     if not wrong:
         return None
     first = f"{wrong[0].operation} of {format_size(wrong[0].size_bytes)}"
-    return Verdict("wrong-sums", f"wrong sums: {first} gave a wrong answer ({len(wrong)} of {len(rows)} did)")
+    return Verdict("wrong-sums", f"wrong sums: {first} gave a wrong result ({len(wrong)} of {len(rows)} did)")
 
 
 def judge_step(step: StepResult, config: Config, world: World, *, cores: int) -> Verdict:
@@ -61,8 +61,10 @@ def judge_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -
         text += f", {best.bus_bytes_per_s / limit.bytes_per_s:.0%} of the limit"
     fit = next((fit for fit in fits if fit.operation == best.operation), None)
     if fit is not None and fit.bytes_per_s is not None:
-        # Where a message takes as long on its way as it takes to set out.
-        text += f"; below {format_size(fit.latency_s * fit.bytes_per_s)} latency rules ({format_time(fit.latency_s)})"
+        # At this size, transfer time and latency are equal.
+        text += (
+            f"; below {format_size(fit.latency_s * fit.bytes_per_s)} latency dominates ({format_time(fit.latency_s)})"
+        )
     return Verdict("links", f"links: {text}")
 
 

@@ -1,4 +1,4 @@
-"""Which code a config names: `FILE.py:FUNCTION` and `package.module:FUNCTION` in its fields."""
+"""The functions that a config names: `FILE.py:FUNCTION` and `package.module:FUNCTION` in its fields."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from paceline.config.fields import field_table
 from paceline.config.schema import Config
 
-# A field whose value may name a function. The collections of models are packages we call ourselves.
+# Fields whose value may name a function. timm and torchvision are not the user's code.
 CODE_FIELDS = ("dataset", "model_name", "loss", "metrics")
 _COLLECTIONS = ("timm", "torchvision")
 
@@ -31,7 +31,7 @@ class CodeReference:
 
     @property
     def name(self) -> str:
-        """Without its place: a file may be moved."""
+        """The name without the folder: a file may be moved."""
         return f"{self.field}:{self.function}"
 
     def __str__(self) -> str:
@@ -39,7 +39,7 @@ class CodeReference:
 
 
 def code_references(config: Config) -> list[CodeReference]:
-    """Every function of the user's own that the config names, in the order of the fields."""
+    """The user's own functions that the config names, in the order of the fields."""
     found = []
     for name in CODE_FIELDS:
         value = field_table()[name].value_in(config)

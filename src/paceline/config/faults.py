@@ -1,6 +1,6 @@
-"""Faults a person may rehearse, as text: `kill rank=1 step=50; hang rank=0 step=80 phase=backward`.
+"""Parses faults to inject: `kill rank=1 step=50; hang rank=0 step=80 phase=backward`.
 
-Only the words are judged here; `training/inject.py` makes them happen.
+This file only checks the text. `training/inject.py` injects the faults.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from paceline.errors import UserError
 
 _LARGEST_LEDGER_BYTES = 20_000_000
 PHASES = ("start", "data", "forward", "backward", "reduce", "update", "save", "evaluate")
-# What each fault does, and the settings it knows besides rank, step, phase and times.
+# What each fault does, and its settings besides rank, step, phase and times.
 KINDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "kill": ("SIGKILL of the rank", ()),
     "hang": ("the rank sleeps for ever", ()),
@@ -38,9 +38,9 @@ EVERY_RANK = -1
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault: where it strikes, and how often over all attempts of the run."""
+    """One fault: where it is injected, and how often over all attempts of the run."""
 
-    number: int  # its place in the list, which is its name in the ledger
+    number: int  # its place in the list, used as its name in the ledger
     kind: str
     step: int
     rank: int = 0
@@ -60,7 +60,7 @@ def parse_faults(text: str, where: str = "flag --inject") -> tuple[Fault, ...]:
 
 
 def read_ledger(path: Path) -> list[dict[str, Any]]:
-    """The faults so far, in order. Lines that are not complete, or not written by us, are left out."""
+    """The injected faults so far, in order. Incomplete or foreign lines are left out."""
     try:
         lines = read_small(path, _LARGEST_LEDGER_BYTES).splitlines()
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""The schema seen as a table: one row per field, found by flag, recipe key or alias."""
+"""The schema as a table: one row per field, found by flag, recipe key or alias."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FieldSpec:
 
     @property
     def expects(self) -> str:
-        """What a value must look like, in words."""
+        """The allowed values, as text."""
         if self.choices:
             return ("any of " if self.is_tuple else "one of ") + ", ".join(self.choices)
         kind = {bool: "true or false", int: "a whole number", float: "a number"}.get(self.type, "text")
@@ -85,7 +85,7 @@ def field_table() -> dict[str, FieldSpec]:
 
 
 def find_field(key: str) -> FieldSpec | None:
-    """The field that this recipe key or flag (without dashes) means; aliases count."""
+    """The field of this recipe key, flag (without dashes) or alias."""
     name = key.replace("-", "_")
     table = field_table()
     if name in table:

@@ -1,4 +1,4 @@
-"""Defaults <- recipe <- flags, through one parser, remembering where each value came from."""
+"""Combines defaults, recipe and flags with one parser, and records the origin of each value."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ _TYRO_STYLE = (tyro.conf.OmitArgPrefixes,)
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A resolved config, the recipe it stands on, and who decided each value."""
+    """A resolved config, its recipe, and the origin of each value."""
 
     recipe_name: str
     recipe_path: Path
     config: Config
-    settings: dict[str, Setting]  # the winning setting of each field that is not at its default
+    settings: dict[str, Setting]  # the effective setting of each field that is not at its default
 
     def origin(self, name: str) -> str:
         """default, file or flag."""
         return self.settings[name].kind if name in self.settings else "default"
 
     def where(self, name: str) -> str:
-        """The file and line, or the flag, that decided a field."""
+        """The file and line, or the flag, that set a field."""
         setting = self.settings.get(name)
         return setting.where if setting else f"default of {find_field(name).flag}"  # type: ignore[union-attr]
 
 
 def load_config(recipe: str, flags: list[str]) -> LoadedConfig:
-    """Resolve a recipe and flags; ranges and cross-field rules are checked by `rules.py`."""
+    """Resolve a recipe and flags. `rules.py` checks ranges and rules between fields."""
     path = find_recipe(recipe)
     settings = read_recipe(path) + parse_flags(flags)
     return LoadedConfig(
@@ -62,7 +62,7 @@ def load_config(recipe: str, flags: list[str]) -> LoadedConfig:
 
 
 def load_saved(values: dict[str, Any], where: Path, flags: list[str]) -> LoadedConfig:
-    """The same from the flat config that a checkpoint holds. Settings that this release does not know are left out."""
+    """Like `load_config`, from the flat config in a checkpoint. Settings unknown to this release are left out."""
     fields = {name: field for name in values if (field := field_table().get(name)) is not None}
     saved = [Setting(field, as_typed(values[name]), "file", f"{where}, {name}") for name, field in fields.items()]
     for setting in saved:
@@ -74,7 +74,7 @@ def load_saved(values: dict[str, Any], where: Path, flags: list[str]) -> LoadedC
 
 
 def parse_flags(arguments: list[str]) -> list[Setting]:
-    """Split command-line arguments into settings; values are judged later, by the parser."""
+    """Split command-line arguments into settings. The parser checks the values later."""
     settings = []
     rest = list(arguments)
     while rest:
@@ -110,12 +110,12 @@ def _take_values(field: FieldSpec, rest: list[str]) -> list[str]:
 
 
 def _parse(settings: list[Setting]) -> Config:
-    """Hand everything to tyro at once; only if it refuses, find out which setting it was."""
+    """Pass everything to tyro at once. Only if it refuses, find the wrong setting."""
     latest = list({setting.field.name: setting for setting in settings}.values())
     config = _build(latest)
     if config is not None:
         return config
-    # The first refused one by halving: a parse costs a person's patience, and a recipe has many settings.
+    # Find the first refused setting by bisection: a parse is slow, and a recipe has many settings.
     counts = range(1, len(latest))
     refused = latest[bisect.bisect_left(counts, True, key=lambda count: _build(latest[:count]) is None)]
     raise UserError(
@@ -126,10 +126,10 @@ def _parse(settings: list[Setting]) -> Config:
 
 
 def _build(settings: list[Setting]) -> Config | None:
-    """Text is taken as it is; tyro reads everything else. None if it refuses a value."""
+    """Text is used unchanged; tyro parses everything else. None if it refuses a value."""
     texts = [setting for setting in settings if setting.field.is_text]
     others = [setting for setting in settings if not setting.field.is_text]
-    # In a list, tyro would take a value that begins with dashes for the next flag.
+    # In a list, tyro would read a value that begins with dashes as the next flag.
     if any(setting.field.is_tuple and not set(setting.values) <= set(setting.field.choices) for setting in others):
         return None
     config = _tyro(others)
@@ -160,8 +160,8 @@ def print_help(prog: str, description: str) -> None:
 def to_yaml(config: Config, chosen: Container[str] | None = None) -> str:
     """The resolved config as a recipe that gives the same run.
 
-    `chosen` names the settings that are not defaults; without it, all are. A default is written with its value, so that
-    a release with another default gives the same run, and with a mark, so that it does not turn into a choice.
+    `chosen` names the settings that are not defaults; without it, all count as chosen. A default is written with its
+    value, so a release with another default gives the same run, and with a mark, so it still counts as a default.
     """
     lines: list[str] = []
     group = ""
@@ -175,6 +175,6 @@ def to_yaml(config: Config, chosen: Container[str] | None = None) -> str:
 
 
 def _recipe_name(path: Path) -> str:
-    """A run's resolved config.yaml stands for the recipe of that run, not for one named "config"."""
+    """For a run's resolved config.yaml, the name of that run's recipe instead of "config"."""
     name = path.resolve().parent.name if path.name == "config.yaml" else path.stem
     return check_text(name, "the name of the recipe", where=str(path))

@@ -1,4 +1,4 @@
-"""`--processes`: a number of local ranks, or the range MIN:MAX a restart may choose from."""
+"""`--processes`: a number of local ranks, or a range MIN:MAX from which a restart may choose."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST = 1024
 
 @dataclass(frozen=True)
 class ProcessRange:
-    """0 to 0 means: as many as this machine has room for."""
+    """0 to 0 means: as many as fit on this machine."""
 
     low: int
     high: int

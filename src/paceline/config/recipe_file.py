@@ -1,7 +1,7 @@
-"""Recipe files: finding them, and reading YAML into settings that remember their line.
+"""Finds recipe files, and reads YAML into settings with their line numbers.
 
-The YAML is composed, not constructed: every scalar stays the text the user typed. So `3e-4` is not
-mistaken for a string nor `no` for a boolean, and the same validator that reads flags reads files.
+The YAML is composed, not constructed: every scalar stays the text in the file. `3e-4` does not become a
+string and `no` does not become a boolean, and the parser of the flags also parses the files.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
 @dataclass(frozen=True)
 class Setting:
-    """One value somebody gave, and where."""
+    """One given value, and its place."""
 
     field: FieldSpec
     values: tuple[str, ...]
@@ -45,7 +45,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Path:
-    """The file behind a shipped recipe's name or a path."""
+    """The file of a shipped recipe's name or of a path."""
     check_text(name, "the name of the recipe")
     shipped = shipped_recipes()
     if name in shipped:
@@ -93,7 +93,7 @@ def _settings(root: yaml.MappingNode, path: Path) -> Iterator[Setting]:
             raise UserError(f"{field.name} is given twice", where=f"{where} and line {seen[field.name]}")
         seen[field.name] = line
         if _line_of(key_node) == default_line(field):
-            continue  # a resolved config: nobody chose this
+            continue  # a marked default of a resolved config
         yield Setting(field, _values(field, value_node, where), "file", where)
 
 
@@ -122,18 +122,18 @@ def _line_of(node: yaml.Node) -> str:
 
 
 def as_typed(value: object) -> tuple[str, ...]:
-    """A value as a person would type it."""
+    """A value as on the command line."""
     items = value if isinstance(value, list | tuple) else [value]
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
 def setting_line(name: str, value: object) -> str:
-    """A setting as a recipe has it."""
+    """A setting as a line of a recipe."""
     return f"{name}: {_written(value)}"
 
 
 def default_line(field: FieldSpec) -> str:
-    """A default in a resolved config. Only this very line is read as a default; with another value it is a choice."""
+    """A default in a resolved config. Only exactly this line is read as a default; another value is a chosen one."""
     return f"{setting_line(field.name, field.default)}  # default"
 
 
@@ -148,7 +148,7 @@ def _written(value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Single quotes keep printable text as it is; only the quote itself is doubled. Other characters are escaped."""
+    """Printable text in single quotes, with quotes doubled. Text with other characters is escaped."""
     if text.isprintable():
         return "'" + text.replace("'", "''") + "'"
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
@@ -156,7 +156,7 @@ def _quoted(text: str) -> str:
 
 
 def unknown_name(key: str, where: str) -> UserError:
-    """The error for a key or flag nobody knows, with the nearest one that exists."""
+    """The error for an unknown key or flag, with the most similar known one."""
     names = [*field_table(), *(alias for spec in field_table().values() for alias in spec.aliases)]
     name = key.lstrip("-").replace("-", "_")
     # "batch_size" should find "global_batch_size" although half of its letters are missing.

@@ -1,7 +1,7 @@
-"""What fields must hold alone and together. Pure functions of numbers; no files, no torch.
+"""The rules for single fields and between fields. Pure functions of numbers; no files, no torch.
 
-`check_config` needs nothing but the config; `check_world` also the number of ranks. Both run before
-anything is started, so a mistake costs a second and not a queue slot.
+`check_config` needs only the config. `check_world` also needs the number of ranks. Both run before anything
+starts, so a mistake costs a second and not a wait in the queue.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _check_strategy(loaded: LoadedConfig) -> None:
 
 
 def _check_choices_of_strategy(loaded: LoadedConfig) -> None:
-    """A setting that its strategy does not read would be ignored."""
+    """Refuse settings that the strategy would ignore."""
     parallel = loaded.config.parallel
     is_ddp = parallel.strategy in ("auto", "ddp") and not parallel.exact
     choices = (
@@ -63,7 +63,7 @@ def _check_choices_of_strategy(loaded: LoadedConfig) -> None:
     )
     for name, is_given, flag, needed in choices:
         if is_given and not (is_ddp if needed == "ddp" else parallel.strategy == needed):
-            exact = " with --exact, which has an exchange of its own" if parallel.exact and needed == "ddp" else ""
+            exact = " with --exact, which has its own exchange" if parallel.exact and needed == "ddp" else ""
             raise UserError(
                 f"{name} needs strategy {needed}",
                 where=loaded.where(name),
@@ -76,14 +76,14 @@ def _check_optimizer(loaded: LoadedConfig) -> None:
     config = loaded.config
     if config.optim.optimizer == "muon" and config.parallel.strategy == "fsdp":
         raise UserError(
-            "muon needs whole weights, and fsdp cuts them",
+            "muon needs whole weights, but fsdp shards them",
             where=loaded.where("optimizer"),
             hint="--strategy ddp, or --optimizer adamw",
         )
 
 
 def _check_processes(loaded: LoadedConfig, processes: ProcessRange) -> None:
-    """One number must fit; of a range, at least one."""
+    """A single number must fit; of a range, at least one must fit."""
     if not fitting_worlds(loaded.config, processes):
         check_world(loaded, processes.high)
 
@@ -92,7 +92,7 @@ def _check_exact(loaded: LoadedConfig) -> None:
     parallel = loaded.config.parallel
     if parallel.strategy == "fsdp" or parallel.sync_bn:
         raise UserError(
-            "exact runs whole models, lane by lane",
+            "exact needs whole models and separate lanes",
             where=loaded.where("exact"),
             got="strategy fsdp" if parallel.strategy == "fsdp" else "sync_bn",
             hint="--strategy ddp without --sync-bn, or leave --exact out",
@@ -118,12 +118,12 @@ def _check_modes(loaded: LoadedConfig) -> None:
         )
     if config.run.init_from and config.run.resume not in ("", "auto"):
         raise UserError(
-            "a run either starts from weights or goes on from a checkpoint",
+            "a run either starts from weights or continues from a checkpoint",
             got=f"--init-from {config.run.init_from} with --resume {config.run.resume}",
             hint="leave one out",
         )
     if config.run.rehearse and config.run.resume:
-        raise UserError("a rehearsal starts a run of its own", got="--rehearse with --resume", hint="leave one out")
+        raise UserError("a rehearsal always starts a new run", got="--rehearse with --resume", hint="leave one out")
     if config.data.cutout > config.data.image_size:
         raise UserError(
             "cutout is larger than the image",
@@ -142,7 +142,7 @@ def _check_modes(loaded: LoadedConfig) -> None:
 
 
 def check_world(loaded: LoadedConfig, world_size: int) -> None:
-    """The global batch must fall into equal parts on this many ranks."""
+    """The global batch must be divisible into equal parts on this many ranks."""
     config = loaded.config
     batch, accumulate = config.train.global_batch_size, config.train.accumulate
     lanes = config.parallel.lanes or world_size
@@ -161,7 +161,7 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
             got=f"{world_size} ranks",
             allowed="1, 2, 4, 8, ...",
         )
-    # Under exact every lane is cut into microbatches, else every rank's share.
+    # Under exact every lane is cut into microbatches, otherwise every rank's share.
     parts = lanes * accumulate if config.parallel.exact else math.lcm(lanes, world_size * accumulate)
     if batch % parts:
         detail = f"{world_size} ranks" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
@@ -177,7 +177,7 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
 
 
 def check_faults(loaded: LoadedConfig, world_size: int) -> None:
-    """A fault of a rank that is not there would never strike."""
+    """Refuse a fault for a rank that does not exist."""
     for fault in parse_faults(loaded.config.guard.inject):
         if fault.rank >= world_size:
             raise UserError(
@@ -189,7 +189,7 @@ def check_faults(loaded: LoadedConfig, world_size: int) -> None:
 
 
 def fitting_worlds(config: Config, processes: ProcessRange) -> list[int]:
-    """The numbers of ranks, of those allowed, that share the batch (and the lanes, where given) equally."""
+    """The allowed numbers of ranks that divide the batch (and the lanes, if given) equally."""
     batch, accumulate, lanes = config.train.global_batch_size, config.train.accumulate, config.parallel.lanes
     sizes = range(max(processes.low, 1), processes.high + 1)
     return [size for size in sizes if _fits(size, batch, accumulate, lanes, exact=config.parallel.exact)]
@@ -209,7 +209,7 @@ def nearest_multiples(value: int, of: int) -> list[int]:
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of a number just below and just above a value, if they are near enough to be of use."""
+    """The divisors of a number just below and just above a value, if they are close enough to be useful."""
     below = next(d for d in range(min(near, number), 0, -1) if number % d == 0)
     above = next((d for d in range(near + 1, min(number, near + 10_000) + 1) if number % d == 0), None)
     return [below] if above is None else [below, above]

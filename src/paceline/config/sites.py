@@ -1,7 +1,7 @@
-"""What a job asks of a cluster: the flags of `paceline submit`, and site profiles, which are the same keys in a file.
+"""The settings of a cluster job: the flags of `paceline submit`, and site profiles with the same keys in a file.
 
-A profile is for what a user would otherwise type every day (account, partition, modules). It lives in
-`~/.config/paceline/sites.yaml`, or where $PACELINE_SITES says:
+A profile holds settings that a user would otherwise type every day (account, partition, modules). The file is
+`~/.config/paceline/sites.yaml`, or the one that $PACELINE_SITES names:
 
     default:              # used when no --site is given
       account: proj42
@@ -45,7 +45,7 @@ class JobSetting:
 
 @dataclass(frozen=True)
 class Given:
-    """What somebody gave for a setting, and where."""
+    """The given values of a setting, and their place."""
 
     values: tuple[str, ...]
     where: str
@@ -55,7 +55,7 @@ JobSettings = dict[str, Given]
 
 
 def check_given(settings: JobSettings) -> None:
-    """Every value must fit on one line: it becomes a line of a script, or a scalar of a manifest."""
+    """Every value must be one line: it becomes a line of a script, or a scalar of a manifest."""
     for name, given in settings.items():
         for value in given.values:
             check_text(value, name, where=given.where, is_secret=name == "env")
@@ -128,7 +128,7 @@ def _example() -> str:
 
 
 def _read_profiles(path: Path) -> dict[str, JobSettings]:
-    """Composed, not constructed, as recipes are: every value stays the text that was typed, with its line."""
+    """Composed, not constructed, like recipes: every value stays the text in the file, with its line."""
     try:
         root = compose_yaml(path)
     except YamlError as error:
@@ -190,5 +190,5 @@ def _scalar(setting: JobSetting, node: object, where: str) -> str:
 
 
 def split_words(setting: JobSetting, text: str) -> tuple[str, ...]:
-    """`cuda/12,gcc/13` is two modules; of other settings a comma is part of the value."""
+    """`cuda/12,gcc/13` is two modules. In other settings a comma is part of the value."""
     return tuple(text.replace(",", " ").split()) if setting.kind == "list" else (text,)

@@ -1,7 +1,7 @@
-"""Small YAML and JSON files that may come from elsewhere: bounded in size and depth, and without YAML aliases.
+"""Reads small untrusted YAML and JSON files: bounded in size and depth, and without YAML aliases.
 
-A recipe, a site file, status.json or notes.json can be written by anybody. A few hundred bytes of nested aliases
-describe billions of nodes, and deep nesting overflows the stack. Every reader here raises OSError or ValueError only.
+A recipe, a site file, status.json or notes.json may come from another person. A few hundred bytes of nested aliases
+describe billions of nodes, and deep nesting overflows the stack. Every reader here raises only OSError or ValueError.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class YamlError(ValueError):
 
 
 def compose_yaml(path: Path) -> yaml.Node | None:
-    """The nodes of a file, not constructed: every scalar stays the text that was typed. None for an empty file."""
+    """The nodes of a file, not constructed: every scalar stays the text in the file. None for an empty file."""
     import yaml
 
     class Loader(yaml.SafeLoader):
@@ -73,14 +73,14 @@ def compose_yaml(path: Path) -> yaml.Node | None:
     except ValueError as error:
         raise YamlError(str(error)) from error
     except (RecursionError, IndexError, AttributeError, TypeError) as error:
-        # What the parser itself raises for some malformed texts.
+        # The parser itself raises these for some malformed texts.
         raise YamlError("it cannot be read as YAML") from error
 
 
 def parse_json(text: str | bytes, *, allows_raw_bytes: bool = False) -> Any:
-    """Any JSON value; ValueError for everything that is not one, and for what a reader could trip over.
+    """Any JSON value. ValueError for malformed text, deep nesting, too large numbers and lone surrogates.
 
-    `allows_raw_bytes`: file names that are not UTF-8, as Python holds them (half characters), are accepted.
+    `allows_raw_bytes`: accept file names that are not UTF-8, which Python represents with lone surrogates.
     """
     try:
         value = json.loads(text, parse_int=_parse_whole)
@@ -88,15 +88,13 @@ def parse_json(text: str | bytes, *, allows_raw_bytes: bool = False) -> Any:
         raise ValueError("nested too deeply") from error
     if _is_deeper(value, _DEEPEST_JSON):
         raise ValueError("nested too deeply")
-    if (
-        _has_escaped_surrogate(text) and not allows_raw_bytes
-    ):  # half of a character: it can be neither printed nor written
+    if _has_escaped_surrogate(text) and not allows_raw_bytes:  # a lone surrogate can be neither printed nor written
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
 def _parse_whole(digits: str) -> int:
-    """Beyond 64 bits there is no size, step or time; as a float it would overflow."""
+    """No size, step or time needs more than 64 bits. As a float a longer number could overflow."""
     if len(digits) > _MOST_DIGITS or not -(2**63) <= (number := int(digits)) < 2**63:
         raise ValueError("a number is too large")
     return number
@@ -129,9 +127,9 @@ def read_json_object(path: Path, at_most_bytes: int = LARGEST_JSON_BYTES) -> dic
 
 
 def read_small(path: Path, at_most_bytes: int, *, follows_links: bool = True) -> bytes:
-    """All of a regular file; ValueError if it is something else, or larger.
+    """The content of a regular file. ValueError for other kinds of files, and for larger files.
 
-    A file that the user names may be a link. One in a run folder may not: it could show any file of this machine.
+    A file that the user names may be a link. A file in a run folder may not: it could expose any file of this machine.
     """
     # Without O_NONBLOCK, opening a FIFO would wait for a writer.
     flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follows_links else os.O_NOFOLLOW)
@@ -153,10 +151,10 @@ def read_small(path: Path, at_most_bytes: int, *, follows_links: bool = True) ->
 
 
 def open_plain(path: Path | str, flags: int) -> int:
-    """A descriptor for writing a regular file of a run folder, which is made if it is not there.
+    """A descriptor for writing a regular file of a run folder. Creates the file if it does not exist.
 
-    Another person may have put a link in its place, which would change any file of this user, or a FIFO, which would
-    wait for a reader. Both are a UserError.
+    Another person may have put a link or a FIFO in its place. A link could change any file of this user, and a FIFO
+    would block until a reader opens it. Both are a UserError.
     """
     try:
         descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -171,7 +169,7 @@ def open_plain(path: Path | str, flags: int) -> int:
 
 
 def write_plain(path: Path, content: bytes, *, appends: bool = False) -> None:
-    """Replace the bytes of a regular file of a run folder in place, or add to them; a missing file is made."""
+    """Replace the bytes of a regular file of a run folder in place, or append to them. Creates a missing file."""
     descriptor = open_plain(path, os.O_WRONLY | (os.O_APPEND if appends else os.O_TRUNC))
     try:
         write_all(descriptor, memoryview(content))
@@ -180,13 +178,13 @@ def write_plain(path: Path, content: bytes, *, appends: bool = False) -> None:
 
 
 def write_all(descriptor: int, data: memoryview) -> None:
-    """`os.write` may write less than it was given, near a full disk for one."""
+    """Write everything: `os.write` may write less, for example near a full disk."""
     while data:
         data = data[os.write(descriptor, data) :]
 
 
 def make_plain_folder(path: Path) -> None:
-    """A folder of a run folder, which may be there. A link to another folder is a UserError."""
+    """Create a folder in a run folder; it may exist. A link to another folder is a UserError."""
     path.mkdir(exist_ok=True)
     if path.is_symlink():
         raise not_plain(path)
@@ -194,7 +192,7 @@ def make_plain_folder(path: Path) -> None:
 
 def not_plain(path: Path) -> UserError:
     return UserError(
-        "this name in the run folder cannot be written: a link, or something else that is no plain file, has it",
+        "this file in the run folder cannot be written: it is a link, or not a plain file",
         where=str(path),
         hint="remove it, or give another --output-dir",
     )

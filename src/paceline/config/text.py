@@ -1,7 +1,7 @@
-"""Which text is accepted from outside: recipe values, flags, names, folders, variables, site files, notes.
+"""Checks text from outside: recipe values, flags, names, folders, variables, site files, notes.
 
-Such text ends up in job scripts, manifests, JSON, YAML and on terminals. A newline in it would begin another line of a
-script, a control character would change what a terminal shows. So each is refused here, before anything is written.
+Such text is written to job scripts, manifests, JSON, YAML and terminals. A newline would begin another line of a
+script, and a control character would change what a terminal shows. Both are refused before anything is written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NAMES = {"\n": "a newline", "\r": "a carriage return", "\t": "a tab", "\0": "a 
 def check_text(
     text: str, what: str, *, where: str | None = None, hint: str | None = None, is_secret: bool = False
 ) -> str:
-    """The text itself; UserError if it does not fit on one line of any file or terminal."""
+    """Return the text. UserError if it cannot be one line of a file or terminal."""
     fault = find_fault(text)
     if fault is None:
         return text
@@ -40,7 +40,7 @@ def check_text(
 
 
 def check_fields(record: Any, *, secret: tuple[str, ...] = (), exempt: tuple[str, ...] = ()) -> None:
-    """Every text in a dataclass, also in tuples and in dataclasses inside it."""
+    """Check every text in a dataclass, including its tuples and nested dataclasses."""
     for item in dataclasses.fields(record):
         if item.name not in exempt:
             _check_value(getattr(record, item.name), item.name, is_secret=item.name in secret)
@@ -57,7 +57,7 @@ def _check_value(value: object, name: str, *, is_secret: bool) -> None:
 
 
 def find_fault(text: str) -> str | None:
-    """The first character that is refused, in words; None if the text is accepted."""
+    """A description of the first refused character; None if the text is accepted."""
     if text.isascii() and text.isprintable():  # almost always
         return None
     for character in text:

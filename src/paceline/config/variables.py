@@ -1,4 +1,4 @@
-"""Numbers from the environment: read in one place, and refused before anything starts if they are none."""
+"""Reads numbers from environment variables. Wrong values are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
 
 
 def read_number(name: str, default: float, environment: Mapping[str, str] = os.environ) -> float:
-    """A finite number from 0. An empty variable counts as one that is not set."""
+    """A finite number from 0. An empty variable counts as not set."""
     text = environment.get(name, "")
     if not text:
         return default
@@ -29,7 +29,7 @@ def read_number(name: str, default: float, environment: Mapping[str, str] = os.e
 
 
 def read_whole(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
-    """The same for a count."""
+    """Like `read_number`, for a whole number."""
     text = environment.get(name, "")
     if not text:
         return default
@@ -39,7 +39,7 @@ def read_whole(name: str, default: int, environment: Mapping[str, str] = os.envi
 
 
 def check_numbers() -> None:
-    """Some are read only at the end of a run: a wrong one is refused at its start."""
+    """Check all variables at the start of a run: some are used only at its end."""
     for name in (STORAGE_PATIENCE, STORE_TIMEOUT, START_TIMEOUT):
         read_number(name, 0.0)
     read_whole(MAX_REQUEUES, 0)

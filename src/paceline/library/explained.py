@@ -1,4 +1,4 @@
-"""Errors as a person at a Python prompt should see them."""
+"""Complete error messages for users of the Python API."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from paceline.errors import PacelineError
 
 @contextmanager
 def explained() -> Iterator[None]:
-    """A traceback ends with the whole screen - where, got, allowed, try - and not only with what is wrong."""
+    """Make the exception text the whole error screen: what, where, got, allowed, try."""
     try:
         yield
     except PacelineError as error:

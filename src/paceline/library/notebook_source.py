@@ -1,8 +1,8 @@
-"""Functions of a notebook as a file: their own source, and that of everything in the notebook they use.
+"""Writes functions of a notebook to a file: their source, and the source of everything in the notebook that they use.
 
-What they use is found by name: modules and what was imported from them become imports, functions and classes of the
-notebook are written down too, numbers and texts become constants. Anything else - a tensor, an open file - has no
-source, and is refused by its name.
+Dependencies are found by name. Modules and names imported from them become imports. Functions and classes of the
+notebook are written, too. Numbers and texts become constants. Anything else (a tensor, an open file) has no source and
+is refused with its name.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.errors import UserError
 
-_HEADER = '"""Functions of a notebook, written down for the ranks of this run."""\n'
+_HEADER = '"""Functions of a notebook, written for the ranks of this run."""\n'
 _REMEDY = "put the function and what it needs into a FILE.py, and give 'FILE.py:FUNCTION'"
 
 
@@ -31,7 +31,7 @@ def write_down(functions: Iterable[Callable[..., Any]]) -> str:
 
 
 class _Pieces:
-    """Collects what is needed, each thing after those it needs itself."""
+    """Collects definitions in the order of their dependencies."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self._namespace = namespace
@@ -40,7 +40,7 @@ class _Pieces:
         self.definitions: list[str] = []
 
     def need(self, name: str, *, needed_by: str) -> None:
-        if name in self._seen or name not in self._namespace:  # a builtin, or an error that Python will tell
+        if name in self._seen or name not in self._namespace:  # a builtin, or an unknown name that Python will report
             return
         self._seen.add(name)
         value = self._namespace[name]
@@ -58,7 +58,7 @@ class _Pieces:
             self.definitions.append(f"{name} = {value!r}")
         else:
             raise UserError(
-                f"{name!r} of this notebook cannot be written down for the ranks",
+                f"{name!r} of this notebook cannot be written to a file for the ranks",
                 where=f"needed by {needed_by}",
                 got=f"a {type(value).__name__}",
                 allowed="imports, functions, classes, numbers and texts",
@@ -79,7 +79,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _source_of(thing: FunctionType | type) -> str:
-    """As it stands in its cell. Python finds a function's source there by itself, a class's only by its methods."""
+    """The source in its cell. Python finds the source of a function there, but of a class only through its methods."""
     members = vars(thing).values() if isinstance(thing, type) else [thing]
     files = [member.__code__.co_filename for member in members if isinstance(member, FunctionType)]
     lines = linecache.getlines(files[0]) if files else []

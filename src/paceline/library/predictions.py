@@ -1,4 +1,4 @@
-"""A run's model, alone: loaded without its data, and asked about pictures."""
+"""Loads a run's model without its data, and classifies pictures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class OpenModel:
-    """A model with its best weights, on the CPU, and what it needs to be asked."""
+    """A model with its weights, on the CPU, and what it needs for predictions."""
 
     model: nn.Module
     config: Config
@@ -57,7 +57,7 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
     config = load_config(str(path / "config.yaml"), []).config
     info = describe_dataset(config.data, config.train.seed)
     pipeline = build_pipeline(config.data, info, config.train.seed)
-    with torch.random.fork_rng(devices=[]):  # initial weights are thrown away, and nobody's dice are moved
+    with torch.random.fork_rng(devices=[]):  # the initial weights are discarded; keep the caller's random state
         model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
     alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
     named = find_named(path, checkpoint)
@@ -70,7 +70,7 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
 
 @torch.no_grad()
 def predict(opened: OpenModel, images: Images) -> list[Prediction]:
-    """Each image prepared as the run's evaluation prepares its samples."""
+    """Images are prepared like the samples in the run's evaluation."""
     samples = _as_samples(images, opened.info.sample_shape)
     logits = [
         look_often(opened.model, opened.pipeline.for_evaluation(part), opened.config.train.test_views).float()
@@ -85,7 +85,7 @@ def predict(opened: OpenModel, images: Images) -> list[Prediction]:
 
 
 def _as_samples(images: Images, shape: tuple[int, ...]) -> Tensor:
-    """In the shape of the run's samples: other sizes are cut to their central square and scaled."""
+    """Images in the shape of the run's samples. Other sizes are cropped to their central square and scaled."""
     if len(shape) == 1:
         return _as_vectors(images, shape)
     if shape[1] != shape[2]:

@@ -40,10 +40,10 @@ def load_run(folder_or_name: str | Path, *, trust_code: bool = False) -> Run:
 
 
 class Run:
-    """A run folder, as Python sees it. Files are read when they are asked for, so a living run may be watched."""
+    """A run folder. Files are read on access, so an active run can be watched."""
 
     def __init__(self, path: Path, *, trust_code: bool = False) -> None:
-        self.path = path.absolute()  # whoever changes folders in a notebook keeps the run
+        self.path = path.absolute()  # stays valid if the notebook changes its working directory
         self._trust_code = trust_code
 
     @property
@@ -72,7 +72,7 @@ class Run:
         return self._folder.report
 
     def metrics(self, phase: str | None = None) -> Table:
-        """A row per epoch and phase, or those of one phase: train, val or test; step for the lines between."""
+        """A row per epoch and phase, or only those of one phase: train, val or test; `step` for logged steps."""
         with explained():
             if phase not in (None, *_PHASES):
                 raise UserError("there is no such phase", where="run.metrics", got=phase, allowed=", ".join(_PHASES))
@@ -83,9 +83,9 @@ class Run:
             return Table({name: value for name, value in row.items() if name not in ("kind", "ranks")} for row in rows)
 
     def model(self, checkpoint: str | int = "best", *, trust_code: bool = False) -> nn.Module:
-        """The trained model, in eval mode on the CPU: of the best checkpoint, the latest, or that of a step.
+        """The trained model, in eval mode on the CPU, from the best checkpoint, the latest, or that of a step.
 
-        It takes inputs as `run.predict` prepares them: float, normalised as in training.
+        Its inputs are float and normalised as in training, like those that `run.predict` prepares.
         """
         from paceline.library.predictions import open_model
 
@@ -107,7 +107,7 @@ class Run:
             return evaluate_run(open_run(self.path, [], trust_code=self._trust_code))
 
     def resume(self, *, quiet: bool = False, **flags: Any) -> Run:
-        """Go on where this run stopped, in its folder; `epochs=20` makes a finished one longer."""
+        """Continue this run in its folder. `epochs=20` makes a finished run longer."""
         from paceline.library.train import train
 
         settings = {"resume": "auto", **flags}

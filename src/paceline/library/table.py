@@ -1,4 +1,4 @@
-"""Rows of numbers that print themselves, and become a DataFrame where there is pandas."""
+"""A printable table of rows. Converts to a DataFrame if pandas is installed."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Table(list[dict[str, Any]]):
 
     @property
     def columns(self) -> list[str]:
-        """Of all rows, in the order in which they first appear."""
+        """The columns of all rows, in the order of their first appearance."""
         return list(dict.fromkeys(name for row in self for name in row))
 
     def column(self, name: str) -> list[Any]:
-        """One column from top to bottom; None where a row has no such value."""
+        """One column from top to bottom; None if a row has no such value."""
         if name not in self.columns:
             raise UserError(f"there is no column {name!r}", allowed=", ".join(self.columns) or "the table is empty")
         return [row.get(name) for row in self]

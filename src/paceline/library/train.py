@@ -1,4 +1,4 @@
-"""`paceline.train(...)`: what `paceline train` does, from Python."""
+"""`paceline.train(...)`: `paceline train` from Python."""
 
 from __future__ import annotations
 
@@ -39,19 +39,19 @@ def train(
     trust_code: bool = False,
     **flags: Any,
 ) -> Run:
-    """Train a recipe - one that comes with Paceline, or a YAML file - and return the finished run.
+    """Train a recipe (shipped with Paceline, or a YAML file) and return the finished run.
 
     Every flag of `paceline train` is a keyword of the same name: `epochs=5`, `global_batch_size=512`, `processes=2`,
-    `amp=False`. Ranks are processes of their own, supervised, restarted and resumed as on the command line; their words
-    are printed, unless `quiet`.
+    `amp=False`. Ranks are separate processes, supervised, restarted and resumed as on the command line. Their output
+    is printed, unless `quiet`.
 
     `model(num_classes, input_shape)` returns an nn.Module, `data(data_dir, seed)` the halves `(train, test)`,
     `loss(logits, labels)` the mean or a value per sample, and each of `metrics(logits, labels)` a value per sample.
-    Each may be a name, `FILE.py:FUNCTION`, or the function itself; one typed into a notebook is written, with what it
-    uses, to functions.py in the run folder.
+    Each may be a name, `FILE.py:FUNCTION`, or the function itself. A function of a notebook is written, with everything
+    it uses, to functions.py in the run folder.
 
-    A mistake raises `paceline.errors.UserError` before anything starts. `trust_code` is for a recipe that is another
-    person's config.yaml: functions that it names are executed only then.
+    A mistake raises `paceline.errors.UserError` before anything starts. Use `trust_code` for a recipe that is another
+    user's config.yaml: functions that it names are executed only with it.
     """
     with explained(), trusting_code(trust_code):
         _refuse_within_a_rank()
@@ -64,7 +64,7 @@ def train(
         settings |= flags | {"output_dir": output_dir}
         typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
         source = write_down(typed_in) if typed_in else ""
-        with tempfile.TemporaryDirectory() as draft:  # nothing is left behind by a request that is refused
+        with tempfile.TemporaryDirectory() as draft:  # a refused request leaves no file
             folder = _check(recipe, settings, source, Path(draft) / NOTEBOOK_FILE)
         file = folder.absolute() / NOTEBOOK_FILE
         if source:
@@ -78,35 +78,35 @@ def train(
 
 
 def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> Path:
-    """Everything that can be found wrong here and now; returns the run folder."""
+    """Check everything that can be checked before the start. Returns the run folder."""
     if source:
         file.write_text(source, encoding="utf-8")
     loaded = read_request(_arguments(recipe, settings, file))
     place = decide_place(loaded)
     check_world(loaded, decide_processes(loaded))
     check_faults(loaded, decide_processes(loaded))
-    if place.resume_from is not None and not source:  # a draft has another name than the file it will be
+    if place.resume_from is not None and not source:  # the draft has another name than the final file
         refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
     return place.folder
 
 
 def _place(output_dir: str | Path | None, folder: Path) -> str:
-    """A store keeps its URL: its folder here is only a working copy."""
+    """The URL of a store is passed on: the local folder is only a working copy."""
     return str(output_dir) if output_dir else str(folder)
 
 
 def _refuse_within_a_rank() -> None:
     if read_rank_environment() is not None:
         raise UserError(
-            "paceline.train starts ranks, and this process is one already",
+            "paceline.train starts ranks, but this process already is a rank",
             where="paceline.train",
-            hint='put the call below `if __name__ == "__main__":`, since ranks import the file of your function; '
+            hint='put the call below `if __name__ == "__main__":`, because ranks import the file of your function; '
             "under torchrun or srun: torchrun -m paceline train RECIPE",
         )
 
 
 def _functions(settings: dict[str, Any]) -> list[tuple[str, Function]]:
-    """Those given as themselves, with the name of their setting."""
+    """The function objects, with the names of their settings."""
     pairs = [(name, item) for name, value in settings.items() for item in _items(value)]
     return [(name, item) for name, item in pairs if callable(item)]
 
@@ -116,7 +116,7 @@ def _items(value: Any) -> list[Any]:
 
 
 def _arguments(recipe: str | Path, settings: dict[str, Any], notebook_file: Path) -> list[str]:
-    """The command line that says the same."""
+    """The equivalent command line."""
     arguments = [str(recipe)]
     for key, value in settings.items():
         field = find_field(key)
