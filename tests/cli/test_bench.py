@@ -286,7 +286,6 @@ def test_network_speeds_are_read_from_a_made_up_sysfs(tmp_path: Path) -> None:
     assert (ethernet.bytes_per_s, ethernet.name) == (1.25e9, "network interface eth0, 10 Gbit/s, nominal")
     unknown = network_link(is_nccl=True, net=tmp_path / "nothing", infiniband=tmp_path / "none")
     assert unknown.bytes_per_s is None
-    assert unknown.bytes_per_s is None
     port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
     (port / "state").write_text("4: ACTIVE\n")

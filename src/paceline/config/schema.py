@@ -1,8 +1,8 @@
-"""The run, as data: frozen dataclasses whose fields are the flags and the recipe keys.
+"""The settings of a run: frozen dataclasses whose fields are the flags and the recipe keys.
 
 A field's name is its flag (`global_batch_size` is `--global-batch-size`) and its key in a recipe, so
-names are unique over all groups. The docstring under a field is its `--help` text. A
-`Range` beside the type is what `rules.py` enforces. Imports no torch: `--help` must answer at once.
+names are unique over all groups. The docstring under a field is its `--help` text. `rules.py` enforces the
+`Range` beside the type. Imports no torch: `--help` must be fast.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tyro
 
 @dataclass(frozen=True)
 class Range:
-    """The allowed interval of a number; an open end excludes its bound."""
+    """The allowed interval of a number. An open end excludes its bound."""
 
     low: float = float("-inf")
     high: float = float("inf")
@@ -52,7 +52,7 @@ class DataConfig:
     FILE.py:FUNCTION."""
 
     data_dir: str = "data"
-    """Where data sets are looked for and downloaded to."""
+    """The folder of the data sets, also for downloads."""
 
     num_samples: Positive = 20_000
     """Training and validation samples to make (shapes, synthetic)."""
@@ -61,26 +61,26 @@ class DataConfig:
     """Shape of a synthetic sample: 784 for vectors, 3x32x32 for images."""
 
     num_classes: Annotated[int, Range(low=2)] = 10
-    """Classes of the synthetic data set; other data sets know theirs."""
+    """Classes of the synthetic data set."""
 
     train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.9
-    """Share of the training set that is trained on; the rest is the validation set. 1: no validation."""
+    """Fraction of the training set that is used for training; the rest is the validation set. 1: no validation."""
 
     augment: Literal["none", "light", "gentle", "lively", "imagenet"] = "light"
-    """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates from epoch
-    to epoch. lively: as gentle, with the whole shift. imagenet: resize, random crop to image-size, flip."""
+    """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates between
+    epochs. lively: like gentle, with the whole shift. imagenet: resize, random crop to image-size, flip."""
 
     image_size: Annotated[int, Range(low=8, high=2048)] = 224
     """Side of the model's input under the imagenet pipeline and for folders."""
 
     flip: bool = True
-    """Mirror images left to right at random; turn off for letters and digits."""
+    """Flip images left to right at random; turn off for letters and digits."""
 
     cutout: Count = 0
-    """Side of a square blanked out at random in each training image; 0 for none."""
+    """Side of a square that is erased at a random place in each training image; 0 for none."""
 
     unreadable: Count = 0
-    """Pictures of a folder that may turn out to be unreadable; each is replaced by a grey one, and named."""
+    """How many pictures of a folder may be unreadable; each is replaced by a grey one and named in the log."""
 
     num_workers: Annotated[int, Range(low=0, high=256), _alias("workers")] = 2
     """Threads per rank that read image files (data sets that fit in memory need none)."""
@@ -93,7 +93,7 @@ class ModelConfig:
     package.module:FUNCTION."""
 
     weights: str = "none"
-    """Start from none, imagenet, or a .safetensors/.pth file; the head is fitted to the data."""
+    """Initial weights: none, imagenet, or a .safetensors/.pth file. A head for other classes is left out."""
 
     hidden_size: Positive = 256
     """Width of the mlp's hidden layers."""
@@ -105,10 +105,10 @@ class ModelConfig:
 @dataclass(frozen=True)
 class OptimConfig:
     optimizer: Literal["sgd", "nesterov", "adam", "adamw", "muon"] = "sgd"
-    """Which optimizer; nesterov is sgd with Nesterov momentum, muon makes updates of hidden weights orthogonal."""
+    """nesterov is sgd with Nesterov momentum; muon makes the updates of hidden weights orthogonal."""
 
     base_lr: Annotated[float, Range(low=0.0, open_low=True)] = 0.05
-    """Learning rate for a global batch of 256; scaled linearly to the real one (muon: the rate for any batch)."""
+    """Learning rate for a global batch of 256, scaled linearly to the actual batch (muon: not scaled)."""
 
     momentum: Fraction = 0.9
     """Momentum of sgd, nesterov and muon."""
@@ -117,7 +117,7 @@ class OptimConfig:
     """Weight decay (decoupled under adamw)."""
 
     schedule: Literal["constant", "linear", "cosine", "onecycle"] = "cosine"
-    """Learning-rate curve over the whole run."""
+    """Learning-rate schedule over the whole run."""
 
     warmup_epochs: NonNegative = 0.0
     """Epochs of linear warm-up before the schedule (onecycle: its rising part)."""
@@ -138,40 +138,41 @@ class TrainConfig:
     """Passes over the training set."""
 
     max_steps: Count = 0
-    """End after this many steps of the run; 0 for no limit."""
+    """Stop after this many steps of the run; 0 for no limit."""
 
     global_batch_size: Positive = 256
-    """Samples per step over all ranks together, on any number of ranks."""
+    """Samples per step over all ranks. It does not depend on the number of ranks."""
 
     accumulate: Positive = 1
-    """Microbatches per rank and step; the global batch stays what it is."""
+    """Microbatches per rank and step. The global batch does not change."""
 
     test_batch_size: Positive = 1024
     """Samples per rank and forward pass in evaluation."""
 
     test_views: Literal[1, 2, 6] = 1
-    """Views of an image whose answers are averaged in evaluation: 2: with its mirror image, 6: and both shifted."""
+    """Views of an image whose predictions are averaged in evaluation. 2: also flipped. 6: both also shifted."""
 
     loss: str = ""
-    """FILE.py:FUNCTION of (logits, labels): their mean loss, or one per sample; empty: cross entropy."""
+    """FILE.py:FUNCTION of (logits, labels) that returns the mean loss or one per sample; empty: cross entropy."""
 
     metrics: tuple[str, ...] = ()
-    """FILE.py:FUNCTION of (logits, labels): a value per sample, averaged in each evaluation. Several: with spaces."""
+    """FILE.py:FUNCTION of (logits, labels) that returns a value per sample, averaged in each evaluation. Separate
+    several with spaces."""
 
     seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
-    """Decides initial weights, sample order, augmentation and generated data."""
+    """Seed of initial weights, sample order, augmentation and generated data."""
 
     deterministic: bool = False
-    """Only deterministic kernels (slower on GPUs)."""
+    """Use only deterministic kernels (slower on GPUs)."""
 
     amp: bool = True
     """Mixed precision on GPUs."""
 
     amp_dtype: Literal["auto", "bf16", "fp16"] = "auto"
-    """auto: bf16 where the GPU has it, else fp16, and full precision on CPUs."""
+    """auto: bf16 if the GPU supports it, otherwise fp16; full precision on CPUs."""
 
     compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile on GPUs. auto: where the run is long enough to gain by it. never: nor record steps as CUDA
+    """torch.compile on GPUs. auto: if the run is long enough to gain from it. never: also do not record steps as CUDA
     graphs."""
 
 
@@ -181,14 +182,14 @@ class ParallelConfig:
     """auto: single on one process, ddp on more. fsdp shards weights, gradients and optimizer."""
 
     processes: Annotated[str, _alias("world-size")] = "0"
-    """Local processes to start; 0: one per GPU, else one per core, at most 4. MIN:MAX lets a restart take
+    """Local processes to start; 0: one per GPU, or without GPUs one per core, at most 4. MIN:MAX lets a restart use
     fewer or more."""
 
     lanes: Count = 0
-    """Equal parts a global batch is cut into; 0 for one per rank."""
+    """Equal parts of the global batch; 0 for one per rank."""
 
     exact: bool = False
-    """The same bits on 1, 2, 4, ... ranks: each lane runs by itself and sums form one fixed tree."""
+    """The same bits on 1, 2, 4, ... ranks: each lane runs separately, and sums form one fixed tree."""
 
     sync_bn: bool = False
     """BatchNorm statistics over the whole global batch instead of each rank's part."""
@@ -197,18 +198,18 @@ class ParallelConfig:
     """Keep sharded weights and optimizer state in CPU memory (fsdp)."""
 
     fsdp_wrap: Literal["blocks", "layers", "model"] = "blocks"
-    """What is gathered at once (fsdp): a block, a single layer, or the whole model."""
+    """The unit that is gathered at once (fsdp): a block, a single layer, or the whole model."""
 
     reshard_after_forward: bool = True
     """Drop gathered weights after the forward pass and gather them again for the backward pass (fsdp). Without it
     they stay: less communication, more memory."""
 
     bucket_cap_mb: Count = 0
-    """MB of gradients that ddp sends at once; 0: torch's own 25. With a size given, ranks of one CPU node use ddp's
+    """MB of gradients that ddp sends at once; 0: torch's default of 25. With a size, ranks of one CPU node use ddp's
     buckets instead of shared memory."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto: cuda where there is one."""
+    """auto: cuda if there is a GPU."""
 
     omp_num_threads: Count = 0
     """CPU threads per rank; 0: cores divided by the ranks of this node."""
@@ -217,48 +218,48 @@ class ParallelConfig:
 @dataclass(frozen=True)
 class RunConfig:
     output_dir: str = ""
-    """The run folder itself, or s3://BUCKET/RUN (any fsspec store) to mirror it to; empty: runs/<recipe>-<time>."""
+    """The run folder, or s3://BUCKET/RUN (any fsspec store) to mirror it to; empty: runs/<recipe>-<time>."""
 
     resume: str = ""
-    """auto: go on with the newest run of this recipe (or in output-dir). Or the path or URL of a run or
+    """auto: continue the newest run of this recipe (or the one in output-dir). Or the path or URL of a run or
     checkpoint."""
 
     load_policy: Literal["fresh", "eager", "none"] = "fresh"
-    """What --resume auto may take: fresh: this run's own checkpoints; eager: else any earlier run's of
-    the recipe, in a new folder; none: nothing."""
+    """What --resume auto may use. fresh: this run's own checkpoints. eager: otherwise also those of any earlier run of
+    the recipe, in a new folder. none: nothing."""
 
     best_is_latest: bool = False
     """Resume from the best checkpoint instead of the newest."""
 
     start_over_if_damaged: bool = False
-    """Start at step 0 if every checkpoint of the run is damaged; else such a run ends with exit code 4."""
+    """Start at step 0 if every checkpoint of the run is damaged; otherwise such a run ends with exit code 4."""
 
     init_from: str = ""
-    """Start a new run from the weights of a run, checkpoint or file, where names and shapes match."""
+    """Start a new run from the weights of a run, checkpoint or file. Weights are matched by name and shape."""
 
     accept_new_data: bool = False
-    """Go on although the data is not the checkpoint's. Samples that were trained on stay out of validation."""
+    """Continue although the data differs from the checkpoint's. Samples that were trained on stay out of validation."""
 
     save_frequency: Count = 0
-    """Also keep the checkpoint of every N-th epoch for ever; 0 for none."""
+    """Also keep the checkpoint of every N-th epoch permanently; 0 for none."""
 
     save_epochs: Positive = 1
-    """Save after every N-th epoch, and the last, and the best so far."""
+    """Save after every N-th epoch, after the last, and after each best one so far."""
 
     save_steps: Count = 0
-    """Save every N steps as well; 0: only after epochs."""
+    """Also save every N steps; 0: only after epochs."""
 
     keep_last: Positive = 2
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints to keep."""
 
     keep_best: Positive = 1
-    """How many of the best checkpoints stay."""
+    """How many of the best checkpoints to keep."""
 
     async_save: bool = True
-    """Write checkpoints beside training; the loop waits only for the copy out of the device."""
+    """Write checkpoints in the background. The loop waits only for the copy from the device."""
 
     log_frequency: Annotated[int, Range(low=1), _alias("print-every")] = 10
-    """Steps between two step lines."""
+    """Steps between two logged steps."""
 
     metric_lines: bool = False
     """Print one [METRIC] line per epoch for scripts, in the form that the course's collect_results.py reads."""
@@ -267,44 +268,44 @@ class RunConfig:
     """Also write metrics to these trackers (mlflow and wandb need their extra; both offline)."""
 
     rehearse: bool = False
-    """Two steps of everything - train, save, resume, evaluate - and a verdict, in seconds."""
+    """Test train, save, resume and evaluate with two steps, and print a verdict, in seconds."""
 
     profile: bool = False
-    """Record about ten steps on every rank into RUN/profile: traces for ui.perfetto.dev, and the costliest
+    """Record about ten steps on every rank into RUN/profile: traces for ui.perfetto.dev, and the most expensive
     operators."""
 
 
 @dataclass(frozen=True)
 class GuardConfig:
     max_restarts: Count = 3
-    """How often a run is started again, from its newest checkpoint, after a crash or a hang."""
+    """How often a run is restarted from its newest checkpoint after a crash or a hang."""
 
     hang_timeout: NonNegative = 0.0
-    """Seconds without progress after which the ranks' stacks are written and the attempt ends; 0: learned
+    """Seconds without progress after which the ranks' stacks are written and the attempt ends; 0: computed
     from the run's own step times."""
 
     stop_signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
-    """Signals that mean: save at the next step and end with exit code 75."""
+    """Signals after which the run saves at the next step and ends with exit code 75."""
 
     notice: NonNegative = 0.0
-    """Seconds between the scheduler's stop signal and its kill: training goes on while a save still fits.
+    """Seconds between the scheduler's stop signal and its kill. Training continues while there is time left to save.
     0: stop at the next step."""
 
     on_nonfinite: Literal["stop", "rollback"] = "stop"
-    """When a loss or gradient is not finite: stop, or go back to the last checkpoint and jump over the batch."""
+    """When a loss or gradient is not finite: stop, or go back to the last checkpoint and skip the batch."""
 
     skip_nonfinite: Count = 0
-    """Leave out up to this many updates with a loss or gradient that is not finite."""
+    """Skip up to this many updates with a loss or gradient that is not finite."""
 
     spike_factor: Annotated[float, Range(low=0.0)] = 0.0
     """Treat a loss this many times the median of the last 50 steps like one that is not finite; 0: never."""
 
     auto_microbatch: bool = False
-    """When a rank runs out of memory, halve the microbatch on all ranks (to the next equal part that is small enough)
-    and keep the global batch."""
+    """When a rank runs out of memory, halve the microbatch on all ranks (to the next equal part that is small enough).
+    The global batch does not change."""
 
     inject: str = ""
-    """Faults to rehearse: "kill rank=1 step=50; hang rank=0 step=80" (docs/reliability.md has the list)."""
+    """Faults to inject: "kill rank=1 step=50; hang rank=0 step=80" (list in docs/reliability.md)."""
 
 
 @dataclass(frozen=True)
@@ -312,16 +313,16 @@ class Config:
     """Everything that defines a run."""
 
     data: DataConfig = field(default_factory=DataConfig)
-    """What is trained on."""
+    """The data."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """What is trained."""
+    """The model."""
     optim: OptimConfig = field(default_factory=OptimConfig)
-    """How weights are updated."""
+    """The optimizer."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """How long, how much at a time, and how exactly."""
+    """Epochs, batches, precision and evaluation."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """Over how many processes."""
+    """Processes and strategy."""
     run: RunConfig = field(default_factory=RunConfig)
-    """What is written, and where."""
+    """Output, resume and logging."""
     guard: GuardConfig = field(default_factory=GuardConfig)
-    """What happens when something goes wrong."""
+    """Failures and stops."""
