@@ -37,7 +37,7 @@ def draw_bits_from(keys: Tensor, starts: int | Tensor) -> Tensor:
 def draw_sequence(starts: Tensor, numbers: Tensor) -> Tensor:
     """64 random bits for each number of the sequence that begins at each start; shapes broadcast.
 
-    Starts are random already, so the numbers need no hash of their own. This is the generator SplitMix64.
+    Starts are random already, so the numbers are not hashed separately. This is the generator SplitMix64.
     """
     return _mix(starts + (numbers + 1) * _signed(_GOLDEN))
 

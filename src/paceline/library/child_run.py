@@ -1,6 +1,6 @@
-"""`paceline train` in a process of its own, started from Python. What it prints is printed here.
+"""Runs `paceline train` in a child process from Python, and prints its output.
 
-A supervisor has signal handlers and a fork server, and decides the exit code. None of that belongs into the process of
+A supervisor has signal handlers and a fork server, and decides the exit code. None of that belongs in the process of
 a notebook.
 """
 
@@ -20,7 +20,7 @@ from paceline.runs.folder import RunFolder
 
 
 def train_in_child(arguments: list[str], folder: Path, *, quiet: bool) -> None:
-    """Train to the end; raises the error that the command has ended with."""
+    """Train to the end. Raises the error with which the command ended."""
     (output, output_end), (errors, errors_end) = os.pipe(), os.pipe()
     words = ["train", *arguments, *(["--quiet"] if quiet else [])]
     with start_child(
@@ -45,7 +45,7 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool) -> None:
 
 
 def _print_until_end(child: Child, output: IO[str], *, quiet: bool) -> tuple[int, bool]:
-    """The exit code, and whether Ctrl-C was pressed here. The command then saves and ends by itself."""
+    """The exit code, and whether Ctrl-C was pressed here. After Ctrl-C the command saves and exits."""
     is_interrupted = False
     with output:
         while True:
@@ -77,7 +77,7 @@ def _unexplained(code: int, folder: Path) -> PacelineError:
 
 
 def _environment() -> dict[str, str]:
-    """What can be imported here can be imported there."""
+    """The environment with this process's import path, so the child can import the same modules."""
     paths = [str(Path(path or ".").absolute()) for path in sys.path]
     plain = {name: value for name, value in os.environ.items() if name != OUTPUT}
     return {**plain, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONIOENCODING": "utf-8"}

@@ -1,7 +1,7 @@
-"""`os._exit` in a function of the user's own ends a process at once, with any code: 0 would look like a finished run.
+"""Detects `os._exit` in the user's functions. It ends a process immediately, and code 0 would look like a finished run.
 
-Our supervisor asks each rank for its last word. torchrun and srun believe the exit code, so the call itself is replaced
-while the work lasts. An exit by other means (a C library) is not seen here.
+Our supervisor expects an exit record from each rank. torchrun and srun use only the exit code, so `os._exit` is
+replaced during the work. An exit by other means (a C library) is not detected here.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ def reported_to(report: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def early_exits_fail(tell: Callable[[UserError], int]) -> Iterator[None]:
-    """While this lasts, `os._exit` by code that is not ours ends this process with the code that `tell` returns."""
+    """In this context, `os._exit` called by other code ends this process with the code that `tell` returns."""
     process, leave_now = os.getpid(), os._exit
 
     def leave(status: int) -> None:
         caller = sys._getframe(1)
         is_ours = str(caller.f_globals.get("__name__", "")).partition(".")[0] == "paceline"
-        if is_ours or os.getpid() != process:  # processes that were forked, as by multiprocessing, end like this
+        if is_ours or os.getpid() != process:  # forked processes, for example of multiprocessing, end like this
             leave_now(status)
         error = _explain(status, traceback.extract_stack(caller)[-1])
         code = error.exit_code
@@ -59,5 +59,5 @@ def _explain(status: int, caller: traceback.FrameSummary) -> UserError:
         "os._exit was called before the work was done",
         where=f"{caller.filename}, line {caller.lineno}",
         got=f"os._exit({status})",
-        hint="a function that cannot go on raises an exception",
+        hint="raise an exception if a function cannot continue",
     )
