@@ -20,7 +20,7 @@ from harness.guides import Newcomer, lines_of
 from harness.slurm import need_slurm
 from harness.torchvision_shim import ON_CPU
 
-pytestmark = [pytest.mark.guides, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.guides, pytest.mark.timeout(1200)]
 ACTIVATE = ". .venv/bin/activate"
 RUN_FILES = (
     "report.html",

@@ -9,7 +9,7 @@ import yaml
 
 from harness.guides import Newcomer, lines_of
 
-pytestmark = [pytest.mark.guides, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.guides, pytest.mark.timeout(1200)]
 
 
 def test_metaflow_trains_on_two_nodes(person: Newcomer) -> None:

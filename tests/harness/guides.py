@@ -65,7 +65,7 @@ class Newcomer:
 
     clone: Path
 
-    def types(self, lines: Iterable[str], timeout_s: float = 600, **extra: str) -> Answer:
+    def types(self, lines: Iterable[str], timeout_s: float = 900, **extra: str) -> Answer:
         """What the shell says to these lines. It stops at the first that fails."""
         words = ["bash", "-c", _TYPE, "bash", *lines]
         with (
