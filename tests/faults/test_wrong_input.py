@@ -34,6 +34,7 @@ FLAGS = {
     ),
     "not a number": (["--base-lr", "fast"], ["base_lr: 'fast'", "a number"]),
     "nan": (["--base-lr", "nan"], ["base_lr is out of range"]),
+    "no number of 64 bits": (["--epochs", "1" + 400 * "0"], ["epochs is out of range", "below 2**63"]),
     "too small": (["--global-batch-size", "0"], ["global_batch_size is out of range", "1 or more"]),
     "negative": (["--momentum", "-0.1"], ["momentum is out of range"]),
     "too large": (["--train-split", "1.1"], ["train_split is out of range", "up to 1"]),

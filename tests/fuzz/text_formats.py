@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from fuzz.mutations import mutate_csv, mutate_json, mutate_yaml
+from fuzz.mutations import OUTSIDE, mutate_csv, mutate_json, mutate_yaml
 from fuzz.run_formats import CHECKPOINTS, COMPARE, LIBRARY, LIST, PAGE, STATUS, build_finished
 from fuzz.sandbox import Format, Reader
 from paceline.cli import study
@@ -53,7 +53,10 @@ def _build_parameters(samples: Path, folder: Path) -> None:
 
 
 def _parameters(folder: Path) -> None:
-    make_request(read_parameters("parameters.yaml", {}))
+    parameters = read_parameters("parameters.yaml", {})
+    recipe = parameters.get("recipe")
+    if recipe is None or OUTSIDE not in str(recipe.value):  # a user may name any file as the recipe
+        make_request(parameters)
 
 
 def _build_study(samples: Path, folder: Path) -> None:

@@ -188,3 +188,9 @@ def test_faults_are_read_word_by_word() -> None:
 def test_config_is_frozen() -> None:
     with pytest.raises(AttributeError):
         Config().train.epochs = 3  # type: ignore[misc]
+
+
+def test_a_name_that_no_file_system_allows_is_no_recipe() -> None:
+    """A user's mistake, not an OSError."""
+    with pytest.raises(UserError):
+        load_config("x" * 5000, [])

@@ -25,6 +25,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import parse_json
 from paceline.runs.patience import UnreadableNow
 
 try:
@@ -108,7 +109,7 @@ def read_manifest(folder: Path) -> Manifest:
 def parse_manifest(raw: bytes) -> Manifest:
     _check_seal(raw)
     try:
-        body = json.loads(raw)
+        body = parse_json(raw)
         schema, about = int(body["schema"]), dict(body["about"])
         if schema != SCHEMA_VERSION:
             kind = NewerSchema if schema > SCHEMA_VERSION else DamagedCheckpoint
@@ -172,7 +173,7 @@ def verify(folder: Path) -> Manifest:
 def read_state(folder: Path) -> dict[str, Any]:
     """The JSON half of a checkpoint."""
     try:
-        state = dict(json.loads(_read_small(folder, STATE)))
+        state = dict(parse_json(_read_small(folder, STATE), allows_raw_bytes=True))
         state["step"] = int(state["step"])
         if not 0 <= state["step"] < 2**48:
             raise ValueError("no step of a run")
@@ -257,7 +258,7 @@ def _check_header(path: Path, size_bytes: int) -> None:
         length = int.from_bytes(file.read(8), "little")
         if length > min(LARGEST_JSON_BYTES, size_bytes - 8):
             raise ValueError("too long")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
     header.pop("__metadata__", None)
     position = 0
     for entry in sorted(header.values(), key=lambda entry: entry["data_offsets"]):

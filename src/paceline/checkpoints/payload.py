@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
 from paceline.checkpoints.tiling import Box, fill_whole
-from paceline.config.small_files import open_plain, write_all
+from paceline.config.small_files import open_plain, parse_json, write_all
 from paceline.errors import CheckpointError
 from paceline.parallel.parts import bits, copy_bits, is_sharded, new_tensor
 from paceline.runs.patience import read_patiently
@@ -144,7 +144,7 @@ def _read_header(file: Any, path: Path) -> dict[str, tuple[_Stored, tuple[int, .
     found = {}
     try:
         metadata = file.metadata() or {}
-        places, types = (json.loads(metadata.get(f"paceline_{name}", "{}")) for name in ("slices", "types"))
+        places, types = (parse_json(metadata.get(f"paceline_{name}", "{}")) for name in ("slices", "types"))
         for key in file.keys():  # noqa: SIM118 - not a dictionary
             stored = file.get_slice(key)
             shape, is_bytes = tuple(stored.get_shape()), key in types

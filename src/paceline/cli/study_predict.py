@@ -48,16 +48,19 @@ def predict(arguments: list[str]) -> int:
         raise UserError(f"--scaling {scaling!r} is not valid", where="flag --scaling", allowed="strong, weak")
     cells = _read_cells(Path(rest[0]))
     batch = int(_positive(values, "batch") or cells[0].cell.global_batch_size)
+    epochs, price = _positive(values, "epochs") or 1.0, _positive(values, "price")
+    samples = cells[0].steps_per_epoch * cells[0].cell.global_batch_size
     strategies = dict.fromkeys(cell.cell.strategy for cell in cells)
-    models = {strategy: model for strategy in strategies if (model := fit(cells, strategy)) is not None}
+    try:
+        models = {strategy: model for strategy in strategies if (model := fit(cells, strategy)) is not None}
+        table = {name: [_ask(model, size, batch, scaling, link) for size in sizes] for name, model in models.items()}
+        rows = [_row(name, p, epochs * samples, price) for name, said in table.items() for p in said]
+    except ArithmeticError as error:
+        raise UserError("the times of this study are too large or too small", where=rest[0], got=str(error)) from error
     if not models:
         raise UserError(
             "one size says nothing of scale", where=rest[0], allowed="finished cells of at least two world sizes"
         )
-    table = {name: [_ask(model, size, batch, scaling, link) for size in sizes] for name, model in models.items()}
-    epochs, price = _positive(values, "epochs") or 1.0, _positive(values, "price")
-    samples = cells[0].steps_per_epoch * cells[0].cell.global_batch_size
-    rows = [_row(name, p, epochs * samples, price) for name, said in table.items() for p in said]
     if "json" in typed:
         print(json.dumps(rows, indent=2))
     else:

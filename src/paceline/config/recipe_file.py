@@ -51,9 +51,13 @@ def find_recipe(name: str) -> Path:
     if name in shipped:
         return shipped[name]
     path = Path(name)
-    if path.is_file():
+    try:
+        is_file, is_folder = path.is_file(), path.is_dir()
+    except OSError as error:  # longer than a file system allows
+        raise UserError("the name of the recipe cannot be a path", got=f"{name[:80]}: {error.strerror}") from error
+    if is_file:
         return path
-    if path.is_dir():
+    if is_folder:
         raise UserError("a recipe must be a YAML file, not a folder", got=name)
     close = difflib.get_close_matches(name, shipped, n=1, cutoff=0.5)
     raise UserError(

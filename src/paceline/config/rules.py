@@ -20,13 +20,16 @@ def check_config(loaded: LoadedConfig) -> None:
     """Ranges of single fields, then the rules between fields."""
     for name, spec in field_table().items():
         value = spec.value_in(loaded.config)
-        is_number = isinstance(value, int | float)
-        if is_number and (math.isnan(value) or (spec.range and not spec.range.holds(value))):
+        if not isinstance(value, int | float):
+            continue
+        # Beyond 64 bits there is no count, size or time; such a whole number overflows in a division.
+        is_too_long = isinstance(value, int) and not -(2**63) <= value < 2**63
+        if is_too_long or math.isnan(value) or (spec.range and not spec.range.holds(value)):
             raise UserError(
                 f"{name} is out of range",
                 where=loaded.where(name),
-                got=value,
-                allowed=str(spec.range or "a number"),
+                got=f"{str(value)[:20]}..., a number of {len(str(value))} digits" if is_too_long else value,
+                allowed=str(spec.range or "a number") + (", below 2**63" if is_too_long else ""),
             )
     _check_strategy(loaded)
     _check_optimizer(loaded)

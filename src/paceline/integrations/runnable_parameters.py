@@ -119,7 +119,9 @@ def make_request(parameters: Mapping[str, Given]) -> tuple[Request, LoadedConfig
     if "exact" in settings and settings["exact"].values == ("true",) and "lanes" not in settings:
         _keep_lanes(settings)
     if rate is not None:
-        batch_size = _load(recipe, settings).config.train.global_batch_size
+        loaded = _load(recipe, settings)
+        _check(loaded)
+        batch_size = loaded.config.train.global_batch_size
         base_lr = _number("learning_rate", rate, float) * _LR_BATCH / batch_size
         _add(settings, _setting("base_lr", base_lr, rate.where), "learning_rate")
     loaded = _load(recipe, settings)
