@@ -148,7 +148,7 @@ def _found(request: PackRequest) -> Packed | None:
             where=str(request.target),
             got=f"{packed.side} x {packed.side} pixels; --image-size {request.image_size} "
             f"makes {picture_side(request.image_size)} x {picture_side(request.image_size)}",
-            hint=f"--image-size {round(packed.side * 224 / 256)} to go on with it, or another folder",
+            hint=f"--image-size {round(packed.side * 224 / 256)} to continue it, or use another folder",
         )
     whole = tuple(shard for shard in packed.shards if size_damage(request.target, packed, shard) is None)
     return replace(packed, shards=whole)

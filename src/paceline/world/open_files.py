@@ -1,4 +1,4 @@
-"""How many files a process may have open (`ulimit -n`): a limit below what a run needs is a screen at its start."""
+"""The limit of open files (`ulimit -n`). A limit that is too low for a run is an error at its start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _USUAL = 1024
 
 
 def require_open_files() -> None:
-    """Take up to 1024 where the hard limit allows it. Children inherit the limit. UserError if a run cannot start."""
+    """Raise the limit to 1024 if the hard limit allows it. Children inherit it. UserError if a run cannot start."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= _USUAL:
         return

@@ -1,4 +1,4 @@
-"""CIFAR-10 from its official binary files, or from the pickled ones that torchvision uses; fetched when absent.
+"""CIFAR-10 from its official binary files, or from the pickled files that torchvision uses; downloaded if absent.
 
 A binary record is one label byte and 3072 pixel bytes. The file size shows whether a file is complete, and reading
 is one reshape. The pickled "python version" is read without an unpickler, because an unpickler executes code that

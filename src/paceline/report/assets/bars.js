@@ -76,7 +76,7 @@ function drawBarGroup({ svg, toX, toY, each, bottom, isStacked, count }, bars, n
   });
 }
 
-// The number on top of a bar, where it fits.
+// The number on top of a bar, if it fits.
 function drawBarValue({ svg, toY, box }, x, level, spec, room, value = level) {
   if (value === null || (spec.y_log && level <= 0)) return;
   const text = say(value, spec.y_format);
@@ -85,7 +85,7 @@ function drawBarValue({ svg, toY, box }, x, level, spec, room, value = level) {
   svg.append(make("text", { class: "value-label", x: x.toFixed(1), y: y.toFixed(1), "text-anchor": "middle" }, text));
 }
 
-// --- The confusion matrix: right answers in one colour, wrong ones in another, by their share of the row
+// --- The confusion matrix: correct and wrong predictions in two colours, by their share of the row
 
 function drawMatrix(spec, width) {
   const count = spec.labels.length;
@@ -102,7 +102,7 @@ function drawMatrix(spec, width) {
     if (!value) return;
     const share = value / sums[r];
     const place = { x: (left + c * size).toFixed(1), y: (top + r * size).toFixed(1), width: (size - gap).toFixed(1), height: (size - gap).toFixed(1) };
-    // The square root lets one wrong answer in a hundred still be seen.
+    // With the square root, one wrong prediction in a hundred is still visible.
     svg.append(make("rect", { class: `cell c${r === c ? 0 : 1}`, ...place, "fill-opacity": (0.12 + 0.88 * Math.sqrt(share)).toFixed(3) }));
     const text = plain(value, 0);
     if (textWidth(text, 11) > size - 4 || size < 15) return;

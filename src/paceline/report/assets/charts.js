@@ -1,5 +1,5 @@
-// Draws the chart specs of a page (report/charts.py) as SVG. Text goes in through textContent only: nothing a run is
-// called can become markup.
+// Draws the chart specs of a page (report/charts.py) as SVG. Text is set only through textContent: the name of a run
+// cannot become markup.
 "use strict";
 
 // --- Elements
@@ -47,7 +47,7 @@ function plain(value, decimals) {
   return value.toLocaleString("en-US", { minimumFractionDigits: 0, maximumFractionDigits: decimals });
 }
 
-// A value as a tooltip says it: about five digits that mean something.
+// A value as shown in a tooltip: about five significant digits.
 function say(value, kind = "number") {
   if (value === null || value === undefined) return "–";
   if (typeof value === "string") return value;
@@ -65,7 +65,7 @@ function niceStep(span, count) {
   return power * [1, 2, 2.5, 5, 10].find((factor) => factor * power >= rough * 0.999);
 }
 
-// --- Axes: a domain, where its ticks are, and how to call them
+// --- Axes: a domain, its ticks, and their labels
 
 function linearAxis(low, high, { count, kind = "number", whole = false }) {
   const { factor, suffix } = unitOf(kind === "number" ? "axis" : kind, Math.max(Math.abs(low), Math.abs(high)));
@@ -93,7 +93,7 @@ function logAxis(low, high, { count, kind = "number" }) {
       if (value >= low * 0.999 && value <= high * 1.001) ticks.push({ value, text });
     }
   }
-  // Less than a factor of two: a logarithm's ticks would be too few to read by.
+  // Less than a factor of two: a logarithmic axis would have too few ticks.
   const linear = linearAxis(low, high, { count, kind });
   return {
     low, high, ticks: ticks.length > 1 ? ticks : linear.ticks,
@@ -118,7 +118,7 @@ function widen(values, { log, fromZero, kind }) {
   return low === high ? [low, low + 1] : [low, high];
 }
 
-// --- What every chart has: a frame with axes
+// --- The frame and axes of every chart
 
 function openFrame(spec, width, height, { x, y, right = 14, bottom = 40 }) {
   const left = Math.ceil(Math.max(18, ...y.ticks.map((tick) => textWidth(tick.text)))) + 10;
@@ -182,7 +182,7 @@ function linePoints(spec, series) {
   });
 }
 
-// Runs of points without a gap.
+// Groups of consecutive points without a gap.
 function stretches(points, isThere) {
   const found = [];
   let open = null;
@@ -264,7 +264,7 @@ function drawWhisker(series, layer, x, low, high) {
   layer.append(make("path", { class: `whisker c${series.colour}`, d }));
 }
 
-// Names at the ends of their lines, pushed apart where lines end close to each other.
+// Names at the ends of lines, moved apart if lines end close to each other.
 function drawEndLabels(visible, { svg, box, toY }, high, width) {
   const ends = visible
     .map((series) => ({ series, last: series.points.findLast((point) => point.y !== null && point.x <= high) }))

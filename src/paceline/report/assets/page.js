@@ -1,4 +1,4 @@
-// Puts the charts into the page and makes them answer: tooltip, legend, zoom, data table; the theme; sortable tables.
+// Puts the charts into the page and makes them interactive: tooltip, legend, zoom, data table; theme; sortable tables.
 
 const COLOURS = 8;
 const MOST_ROWS = 14;
@@ -142,7 +142,7 @@ class Figure {
     this.cursor.replaceChildren();
   }
 
-  // --- Around it
+  // --- Legend, zoom and data table
 
   addLegend() {
     const legend = this.node.querySelector(".legend");
@@ -184,7 +184,7 @@ function swatch(series, kind) {
   return svg;
 }
 
-// What a chart shows, for those who hear it.
+// The text of a chart for screen readers.
 function inWords(spec, visible) {
   if (spec.kind === "matrix") return `A table of counts, ${spec.y_label} by ${spec.x_label}, ${spec.labels.length} classes.`;
   const parts = visible.map((series) => {
@@ -267,7 +267,7 @@ function drawPage() {
     for (const { target } of entries) {
       const figure = figures.find(({ plot }) => plot === target);
       const width = Math.max(240, Math.round(target.clientWidth));
-      // Nothing to draw on inside a closed fold: it has no width.
+      // A closed block has no width, so nothing can be drawn.
       if (target.clientWidth && width !== figure.width) figure.draw(width);
     }
   });
