@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "paceline"
@@ -30,6 +31,8 @@ def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names.add(str(node.module))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names.update(re.findall(r"^paceline\.[a-z_]+(?=\.)", node.value))  # imported by name, or with `python -m`
     return names
 
 
@@ -64,8 +67,29 @@ def test_models_know_nothing_of_distribution() -> None:
 
 
 def test_only_the_world_reads_the_launcher_environment() -> None:
-    readers = [path for layer, path in modules() if '"LOCAL_RANK"' in path.read_text() and layer != "world"]
-    assert readers == []
+    readers = {layer for layer, path in modules() for node in ast.walk(ast.parse(path.read_text())) if reads_rank(node)}
+    assert readers == {"world"}
+
+
+def reads_rank(node: ast.AST) -> bool:
+    """`environment["RANK"]`, `environment.get("RANK")` and `"RANK" in environment`."""
+    names: list[ast.expr] = []
+    if isinstance(node, ast.Subscript):
+        names = [node.slice]
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("get", "pop"):
+        names = node.args[:1]
+    elif isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
+        names = [node.left]
+    return any(isinstance(name, ast.Constant) and name.value in ("RANK", "LOCAL_RANK") for name in names)
+
+
+def test_the_architecture_names_files_that_exist() -> None:
+    """Every `folder/file.py` in docs/architecture.md."""
+    text = (SOURCE.parents[1] / "docs" / "architecture.md").read_text()
+    paths = re.findall(r"`((?:[a-z_]+/)+[a-z_*]+\.py)`", text)
+    assert len(paths) > 30
+    roots = (SOURCE, SOURCE.parents[1])
+    assert [path for path in paths if not any(list(root.glob(path)) for root in roots)] == []
 
 
 def test_files_and_functions_stay_small() -> None:

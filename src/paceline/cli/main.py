@@ -28,6 +28,7 @@ from paceline.errors import (
 from paceline.metrics.safe_output import finish_console, protect_console
 from paceline.world.early_exit import early_exits_fail
 from paceline.world.open_files import OPEN_FILES_HINT
+from paceline.world.own_rank import own_rank
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
@@ -168,14 +169,14 @@ def leave() -> NoReturn:
     A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it. What is more,
     a Python that was interrupted inside `exec`, as classes are made by dataclasses, forgets the exit code it is given.
     """
-    if _LONG_VERBS & set(sys.argv[1:2]) and "RANK" not in os.environ and hasattr(signal, "SIGHUP"):
+    if _LONG_VERBS & set(sys.argv[1:2]) and own_rank() is None and hasattr(signal, "SIGHUP"):
         # A closed terminal does not end a run. (torchrun passes this signal on to its ranks before it kills them.)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if sys.argv[1] == "train":
             signal.signal(signal.SIGTERM, _stop_before_the_start)
     code = main()
     is_supervisor = "paceline.launch.attempt" in sys.modules
-    if "RANK" not in os.environ and not is_supervisor and code != EXIT_INTERRUPTED:
+    if own_rank() is None and not is_supervisor and code != EXIT_INTERRUPTED:
         finish_console()
         sys.exit(code)
     finish_console()

@@ -12,6 +12,7 @@ from typing import Any
 
 from paceline.errors import EndsWithPrimary, PacelineError
 from paceline.world.detect import OWN_LAUNCHER
+from paceline.world.own_rank import own_rank
 from paceline.world.pulse import ATTEMPT_DIR
 
 _MOST_TRACEBACK_LINES = 30
@@ -45,7 +46,7 @@ def leave_last_words(screen: str, code: int, error: BaseException | None = None)
         traceback="\n".join(lines),
         said_at_s=time.monotonic(),
     )
-    path = words_path(Path(folder), int(os.environ.get("RANK", "0")))
+    path = words_path(Path(folder), own_rank() or 0)
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(asdict(words)))
     draft.rename(path)

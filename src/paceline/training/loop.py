@@ -1,7 +1,6 @@
-"""The ride, from the first line of the header to the last line of the summary, in order.
+"""A training run, from the header to the summary, in the order of events.
 
-No callbacks: what happens is what stands here. Every rank runs all of it; only the primary's recorder
-writes and only the primary's console speaks.
+Every rank runs all of it. Only the recorder of the primary writes files, and only its console prints.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ makes the rank write its stacks and kills it. It exits with the rank.
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from paceline.errors import EXIT_HANG, PacelineError
 from paceline.runs.process_handle import find_process, identity_of_this_process, is_stopped, stat_fields
+from paceline.world.own_rank import own_rank
 from paceline.world.pulse import OPEN_FILES, Beat, read_pulse
 from paceline.world.running_clock import HangClock
 
@@ -59,7 +59,7 @@ def _leave_error_file(beat: Beat, stacks: Path) -> None:
     """For torchrun, whose summary would otherwise only name the signal."""
     from paceline.world.error_file import leave_error_file
 
-    what = f"rank {os.environ.get('RANK', '?')} made no progress for {time.monotonic() - beat.since_s:.0f} s"
+    what = f"rank {own_rank()} made no progress for {time.monotonic() - beat.since_s:.0f} s"
     error = PacelineError(
         what,
         where=f"{beat.phase} of step {beat.step}",
