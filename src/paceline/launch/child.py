@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from paceline.errors import PacelineError, error_from_json
-from paceline.runs.process_handle import end_group
+from paceline.launch.child_guard import PASSED_ON
+from paceline.runs.process_handle import end_group, identity_of_this_process
 
 _ERROR_FILE = "PACELINE_ERROR_FILE"  # where a child writes its error
 _SHOWS_ERROR = "PACELINE_PARENT_SHOWS_ERROR"  # set if the child need not print it
@@ -81,17 +82,24 @@ def start_child(
     with tempfile.TemporaryDirectory(prefix="paceline-child-") as folder:
         error_file = Path(folder) / "error.json"
         variables = {_ERROR_FILE: str(error_file), _SHOWS_ERROR: "1" if shows_error else ""}
-        hiding = [] if hidden_folder is None else ["--hide", str(hidden_folder)]
-        process = subprocess.Popen(
-            [sys.executable, "-m", _GUARD, *hiding, sys.executable, "-m", "paceline", *arguments],
-            stdin=subprocess.PIPE,
-            stdout=stdout,
-            stderr=stderr,
-            pass_fds=tuple(kept_open),
-            env={**(os.environ if environment is None else environment), **variables},
-            start_new_session=True,
-        )
+        options = ["--parent", identity_of_this_process()]
+        options += [] if hidden_folder is None else ["--hide", str(hidden_folder)]
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the guard can pass them on
         try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", _GUARD, *options, sys.executable, "-m", "paceline", *arguments],
+                stdin=subprocess.PIPE,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=tuple(kept_open),
+                env={**(os.environ if environment is None else environment), **variables},
+                start_new_session=True,
+            )
+        except BaseException:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            raise
+        try:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield Child(process, error_file)
             process.wait()
         except BaseException:

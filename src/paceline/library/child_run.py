@@ -8,15 +8,20 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
-from typing import IO
+from typing import TextIO
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, PacelineError, error_kind
 from paceline.launch.child import Child, start_child
 from paceline.metrics.screen import OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
+from paceline.world.signals import HEAR_SIGNALS_S
+
+_LAST_OUTPUT_S = 2.0
 
 
 def train_in_child(arguments: list[str], folder: Path, *, quiet: bool) -> None:
@@ -33,10 +38,13 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool) -> None:
     ) as child:
         os.close(output_end)
         os.close(errors_end)
-        reader = threading.Thread(target=_print_errors, args=(_reader(errors),), daemon=True)
-        reader.start()
-        code, is_interrupted = _print_until_end(child, _reader(output), quiet=quiet)
-        reader.join()
+        screens = ((output, None if quiet else sys.stdout), (errors, sys.stderr))
+        readers = [threading.Thread(target=_print_on, args=pair, daemon=True) for pair in screens]
+        for reader in readers:
+            reader.start()
+        code, is_interrupted = _wait(child)
+        for reader in readers:
+            reader.join(_LAST_OUTPUT_S)  # with a limit: a process that a rank has left behind may hold the pipe
         error = child.error()
     if is_interrupted or code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
@@ -44,29 +52,24 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool) -> None:
         raise error or _unexplained(code, folder)
 
 
-def _print_until_end(child: Child, output: IO[str], *, quiet: bool) -> tuple[int, bool]:
-    """The exit code, and whether Ctrl-C was pressed here. After Ctrl-C the command saves and exits."""
+def _wait(child: Child) -> tuple[int, bool]:
+    """The exit code, and whether Ctrl-C was pressed here. The command then saves and ends by itself."""
     is_interrupted = False
-    with output:
-        while True:
-            try:
-                for line in output:
-                    if not quiet:
-                        pass_on(line, sys.stdout)
-                return child.wait(), is_interrupted
-            except KeyboardInterrupt:
-                is_interrupted = True
-                child.send_signal(signal.SIGINT)
+    while True:
+        try:
+            with suppress(subprocess.TimeoutExpired):
+                return child.wait(HEAR_SIGNALS_S), is_interrupted
+        except KeyboardInterrupt:
+            is_interrupted = True
+            child.send_signal(signal.SIGINT)
 
 
-def _reader(descriptor: int) -> IO[str]:
-    return os.fdopen(descriptor, encoding="utf-8", errors="replace")
-
-
-def _print_errors(stream: IO[str]) -> None:
-    with stream:
+def _print_on(descriptor: int, screen: TextIO | None) -> None:
+    """Until the pipe is closed; without a screen, only read."""
+    with os.fdopen(descriptor, encoding="utf-8", errors="replace") as stream:
         for line in stream:
-            pass_on(line, sys.stderr)
+            if screen is not None:
+                pass_on(line, screen)
 
 
 def _unexplained(code: int, folder: Path) -> PacelineError:
