@@ -104,8 +104,8 @@ def test_the_report_can_be_pasted_and_nothing_else_stays(healthy: Path) -> None:
 REMEDIES = {
     "devices": "--device cpu",
     "shared memory": "--shm-size",
-    "run folder": "chown or chmod it, or --output-dir elsewhere",
-    "data folder": "make room",
+    "run folder": "--output-dir",
+    "data folder": "free space",
     "meeting address": "MASTER_ADDR must name rank 0's node",
     "ports": "another MASTER_PORT",
 }

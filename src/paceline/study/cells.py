@@ -52,7 +52,10 @@ def open_cells(states: Sequence[CellState], *, retries: bool) -> list[CellState]
 def prepare(folder: Path, found: CellState) -> None:
     """Remove the folder of an interrupted try: a cell is measured in one piece."""
     run = RunFolder(folder / CELLS / found.cell.name)
-    if run.path.exists():
+    if run.path.is_symlink() or run.path.exists():
+        is_ours = run.path.is_dir() and not run.path.is_symlink() and (run.holds_a_run or not any(run.path.iterdir()))
+        if not is_ours:
+            raise UserError("a cell's folder holds something else", where=str(run.path), hint="move it away")
         run.refuse_if_owned()
         shutil.rmtree(run.path)
     note_path(folder, found.cell).unlink(missing_ok=True)

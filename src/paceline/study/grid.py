@@ -114,9 +114,27 @@ def read_spec(folder: Path) -> StudySpec:
         raise UserError("this study cannot be read", where=str(path), got=str(error)) from error
 
 
+def _refuse_foreign_files(folder: Path) -> None:
+    """A study writes and removes files under names of its own: nothing else may be there."""
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise UserError("the folder of a study is a file", where="flag --output-dir", got=str(folder)) from error
+    if names:
+        raise UserError(
+            "this folder holds files that are no study",
+            where=str(folder),
+            got=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+            hint="another --output-dir: a new or empty folder, or a study's",
+        )
+
+
 def go_on(folder: Path, spec: StudySpec) -> StudySpec:
     """An existing study may grow, but its settings may not change."""
     if not (folder / STUDY_FILE).exists():
+        _refuse_foreign_files(folder)
         return spec
     before = read_spec(folder)
     for name in ("recipe", "flags", "global_batch_size", "place"):
