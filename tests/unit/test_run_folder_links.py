@@ -25,7 +25,7 @@ from paceline.world.pulse import Pulse
 from paceline.world.watchdog import Watchdog
 
 FILES = ["run.lock", "run.owner", "metrics.jsonl", "failures.jsonl", "faults.jsonl", "requeues.jsonl"]
-FILES += ["logs/rank-0.log", "stacks/attempt-1-rank-0.txt"]
+FILES += ["logs/rank-0.log", "stacks/attempt-1-rank-0.txt", "profile/rank-0.json.gz"]
 
 
 @pytest.fixture
@@ -33,6 +33,7 @@ def folder(tmp_path: Path) -> RunFolder:
     made = RunFolder(tmp_path / "run")
     made.create()
     made.stacks.mkdir()
+    (made.path / "profile").mkdir()
     return made
 
 
@@ -64,7 +65,7 @@ def test_a_folder_in_place_of_a_file_is_refused_at_the_start(folder: RunFolder, 
     assert name in str(caught.value.where)
 
 
-@pytest.mark.parametrize("name", ["logs", "stacks", "bad-batches"])
+@pytest.mark.parametrize("name", ["logs", "stacks", "bad-batches", "tensorboard", "profile", ".mirror"])
 def test_a_folder_that_is_a_link_is_refused(folder: RunFolder, tmp_path: Path, name: str) -> None:
     """Logs and stacks are written, and empty stacks removed, in the run folder only."""
     (tmp_path / "other").mkdir()

@@ -69,3 +69,23 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "results.json").write_text("my own")
     with pytest.raises(UserError, match="holds other files"):
         decide_place(request)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("tensorboard/events", ".mirror/pin", "profile/top.txt", "profile/rank-0.json.gz", "logs/rank-0.log"),
+        *("stacks/attempt-1-rank-0.txt", "checkpoints/best", "checkpoints/latest"),
+    ],
+)
+def test_folders_of_others_are_not_emptied_or_filled(tmp_path: Path, name: str) -> None:
+    """A user's own folder whose files a run would remove or overwrite is refused; an empty one is no obstacle."""
+    (tmp_path / name).parent.mkdir()
+    request = load_config("synthetic-mlp", ["--output-dir", str(tmp_path)])
+    assert decide_place(request).folder == tmp_path
+    (tmp_path / name).write_text("my own")
+    with pytest.raises(UserError) as refused:
+        decide_place(request)
+    assert (refused.value.exit_code, refused.value.got) == (2, name)
+    (tmp_path / "run.lock").touch()  # a run was started here: these are its files
+    assert decide_place(request).folder == tmp_path

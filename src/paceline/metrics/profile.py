@@ -222,7 +222,7 @@ class StepProfiler:
 
     def _write(self, recording: Recording) -> RunProfile:
         world = self._world
-        folder = self._folder.path / PROFILE_FOLDER
+        folder = self._folder.profile
         found = RunProfile(
             files=tuple(file_of(rank) for rank in range(world.world_size)),
             first_step=self._first_step,

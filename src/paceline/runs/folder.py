@@ -2,7 +2,7 @@
 
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
     report.html  examples.json  data.json
-    tensorboard/  logs/rank-*.log  checkpoints/{step-*,latest,best}  mirror.json (a run in an object store)
+    tensorboard/  profile/  logs/rank-*.log  checkpoints/{step-*,latest,best}  mirror.json (a run in an object store)
     after trouble: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
 Small files are replaced whole, by rename, so that a reader never sees half of one.
@@ -50,6 +50,15 @@ _WRITTEN_FILES = (  # by a run, whatever was there
     *("data.json", "results.json", "environment.json", "report.html", "examples.json", "metrics.csv", "status.json"),
     *("failure.json", "failures.jsonl", "faults.jsonl", "requeues.jsonl"),
 )
+_REPLACED_IN_FOLDERS = {  # what a run writes anew or removes, by folder
+    "tensorboard": re.compile(r".*", re.DOTALL),
+    ".mirror": re.compile(r".*", re.DOTALL),
+    "profile": re.compile(r"top\.txt|rank-[0-9]+\.json\.gz"),
+    "logs": re.compile(r"rank-[0-9]+\.log"),
+    "stacks": _STACKS,
+    "bad-batches": re.compile(r"step-.*", re.DOTALL),
+    "checkpoints": re.compile(r"latest|best"),
+}
 _STEP_FOLDER = re.compile(r"((damaged|replaced)-)?step-[0-9]+")
 
 
@@ -148,6 +157,7 @@ class RunFolder:
         self.examples = path / "examples.json"
         self.report = path / "report.html"
         self.tensorboard = path / "tensorboard"
+        self.profile = path / "profile"
         self.logs = path / "logs"
         self.checkpoints = path / "checkpoints"
         self.stacks = path / "stacks"
@@ -190,10 +200,12 @@ class RunFolder:
 
     @property
     def files_of_others(self) -> list[str]:
-        """Files that a run would overwrite, in a folder in which no run was ever started."""
-        found = sorted(
-            {self.config.name, self.metrics_jsonl.name, *_WRITTEN_FILES} & (names := set(names_in(self.path)))
-        )
+        """What a run would overwrite or remove, in a folder in which no run was ever started."""
+        names = set(names_in(self.path))
+        found = sorted({self.config.name, self.metrics_jsonl.name, *_WRITTEN_FILES} & names)
+        for name, replaced in _REPLACED_IN_FOLDERS.items():
+            inside = sorted(names_in(self.path / name)) if name in names else []
+            found += [f"{name}/{inner}" for inner in inside if replaced.fullmatch(inner)]
         # Another person's program may use the same names. Without a lock file, a user may have deleted it.
         is_run = LOCK in names or "paceline" in read_object(self.environment, ENVIRONMENT) or has_checkpoint(self.path)
         return [] if is_run else found
@@ -296,13 +308,13 @@ class RunFolder:
 
     def _require_plain(self) -> None:
         """What a run changes in place must be plain files in folders of its own, not links to elsewhere."""
-        folders = (self.logs, self.stacks, self.bad_batches)
+        folders = (self.logs, self.stacks, self.profile, self.tensorboard, self.bad_batches, self.path / ".mirror")
         in_place = (self.lock, self.path / OWNER_FILE, self.metrics_jsonl, self.failures, self.faults, self.requeues)
         for path in folders:
             if path.is_symlink() or (path.exists() and not path.is_dir()):
                 raise not_plain(path)
-        logs_and_stacks = [path for folder in folders[:2] if folder.is_dir() for path in folder.iterdir()]
-        for path in (*in_place, *(path for path in logs_and_stacks if path.is_symlink() or not path.is_dir())):
+        inside = [path for folder in folders[:3] if folder.is_dir() for path in folder.iterdir()]
+        for path in (*in_place, *(path for path in inside if path.is_symlink() or not path.is_dir())):
             if path.is_symlink() or (path.exists() and not path.is_file()):
                 raise not_plain(path)
         for path in (self.config, *(self.path / name for name in _WRITTEN_FILES)):  # replaced by a move

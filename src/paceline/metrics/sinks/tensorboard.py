@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from paceline.config.small_files import make_plain_folder
 from paceline.metrics.sinks.base import CarefulSink, scalars_of
 
 
@@ -28,6 +29,8 @@ class TensorBoardSink(CarefulSink):
 
         _silence_writer_threads()
         shutil.rmtree(folder, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        make_plain_folder(folder)  # a link is not removed above, and must not be written through
         # Two clocks, two sets of files: TensorBoard draws both on an axis called "step".
         self._writers = {"epoch": SummaryWriter(str(folder)), "step": SummaryWriter(str(folder / "steps"))}
         for row in self._history:
