@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import linecache
@@ -23,10 +24,12 @@ from paceline.checkpoints.identity import refuse_early
 from paceline.config.fields import flatten
 from paceline.errors import CheckpointError, DataError, UserError, error_from_json
 from paceline.library.notebook_source import write_down
+from paceline.library.train import _write_source
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.training.objective import Objective, UserFunction
 
+train_module = importlib.import_module("paceline.library.train")
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "custom_model"
 FLAGS = ["--global-batch-size", "48", "--base-lr", "0.2", "--augment", "none", "--processes", "2", "--epochs", "1"]
@@ -268,6 +271,44 @@ def test_an_error_survives_the_way_from_a_child() -> None:
 
 
 # --- Notebooks
+
+
+@pytest.mark.parametrize("kind", ["link", "own file"])
+def test_functions_of_a_notebook_overwrite_nothing_of_others(kind: str, tmp_path: Path) -> None:
+    """Neither through a link nor a file that belongs to no run."""
+    mine = tmp_path / "mine.py"
+    mine.write_text("mine = 1\n")
+    file = tmp_path / "run" / "functions.py"
+    file.parent.mkdir()
+    if kind == "link":
+        file.symlink_to(mine)
+    else:
+        file.write_text("mine = 1\n")
+    with pytest.raises(UserError):
+        _write_source(file, "theirs = 2\n")
+    assert file.read_text() == mine.read_text() == "mine = 1\n"
+
+
+def test_a_refused_call_leaves_the_functions_of_a_run(
+    notebook: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart of that run would read them."""
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "run"
+    run.mkdir()
+    RunFolder(run).config.write_text("epochs: 1\n")
+    (run / "functions.py").write_text("before = 1\n")
+    type_in(notebook, "def loss(logits, labels):\n    return logits.sum()\n")
+
+    def refuse(*_: object, **__: object) -> None:
+        assert "def loss" in (run / "functions.py").read_text()
+        raise UserError("refused")
+
+    monkeypatch.setattr(train_module, "train_in_child", refuse)
+    monkeypatch.setattr(train_module, "_check", lambda *_: run)
+    with pytest.raises(UserError):
+        paceline.train(output_dir=run, loss=notebook["loss"], quiet=True)  # type: ignore[arg-type]
+    assert (run / "functions.py").read_text() == "before = 1\n"
 
 
 @pytest.fixture

@@ -28,6 +28,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from paceline.course.verdict import Failed
+from paceline.runs.interpreter import safe_path
 from paceline.runs.process_handle import find_forked
 from paceline.world.peers import listen_on_loopback
 
@@ -69,7 +70,8 @@ def warm_up(modules: tuple[str, ...]) -> None:
     # The ranks use CPUs. fully_shard would move a model to a GPU that it sees; gloo cannot gather there.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        forkserver.ensure_running()
+        with safe_path():
+            forkserver.ensure_running()
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if before is not None:

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from paceline.data.pictures import read_pixels
 from paceline.errors import DataError
+from paceline.runs.interpreter import safe_path
 
 _WAITING_CHUNKS = 16  # per process: enough work while the caller is busy
 _SMALL_SIDE = 8
@@ -37,8 +38,9 @@ def in_processes(
     todo = iter(tasks)
     try:
         while True:
-            for key, arguments in islice(todo, _WAITING_CHUNKS * workers - len(waiting)):
-                waiting.append((key, pool.submit(function, *arguments)))
+            with safe_path():  # submitting starts processes
+                for key, arguments in islice(todo, _WAITING_CHUNKS * workers - len(waiting)):
+                    waiting.append((key, pool.submit(function, *arguments)))
             if not waiting:
                 return
             key, future = waiting.popleft()

@@ -28,6 +28,7 @@ from paceline.launch.attempt import RankMain
 from paceline.launch.slurm_facts import ask_slurm
 from paceline.launch.slurm_fit import require_possible
 from paceline.launch.slurm_request import as_srun_reads
+from paceline.runs.interpreter import python_command
 from paceline.world.cores import usable_cores
 from paceline.world.detect import Nodes, threads_per_rank
 from paceline.world.slurm import expand_hosts
@@ -166,7 +167,7 @@ def srun_command(start: SlurmStart) -> list[str]:
     return [
         *("srun", *nodes, f"--ntasks-per-node={start.processes}", "--kill-on-bad-exit=0", "--job-name=paceline-doctor"),
         *start.options,
-        *(sys.executable, "-m", "paceline", "doctor", *start.arguments),
+        *python_command("-m", "paceline", "doctor", *start.arguments),
     ]
 
 

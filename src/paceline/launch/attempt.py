@@ -22,6 +22,7 @@ from typing import Any
 
 from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open_meeting
 from paceline.launch.watch import RankSight, Watch
+from paceline.runs.interpreter import safe_path
 from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of_this_process
 from paceline.world.detect import ATTEMPT, STORE_FD, Nodes, RankEnvironment, rank_variables
 from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
@@ -190,9 +191,10 @@ def _start_fork_server() -> None:
     blocked, and ignores them when it has loaded `paceline.launch.server`.
     """
     multiprocessing.set_forkserver_preload(_PRELOADED)
-    resource_tracker.ensure_running()  # by itself it would be started in there, and end the holding back
-    with _held_back(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
-        forkserver.ensure_running()
+    with safe_path():
+        resource_tracker.ensure_running()  # by itself it would be started in there, and end the holding back
+        with _held_back(signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            forkserver.ensure_running()
 
 
 def end_fork_server() -> None:

@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,12 +19,15 @@ from typing import IO, Any
 
 from paceline.errors import PacelineError, error_from_json
 from paceline.launch.child_guard import PASSED_ON
+from paceline.runs.interpreter import python_command
 from paceline.runs.process_handle import end_group, identity_of_this_process
 
 _ERROR_FILE = "PACELINE_ERROR_FILE"  # where a child writes its error
 _SHOWS_ERROR = "PACELINE_PARENT_SHOWS_ERROR"  # set if the child need not print it
 _GUARD = "paceline.launch.child_guard"
 _STOP_GRACE_S = 10.0
+_ABANDONED_GRACE_S = 30.0
+_POLL_S = 0.1
 
 Output = int | IO[Any] | None  # as subprocess.Popen takes it
 
@@ -38,7 +41,8 @@ class Child:
 
     def wait(self, timeout_s: float | None = None) -> int:
         """Raises subprocess.TimeoutExpired if the command still runs after this time."""
-        return self._process.wait(timeout_s)
+        code = self._process.wait(timeout_s)
+        return code if code >= 0 else 128 - code  # the guard itself was killed
 
     @property
     def is_running(self) -> bool:
@@ -87,7 +91,7 @@ def start_child(
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the guard can pass them on
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", _GUARD, *options, sys.executable, "-m", "paceline", *arguments],
+                [*python_command("-m", _GUARD, *options), *python_command("-m", "paceline", *arguments)],
                 stdin=subprocess.PIPE,
                 stdout=stdout,
                 stderr=stderr,
@@ -101,13 +105,24 @@ def start_child(
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield Child(process, error_file)
-            process.wait()
+            if process.wait() < 0:
+                _wait_for_group(process.pid)
         except BaseException:
             _interrupt(process)
             raise
         finally:
             assert process.stdin is not None
             process.stdin.close()
+
+
+def _wait_for_group(guard: int) -> None:
+    """The guard was killed. The kernel has asked the command to stop; whoever called goes on when it has."""
+    deadline = time.monotonic() + _ABANDONED_GRACE_S
+    with suppress(ProcessLookupError, PermissionError):  # no process is left in the group
+        while time.monotonic() < deadline:
+            os.killpg(guard, 0)
+            time.sleep(_POLL_S)
+        os.killpg(guard, signal.SIGKILL)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:

@@ -44,6 +44,7 @@ from paceline.launch.kubernetes_gang import (
     read_verdict,
 )
 from paceline.launch.stderr_tail import StderrTail
+from paceline.runs.interpreter import python_command
 from paceline.runs.process_handle import ProcessHandle, end_group, exit_code_of
 from paceline.world.detect import Nodes, agent_variables
 from paceline.world.peers import MalformedMessage, Message, Peer, PeerServer, connect, log_drop
@@ -345,7 +346,7 @@ def _free_port() -> int:
 
 def main(arguments: list[str]) -> int:
     try:
-        return Pod(read_place(), [sys.executable, "-m", "paceline", *arguments]).run()
+        return Pod(read_place(), python_command("-m", "paceline", *arguments)).run()
     except PacelineError as error:
         print(error.screen(), file=sys.stderr)
         return error.exit_code

@@ -13,10 +13,13 @@ import gc
 import os
 import signal
 
+from paceline.runs.interpreter import forget_safe_path
+
 IGNORED = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 for _number in IGNORED:
     signal.signal(_number, signal.SIG_IGN)
 signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)  # blocked by the launcher until now
 
+forget_safe_path()
 gc.disable()
 os.register_at_fork(before=gc.freeze, after_in_child=gc.enable)

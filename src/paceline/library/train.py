@@ -11,13 +11,15 @@ from paceline.checkpoints.identity import refuse_early
 from paceline.config.fields import FieldSpec, find_field, flatten
 from paceline.config.recipe_file import unknown_name
 from paceline.config.rules import check_faults, check_world
-from paceline.errors import UserError
+from paceline.config.small_files import not_plain, write_plain
+from paceline.errors import CheckpointError, UserError
 from paceline.launch.request import decide_processes, read_request
 from paceline.library.child_run import train_in_child
 from paceline.library.explained import explained
 from paceline.library.functions import is_of_notebook, reference_to
 from paceline.library.notebook_source import write_down
 from paceline.library.run import Run
+from paceline.runs.folder import RunFolder
 from paceline.runs.place import decide_place
 from paceline.runs.trust import trusting_code
 from paceline.world.detect import read_rank_environment
@@ -67,14 +69,36 @@ def train(
         with tempfile.TemporaryDirectory() as draft:  # a refused request leaves no file
             folder = _check(recipe, settings, source, Path(draft) / NOTEBOOK_FILE)
         file = folder.absolute() / NOTEBOOK_FILE
+        before = None
         if source:
-            folder.mkdir(parents=True, exist_ok=True)
-            file.write_text(source, encoding="utf-8")
+            before = _write_source(file, source)
             if not quiet:
                 print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
         arguments = [*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"]
-        train_in_child(arguments, folder, quiet=quiet)
+        try:
+            train_in_child(arguments, folder, quiet=quiet)
+        except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
+            if before is not None:
+                write_plain(file, before)
+            raise
         return Run(folder, trust_code=trust_code)
+
+
+def _write_source(file: Path, source: str) -> bytes | None:
+    """Put the notebook's functions into the run folder. Returns what was there before.
+
+    A run that is under way reads its functions again when it restarts: they stay as they are.
+    """
+    folder = RunFolder(file.parent)
+    folder.refuse_if_owned()
+    if file.is_symlink() or (file.exists() and not file.is_file()):
+        raise not_plain(file)
+    before = file.read_bytes() if file.exists() else None
+    if before is not None and before != source.encode() and not folder.holds_a_run:
+        raise UserError("this folder holds a functions.py that is no run's", where=str(file), hint="another output_dir")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_plain(file, source.encode())
+    return before
 
 
 def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> Path:
