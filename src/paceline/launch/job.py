@@ -18,12 +18,14 @@ Start = Literal["agent", "ranks", "torchrun"]
 _VARIABLE_FORMS = "NAME=VALUE, or NAME alone to take its value from the environment of paceline submit"
 _STARTS: tuple[Start, ...] = get_args(Start)
 _TIME = re.compile(
-    r"(?:(?P<minutes>\d+)(?::(?P<seconds>\d\d))?"
-    r"|(?P<h>\d+):(?P<m>\d\d):(?P<s>\d\d)"
-    r"|(?P<days>\d+)-(?P<dh>\d{1,2})(?::(?P<dm>\d\d)(?::(?P<ds>\d\d))?)?)"
+    r"(?:(?P<minutes>\d{1,9})(?::(?P<seconds>\d\d))?"
+    r"|(?P<h>\d{1,9}):(?P<m>\d\d):(?P<s>\d\d)"
+    r"|(?P<days>\d{1,9})-(?P<dh>\d{1,2})(?::(?P<dm>\d\d)(?::(?P<ds>\d\d))?)?)"
 )
 _TIME_FORMS = "MINUTES, MM:SS, HH:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS"
-_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_INDEX = r"\d{1,9}"
+_RANGE = rf"{_INDEX}(-{_INDEX}(:{_INDEX})?)?"
+_ARRAY = re.compile(rf"{_RANGE}(,{_RANGE})*(%{_INDEX})?")
 _LONGEST_NOTICE_S = 65535  # Slurm keeps it in 16 bits
 _OWN_VARIABLES = ("RANK", "WORLD_SIZE", "PACELINE_START", "PACELINE_MAX_REQUEUES", RUN_SECRET)
 # What the script writes itself, and which flag of ours decides it.
@@ -141,7 +143,7 @@ def count_gres_gpus(gres: str) -> int:
     for item in gres.split(","):
         name, *rest = item.strip().split("(")[0].replace("=", ":").split(":")
         if name == "gpu":
-            total += int(rest[-1]) if rest and rest[-1].isdecimal() else 1
+            total += int(rest[-1]) if rest and re.fullmatch(r"\d{1,9}", rest[-1]) else 1
     return total
 
 
@@ -169,7 +171,7 @@ def _number(settings: JobSettings, name: str, default: int, *, low: int = 0, hig
     if given is None:
         return default
     text = given.values[-1]
-    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
+    if not (re.fullmatch(r"[0-9]{1,18}", text) and low <= int(text) <= high):
         allowed = f"a whole number from {low} up to {high}" if high < 1_000_000 else f"a whole number, {low} or more"
         raise UserError(f"{name}: {text!r} is not valid", where=given.where, allowed=allowed)
     return int(text)
@@ -191,7 +193,7 @@ def _parse_start(settings: JobSettings) -> Start:
 
 def _parse_mem(settings: JobSettings) -> str:
     text = _text(settings, "mem")
-    if text and not re.fullmatch(r"\d+[KMGT]?", text, re.IGNORECASE):
+    if text and not re.fullmatch(r"[0-9]{1,18}[KMGT]?", text, re.IGNORECASE):
         where = settings["mem"].where
         raise UserError(f"mem: {text!r} is not valid", where=where, allowed="a number with K, M, G or T, as 64G")
     return text

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError, UserError
 from paceline.launch.job import JobSpec
+from paceline.launch.slurm_facts import read_number
 from paceline.launch.slurm_refusals import hint_for
 
 CLIENT_TIMEOUT_S = 20.0
@@ -83,7 +84,7 @@ def read_state(job_id: str, cluster: str = "") -> JobState:
         return _ask_sacct(job_id, cluster) or JobState(job_id)
     restarts = details.get("Restarts", "0")
     code = "" if state.is_active else details.get("ExitCode", "")
-    return replace(state, restarts=int(restarts) if restarts.isdecimal() else 0, exit_code=code)
+    return replace(state, restarts=read_number(restarts) or 0, exit_code=code)
 
 
 def cancel_job(job_id: str, cluster: str = "") -> None:

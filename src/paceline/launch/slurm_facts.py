@@ -1,13 +1,16 @@
 """What a Slurm cluster offers: its partitions, nodes, accounts and QOS, as its own clients report them.
 
-A question that gets no answer in time leaves its part of the facts empty. Nothing here raises.
+A question that gets no answer in time leaves its part of the facts empty. So does an answer that is incomplete or not
+understood: not known is never read as none. Nothing here raises.
 """
 
 from __future__ import annotations
 
-import getpass
+import os
+import pwd
 import re
 import subprocess
+import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ from paceline.launch.job import parse_time_s
 ASK_TIMEOUT_S = 3.0
 # These plugins only judge a job. Any other one may change its partition, account or QOS after it is submitted.
 _JUDGING_PLUGINS = frozenset({"require_timelimit", "throttle"})
+_MOST_DIGITS = 18  # Slurm keeps numbers in 64 bits
 _MEMORY_UNITS_MB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -49,9 +53,12 @@ class NodeKind:
         )
 
 
+NOT_KNOWN = sys.maxsize
+
+
 @dataclass(frozen=True)
 class Limits:
-    """Of one job. None: no limit."""
+    """Of one job. None: no limit. A limit that is not understood is NOT_KNOWN, which no job exceeds."""
 
     time_s: int | None = None
     nodes: int | None = None
@@ -99,16 +106,16 @@ class Association:
 class SlurmFacts:
     """None: could not be asked, so nothing may be concluded from it."""
 
-    version: tuple[int, int] = (0, 0)
+    version: tuple[int, int] | None = None
     partitions: Mapping[str, Partition] | None = None
     rewrites_jobs: bool = False  # a plugin of the site may change what a job asks for
-    is_federated: bool = False
+    is_federated: bool = False  # or may be
     can_grow: bool = False  # nodes may register that are not listed now
     max_array_size: int | None = None
     enforces: frozenset[str] = frozenset()  # associations, limits, qos
     has_accounting: bool = False
     user: str = ""
-    default_account: str = ""
+    default_account: str = ""  # empty: not known
     associations: tuple[Association, ...] | None = None
     qos: Mapping[str, Qos] | None = None
 
@@ -139,9 +146,10 @@ def ask_slurm() -> SlurmFacts:
 
 
 def _user() -> str:
+    """Slurm goes by the user id; LOGNAME and USER may hold any name."""
     try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a number without a name
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:  # a number without a name
         return ""
 
 
@@ -166,21 +174,22 @@ def read_facts(answers: Mapping[str, str | None], user: str = "") -> SlurmFacts:
     config = dict(re.findall(r"^(\w+)\s*= (.*?)\s*$", answers.get("config") or "", re.MULTILINE))
     if not config:
         return SlurmFacts(user=user)
-    version = re.match(r"(\d+)\.(\d+)", config.get("SLURM_VERSION", ""))
+    version = re.match(r"(\d{1,4})\.(\d{1,4})\b", config.get("SLURM_VERSION", ""))
     has_accounting = config.get("AccountingStorageType", "").endswith("/slurmdbd")
+    rows = _read_rows(answers.get("associations"), 7) if has_accounting and user else None
     kinds = _read_kinds(answers.get("nodes"))
     return SlurmFacts(
-        version=(int(version[1]), int(version[2])) if version else (0, 0),
+        version=(int(version[1]), int(version[2])) if version else None,
         partitions=_read_partitions(answers.get("partitions"), kinds, config),
         rewrites_jobs=_rewrites_jobs(config),
-        is_federated=bool((answers.get("federation") or "").strip()),
+        is_federated=_may_be_federated(answers.get("federation"), has_accounting),
         can_grow=_can_grow(config, answers.get("node_count")),
-        max_array_size=_number(config.get("MaxArraySize", "")),
+        max_array_size=read_number(config.get("MaxArraySize", "")),
         enforces=frozenset(_words(config.get("AccountingStorageEnforce", "")) or ()),
         has_accounting=has_accounting,
         user=user,
-        default_account=(answers.get("user") or "").strip().lower() if has_accounting else "",
-        associations=_read_associations(answers.get("associations"), config) if has_accounting and user else None,
+        default_account=_read_default_account(answers.get("user"), rows, config),
+        associations=_read_associations(rows, config),
         qos=_read_qos(answers.get("qos")) if has_accounting else None,
     )
 
@@ -191,6 +200,7 @@ def read_facts(answers: Mapping[str, str | None], user: str = "") -> SlurmFacts:
 def _read_partitions(
     text: str | None, kinds: Mapping[str, tuple[NodeKind, ...]], config: Mapping[str, str]
 ) -> dict[str, Partition] | None:
+    """None: not known, also if only a part of the answer is understood."""
     hidden = _words(config.get("PrivateData", "")) or frozenset()
     if not text or "partitions" in hidden:
         return None
@@ -200,57 +210,105 @@ def _read_partitions(
     for line in text.splitlines():
         values = dict(re.findall(r"(\w+)=(\S*)", line))
         if name := values.get("PartitionName"):
+            total = values.get("TotalNodes", "")
             found[name] = Partition(
                 name,
                 is_default=values.get("Default") == "YES",
                 state=values.get("State", "UP"),
                 max_time_s=_seconds(values.get("MaxTime", "")),
                 default_time_s=_seconds(values.get("DefaultTime", "")),
-                min_nodes=_number(values.get("MinNodes", "")) or 0,
-                max_nodes=_number(values.get("MaxNodes", "")),
-                max_cpus_per_node=_number(values.get("MaxCPUsPerNode", "")),
+                min_nodes=read_number(values.get("MinNodes", "")) or 0,
+                max_nodes=read_number(values.get("MaxNodes", "")),
+                max_cpus_per_node=read_number(values.get("MaxCPUsPerNode", "")),
                 allowed_accounts=_words(values.get("AllowAccounts", "")),
                 denied_accounts=_words(values.get("DenyAccounts", "")) or frozenset(),
                 allowed_qos=_words(values.get("AllowQos", "")),
                 denied_qos=_words(values.get("DenyQos", "")) or frozenset(),
                 qos="" if values.get("QoS", "N/A") == "N/A" else values["QoS"].lower(),
-                kinds=kinds.get(name, ()),
+                kinds=_all_or_none(kinds.get(name, ()), total, config),
             )
+        elif line.strip():
+            return None
     return found or None
 
 
+def _all_or_none(kinds: tuple[NodeKind, ...], total: str, config: Mapping[str, str]) -> tuple[NodeKind, ...]:
+    """An elastic cluster does not list nodes that are powered down, so the list may be incomplete."""
+    is_elastic = config.get("ResumeProgram", "(null)") not in ("", "(null)")
+    if not total and not is_elastic:
+        return kinds
+    return kinds if sum(kind.count for kind in kinds) == read_number(total) else ()
+
+
 def _read_kinds(text: str | None) -> dict[str, tuple[NodeKind, ...]]:
+    """Of partitions whose every line is understood."""
     found: dict[str, list[NodeKind]] = {}
+    not_understood: set[str] = set()
     for line in (text or "").splitlines():
         parts = line.split("|", maxsplit=5)
-        numbers = [_number(part) for part in parts[1:4]]
-        if len(parts) == 6 and numbers[0] and numbers[1] is not None and numbers[2] is not None:
-            kind = NodeKind(numbers[0], numbers[1], numbers[2], read_gres(parts[4]), _words(parts[5]) or frozenset())
+        if line.strip() and len(parts) < 2:
+            return {}  # a notice, which may stand in place of any line
+        kind = _read_kind(parts)
+        if kind is None:
+            not_understood.add(parts[0])
+        else:
             found.setdefault(parts[0], []).append(kind)
-        elif parts[0]:
-            found[parts[0]] = []  # a line that is not understood: the nodes of this partition are not known
-    return {name: tuple(kinds) for name, kinds in found.items()}
+    return {name: tuple(kinds) for name, kinds in found.items() if name not in not_understood}
 
 
-def read_gres(text: str) -> tuple[Gres, ...]:
-    """`gpu:a100:4(S:0,1),shard:8`: of a node or of a request. What is not understood is left out."""
-    found = []
+def _read_kind(parts: list[str]) -> NodeKind | None:
+    if len(parts) != 6:
+        return None
+    count, cpus, memory_mb = (read_number(part) for part in parts[1:4])
+    gres, features = read_gres(parts[4]), parts[5].strip()
+    if not count or cpus is None or memory_mb is None or gres is None:
+        return None
+    # `all` and `none` are names here, as any other.
+    names = [] if features == "(null)" else [name.strip().lower() for name in features.split(",")]
+    return NodeKind(count, cpus, memory_mb, gres, frozenset(name for name in names if name))
+
+
+def read_gres(text: str) -> tuple[Gres, ...] | None:
+    """`gpu:a100:4(S:0,1),shard:8`: of a node or of a request. None: not understood."""
+    found: list[Gres] = []
     for item in re.sub(r"\([^)]*\)", "", text).split(","):
-        words = [word for word in item.strip().replace("=", ":").split(":") if word != "no_consume"]
-        name = words[0].removeprefix("gres/")
-        if not name:
+        if not item.strip() or item.strip().lower() == "none":
             continue
-        count = re.fullmatch(r"(\d+)([KMGT]?)", words[-1], re.IGNORECASE) if len(words) > 1 else None
-        size = int(count[1]) * 1024 ** " KMGT".index(count[2].upper() or " ") if count else 1
+        words = [word for word in item.strip().replace("=", ":").split(":") if word != "no_consume"]
+        name = words[0].removeprefix("gres/") if words else ""
+        if not all(re.fullmatch(r"[\w.-]+", word) for word in (name, *words[1:])):
+            return None
+        count = re.fullmatch(r"([0-9]+)([KMGTP]?)", words[-1], re.IGNORECASE) if len(words) > 1 else None
+        number = read_number(count[1]) if count else 1
+        if number is None:
+            return None
+        size = number * 1024 ** " KMGTP".index(count[2].upper() or " ") if count else 1
         kinds = words[1:-1] if count else words[1:]
         found.append(Gres(name, ":".join(kinds), size))
     return tuple(found)
 
 
-def _read_associations(text: str | None, config: Mapping[str, str]) -> tuple[Association, ...] | None:
+def _read_rows(text: str | None, columns: int) -> list[list[str]] | None:
+    """A table of sacctmgr. None: not known, also if any line is no row of it."""
     if text is None:
         return None
-    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 6]
+    rows = [line.split("|") for line in text.splitlines() if line.strip()]
+    return rows if all(len(row) == columns for row in rows) else None
+
+
+def _read_default_account(text: str | None, rows: list[list[str]] | None, config: Mapping[str, str]) -> str:
+    """A user of several clusters has one on each, and the answer does not say of which cluster it is."""
+    names = (text or "").lower().split()
+    if rows is None or len(names) != 1:
+        return ""
+    accounts = {row[1].lower() for row in rows}
+    is_of_this_cluster = all(row[0] == config.get("ClusterName") for row in rows)
+    return names[0] if is_of_this_cluster and names[0] in accounts else ""
+
+
+def _read_associations(rows: list[list[str]] | None, config: Mapping[str, str]) -> tuple[Association, ...] | None:
+    if rows is None:
+        return None
     return tuple(
         Association(account.lower(), partition, _words(qos) or frozenset(), default_qos.lower(), _limits(wall, tres))
         for cluster, account, partition, qos, default_qos, wall, tres in rows
@@ -259,17 +317,21 @@ def _read_associations(text: str | None, config: Mapping[str, str]) -> tuple[Ass
 
 
 def _read_qos(text: str | None) -> dict[str, Qos] | None:
-    rows = [line.split("|") for line in (text or "").splitlines() if line.count("|") == 3]
+    rows = _read_rows(text, 4)
     found = {
         name.lower(): Qos(name.lower(), _words(flags) or frozenset(), _limits(wall, tres))
-        for name, flags, wall, tres in rows
+        for name, flags, wall, tres in rows or ()
     }
     return found or None
 
 
 def _limits(wall: str, tres: str) -> Limits:
-    counts = {name: _number(value) for name, _, value in (item.partition("=") for item in tres.split(","))}
-    return Limits(_seconds(wall), counts.get("node"), counts.get("cpu"), counts.get("gres/gpu"))
+    counts = {}
+    for name, _, value in (item.partition("=") for item in tres.split(",")):
+        number = read_number(value)
+        counts[name] = NOT_KNOWN if number is None else number
+    time_s = (_seconds(wall) or NOT_KNOWN) if wall.strip() else None
+    return Limits(time_s, counts.get("node"), counts.get("cpu"), counts.get("gres/gpu"))
 
 
 def _rewrites_jobs(config: Mapping[str, str]) -> bool:
@@ -278,9 +340,16 @@ def _rewrites_jobs(config: Mapping[str, str]) -> bool:
 
 
 def _can_grow(config: Mapping[str, str], node_count: str | None) -> bool:
-    """Dynamic nodes: more may register than are listed now."""
-    most, now = _number(config.get("MaxNodeCount", "")), [_number(line) for line in (node_count or "").split()]
-    return most is not None and None not in now and most > sum(count or 0 for count in now)
+    """Dynamic nodes: more may register than are listed now, or it is not known how many."""
+    if "MaxNodeCount" not in config:
+        return False
+    most, now = read_number(config["MaxNodeCount"]), [read_number(line) for line in (node_count or "").split()]
+    return most is None or None in now or most > sum(count or 0 for count in now)
+
+
+def _may_be_federated(answer: str | None, has_accounting: bool) -> bool:
+    """A federation needs the accounting database."""
+    return has_accounting if answer is None else bool(answer.strip())
 
 
 def _seconds(text: str) -> int | None:
@@ -290,8 +359,9 @@ def _seconds(text: str) -> int | None:
         return None
 
 
-def _number(text: str) -> int | None:
-    return int(text) if text.isascii() and text.isdecimal() else None
+def read_number(text: str) -> int | None:
+    """None: not a number, or not one that Slurm can have."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
 def _words(text: str) -> frozenset[str] | None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from paceline.errors import UserError
-from paceline.launch.slurm_facts import Gres, NodeKind, Partition, SlurmFacts, read_memory_mb
+from paceline.launch.slurm_facts import Gres, NodeKind, Partition, SlurmFacts, read_memory_mb, read_number
 from paceline.launch.slurm_request import Problem, Request, nearest, slurm_time, some_names
 from paceline.launch.slurm_rights import check_rights, may_exceed
 
@@ -41,6 +41,8 @@ def find_problems(request: Request, facts: SlurmFacts) -> list[Problem]:
     """Empty if the job can start, or if that cannot be said."""
     if request.may_leave_cluster or facts.is_federated:
         return []
+    if facts.rewrites_jobs:
+        request = request.without_names()
     problems = _check_array(request, facts)
     if facts.partitions is None:
         return problems if facts.rewrites_jobs else problems + check_rights(request, None, facts)
@@ -199,7 +201,7 @@ def _check_cpus(request: Request, partition: Partition) -> list[Problem]:
     if partition.max_cpus_per_node is not None:
         most = min(most, partition.max_cpus_per_node)
     needed, spec = request.cpus_per_node, request.spec
-    if needed <= most or request.options & {"overcommit", "O"}:
+    if needed <= most or not request.has_known_cpus:
         return []
     tasks = f"{spec.tasks_per_node} tasks x " if spec.tasks_per_node > 1 else ""
     share = most // spec.tasks_per_node
@@ -256,7 +258,7 @@ def describe_gres(kinds: Iterable[NodeKind], name: str) -> str:
 
 
 def _check_memory(request: Request, partition: Partition) -> list[Problem]:
-    if not re.fullmatch(r"\d+[KMGT]?", request.spec.mem, re.IGNORECASE):
+    if not re.fullmatch(r"[0-9]{1,18}[KMGT]?", request.spec.mem, re.IGNORECASE):
         return []
     needed_mb, most_mb = read_memory_mb(request.spec.mem), max(kind.memory_mb for kind in partition.kinds)
     if needed_mb <= most_mb:  # 0: all of a node's memory
@@ -279,9 +281,9 @@ def _check_constraint(request: Request, partition: Partition) -> list[Problem]:
 
 
 def _check_array(request: Request, facts: SlurmFacts) -> list[Problem]:
-    numbers = [int(number) for number in re.findall(r"(?<![%:\d])\d+", request.spec.array)]
+    numbers = [read_number(number) for number in re.findall(r"(?<![%:\d])\d+", request.spec.array)]
     most = facts.max_array_size
-    if most is None or not numbers or max(numbers) < most:
+    if most is None or all(number is None or number < most for number in numbers):
         return []
     allowed = f"numbers from 0 to {most - 1}"
     hint = f"several submissions of at most {most} tasks"

@@ -9,13 +9,23 @@ from dataclasses import dataclass, field, replace
 
 from paceline.errors import UserError
 from paceline.launch.job import JobSpec, parse_time_s
-from paceline.launch.slurm_facts import Gres, read_gres
+from paceline.launch.slurm_facts import Gres, read_gres, read_number
 
 # Settings that a variable may decide as well: SBATCH_PARTITION for sbatch, SLURM_PARTITION for srun.
 _VARIABLES = {
     **{"partition": "PARTITION", "account": "ACCOUNT", "qos": "QOS"},
     **{"time": "TIMELIMIT", "constraint": "CONSTRAINT", "reservation": "RESERVATION"},
 }
+# What other variables of sbatch may change. Their values are not read, so these settings are not checked then.
+_NOT_READ = {
+    "mem": r"MEM_PER_\w+",
+    "gpus": r"GRES|GPUS\w*|TRES_PER_\w+",
+    "gres": r"GRES|GPUS\w*|TRES_PER_\w+",
+    "array": r"ARRAY\w*",
+    "signal_notice_s": r"SIGNAL",
+    "cpus": r"OVERCOMMIT|CPUS_\w+|THREADS?_\w+|CORE_SPEC|HINT|TRES_PER_\w+",
+}
+_OVERCOMMIT = frozenset({"overcommit", "O"})
 _OF_SRUN = (*_VARIABLES, "cpus_per_task", "gpus_per_node", "gres", "mem")
 _SHORT = {"p": "partition", "A": "account", "q": "qos", "t": "time", "C": "constraint", "c": "cpus-per-task"}
 _OTHER_CLUSTERS = ("SBATCH_CLUSTERS", "SLURM_CLUSTERS")
@@ -41,6 +51,7 @@ class Request:
     from_variables: Mapping[str, str] = field(default_factory=dict)  # setting: the variable that decides it
     options: frozenset[str] = frozenset()  # of extra #SBATCH lines, without dashes
     may_leave_cluster: bool = False
+    has_known_cpus: bool = True
 
     @property
     def partitions(self) -> list[str]:
@@ -52,11 +63,19 @@ class Request:
 
     @property
     def gres(self) -> tuple[Gres, ...]:
-        """Of a node."""
+        """Of a node, as far as it is understood."""
         wanted = read_gres(self.spec.gres)
+        if wanted is None or self.spec.gres.lower() == "none":
+            return ()
         if self.spec.gpus and not any(item.name == "gpu" for item in wanted):
-            wanted += read_gres(f"gpu:{self.spec.gpus}")
+            wanted += read_gres(f"gpu:{self.spec.gpus}") or ()
         return wanted
+
+    def without_names(self) -> Request:
+        """What a plugin of the site leaves certain: it may translate types of GPU and features, and split an array."""
+        gpus = sum(item.count for item in self.gres if item.name == "gpu")
+        gres = f"gpu:{gpus}" if gpus and self.spec.gres else ""
+        return replace(self, spec=replace(self.spec, constraint="", array="", gpus=str(gpus or ""), gres=gres))
 
     @property
     def time_s(self) -> int | None:
@@ -77,8 +96,13 @@ class Request:
 def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> Request:
     """sbatch prefers variables to the lines of a script."""
     variables = {name: f"SBATCH_{ending}" for name, ending in _VARIABLES.items() if environment.get(f"SBATCH_{ending}")}
-    changed = {name: environment[variable] for name, variable in variables.items()}
-    return _request(replace(spec, **changed), variables, spec.sbatch, environment)  # type: ignore[arg-type]
+    changed: dict[str, str | int] = {name: environment[variable] for name, variable in variables.items()}
+    endings = [name.removeprefix("SBATCH_") for name in environment if name.startswith("SBATCH_")]
+    not_read = {name for name, pattern in _NOT_READ.items() if any(re.fullmatch(pattern, end) for end in endings)}
+    changed |= {name: 0 if name == "signal_notice_s" else "" for name in not_read - {"cpus"}}
+    request = _request(replace(spec, **changed), variables, spec.sbatch, environment)  # type: ignore[arg-type]
+    has_known_cpus = request.has_known_cpus and "cpus" not in not_read and "SLURM_HINT" not in environment
+    return replace(request, has_known_cpus=has_known_cpus)
 
 
 def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Mapping[str, str]) -> Request:
@@ -105,8 +129,9 @@ def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Map
     cpus = values.pop("cpus_per_task", "")
     values["gpus"] = values.pop("gpus_per_node", "")
     spec = JobSpec(nodes=nodes, ranks_per_node=tasks, start="ranks", resume="", **values)  # type: ignore[arg-type]
-    spec = replace(spec, cpus_per_task=int(cpus) if cpus.isdecimal() else 0)
-    return _request(spec, variables, words, environment)
+    request = _request(replace(spec, cpus_per_task=read_number(cpus) or 0), variables, words, environment)
+    has_known_cpus = request.has_known_cpus and "SLURM_OVERCOMMIT" not in environment
+    return replace(request, has_known_cpus=has_known_cpus)
 
 
 def _request(
@@ -116,7 +141,7 @@ def _request(
     leaves = any(environment.get(name) for name in _OTHER_CLUSTERS)
     leaves = leaves or bool(options & {"clusters", "cluster", "cluster-constraint"})
     leaves = leaves or any(re.match(r"-M", word) for word in words)
-    return Request(spec, variables, options, leaves)
+    return Request(spec, variables, options, leaves, has_known_cpus=not options & _OVERCOMMIT)
 
 
 # --- Words ------------------------------------------------------------------------------------------------------------

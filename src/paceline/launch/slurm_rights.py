@@ -30,6 +30,10 @@ def check_rights(request: Request, partition: Partition | None, facts: SlurmFact
     ]
 
 
+def _may_hold_subaccounts(facts: SlurmFacts) -> bool:
+    return facts.version is None or facts.version >= _LISTS_MAY_HOLD_SUBACCOUNTS
+
+
 def _account(request: Request, facts: SlurmFacts) -> str:
     return request.spec.account.lower() or facts.default_account
 
@@ -78,7 +82,7 @@ def _check_account(request: Request, partition: Partition | None, facts: SlurmFa
     if partition is None or not account:
         return []
     allowed = partition.allowed_accounts
-    is_outside = allowed is not None and account not in allowed and facts.version < _LISTS_MAY_HOLD_SUBACCOUNTS
+    is_outside = allowed is not None and account not in allowed and not _may_hold_subaccounts(facts)
     if account in partition.denied_accounts or is_outside:
         words = some_names(sorted(allowed)) if allowed else f"all but {some_names(sorted(partition.denied_accounts))}"
         got = f"account {account} in partition {partition.name}"
@@ -125,7 +129,7 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
     spec = request.spec
     gpus = sum(item.count for item in request.gres if item.name == "gpu")
     time_s = None if "time-min" in request.options else request.time_s
-    cpus = None if request.options & {"overcommit", "O"} else spec.nodes * request.cpus_per_node
+    cpus = spec.nodes * request.cpus_per_node if request.has_known_cpus else None
     asked = [
         ("time", "so much time", time_s, [limits.time_s for limits in choices]),
         ("nodes", "so many nodes", spec.nodes, [limits.nodes for limits in choices]),
@@ -155,7 +159,10 @@ def _possible_limits(
     whole = known.get(partition.qos) if partition is not None else None
     choices = []
     for found in _usable(request, partition, facts):
-        for name in sorted(names if names is not None else found.qos) or [""]:
+        possible = sorted(names if names is not None else found.qos)
+        if not possible or any(name not in known for name in possible):  # it may be any, or none
+            possible = [*known, ""]
+        for name in possible:
             own = known.get(name, Qos(name))
             choices.append(_merge(found.limits, own.limits, whole.limits if whole else Limits()))
     return choices
