@@ -14,6 +14,9 @@ from paceline.training.rig import build_rig
 from paceline.world.detect import World
 
 CODE = """\
+import random
+
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -49,6 +52,12 @@ def changes_its_inputs(outputs, labels):
 
 def weighted(outputs, labels):
     return F.cross_entropy(outputs, labels, weight=weights[:outputs.shape[1]])
+
+def drawn_by_python(outputs, labels):
+    return F.cross_entropy(outputs, labels) * random.random()
+
+def drawn_by_numpy(outputs, labels):
+    return F.cross_entropy(outputs, labels) * float(np.random.rand())
 
 def total(outputs, labels):
     return F.cross_entropy(outputs, labels, reduction="sum")
@@ -184,3 +193,13 @@ def train_without_a_look(world: World, folder: str, flags: tuple[str, ...]) -> N
 
     rig.check_objective = lambda *_: None  # type: ignore[attr-defined,assignment]
     train_in(world, folder, flags)
+
+
+@pytest.mark.parametrize("name", ["drawn_by_python", "drawn_by_numpy"])
+def test_a_loss_that_draws_numbers_goes_on_with_the_same_ones(name: str, file: str, tmp_path: Path) -> None:
+    """Stopped and resumed, the run ends with the same bits."""
+    flags = ("--loss", f"{file}:{name}", "--max-steps")
+    (whole,) = run_ranks(1, train_in, str(tmp_path / "whole"), (*flags, "6"))
+    run_ranks(1, train_in, str(tmp_path / "halves"), (*flags, "3"))
+    (halves,) = run_ranks(1, train_in, str(tmp_path / "halves"), (*flags, "6"), True)
+    assert halves["weights_sha256"] == whole["weights_sha256"]

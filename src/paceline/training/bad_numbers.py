@@ -24,7 +24,6 @@ from paceline.errors import NonFiniteError
 from paceline.parallel.collectives import gather_texts
 from paceline.training.ride import Ride, reopen_recorder
 from paceline.training.step import StepReport, autocast
-from paceline.world.seeds import seed_step
 
 _log = logging.getLogger("paceline")
 _RECENT = 50
@@ -120,7 +119,7 @@ def _diagnose(ride: Ride, batch: Batch) -> dict[str, Any]:
     if ride.rig.model.strategy == "fsdp":
         return finding  # a sharded forward pass needs all ranks, and one may have left already
     model = ride.rig.model.module
-    seed_step(ride.config.train.seed, ride.state.step, ride.world.rank)
+    ride.rig.step.seed(ride.state.step, ride.world.rank)
     ride.rig.model.set_keys(ride.rig.step.keys_of(batch, ride.state.step))
     with _first_bad_output(model) as found, autocast(ride.rig.model, ride.world):
         logits = model(batch.inputs).float()

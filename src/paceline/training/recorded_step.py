@@ -23,7 +23,6 @@ from paceline.training.step import Part, StepReport, TrainStep, cut, total_norm
 from paceline.training.tally import DeviceTally
 from paceline.world.detect import World
 from paceline.world.recorded import Recorded
-from paceline.world.seeds import seed_step
 
 
 def can_record(model: ParallelModel, config: Config, world: World) -> bool:
@@ -62,7 +61,7 @@ class RecordedStep(TrainStep):
     def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
         began = time.perf_counter()
         self.guards.enter("forward", step + 1)
-        seed_step(self._config.train.seed, step, self._world.rank)
+        self.seed(step, self._world.rank)
         keys = self.keys_of(batch, step)
         sums, row = self._record_gradients(batch.inputs, batch.labels, *([] if keys is None else [keys]))
         norm, loss = row.tolist()  # the only moment a step waits for the GPU

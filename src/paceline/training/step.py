@@ -72,6 +72,7 @@ class TrainStep:
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
         self.objective = build_objective(config)
+        self._has_user_code = bool(config.train.loss) or ":" in config.model.model_name
         self._keys = ShareKeys(config.train.seed, world.rank, world.device) if model.draws_by_sample else None
         self.guards = Guards()  # the ride's own, once it is open
         self._bytes_to_sum = model.bytes_to_sum()
@@ -166,12 +167,16 @@ class TrainStep:
     def warm_up(self, inputs: Tensor) -> None:
         """Before the first step, with inputs of its shape: what need be done only once. Leaves no trace."""
 
+    def seed(self, step: int, rank: int) -> None:
+        """Before the forward pass of a rank, or of a lane."""
+        seed_step(self._config.train.seed, step, rank, has_user_code=self._has_user_code)
+
     def forget_recordings(self) -> None:
         """Weights or the optimizer's state were replaced; only recordings know where they lay."""
 
     def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """The rank's whole share at once; the strategy sums gradients over ranks."""
-        seed_step(self._config.train.seed, step, self._world.rank)
+        self.seed(step, self._world.rank)
         part = Part(batch.inputs, batch.labels, self.keys_of(batch, step))
         sums, mine = self._accumulate_gradients(part, step, wants_stop)
         if self._model.shared is not None:
@@ -190,7 +195,7 @@ class TrainStep:
         rows = []
         share = Part(batch.inputs, batch.labels, self.keys_of(batch, step), weight=1 / self._world.world_size)
         for lane, part in enumerate(cut(share, lanes), start=first):
-            seed_step(self._config.train.seed, step, lane)
+            self.seed(step, lane)
             self._reducer.begin_lane()
             sums, mine = self._accumulate_gradients(part, step, wants_stop)
             rows.append(sums)

@@ -1,4 +1,4 @@
-"""Seeds of torch's generators: for initial weights, and for random operations of external models.
+"""Seeds of generators: for initial weights, and for random operations of external models and user functions.
 
 The generators are seeded before every step from (seed, step, rank). There is no generator state to save, and a
 resumed run draws the same numbers as an uninterrupted one. Built-in models draw no numbers from generators in a
@@ -23,13 +23,19 @@ def seed_initial_weights(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
-    """A function of seed, step and rank only, different for each."""
+def seed_step(seed: int, step: int, rank: int, *, has_user_code: bool = False) -> None:
+    """A function of seed, step and rank only, different for each.
+
+    has_user_code: also Python's and numpy's generators, which nothing of ours uses in a step.
+    """
     number = (seed * _GOLDEN + step * 1_000_003 + rank) % 2**63
     # Not torch.manual_seed: for every absent device type it stores a traceback, which takes a third of a millisecond.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed(number)
+    if has_user_code:
+        random.seed(number)
+        np.random.seed(number % 2**32)
 
 
 def require_determinism() -> None:
