@@ -145,13 +145,18 @@ class EndsWithPrimary(SystemExit):
         self.screen = screen  # of the primary's error
 
 
-def explain_exit(error: SystemExit) -> UserError:
-    """`sys.exit` in a function of the user's own. Its code says nothing about the run."""
+def explain_exit(error: BaseException) -> UserError:
+    """A function of the user's own calls `sys.exit`, or raises what Python keeps for its own use, as GeneratorExit.
+
+    Such a code or exception says nothing about the run.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else None
+    name = type(error).__name__
+    is_exit = isinstance(error, SystemExit)
     return UserError(
-        "sys.exit was called before the work was done",
+        "sys.exit was called before the work was done" if is_exit else f"{name} was raised before the work was done",
         where=where,
-        got=f"SystemExit: {error.code}",
-        hint="a function that cannot go on raises an exception",
+        got=f"{name}: {error.code}" if isinstance(error, SystemExit) else f"{name}: {error}".removesuffix(": "),
+        hint="a function that cannot go on raises an exception" + ("" if is_exit else ", a subclass of Exception"),
     )

@@ -29,6 +29,14 @@ def hard(logits, labels):
     return F.cross_entropy(logits, labels)
 
 
+def generator(logits, labels):
+    raise GeneratorExit
+
+
+def interrupt(logits, labels):
+    raise KeyboardInterrupt
+
+
 def leave_at_call_4(leave):
     global calls
     calls += 1
@@ -56,6 +64,16 @@ def test_sys_exit_in_user_code_is_the_users_mistake(flag: str, processes: int, t
     assert "own.py, line " in answer.err
     assert read_json(tmp_path / "run" / "status.json")["status"] == "failed"
     assert not (tmp_path / "run" / "results.json").exists()
+    assert len(read_failures(tmp_path / "run")) == 1
+
+
+@pytest.mark.parametrize("name", ["generator", "interrupt"])
+def test_exceptions_that_python_keeps_for_itself_are_the_users_mistake(name: str, tmp_path: Path) -> None:
+    """GeneratorExit or KeyboardInterrupt of a loss, on 2 ranks: one screen with the line, exit code 2, no restart."""
+    answer = train(tmp_path, f"--loss=own.py:{name}", "--processes=2")
+    assert answer.code == 2, answer
+    assert answer.err.count("own.py, line ") == 1
+    assert "Traceback" not in answer.out + answer.err
     assert len(read_failures(tmp_path / "run")) == 1
 
 

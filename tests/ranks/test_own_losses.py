@@ -84,6 +84,9 @@ def per_class(outputs, labels):
 def elsewhere(outputs, labels):
     return per_sample(outputs, labels).to("meta")
 
+def sparse(outputs, labels):
+    return per_sample(outputs, labels).to_sparse()
+
 def no_second_argument(outputs):
     return outputs
 
@@ -106,8 +109,8 @@ def counts_and_draws(outputs, labels):
 MEANS = ["mean", "per_sample", "per_sample_weighted", "nll_of_probabilities", "nll_of_log_probabilities"]
 MEANS += ["square_root", "changes_its_inputs"]
 NOT_MEANS = ["weighted", "total", "contrast", "normalised_per_sample", "only_64"]
-WRONG_LOSSES = ["number", "whole_numbers", "per_class", "elsewhere", "only_with_gradients"]
-WRONG_METRICS = ["number", "mean", "per_class", "elsewhere", "no_second_argument"]
+WRONG_LOSSES = ["number", "whole_numbers", "per_class", "elsewhere", "only_with_gradients", "sparse"]
+WRONG_METRICS = ["number", "mean", "per_class", "elsewhere", "no_second_argument", "sparse"]
 
 
 class _Kept(logging.Handler):

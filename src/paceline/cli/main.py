@@ -127,9 +127,6 @@ def _run(arguments: list[str] | None) -> int:
         # Without a word its supervisor would take it for a rank that was killed, and start it again.
         leave_last_words("rank 0 has failed, and says why", code, error)
         return code
-    except SystemExit as error:
-        explained = explain_exit(error)
-        return _tell(explained.screen(), explained, explained.exit_code)
     except KeyboardInterrupt as error:
         return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
     except BrokenPipeError:
@@ -148,6 +145,9 @@ def _run(arguments: list[str] | None) -> int:
             hint=_hint_for(error),
         ).screen()
         return _tell(screen, error, EXIT_INTERNAL)
+    except BaseException as error:  # SystemExit, GeneratorExit and others that only code of the user's own raises
+        explained = explain_exit(error)
+        return _tell(explained.screen(), explained, explained.exit_code)
 
 
 def _hint_for(error: Exception) -> str:

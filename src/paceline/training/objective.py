@@ -42,7 +42,14 @@ class UserFunction:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{frame.filename}, line {frame.lineno}"
             raise FunctionFailed(f"{self.name} failed", where=where, got=first_line(error)) from error
-        shape = tuple(value.shape) if isinstance(value, Tensor) else None
+        is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
+        if isinstance(value, Tensor) and not is_dense:
+            raise UserError(
+                f"{self.name} returns something else than it should",
+                got="a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}",
+                allowed="a dense tensor, such as value.to_dense()",
+            )
+        shape = tuple(value.shape) if is_dense else None
         if shape == tuple(labels.shape) or (shape == () and self.may_be_mean):
             return value  # type: ignore[no-any-return]
         raise UserError(

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import os
+import signal
 import sys
 from contextlib import ExitStack, suppress
 from functools import partial
@@ -107,14 +108,21 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         try:
             with reported_to(write_failed):
                 results = run(config, world, place, guards)
-        except SystemExit as error:
-            raise explain_exit(error) from error
         except Exception as error:
             is_first_step = guards.watchdog.longest_step_s == 0
             explained = explain_own_code(error, config) if is_first_step else None
             if explained is not None:
                 raise explained from error
             raise
+        except KeyboardInterrupt as error:
+            # With Python's own handler it may be Ctrl-C. With ours, Ctrl-C raises nothing.
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                raise
+            raise explain_exit(error) from error
+        except EndsWithPrimary:
+            raise
+        except BaseException as error:
+            raise explain_exit(error) from error
     except Preempted as stopped:
         if not world.is_primary:  # the primary's words are for the console, where they stand already
             _log.info("rank %d: %s", world.rank, stopped.what)
