@@ -77,6 +77,7 @@ RUN_FILES = {
     "failures.jsonl": "all failures",
     "faults.jsonl": "the faults that `--inject` has caused so far",
     "requeues.jsonl": "each requeue of the Slurm job",
+    "profile/": "`rank-N.json.gz`, traces for ui.perfetto.dev, and `top.txt`, with `--profile`",
     "bad-batches/": "batches with a loss or gradient that was not finite, as safetensors with sample numbers",
 }
 OTHER_RUN_FILES = {
@@ -87,7 +88,6 @@ OTHER_RUN_FILES = {
     "mirror.json": "the store that the run is mirrored to, and the progress of it",
     "code.json": "keyed hashes of the functions that the run names; they prove that the code is yours",
     "notes.json": "tags and note from `paceline runs tag` and `note`",
-    "profile/": "`rank-N.json.gz`, traces for ui.perfetto.dev, and `top.txt`, with `--profile`",
     "evaluation.json": "the result of `paceline evaluate`",
     "run.owner": "replaces `run.lock` on file systems without locks",
     ".members/": "a record for the owner and for each rank: host, process, start time",

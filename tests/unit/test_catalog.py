@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from harness.made_runs import dead_owner, elsewhere, hold, make_run
 from paceline.errors import UserError
 from paceline.launch.job_record import JobRecord
 from paceline.runs.catalog import find_by_job, list_runs, read_entry, read_last_step, recipe_of
+from paceline.runs.find import locate_run
 from paceline.runs.folder import RunFolder
 from paceline.runs.notes import Notes, check_tag, read_notes, write_notes
 from paceline.runs.owner import this_process
@@ -150,3 +152,20 @@ def test_how_far_a_stopped_run_was_is_remembered(tmp_path: Path) -> None:
     assert read_entry(tmp_path).progress == 0.5
     folder.write_status("running", step=0)
     assert "last_step" not in folder.read_status(), "a new start may have another end"
+
+
+def test_a_run_is_found_by_path_name_or_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same names in every command that takes a run."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs") / "größe eins"
+    run.mkdir(parents=True)
+    for name in (str(run), "größe eins", "grö"):
+        assert locate_run(name) == run
+    assert locate_run("nothing like it") == Path("nothing like it")
+
+
+def test_the_flag_that_resumes_a_run_can_be_pasted(tmp_path: Path) -> None:
+    """A name with a space is quoted."""
+    flag = RunFolder(tmp_path / "int 9").resume_flag
+    assert flag is not None
+    assert shlex.split(flag) == ["--resume", str(tmp_path / "int 9")]

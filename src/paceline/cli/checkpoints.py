@@ -11,6 +11,7 @@ from paceline.checkpoints.listing import Listed, list_checkpoints
 from paceline.checkpoints.store import list_set_aside, pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
 from paceline.runs.epoch_clock import EpochClock
+from paceline.runs.find import locate_run
 from paceline.runs.folder import RunFolder, require_run_folder
 
 _USAGE = """\
@@ -53,7 +54,7 @@ def _folder_of(arguments: list[str]) -> Path:
         raise UserError(f"unknown flag {unknown[0]!r}", allowed=", ".join(_FLAGS))
     if len(words) != 1:
         raise UserError("give one run folder", got=" ".join(words) or "none", hint="paceline checkpoints RUN")
-    path = Path(words[0])
+    path = locate_run(words[0])
     if path.name == "checkpoints" and path.is_dir():
         return path
     if not (path / "checkpoints").is_dir():

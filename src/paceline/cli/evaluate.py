@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from paceline.checkpoints.named import find_named
 from paceline.cli.arguments import TRUST_HELP
 from paceline.errors import UserError
+from paceline.runs.find import locate_run
 from paceline.runs.folder import write_json
 
 _USAGE = """\
@@ -23,7 +22,7 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(_USAGE + TRUST_HELP)
         return 0
-    path, (name, flags) = Path(arguments[0]), _split(arguments[1:])
+    path, (name, flags) = locate_run(arguments[0]), _split(arguments[1:])
     find_named(path, name)  # a mistake ends here, before torch is imported
     from paceline.training.reuse import evaluate_run, open_run
 

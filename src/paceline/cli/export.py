@@ -9,6 +9,7 @@ from pathlib import Path
 
 from paceline.cli.arguments import TRUST_HELP
 from paceline.errors import UserError
+from paceline.runs.find import locate_run
 from paceline.runs.folder import require_run_folder
 
 FORMATS = ("safetensors", "torchscript", "onnx", "torch.export")
@@ -70,7 +71,7 @@ def _read_request(arguments: list[str]) -> _Request:
             raise UserError(f"{name} needs a value", where="the command line")
     if len(words) != 1:
         raise UserError("export takes one run folder", got=" ".join(words) or "none", hint="paceline export RUN")
-    folder, format_name = Path(words[0]), values.get("--format", "")
+    folder, format_name = locate_run(words[0]), values.get("--format", "")
     _check_format(format_name)
     output = Path(values.get("--output", folder / f"export-{format_name}"))
     flags = ["--data-dir", values["--data-dir"]] if "--data-dir" in values else []

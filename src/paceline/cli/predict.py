@@ -6,6 +6,7 @@ from pathlib import Path
 
 from paceline.cli.arguments import TRUST_HELP
 from paceline.errors import UserError
+from paceline.runs.find import locate_run
 from paceline.runs.folder import require_run_folder
 
 _SHOWN = 3
@@ -23,10 +24,11 @@ def run(arguments: list[str]) -> int:
     for picture in pictures:
         if not picture.is_file():
             raise UserError("there is no such picture", got=picture)
-    require_run_folder(Path(folder))
+    path = locate_run(folder)
+    require_run_folder(path)
     from paceline.training.reuse import open_run, predict_pictures
 
-    run_ = open_run(Path(folder), [])
+    run_ = open_run(path, [])
     classes = run_.rig.plan.info.classes
     for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):
         ranked = sorted(zip(probabilities, classes, strict=True), reverse=True)[:_SHOWN]

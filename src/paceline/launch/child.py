@@ -11,7 +11,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,14 +19,13 @@ from typing import IO, Any
 from paceline.errors import PacelineError, error_from_json
 from paceline.launch.child_guard import PASSED_ON
 from paceline.runs.interpreter import python_command
-from paceline.runs.process_handle import end_group, identity_of_this_process
+from paceline.runs.process_handle import end_group, identity_of_this_process, wait_for_group
 
 _ERROR_FILE = "PACELINE_ERROR_FILE"  # where a child writes its error
 _SHOWS_ERROR = "PACELINE_PARENT_SHOWS_ERROR"  # set if the child need not print it
 _GUARD = "paceline.launch.child_guard"
 _STOP_GRACE_S = 10.0
 _ABANDONED_GRACE_S = 30.0
-_POLL_S = 0.1
 
 Output = int | IO[Any] | None  # as subprocess.Popen takes it
 
@@ -105,24 +103,14 @@ def start_child(
         try:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             yield Child(process, error_file)
-            if process.wait() < 0:
-                _wait_for_group(process.pid)
+            if process.wait() < 0:  # the guard was killed, and the kernel has asked the command to stop
+                wait_for_group(process.pid, _ABANDONED_GRACE_S)
         except BaseException:
             _interrupt(process)
             raise
         finally:
             assert process.stdin is not None
             process.stdin.close()
-
-
-def _wait_for_group(guard: int) -> None:
-    """The guard was killed. The kernel has asked the command to stop; whoever called goes on when it has."""
-    deadline = time.monotonic() + _ABANDONED_GRACE_S
-    with suppress(ProcessLookupError, PermissionError):  # no process is left in the group
-        while time.monotonic() < deadline:
-            os.killpg(guard, 0)
-            time.sleep(_POLL_S)
-        os.killpg(guard, signal.SIGKILL)
 
 
 def _interrupt(process: subprocess.Popen[bytes]) -> None:

@@ -13,12 +13,17 @@ _MOST_NAMED = 6
 
 def find_run(name: str) -> RunFolder:
     """A path, the name of a folder in runs/ or the beginning of only one, or the job it was submitted as."""
-    path = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
-    # A job before a beginning: its number may also begin the name of several runs.
-    path = path or find_by_job(RUNS, name) or _by_beginning(name) or Path(name)
+    path = locate_run(name)
     if not (path / JOB).is_file() and not (path / "status.json").is_file():
         require_run_folder(path)
     return RunFolder(path)
+
+
+def locate_run(name: str) -> Path:
+    """The same as a path, which may be no run. The path of a folder is taken as it is."""
+    path = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
+    # A job before a beginning: its number may also begin the name of several runs.
+    return path or find_by_job(RUNS, name) or _by_beginning(name) or Path(name)
 
 
 def _by_beginning(name: str) -> Path | None:

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import socket
 import stat
 import time
@@ -175,7 +176,7 @@ class RunFolder:
     @property
     def resume_flag(self) -> str | None:
         """What goes on with this run; None where the folder does not stay."""
-        return None if self.is_temporary else f"--resume {self.path}"
+        return None if self.is_temporary else f"--resume {shlex.quote(str(self.path))}"
 
     def create(self) -> None:
         try:

@@ -197,6 +197,15 @@ def end_group(leader: subprocess.Popen[Any], *, ask: int = signal.SIGTERM, grace
     leader.wait()
 
 
+def wait_for_group(leader: int, limit_s: float) -> None:
+    """Until a process group whose leader has ended is empty, but not longer. Nothing is sent to it."""
+    deadline = time.monotonic() + limit_s
+    with suppress(ProcessLookupError, PermissionError):
+        while time.monotonic() < deadline:
+            os.killpg(leader, 0)
+            time.sleep(_POLL_S)
+
+
 def exit_code_of(child: subprocess.Popen[Any]) -> int | None:
     """Like `child.poll()`, but the child stays unreaped."""
     if child.returncode is not None:
