@@ -36,8 +36,8 @@ def check_versions(everyone: Sequence[Identity]) -> Finding:
             text = f"{what} {values[odd[0]]} at {name_ranks(odd, hosts)}, {usual} at the others"
             remedy = "use the same environment on every node: on a shared disk, in a container image, or reinstalled"
             return failed("versions", text, remedy, nodes=blame(odd, hosts))
-    told = everyone[0]["versions"]
-    return passed("versions", f"equal on {_ranks(len(everyone))}: torch {told['torch']}, paceline {told['paceline']}")
+    first = everyone[0]["versions"]
+    return passed("versions", f"equal on {_ranks(len(everyone))}: torch {first['torch']}, paceline {first['paceline']}")
 
 
 def check_mtu(everyone: Sequence[Identity]) -> Finding:
@@ -50,8 +50,8 @@ def check_mtu(everyone: Sequence[Identity]) -> Finding:
         remedy = f"ip link set <interface> mtu {min(by_host.values())} on all, or the larger one on all and the switch"
         return warned("mtu", what, remedy, nodes=odd)
     nodes = len({identity["host"] for identity in everyone})
-    told = next(iter(by_host.values()), "unknown")
-    return passed("mtu", f"{told} on {nodes} node{'s' if nodes > 1 else ''}")
+    common = next(iter(by_host.values()), "unknown")
+    return passed("mtu", f"{common} on {nodes} node{'s' if nodes > 1 else ''}")
 
 
 def check_shared(folder: str, writer: str, troubles: Sequence[str], hosts: Sequence[str]) -> Finding:

@@ -69,12 +69,12 @@ def slowness(seconds: Sequence[float]) -> list[float]:
 def check_pace(seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
     factors = slowness(seconds)
     slow = [rank for rank, factor in enumerate(factors) if factor >= SLOW_WARN]
-    told = {"seconds": list(seconds)}
+    details = {"seconds": list(seconds)}
     if not slow:
         slowest = f"; the slowest takes {max(factors):.2f} times the others' time" if len(seconds) > 1 else ""
         work = statistics.median(seconds)
         what = f"{1000 * work:.2f} ms for a matrix product on {len(seconds)} rank{'s' if len(seconds) > 1 else ''}"
-        return passed("pace", what + slowest, **told)
+        return passed("pace", what + slowest, **details)
     worst = max(slow, key=lambda rank: factors[rank])
     is_failure = factors[worst] >= SLOW_FAIL
     if is_failure:  # exclude only failed nodes, not those that are a little slow
@@ -83,7 +83,7 @@ def check_pace(seconds: Sequence[float], hosts: Sequence[str]) -> Finding:
     what = f"{name_ranks([worst], hosts)} is slow: {factors[worst]:.1f} times the others' time for the same work"
     remedy = "on that node check other programs (top), throttling (nvidia-smi -q -d PERFORMANCE), the CPU governor and "
     remedy += "cores bound twice; or exclude it (--exclude)"
-    return report("pace", what, remedy, nodes=blame(slow, hosts), slow_ranks=slow, **told)
+    return report("pace", what, remedy, nodes=blame(slow, hosts), slow_ranks=slow, **details)
 
 
 def check_pairs(pairs: Pairs, hosts: Sequence[str]) -> Finding:
@@ -112,32 +112,32 @@ def check_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -
     best = max(row.bus_bytes_per_s for row in rows)
     latency = min(row.median_s for row in rows)
     what = f"all-reduce {best / 1e9:.2f} GB/s, {1e6 * latency:,.0f} us for a small one"
-    told: dict[str, Any] = {"bytes_per_s": best, "latency_s": latency}
+    details: dict[str, Any] = {"bytes_per_s": best, "latency_s": latency}
     if any(not row.is_right for row in rows):
-        return failed("links", f"{what}, and some of its sums are wrong", _SUSPECT, **told)
+        return failed("links", f"{what}, and some of its sums are wrong", _SUSPECT, **details)
     if latency > _SLOW_LATENCY_S:
-        return warned("links", what, "the network is slow, or ranks share cores", **told)
+        return warned("links", what, "the network is slow, or ranks share cores", **details)
     if limit is None or limit.bytes_per_s is None:
-        return passed("links", f"{what} ({limit.name if limit else 'no limit known'})", **told)
+        return passed("links", f"{what} ({limit.name if limit else 'no limit known'})", **details)
     share = best / limit.bytes_per_s
     what += f"; {share:.0%} of {limit.bytes_per_s / 1e9:.1f} GB/s ({limit.name})"
     if share < _LEAST_OF_LINK[limit.is_measured]:
         remedy = "NCCL_DEBUG=INFO shows the chosen interface; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME select another one"
-        return warned("links", what, f"{remedy}; paceline bench --what collectives shows more", **told)
-    return passed("links", what, **told)
+        return warned("links", what, f"{remedy}; paceline bench --what collectives shows more", **details)
+    return passed("links", what, **details)
 
 
 def check_training(alone: Sequence[str], together: Sequence[str], known: str, hosts: Sequence[str]) -> Finding:
     """Hashes of the weights, by rank: of the training of each rank alone, and of the training together."""
     wrong = [rank for rank, found in enumerate(alone) if found != known]
-    told = {"known": known, "alone": list(alone), "together": list(together)}
+    details = {"known": known, "alone": list(alone), "together": list(together)}
     if wrong:
         what = f"30 steps of training give wrong weights on {name_ranks(wrong, hosts)}: {alone[wrong[0]][:12]}, not "
-        return failed("training", what + known[:12], _SUSPECT, nodes=blame(wrong, hosts), wrong_ranks=wrong, **told)
+        return failed("training", what + known[:12], _SUSPECT, nodes=blame(wrong, hosts), wrong_ranks=wrong, **details)
     astray = [rank for rank, found in enumerate(together) if found != known]
     if astray:
         what = f"each rank alone trains correctly, but together {name_ranks(astray, hosts)} get wrong weights: "
         what += f"{together[astray[0]][:12]}, not {known[:12]}"
-        return failed("training", what, "data is corrupted between ranks: see all-reduce and pairs", **told)
+        return failed("training", what, "data is corrupted between ranks: see all-reduce and pairs", **details)
     how = f"by each of {len(alone)} ranks alone and by all together" if together else "by one rank"
-    return passed("training", f"30 steps {how}: the known weights, bit for bit ({known[:12]})", **told)
+    return passed("training", f"30 steps {how}: the known weights, bit for bit ({known[:12]})", **details)
