@@ -12,7 +12,7 @@ class BuildWithLessons(build_py):
         super().run()
         lessons = Path(__file__).parent / "course"
         if lessons.is_dir() and not self.editable_mode:
-            target = Path(self.build_lib) / "paceline" / "course" / "lessons"
+            target = Path(self.build_lib) / "paceline" / "tools" / "course" / "lessons"
             left_out = ignore_patterns(".*", "__pycache__", "wrong", "ruff.toml")
             copytree(lessons, target, ignore=left_out, dirs_exist_ok=True)
 

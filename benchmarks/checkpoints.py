@@ -33,7 +33,7 @@ from paceline.checkpoints import format as format_module
 from paceline.checkpoints import payload as payload_module
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 ALONE = World(0, 1, 0, 1, "the benchmark", "here", "cpu", "gloo", torch.get_num_threads())
 NUM_TENSORS, ITEMS = 50, 625_000  # 50 tensors of 2.5 MB: 125 MB of weights, and as much momentum

@@ -27,13 +27,13 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from paceline.config.schema import DataConfig
 from paceline.data.registry import load_dataset
 from paceline.models.cnn import CNN
 from paceline.models.mlp import MLP
 from paceline.parallel.node_sum import open_node_sum
-from paceline.world.detect import World
-from paceline.world.heap import keep_freed_memory
+from paceline.runtime.detect import World
+from paceline.runtime.heap import keep_freed_memory
+from paceline.settings.schema import DataConfig
 
 
 @dataclass(frozen=True)

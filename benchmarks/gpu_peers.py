@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from paceline.config.schema import ModelConfig
 from paceline.models.registry import build_model
+from paceline.settings.schema import ModelConfig
 
 WARMUP_STEPS = 10
 SIDES = {"vgg19": 224, "resnet18": 32}

@@ -103,14 +103,14 @@ def _compare(times: dict[str, list[tuple[float, float]]], clock: int) -> list[fl
 
 def _build(rank: int, folder: str, model: str, batch: int) -> dict[str, Any]:
     """Two rides of the same recipe."""
-    from paceline.config.load import load_config
     from paceline.runs.folder import RunFolder
     from paceline.runs.place import RunPlace
+    from paceline.runtime.detect import World
+    from paceline.runtime.pulse import Pulse
+    from paceline.runtime.watchdog import Watchdog
+    from paceline.settings.load import load_config
     from paceline.training.guards import Guards
-    from paceline.training.ride import open_ride
-    from paceline.world.detect import World
-    from paceline.world.pulse import Pulse
-    from paceline.world.watchdog import Watchdog
+    from paceline.training.session import open_session
 
     flags = ["--num-samples=2000", f"--global-batch-size={2 * batch}", "--track", "--skip-nonfinite=5"]
     flags.append(f"--model-name={model}")
@@ -122,7 +122,7 @@ def _build(rank: int, folder: str, model: str, batch: int) -> dict[str, Any]:
         path.create()
         guards = Guards(Watchdog(Pulse(Path(folder) / f"{name}-{rank}.pulse"), is_supervised=True))
         guards.watchdog.open_stacks(path.stacks_of(1, rank))
-        rides[name] = open_ride(config, world, RunPlace(path.path, None), guards, eval_batches=None)
+        rides[name] = open_session(config, world, RunPlace(path.path, None), guards, eval_batches=None)
     rides["bare"] = _strip(rides["bare"], world)
     return rides
 
@@ -161,17 +161,17 @@ def _strip(ride: Any, world: Any) -> Any:
                 parameter.grad = gradient
             return passengers
 
-    rig = ride.rig
-    module = rig.model.module
+    components = ride.components
+    module = components.model.module
     for parameter in module.parameters():
         parameter.grad = None
     shared = share_gradients(module, world)
     assert shared is not None, "the ranks share no memory here"
     shared.__class__ = BareGradients
     model = ParallelModel(module, module, "ddp", None, shared=shared)
-    rig.step = BareStep(model, rig.optimizer, None, ride.config, world)
-    rig.step.guards = BareGuards()
-    return dataclasses.replace(ride, rig=dataclasses.replace(rig, model=model), guards=BareGuards())
+    components.step = BareStep(model, components.optimizer, None, ride.config, world)
+    components.step.guards = BareGuards()
+    return dataclasses.replace(ride, components=dataclasses.replace(components, model=model), guards=BareGuards())
 
 
 def _time(ride: Any, steps: int) -> tuple[float, float]:
@@ -180,17 +180,17 @@ def _time(ride: Any, steps: int) -> tuple[float, float]:
 
     from paceline.training.epoch import _take_step
 
-    made = ride.rig.train_data.train_epoch(
+    made = ride.components.train_data.train_epoch(
         seed=1, epoch=0, global_batch_size=ride.config.train.global_batch_size, first_step=0
     )
-    batches = list(islice(made, min(steps, ride.rig.plan.steps_per_epoch)))
+    batches = list(islice(made, min(steps, ride.components.plan.steps_per_epoch)))
     is_bare = ride.guards.faults is None and not hasattr(ride.guards, "stop")
     began, cpu_began = time.perf_counter(), time.thread_time()
     for number in range(steps):
         batch = batches[number % len(batches)]
         if is_bare:
-            report = ride.rig.step.gradients(batch, 0, wants_stop=False)
-            ride.rig.step.update(0, 1e-6, report)
+            report = ride.components.step.gradients(batch, 0, wants_stop=False)
+            ride.components.step.update(0, 1e-6, report)
         else:
             ride.guards.enter("data", 1)
             _take_step(ride, batch, 1e-6)

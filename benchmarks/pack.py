@@ -124,18 +124,20 @@ def paceline(*arguments: str) -> list[str]:
 def open_rig(folder: Path, num_workers: int = 2) -> Any:
     import torch
 
-    from paceline.config.load import load_config
-    from paceline.training.rig import build_rig
-    from paceline.world.detect import World
+    from paceline.runtime.detect import World
+    from paceline.settings.load import load_config
+    from paceline.training.components import build_components
 
     torch.set_num_threads(1)
     flags = [*TRAIN, f"--data-dir={folder}", f"--num-workers={num_workers}", "--processes=1"]
-    return build_rig(load_config("shapes-cnn", flags).config, World(0, 1, 0, 1, "the benchmark", "here", "cpu", "", 1))
+    return build_components(
+        load_config("shapes-cnn", flags).config, World(0, 1, 0, 1, "the benchmark", "here", "cpu", "", 1)
+    )
 
 
 def read_rate(folder: Path, seconds: float = 8.0) -> tuple[float, float]:
     """Images per second, and CPU per image, of the loader alone on one process: read, augmented, ready."""
-    from paceline.bench.data import endless_batches
+    from paceline.tools.bench.data import endless_batches
 
     batches = endless_batches(open_rig(folder))
     next(batches)
@@ -157,14 +159,14 @@ def train(folder: Path, run: Path, steps: int) -> tuple[float, float, list[tuple
 
 def compare_sizes(folders: dict[int, Path]) -> list[str]:
     """The same step on sets of different sizes, in turn."""
-    from paceline.bench.data import endless_batches
-    from paceline.bench.step import take_step
+    from paceline.tools.bench.data import endless_batches
+    from paceline.tools.bench.step import take_step
 
     works: dict[int, Callable[[], None]] = {}
     for count, folder in folders.items():
-        rig = open_rig(folder)
-        batches = endless_batches(rig)
-        works[count] = lambda rig=rig, batches=batches: take_step(rig.step, next(batches))
+        components = open_rig(folder)
+        batches = endless_batches(components)
+        works[count] = lambda components=components, batches=batches: take_step(components.step, next(batches))
         works[count]()
     times: dict[int, list[tuple[float, float]]] = {count: [] for count in works}
     for number in range(ROUNDS):
@@ -197,13 +199,13 @@ def memory_of_size(folder: Path, steps: int) -> str:
 
 
 def _one(folder: Path, steps: int) -> None:
-    from paceline.bench.data import endless_batches
-    from paceline.bench.step import take_step
+    from paceline.tools.bench.data import endless_batches
+    from paceline.tools.bench.step import take_step
 
-    rig = open_rig(folder)
-    batches, seen = endless_batches(rig), []
+    components = open_rig(folder)
+    batches, seen = endless_batches(components), []
     for _ in range(steps):
-        take_step(rig.step, next(batches))
+        take_step(components.step, next(batches))
         seen.append(memory_mb(os.getpid()))
     print(thirds(seen))
     sys.stdout.flush()

@@ -26,12 +26,12 @@ from pathlib import Path
 
 import torch
 
-from paceline.config.load import load_config
 from paceline.metrics.flops import count_flops
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.runtime.detect import ALONE, build_world
+from paceline.settings.load import load_config
 from paceline.training.loop import train
-from paceline.world.detect import ALONE, build_world
 
 
 def run_seed(recipe: str, flags: list[str], seed: int, folder: Path) -> dict[str, float]:

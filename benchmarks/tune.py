@@ -17,64 +17,66 @@ from typing import Any
 
 import torch
 
-from paceline.config.load import load_config
-from paceline.config.schema import Config
 from paceline.models.registry import build_model
+from paceline.runtime.detect import ALONE, World, build_world
+from paceline.runtime.seeds import seed_initial_weights
+from paceline.settings.load import load_config
+from paceline.settings.schema import Config
+from paceline.training.components import Components, build_components
 from paceline.training.evaluate import Evaluation, evaluate
-from paceline.training.rig import Rig, build_rig
-from paceline.world.detect import ALONE, World, build_world
-from paceline.world.seeds import seed_initial_weights
 
 _LOOKED_AT = 2000  # samples, as in a run
 
 
 @torch.no_grad()
-def start_over(rig: Rig, config: Config, seed: int) -> None:
+def start_over(components: Components, config: Config, seed: int) -> None:
     """Fresh weights in the memory of the old ones, so that what is compiled and recorded stays valid."""
     seed_initial_weights(seed)
-    fresh = build_model(config.model, rig.plan.input_shape, rig.plan.info.num_classes)
-    loader = rig.train_data
+    fresh = build_model(config.model, components.plan.input_shape, components.plan.info.num_classes)
+    loader = components.train_data
     look_at: Any = getattr(fresh, "look_at", None)
     if look_at is not None:
         look_at(loader._pipeline.for_evaluation(loader._dataset.read(loader.ids[:_LOOKED_AT]).cpu()))
-    for own, new in zip(rig.model.module.state_dict().values(), fresh.state_dict().values(), strict=True):
+    for own, new in zip(components.model.module.state_dict().values(), fresh.state_dict().values(), strict=True):
         own.copy_(new)
-    for state in rig.optimizer.state.values():
+    for state in components.optimizer.state.values():
         for value in state.values():
             if isinstance(value, torch.Tensor):
                 value.zero_()
     loader._pipeline = dataclasses.replace(loader._pipeline, seed=seed)
 
 
-def train_once(rig: Rig, config: Config, world: World, seed: int, *, steps: int | None) -> tuple[float, Evaluation]:
+def train_once(
+    components: Components, config: Config, world: World, seed: int, *, steps: int | None
+) -> tuple[float, Evaluation]:
     """Seconds of training, and what came of it."""
-    start_over(rig, config, seed)
-    plan, step = rig.plan, 0
+    start_over(components, config, seed)
+    plan, step = components.plan, 0
     last_step = min(plan.last_step, steps or plan.last_step)
     _wait(world)
     began = time.perf_counter()
     while step < last_step:
-        batches = rig.train_data.train_epoch(
+        batches = components.train_data.train_epoch(
             seed=seed,
             epoch=step // plan.steps_per_epoch,
             global_batch_size=config.train.global_batch_size,
             first_step=0,
         )
         for batch in batches:
-            report = rig.step.gradients(batch, step, wants_stop=False)
-            rig.step.update(step, plan.learning_rate(step), report)
+            report = components.step.gradients(batch, step, wants_stop=False)
+            components.step.update(step, plan.learning_rate(step), report)
             step += 1
             if step == last_step:
                 break
     _wait(world)
     seconds = time.perf_counter() - began
     found = evaluate(
-        rig.model,
-        rig.test_data,
+        components.model,
+        components.test_data,
         world,
         num_classes=plan.info.num_classes,
         batch_size=config.train.test_batch_size,
-        objective=rig.step.objective,
+        objective=components.step.objective,
         views=config.train.test_views,
     )
     return seconds, found
@@ -90,8 +92,8 @@ def try_variant(recipe: str, flags: list[str], seeds: int, *, steps: int | None)
     world = build_world(config.parallel, ALONE)
     if world.device.startswith("cuda"):
         torch.cuda.set_device(world.device)
-    rig = build_rig(config, world)
-    runs = [train_once(rig, config, world, seed, steps=steps) for seed in range(seeds)]
+    components = build_components(config, world)
+    runs = [train_once(components, config, world, seed, steps=steps) for seed in range(seeds)]
     accuracies = [found.accuracy for _, found in runs]
     spread = statistics.stdev(accuracies) if seeds > 1 else 0.0
     return (

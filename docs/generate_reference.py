@@ -23,9 +23,9 @@ from unittest import mock
 
 from paceline import errors
 from paceline.cli.main import VERBS, main
-from paceline.config import schema
-from paceline.config.fields import FieldSpec, field_table
 from paceline.runs.folder import RunFolder
+from paceline.settings import schema
+from paceline.settings.fields import FieldSpec, field_table
 
 PAGES = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate_reference.py: change the program, then run this script. -->\n"

@@ -7,10 +7,10 @@
 More: docs/guides/metaflow.md.
 """
 
-import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
+import paceline.integrations.metaflow.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, card, checkpoint, current, model, parallel, retry, step
 
-from paceline.integrations.metaflow_support.steps import CARD, TEST_CARD, checked, evaluate_model, packaged, training
+from paceline.integrations.metaflow.steps import CARD, TEST_CARD, checked, evaluate_model, packaged, training
 
 
 @packaged

@@ -7,11 +7,11 @@
 once when one of them dies.
 """
 
-import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
+import paceline.integrations.metaflow.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, checkpoint, current, kubernetes, model, retry, step, torchrun
 
-from paceline.integrations.metaflow_support.steps import checked, evaluate_model, packaged
-from paceline.integrations.metaflow_support.torchrun import training_by_torchrun
+from paceline.integrations.metaflow.steps import checked, evaluate_model, packaged
+from paceline.integrations.metaflow.torchrun import training_by_torchrun
 
 IMAGE = "paceline:0.1.0"  # an image in your registry that has paceline[metaflow]
 RUNS = {"paceline-runs": "/runs"}  # a volume that all nodes can write to, and its mount path

@@ -4,10 +4,10 @@ python test_flow.py run --run PacelineFlow/1234
 python test_flow.py run --model-key mf.models/models/artifacts/shapes_cnn_0123...
 """
 
-import paceline.integrations.metaflow_support.needed  # noqa: F401, I001 - first: a clear error without Metaflow
+import paceline.integrations.metaflow.needed  # noqa: F401, I001 - first: a clear error without Metaflow
 from metaflow import FlowSpec, Parameter, card, current, model, step
 
-from paceline.integrations.metaflow_support.steps import TEST_CARD, evaluate_model, find_model, packaged
+from paceline.integrations.metaflow.steps import TEST_CARD, evaluate_model, find_model, packaged
 
 
 @packaged

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.integrations import runnable_steps as steps
-from paceline.integrations.runnable_start import see_through
+from paceline.integrations.runnable import steps
+from paceline.integrations.runnable.start import see_through
 
 if TYPE_CHECKING:
     from runnable import Pipeline

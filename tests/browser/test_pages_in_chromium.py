@@ -10,8 +10,8 @@ import pytest
 from harness.browser import Browser, Page
 from harness.pages import HOSTILE, every_block, write_run
 from harness.study_cells import sixty_four_cells, write_made_page
-from paceline.report.page import write_page
-from paceline.report.run_page import write_run_page
+from paceline.reports.page import write_page
+from paceline.reports.run_page import write_run_page
 
 pytestmark = pytest.mark.browser
 PHONE = 360

@@ -17,18 +17,18 @@ import torch
 from harness.cli import command, paceline
 from harness.processes import seconds_until_empty, started
 from harness.ranks import make_world, run_ranks
-from paceline.bench.collectives import OPERATIONS, Exchange, Row, bus_factor, fit_line, measure
-from paceline.bench.limits import find_link, measure_copy_bandwidth
-from paceline.bench.links import network_link, read_nvlink, read_pcie
-from paceline.bench.step import Blocks, StepResult
-from paceline.bench.units import parse_sizes
-from paceline.bench.verdict import judge_step, judge_sums
 from paceline.cli.main import main
-from paceline.config.schema import Config, DataConfig, ParallelConfig
 from paceline.metrics.ceiling import measure_matmul_flops
 from paceline.metrics.timing import Rounds
 from paceline.metrics.units import format_flops, format_size, format_time
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config, DataConfig, ParallelConfig
+from paceline.tools.bench.collectives import OPERATIONS, Exchange, Row, bus_factor, fit_line, measure
+from paceline.tools.bench.limits import find_link, measure_copy_bandwidth
+from paceline.tools.bench.links import network_link, read_nvlink, read_pcie
+from paceline.tools.bench.step import Blocks, StepResult
+from paceline.tools.bench.units import parse_sizes
+from paceline.tools.bench.verdict import judge_step, judge_sums
 
 TINY = ["--num-samples=160", "--global-batch-size=16", "--seconds-per-size=0.01"]
 

@@ -12,9 +12,9 @@ import pytest
 
 from harness.cli import environment
 from harness.processes import kill_all_in, parent_of, processes_in, seconds_until_empty
-from paceline.config.small_files import read_json_object
 from paceline.errors import DataError, UserError
 from paceline.launch.child import start_child
+from paceline.settings.small_files import read_json_object
 
 ENDLESS = ["--num-samples=640", "--global-batch-size=64", "--epochs=100000", "--processes=2", "--track"]
 STUDY = ["study", "shapes-cnn", "--world-sizes=1", "--strategies=ddp", "--output-dir=study", "--num-samples=640"]

@@ -11,9 +11,9 @@ from harness.cli import command, paceline
 from harness.made_runs import make_run
 from paceline.cli.completion import complete
 from paceline.cli.main import VERBS, main
-from paceline.config.fields import field_table
-from paceline.config.recipe_file import shipped_recipes
 from paceline.runs.notes import Notes, write_notes
+from paceline.settings.fields import field_table
+from paceline.settings.recipe_file import shipped_recipes
 
 RECIPES = list(shipped_recipes())
 

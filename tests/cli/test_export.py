@@ -138,12 +138,12 @@ def test_models_load_without_paceline_and_agree(
     exports: dict[str, Answer], run_folder: Path, opened: OpenRun, tmp_path: Path
 ) -> None:
     assert all(answer.code == 0 for answer in exports.values())
-    inputs = next(iter(opened.rig.test_data.evaluation_batches(5))).inputs.contiguous()
+    inputs = next(iter(opened.components.test_data.evaluation_batches(5))).inputs.contiguous()
     torch.save(inputs, tmp_path / "probe.pt")
     files = [str(run_folder / f"export-{name}" / FORMATS[name].file) for name in WITHOUT_EXTRAS]
     reloaded = command(sys.executable, "-c", RELOAD, *files, "probe.pt", "answer.pt", cwd=tmp_path)
     assert reloaded.code == 0, reloaded
-    model = opened.rig.model.module.eval()
+    model = opened.components.model.module.eval()
     with torch.no_grad():
         ours = [model(inputs), model(inputs[:1])]
     answers = torch.load(tmp_path / "answer.pt")

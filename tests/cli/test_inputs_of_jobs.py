@@ -113,9 +113,9 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     folder = tmp_path / "pictures"
     folder.mkdir()
     tmp_path.chmod(0o700)
-    from paceline.config.schema import DataConfig
     from paceline.data.registry import check_data_config
     from paceline.errors import DataError
+    from paceline.settings.schema import DataConfig
 
     os.seteuid(65534)
     try:

@@ -21,12 +21,12 @@ from harness.cells import read_cells
 from harness.cli import Answer, command
 from harness.cli import paceline as run_command
 from paceline.checkpoints.identity import refuse_early
-from paceline.config.fields import flatten
 from paceline.errors import CheckpointError, DataError, UserError, error_from_json
 from paceline.library.notebook_source import write_down
 from paceline.library.train import _write_source
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
+from paceline.settings.fields import flatten
 from paceline.training.objective import Objective, UserFunction
 
 train_module = importlib.import_module("paceline.library.train")

@@ -49,8 +49,8 @@ def test_probabilities_are_those_of_evaluation(home: Path, views: int, monkeypat
         return labels.float()
 
     evaluate(
-        run.rig.model,
-        run.rig.test_data,
+        run.components.model,
+        run.components.test_data,
         run.world,
         num_classes=3,
         batch_size=run.config.train.test_batch_size,

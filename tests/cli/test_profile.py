@@ -18,9 +18,9 @@ from paceline.metrics.phases import PhaseClock
 from paceline.metrics.profile import StepProfiler, covered
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.training.components import hash_config
 from paceline.training.guards import Guards
 from paceline.training.loop import train
-from paceline.training.rig import hash_config
 
 MARKS = ("data", "forward", "backward", "reduce", "update")
 TINY = ["--num-samples=640", "--epochs=1", "--global-batch-size=16", "--track"]  # 36 steps

@@ -18,10 +18,10 @@ from faults.ride import FLAGS
 from harness.cli import environment, paceline
 from harness.runs import read_results
 from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open_meeting
-from paceline.world import peers
-from paceline.world.detect import Nodes, agent_variables
-from paceline.world.peers import PROOF_TIMEOUT_S, connect
-from paceline.world.secret import RUN_SECRET, NotProved, create_secret
+from paceline.runtime import peers
+from paceline.runtime.detect import Nodes, agent_variables
+from paceline.runtime.peers import PROOF_TIMEOUT_S, connect
+from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
 
 RIDE = [*FLAGS[:2], "--num-samples=740", "--global-batch-size=64", "--epochs=1", "--processes=1", "--output-dir=run"]
 

@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from harness.cli import environment
 from harness.fake_slurm import clean_home
 from paceline.cli.main import main
-from paceline.config.fields import find_field
-from paceline.launch.kubernetes_flags import kubernetes_settings
-from paceline.launch.kubernetes_gang import Verdict, judge, read_go, read_place, read_verdict
-from paceline.launch.kubernetes_job import Api, as_name, longest_name
-from paceline.world.peers import MalformedMessage, Peer, connect
-from paceline.world.secret import RUN_SECRET, NotProved, create_secret
+from paceline.integrations.kubernetes.flags import kubernetes_settings
+from paceline.integrations.kubernetes.gang import Verdict, judge, read_go, read_place, read_verdict
+from paceline.integrations.kubernetes.job import Api, as_name, longest_name
+from paceline.runtime.peers import MalformedMessage, Peer, connect
+from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
+from paceline.settings.fields import find_field
 
 USER, DATA, PREEMPTED, INTERNAL = 2, 3, 75, 70
 MOST_LINES = 12
@@ -222,7 +222,7 @@ def test_which_scheduler(words: list[str], capsys: pytest.CaptureFixture[str]) -
 def test_without_the_client_the_extra_is_named(
     home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.launch.kubernetes_client.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("paceline.integrations.kubernetes.client.importlib.util.find_spec", lambda name: None)
     assert submit(*JOB) == USER
     screen = capsys.readouterr().err
     assert "pip install 'paceline[kubernetes]'" in screen
@@ -269,7 +269,7 @@ def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str])
     assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     assert pod["subdomain"] == service["metadata"]["name"] == "ride"
     (container,) = pod["containers"]
-    assert container["command"] == ["python", "-m", "paceline.launch.kubernetes_pod"]
+    assert container["command"] == ["python", "-m", "paceline.integrations.kubernetes.pod"]
     assert container["args"] == [
         *("train", "shapes-cnn", "--epochs=3", "--processes=2", "--device=cpu", "--omp-num-threads=1"),
         *("--output-dir=/runs/ride", "--resume=auto"),
@@ -688,8 +688,8 @@ def test_a_pod_that_does_not_know_its_place(monkeypatch: pytest.MonkeyPatch) -> 
 POD = """
 import os, sys
 from paceline.errors import PacelineError
-from paceline.launch import kubernetes_pod
-from paceline.launch.kubernetes_pod import Pod, read_place
+from paceline.integrations.kubernetes import pod as kubernetes_pod
+from paceline.integrations.kubernetes.pod import Pod, read_place
 kubernetes_pod._FAILURE_IS_REPORTED_WITHIN_S = float(os.environ["REPORTED_WITHIN_S"])
 try:
     code = Pod(read_place(), sys.argv[1:]).run()

@@ -18,13 +18,13 @@ from harness.cli import paceline
 from harness.fake_slurm import FakeSlurm, clean_home
 from harness.made_runs import make_run
 from paceline.cli.main import main
-from paceline.config.text import find_fault
 from paceline.errors import UserError
+from paceline.integrations.kubernetes.job import KubernetesJob, Volume
+from paceline.integrations.kubernetes.manifest import build_objects, write_manifest
+from paceline.integrations.slurm.script import write_array_script, write_script
 from paceline.launch.job import JobSpec
 from paceline.launch.job_record import JobRecord, hide_values, read_record, write_private
-from paceline.launch.kubernetes_job import KubernetesJob, Volume
-from paceline.launch.kubernetes_manifest import build_objects, write_manifest
-from paceline.launch.slurm import write_array_script, write_script
+from paceline.settings.text import find_fault
 
 USER = 2
 SLURM = ["submit", "slurm", "shapes-cnn", "--processes-per-node", "2"]

@@ -14,12 +14,12 @@ import paceline
 from harness.cli import Answer, command
 from harness.cli import paceline as run_command
 from paceline.cli.main import main
-from paceline.config.code import code_references
-from paceline.config.load import load_config, to_yaml
-from paceline.config.schema import Config
 from paceline.errors import UserError
 from paceline.launch.request import read_request
 from paceline.runs.trust import RECORD, TRUST_VARIABLE, key_path, require_trusted_run, sign_code, trusting_code
+from paceline.settings.code import code_references
+from paceline.settings.load import load_config, to_yaml
+from paceline.settings.schema import Config
 
 USER = 2
 CODE = "import torch\n\ndef build(num_classes, input_shape):\n    return torch.nn.Sequential(torch.nn.Flatten(), "

@@ -17,8 +17,8 @@ from pathlib import Path
 from faults.ride import FLAGS
 from harness.cli import environment
 from paceline.errors import EXIT_USER
-from paceline.world.detect import Nodes, agent_variables
-from paceline.world.secret import RUN_SECRET, create_secret
+from paceline.runtime.detect import Nodes, agent_variables
+from paceline.runtime.secret import RUN_SECRET, create_secret
 
 SIZE = ["--num-samples=160", "--global-batch-size=16", "--epochs=1"]
 TRAIN = [*FLAGS[:2], *SIZE, "--output-dir=run"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.course.lessons import LESSONS
-from paceline.course.ranks import warm_up
+from paceline.tools.course.lessons import LESSONS
+from paceline.tools.course.ranks import warm_up
 
 
 @pytest.fixture(scope="session")

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.course.grading import grade
-from paceline.course.lessons import LESSONS, Lesson
-from paceline.course.verdict import Item, find_gaps
+from paceline.tools.course.grading import grade
+from paceline.tools.course.lessons import LESSONS, Lesson
+from paceline.tools.course.verdict import Item, find_gaps
 
 pytestmark = [pytest.mark.course, pytest.mark.usefixtures("rank_server")]
 EVERY_LESSON = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
@@ -49,7 +49,7 @@ def test_a_wrong_answer_gets_its_hint(lesson: Lesson, path: Path) -> None:
 
 @EVERY_LESSON
 def test_no_gap_is_overlooked(lesson: Lesson) -> None:
-    items: tuple[Item, ...] = importlib.import_module(f"paceline.course.graders.{lesson.grader}").ITEMS
+    items: tuple[Item, ...] = importlib.import_module(f"paceline.tools.course.graders.{lesson.grader}").ITEMS
     gaps = set(find_gaps(lesson.exercise))
     assert gaps
     assert any(not item.uses for item in items) or gaps <= {name for item in items for name in item.uses}

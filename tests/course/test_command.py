@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from harness.cli import paceline
-from paceline.course.lessons import LESSONS, Lesson
-from paceline.course.page import page_text
+from paceline.tools.course.lessons import LESSONS, Lesson
+from paceline.tools.course.page import page_text
 
 EVERY_LESSON = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 

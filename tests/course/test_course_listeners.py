@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from harness.sockets import beyond_loopback, listening_addresses
-from paceline.course.ranks import on_ranks
+from paceline.tools.course.ranks import on_ranks
 
 pytestmark = [pytest.mark.course, pytest.mark.usefixtures("rank_server")]
 JOIN = """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.course.grading import grade
-from paceline.course.lessons import find_lesson
-from paceline.course.verdict import find_gaps
+from paceline.tools.course.grading import grade
+from paceline.tools.course.lessons import find_lesson
+from paceline.tools.course.verdict import find_gaps
 
 pytestmark = [pytest.mark.course, pytest.mark.usefixtures("rank_server")]
 LESSON = find_lesson("4")

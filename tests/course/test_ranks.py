@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from harness.cli import command
-from paceline.course.ranks import on_ranks
-from paceline.course.verdict import Failed
+from paceline.tools.course.ranks import on_ranks
+from paceline.tools.course.verdict import Failed
 
 pytestmark = [pytest.mark.course, pytest.mark.usefixtures("rank_server")]
 PERSON = """\
@@ -74,7 +74,7 @@ def test_ranks_see_no_gpu(person: Path) -> None:
     """fully_shard would take a GPU of the machine, on which gloo cannot gather. A fresh server forks these ranks."""
     here = Path(__file__).parent
     code = (
-        "import os; from pathlib import Path; from paceline.course.ranks import on_ranks, warm_up; import test_ranks\n"
+        "import os, test_ranks; from pathlib import Path; from paceline.tools.course.ranks import on_ranks, warm_up\n"
         f"warm_up(()); print(on_ranks(Path({str(person)!r}), 1, test_ranks.call, 'visible_gpus'))\n"
         "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
@@ -115,7 +115,7 @@ def test_a_missing_function_is_told(person: Path) -> None:
 
 def test_a_loop_without_end_is_told_by_line(person: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(person, 1, call, "add", 1.0)  # the server that forks ranks has loaded torch by now
-    monkeypatch.setattr("paceline.course.ranks._DEADLINE_S", 6.0)
+    monkeypatch.setattr("paceline.tools.course.ranks._DEADLINE_S", 6.0)
     with pytest.raises(Failed) as caught:
         on_ranks(person, 1, call, "loops")
     assert caught.value.hint == "endless"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from harness.slurm import Cluster, need_slurm
-from paceline.course.grading import grade
-from paceline.course.lessons import find_lesson
+from paceline.tools.course.grading import grade
+from paceline.tools.course.lessons import find_lesson
 
 pytestmark = pytest.mark.course
 LESSON = find_lesson("10")

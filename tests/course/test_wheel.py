@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from harness.cli import command
-from paceline.course.lessons import LESSONS
+from paceline.tools.course.lessons import LESSONS
 
 pytestmark = pytest.mark.course
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +31,7 @@ def test_the_wheel_carries_every_lesson_and_the_command_finds_them_there(tmp_pat
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(place)
     shown = command(
-        *(sys.executable, "-c", "import paceline.course.lessons as l; print(l.find_home())"),
+        *(sys.executable, "-c", "import paceline.tools.course.lessons as l; print(l.find_home())"),
         cwd=tmp_path,
         PYTHONPATH=f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     )

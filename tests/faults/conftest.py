@@ -12,7 +12,7 @@ from faults.finished_run import FLAGS, NEWEST, STEPS
 from harness.ranks import run_ranks
 from harness.runs import quick_config, train_in
 from paceline.checkpoints.format import step_folders, step_of
-from paceline.config.load import to_yaml
+from paceline.settings.load import to_yaml
 
 
 @pytest.fixture(scope="session")

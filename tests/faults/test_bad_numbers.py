@@ -17,9 +17,9 @@ from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.errors import NonFiniteError
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.runtime.detect import World
 from paceline.training.guards import Guards
 from paceline.training.loop import train
-from paceline.world.detect import World
 
 NORMALISED = f"--model-name={batchnorm_model.__file__}:build"
 SLOWER = pytest.mark.faults

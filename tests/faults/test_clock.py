@@ -21,7 +21,7 @@ from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
 from paceline.metrics.recorder import read_rows
 from paceline.runs import folder as folder_module
 from paceline.runs.folder import new_run_folder
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 HOUR_S = 3600.0
 SKEW_S = 300.0

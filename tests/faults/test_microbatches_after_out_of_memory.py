@@ -14,7 +14,7 @@ import pytest
 from faults.ride import faults_struck
 from harness.cli import environment, paceline
 from harness.runs import read_results, step_losses
-from paceline.world.detect import Nodes, agent_variables
+from paceline.runtime.detect import Nodes, agent_variables
 
 # Ten samples per rank: a quarter of them is not a whole number.
 RIDE = [

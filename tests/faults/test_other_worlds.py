@@ -19,11 +19,11 @@ from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config, step_losses, train_in
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.identity import refuse_early
-from paceline.config.fields import flatten
 from paceline.data.loader import Batch, Loader
 from paceline.errors import EXIT_CHECKPOINT, CheckpointError
 from paceline.metrics.recorder import read_rows
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.fields import flatten
 
 MOST_REFUSAL_S = 2.0
 

@@ -11,11 +11,11 @@ import pytest
 
 from harness.cli import Answer, command, paceline
 from harness.runs import read_results
-from paceline.config.load import load_config
 from paceline.runs.folder import RUNS, RunFolder, write_json
 from paceline.runs.place import find_folder_of_job
+from paceline.runtime.job_identity import identify_job
+from paceline.settings.load import load_config
 from paceline.training.inject import read_ledger
-from paceline.world.job_identity import identify_job
 
 QUICK = ("shapes-cnn", "--num-samples=320", "--epochs=1", "--global-batch-size=64", "--track", "--log-frequency=1")
 

@@ -7,8 +7,8 @@ import pytest
 from harness.ranks import run_ranks
 from harness.runs import quick_config
 from paceline.errors import UserError
+from paceline.runtime.detect import World
 from paceline.training.same_ranks import require_equal, require_same_data, require_same_ranks
-from paceline.world.detect import World
 
 
 def join_with(world: World, flags: list[list[str]]) -> str:

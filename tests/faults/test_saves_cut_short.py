@@ -29,7 +29,7 @@ from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention, find_newest, list_set_aside, open_checkpoint
 from paceline.errors import EXIT_PREEMPTED
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 Child = Callable[..., None]
 FORKSERVER = multiprocessing.get_context("forkserver")  # as harness.ranks has set it up, with torch preloaded

@@ -15,8 +15,8 @@ from faults.ride import FLAGS, outcome, read_json, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import Started, processes_in, seconds_until_empty, started
 from paceline.checkpoints.format import step_folders, step_of, verify
-from paceline.world.pulse import read_pulse
-from paceline.world.requeue import job_to_requeue, returns_without_progress
+from paceline.runtime.pulse import read_pulse
+from paceline.runtime.requeue import job_to_requeue, returns_without_progress
 
 # Three seconds, where no other test runs beside this one.
 GONE_S = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 10

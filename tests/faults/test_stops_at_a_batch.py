@@ -18,9 +18,9 @@ from paceline.errors import Preempted
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.runtime.detect import World
 from paceline.training.guards import Guards
 from paceline.training.loop import train
-from paceline.world.detect import World
 
 STEPS_PER_EPOCH = 9
 FLAGS = ("--test-batch-size", "8", "--ema-decay", "0.9", "--keep-last", "9")  # four batches of validation on two ranks

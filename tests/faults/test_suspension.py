@@ -18,10 +18,10 @@ from faults.ride import FLAGS, outcome, ride_undisturbed
 from harness.processes import Started, parent_of, processes_in, started
 from harness.ranks import run_ranks
 from paceline.runs.process_handle import ProcessHandle
-from paceline.world.detect import World
-from paceline.world.pulse import Beat, Pulse, read_pulse
-from paceline.world.running_clock import GAP_S, HangClock, RunningClock
-from paceline.world.watchdog import Watchdog
+from paceline.runtime.detect import World
+from paceline.runtime.pulse import Beat, Pulse, read_pulse
+from paceline.runtime.running_clock import GAP_S, HangClock, RunningClock
+from paceline.runtime.watchdog import Watchdog
 
 pytestmark = pytest.mark.timeout(300)  # a busy machine
 DEADLINE_S = 20.0  # saves and imports of a busy machine fit
@@ -161,7 +161,7 @@ def wait_longer_than_the_timeout(world: World) -> float:
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
 
-    from paceline.world.group import allow_suspension
+    from paceline.runtime.group import allow_suspension
 
     _set_pg_timeout(timedelta(seconds=1))
     allow_suspension()

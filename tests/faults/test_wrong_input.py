@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from harness.cli import environment, paceline
-from paceline.config.load import load_config
-from paceline.config.rules import check_config
+from paceline.settings.load import load_config
+from paceline.settings.rules import check_config
 
 USER, DATA = 2, 3
 MOST_LINES = 12

@@ -24,7 +24,7 @@ from harness.fake_slurm import clean_home
 from harness.processes import kill_all_in
 from harness.runs import read_results, step_losses
 from paceline.cli.main import main
-from paceline.world.secret import RUN_SECRET, create_secret
+from paceline.runtime.secret import RUN_SECRET, create_secret
 
 pytestmark = pytest.mark.flows
 NEEDS = ("kubernetes_validate", "kubeflow_trainer_api")

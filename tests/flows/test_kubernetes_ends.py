@@ -12,7 +12,7 @@ import pytest
 from harness.fake_kubernetes import FakeCluster, fake_cluster
 from harness.fake_slurm import clean_home
 from paceline.cli.main import main
-from paceline.launch import kubernetes_logs
+from paceline.integrations.kubernetes import logs as kubernetes_logs
 
 pytestmark = [pytest.mark.flows, pytest.mark.timeout(60)]
 NEEDS = ("kubernetes",)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.kubernetes_job import DATA_PATH, RUNS_PATH, KubernetesJob
+from paceline.integrations.kubernetes.job import DATA_PATH, RUNS_PATH, KubernetesJob
 
 pytestmark = pytest.mark.flows
 

@@ -20,16 +20,16 @@ import pytest
 
 from harness.cli import paceline
 from paceline.checkpoints.format import step_folders, verify
-from paceline.config.load import load_config
 from paceline.errors import CheckpointError, PacelineError, UserError
-from paceline.integrations.metaflow_support.courier import Courier
-from paceline.integrations.metaflow_support.gang import Gang, Message, Place, meet, read_answer
-from paceline.integrations.metaflow_support.request import StartPoint, check_request
+from paceline.integrations.metaflow.courier import Courier
+from paceline.integrations.metaflow.gang import Gang, Message, Place, meet, read_answer
+from paceline.integrations.metaflow.request import StartPoint, check_request
 from paceline.launch.request import check_loaded
 from paceline.runs.folder import RunFolder
+from paceline.runtime.peers import MalformedMessage, connect
+from paceline.runtime.secret import NotProved, create_secret
+from paceline.settings.load import load_config
 from paceline.training.inject import flip_a_bit
-from paceline.world.peers import MalformedMessage, connect
-from paceline.world.secret import NotProved, create_secret
 
 pytestmark = pytest.mark.flows
 NEEDS = ("metaflow", "metaflow_extensions")
@@ -480,7 +480,7 @@ def test_load_policies_with_a_fake_datastore(
     policy: str, has_own: bool, is_resumed: bool, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its own attempts first, then the run that is resumed, then what eager has found in start."""
-    from paceline.integrations.metaflow_support import steps
+    from paceline.integrations.metaflow import steps
 
     store = SimpleNamespace(is_loaded=has_own, info=SimpleNamespace(to_dict=lambda: OWN))
     current = SimpleNamespace(checkpoint=store, origin_run_id="2" if is_resumed else None, flow_name="F", step_name="s")
@@ -494,7 +494,7 @@ def test_load_policies_with_a_fake_datastore(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_a_checkpoint_of_the_same_recipe_and_identity_is_chosen() -> None:
     """The newest of another recipe, of other settings or without any is passed over, and the newest one is named."""
-    from paceline.integrations.metaflow_support.earlier import choose
+    from paceline.integrations.metaflow.earlier import choose
 
     identity = check_request(recipe="shapes-cnn").about["identity"]
     own = [parcel(2, 1, is_best=True), parcel(4, 1, best_key="key-2")]

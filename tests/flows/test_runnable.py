@@ -252,7 +252,7 @@ def test_a_retry_says_which_variables_it_does_not_use(retried: Pipeline) -> None
 LONG = [*TINY_FLAGS, "--epochs=2000", "--processes=2", "--output-dir=run"]
 CHILD = f"""
 from pathlib import Path
-from paceline.integrations.runnable_child import run_paceline
+from paceline.integrations.runnable.child import run_paceline
 exit(run_paceline(["train", *{LONG!r}], Path("log.txt")))
 """
 

@@ -11,11 +11,11 @@ import yaml
 
 from flows.runnable_rides import EXAMPLE, TINY, copy_example
 from harness.cli import command
-from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
-from paceline.integrations.runnable_parameters import fit_world, make_request, name_parameters, read_parameters
-from paceline.integrations.runnable_start import see_through
-from paceline.world.cores import usable_cores
+from paceline.integrations.runnable.parameters import fit_world, make_request, name_parameters, read_parameters
+from paceline.integrations.runnable.start import see_through
+from paceline.runtime.cores import usable_cores
+from paceline.settings.load import LoadedConfig
 
 pytestmark = pytest.mark.flows
 NEEDS = ("runnable",)

@@ -55,7 +55,7 @@ def _resume(folder: Path) -> None:
     run = _rig()
     checkpoint = choose_checkpoint(folder / ONE, run.world, prefer_best=False)
     if checkpoint is not None:
-        run.rig.resume(checkpoint, run.world)
+        run.components.resume(checkpoint, run.world)
 
 
 def _weights(folder: Path) -> None:
@@ -63,7 +63,7 @@ def _weights(folder: Path) -> None:
 
     run = _rig()
     checkpoint = choose_checkpoint(folder / STEP, run.world, prefer_best=True)
-    restore_weights(checkpoint, run.rig.model.module)
+    restore_weights(checkpoint, run.components.model.module)
 
 
 def _newest(folder: Path) -> None:
@@ -75,7 +75,7 @@ def _newest(folder: Path) -> None:
 
 def _early(folder: Path) -> None:
     from paceline.checkpoints.identity import refuse_early
-    from paceline.config.fields import flatten
+    from paceline.settings.fields import flatten
 
     refuse_early(folder / ONE, flatten(_rig().config))
 
@@ -83,7 +83,7 @@ def _early(folder: Path) -> None:
 def _start_from(folder: Path) -> None:
     from paceline.training.initial import start_from
 
-    start_from(_rig().rig.model.module, folder / STEP)
+    start_from(_rig().components.model.module, folder / STEP)
 
 
 def _compare(folder: Path) -> None:

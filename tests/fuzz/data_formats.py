@@ -99,8 +99,8 @@ def _mutate_index(data: bytes, draw: Random) -> bytes:
 def _load_packed(folder: Path) -> None:
     import torch
 
-    from paceline.config.schema import DataConfig
     from paceline.data.sources import packed
+    from paceline.settings.schema import DataConfig
 
     config = DataConfig(dataset="folder", data_dir="packed", image_size=8)
     packed.describe(config, 0)
@@ -152,8 +152,8 @@ def _build_cifar(samples: Path, folder: Path) -> None:
 
 
 def _load_cifar(folder: Path) -> None:
-    from paceline.config.schema import DataConfig
     from paceline.data.sources import cifar10
+    from paceline.settings.schema import DataConfig
 
     cifar10.load(DataConfig(dataset="cifar10", data_dir=str(folder)), 0)
 
@@ -181,8 +181,8 @@ def _build_own(samples: Path, folder: Path) -> None:
 
 
 def _load_own(folder: Path) -> None:
-    from paceline.config.schema import DataConfig
     from paceline.data.sources import custom
+    from paceline.settings.schema import DataConfig
 
     custom.load.cache_clear()
     custom.load(DataConfig(dataset=f"{folder}/own.py:load", data_dir=str(folder)), 0)

@@ -12,10 +12,10 @@ from typing import Any
 
 from fuzz.mutations import mutate_bytes, mutate_json
 from fuzz.sandbox import LOOPBACK, Format, Reader
-from paceline.integrations.metaflow_support import gang as metaflow_gang
-from paceline.launch import kubernetes_gang
-from paceline.world.peers import _HEADER, Peer, _sign, parse_message
-from paceline.world.secret import SessionKeys
+from paceline.integrations.kubernetes import gang as kubernetes_gang
+from paceline.integrations.metaflow import gang as metaflow_gang
+from paceline.runtime.peers import _HEADER, Peer, _sign, parse_message
+from paceline.runtime.secret import SessionKeys
 
 _NODES = 3
 _KEYS = SessionKeys(send=b"s" * 32, receive=b"r" * 32)

@@ -10,13 +10,13 @@ from pathlib import Path
 from fuzz.mutations import mutate_json, mutate_json_lines
 from fuzz.run_formats import LIST, ONE, STATUS, build_finished, build_running
 from fuzz.sandbox import Format, Reader
-from paceline.config.faults import read_ledger
 from paceline.runs import lock
 from paceline.runs.folder import RunFolder
 from paceline.runs.linked_checkpoints import MARK, claim_linked_checkpoints, refuse_checkpoints_of_another_run
 from paceline.runs.machine import Machine
 from paceline.runs.members import MEMBERS, drop_dead_members
 from paceline.runs.owner import this_process
+from paceline.settings.faults import read_ledger
 
 _RECORD = f"{ONE}/{MEMBERS}/rank.json"
 

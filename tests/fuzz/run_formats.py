@@ -13,13 +13,13 @@ from fuzz.sandbox import Format, Reader
 from paceline.cli import checkpoints, clean, compare, logs, runs, status
 from paceline.library.run import load_run
 from paceline.metrics.recorder import Recorder, inherit_rows
-from paceline.report.run_page import write_run_page
+from paceline.reports.run_page import write_run_page
 from paceline.runs import lock
 from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import read_note
 from paceline.runs.owner import this_process
-from paceline.world.requeue import returns_without_progress
+from paceline.runtime.requeue import returns_without_progress
 
 ONE = "runs/one"
 

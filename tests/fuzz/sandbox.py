@@ -24,8 +24,8 @@ from typing import Any
 
 from fuzz.mutations import OUTSIDE, Mutate
 from paceline.checkpoints import store as checkpoint_store
-from paceline.config import load
 from paceline.errors import PacelineError
+from paceline.settings import load
 
 CPU_LIMIT_S = 5.0  # of one reader on one file; a usual one takes milliseconds
 WALL_LIMIT_S = 60.0  # a reader that waits uses no CPU; generous, because the machine may be busy

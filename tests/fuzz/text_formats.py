@@ -9,13 +9,13 @@ from fuzz.mutations import OUTSIDE, mutate_csv, mutate_json, mutate_yaml
 from fuzz.run_formats import CHECKPOINTS, COMPARE, LIBRARY, LIST, PAGE, STATUS, build_finished
 from fuzz.sandbox import Format, Reader
 from paceline.cli import study
-from paceline.config.load import load_config
-from paceline.config.recipe_file import find_recipe
-from paceline.config.rules import check_config
-from paceline.config.sites import read_site
-from paceline.course.desk import read_passed
-from paceline.integrations.runnable_parameters import make_request, read_parameters
+from paceline.integrations.runnable.parameters import make_request, read_parameters
 from paceline.launch.request import check_loaded
+from paceline.settings.load import load_config
+from paceline.settings.recipe_file import find_recipe
+from paceline.settings.rules import check_config
+from paceline.settings.sites import read_site
+from paceline.tools.course.desk import read_passed
 
 SITE = """\
 default:
@@ -62,8 +62,8 @@ def _parameters(folder: Path) -> None:
 def _build_study(samples: Path, folder: Path) -> None:
     """Two cells of one study: what `paceline study` leaves, with the samples as its runs."""
     from paceline.runs.folder import write_json
-    from paceline.study.collect import collect, write_csv
-    from paceline.study.grid import CELLS, StudySpec, write_spec
+    from paceline.tools.study.collect import collect, write_csv
+    from paceline.tools.study.grid import CELLS, StudySpec, write_spec
 
     spec = StudySpec("shapes-cnn", "s", (), (1, 2), ("ddp",), 1, "strong", 16)
     home = folder / "study"

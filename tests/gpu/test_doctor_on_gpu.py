@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from harness.cli import paceline
-from paceline.doctor.known_training import KNOWN_HASH, train_alone
-from paceline.doctor.plant import Planted
+from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone
+from paceline.tools.doctor.plant import Planted
 
 pytestmark = [
     pytest.mark.gpu,

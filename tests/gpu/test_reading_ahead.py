@@ -63,7 +63,7 @@ def test_folder_packed_and_packed_on_the_gpu_give_the_same_losses(
 
 
 def _config(data: Path):  # type: ignore[no-untyped-def]
-    from paceline.config.schema import DataConfig
+    from paceline.settings.schema import DataConfig
 
     return DataConfig(dataset="folder", data_dir=str(data), image_size=56)
 

@@ -7,10 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from paceline.config.load import load_config, to_yaml
-from paceline.report.charts import Chart, Mark, Matrix, Series, Table
-from paceline.report.page import Code, Details, Gallery, Picture, Section, Tile, Tiles
+from paceline.reports.charts import Chart, Mark, Matrix, Series, Table
+from paceline.reports.page import Code, Details, Gallery, Picture, Section, Tile, Tiles
 from paceline.runs.folder import RunFolder
+from paceline.settings.load import load_config, to_yaml
 
 HOSTILE = '</script><img src=x onerror="alert(1)"><b>name & `co'
 CLASSES = ["disc", "ring", "crescent", "square", "triangle", "star", "cross", "heart", "arrow", "bars"]

@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.training.loop", "paceline.parallel.sharding"])

@@ -1,4 +1,4 @@
-"""The life of a run's primary around its saves: `open_ride` and `save` with a stand-in for data and model.
+"""The life of a run's primary around its saves: `open_session` and `save` with a stand-in for data and model.
 
 There is no training: the row of step N in metrics.jsonl has loss N, and every weight of its checkpoint is N.
 """
@@ -22,13 +22,13 @@ from safetensors.torch import load_file
 from harness.ranks import make_world
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders, step_of, verify
-from paceline.config.schema import Config
 from paceline.metrics.recorder import read_rows
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.members import MEMBERS, Member
 from paceline.runs.place import RunPlace
-from paceline.training import ride as ride_module
+from paceline.settings.schema import Config
+from paceline.training import session as session_module
 from paceline.training.epoch import save
 from paceline.training.guards import Guards
 from paceline.training.state import TrainState
@@ -49,13 +49,13 @@ def stand_in_rig(line: int) -> Any:
     """Instead of data, model and optimizer. A line is one course of a run: after going back a new one begins."""
 
     def payload(world: Any) -> dict[str, dict[str, torch.Tensor]]:
-        return {kind: {"w": torch.full((2,), float(rig.state.step))} for kind in ("model", "optimizer")}
+        return {kind: {"w": torch.full((2,), float(components.state.step))} for kind in ("model", "optimizer")}
 
     def resume(checkpoint: store.Checkpoint, world: Any) -> TrainState:
-        rig.line = max(rig.line, checkpoint.state["line"])
+        components.line = max(components.line, checkpoint.state["line"])
         return TrainState.from_json(checkpoint.state)
 
-    rig = SimpleNamespace(
+    components = SimpleNamespace(
         line=line,
         state=TrainState(),
         step=SimpleNamespace(),
@@ -65,10 +65,10 @@ def stand_in_rig(line: int) -> Any:
         checkpoint_bytes=lambda: 0,
         payload=payload,
         resume=resume,
-        state_json=lambda state, *, keep: {**state.to_json(), "line": rig.line, "keep": keep, "config": {}},
+        state_json=lambda state, *, keep: {**state.to_json(), "line": components.line, "keep": keep, "config": {}},
         about=lambda state: {"step": state.step},
     )
-    return rig
+    return components
 
 
 class RunLife:
@@ -96,16 +96,16 @@ class RunLife:
         source = path if has_checkpoint(path) else None
         if goes_back_to is not None:
             source = self.folder.checkpoints / f"step-{goes_back_to:08}"
-        rig = stand_in_rig(line)
+        components = stand_in_rig(line)
         with (
-            mock.patch.object(ride_module, "build_rig", return_value=rig),
-            mock.patch.object(ride_module, "describe_run", return_value=[]),
-            mock.patch.object(ride_module.Console, "note"),
+            mock.patch.object(session_module, "build_components", return_value=components),
+            mock.patch.object(session_module, "describe_run", return_value=[]),
+            mock.patch.object(session_module.Console, "note"),
         ):
             place = RunPlace(path, source)
-            self.ride = ride_module.open_ride(config, make_world(0, 1), place, guards, eval_batches=None)
-        rig.state = self.ride.state
-        self.line = rig.line
+            self.ride = session_module.open_session(config, make_world(0, 1), place, guards, eval_batches=None)
+        components.state = self.ride.state
+        self.line = components.line
 
     @property
     def step(self) -> int:

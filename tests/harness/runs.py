@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
-from paceline.config.load import load_config
-from paceline.config.rules import check_config
-from paceline.config.schema import Config
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.runtime.detect import World
+from paceline.settings.load import load_config
+from paceline.settings.rules import check_config
+from paceline.settings.schema import Config
 from paceline.training.loop import train
-from paceline.world.detect import World
 
 QUICK = ["--num-samples=640", "--epochs=2", "--global-batch-size=64", "--log-frequency=1", "--track"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from paceline.integrations.slurm.facts import SlurmFacts, read_facts
+from paceline.integrations.slurm.fit import find_problems
+from paceline.integrations.slurm.request import as_sbatch_reads
 from paceline.launch.job import JobSpec
-from paceline.launch.slurm_facts import SlurmFacts, read_facts
-from paceline.launch.slurm_fit import find_problems
-from paceline.launch.slurm_request import as_sbatch_reads
 
 CONFIG = """\
 Configuration data as of 2026-11-16T23:00:00

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.study.answers import answer_all
-from paceline.study.collect import Measured
-from paceline.study.findings import find
-from paceline.study.grid import Cell, StudySpec
-from paceline.study.plots import make_charts
-from paceline.study.report import write_study_page
+from paceline.tools.study.answers import answer_all
+from paceline.tools.study.collect import Measured
+from paceline.tools.study.findings import find
+from paceline.tools.study.grid import Cell, StudySpec
+from paceline.tools.study.plots import make_charts
+from paceline.tools.study.report import write_study_page
 
 
 def made_cell(size: int, batch: int, step_s: float, waiting_s: float | None = None, repeat: int = 1) -> Measured:

@@ -8,16 +8,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from harness.ranks import make_world, run_ranks
-from paceline.config.schema import DataConfig
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo, ResidentDataset
 from paceline.data.loader import Loader
 from paceline.parallel.apply import ParallelModel
 from paceline.parallel.buffers import average_statistics
 from paceline.parallel.collectives import broadcast_text, gather_texts
+from paceline.runtime.detect import World
+from paceline.settings.schema import DataConfig
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.objective import Objective, UserFunction
-from paceline.world.detect import World
 
 CLASSES = 3
 

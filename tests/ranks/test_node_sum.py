@@ -14,16 +14,16 @@ import torch
 
 from harness.ranks import make_world, run_ranks
 from harness.runs import step_losses, train_in
-from paceline.config.schema import DataConfig
 from paceline.data.registry import load_dataset
 from paceline.data.shared import load_once_per_node
 from paceline.errors import PacelineError
 from paceline.launch.causes import is_peer_loss
 from paceline.parallel.collectives import gather_texts, tree_sum
-from paceline.parallel.meeting import Meeting, bytes_to_meet
+from paceline.parallel.node_barrier import NodeBarrier, barrier_bytes
 from paceline.parallel.node_sum import NodeSum, open_node_sum
-from paceline.world.detect import World
-from paceline.world.node_memory import SWITCH, share_memory
+from paceline.runtime.detect import World
+from paceline.runtime.node_memory import SWITCH, share_memory
+from paceline.settings.schema import DataConfig
 
 SIZES = (1, 2, 15, 17, 64, 1001, 40_003)
 
@@ -107,20 +107,20 @@ def outlive_the_other(world: World) -> tuple[str, float, bool]:
     """This process is the first rank of a node, its child the second; the child comes once and is killed."""
     places = [make_world(rank, 2) for rank in range(2)]
     shared = share_memory(
-        bytes_to_meet(2), places[0], lambda text: [text], lambda memory: Meeting.prepare(memory, ranks=2)
+        barrier_bytes(2), places[0], lambda text: [text], lambda memory: NodeBarrier.prepare(memory, ranks=2)
     )
     assert shared is not None
     child = os.fork()
     if child == 0:
         shared.hold_place(1)
-        Meeting(shared, places[1]).attend()
+        NodeBarrier(shared, places[1]).wait()
         os.kill(os.getpid(), signal.SIGKILL)
     shared.hold_place(0)
-    meeting = Meeting(shared, places[0])
-    meeting.attend()
+    barrier = NodeBarrier(shared, places[0])
+    barrier.wait()
     began = time.monotonic()
     try:
-        meeting.attend()
+        barrier.wait()
     except PacelineError as error:
         # Not yet waited for, the child is still in the table of processes: that must not count as life.
         return error.what, time.monotonic() - began, os.waitpid(child, 0)[1] == signal.SIGKILL

@@ -10,8 +10,8 @@ import pytest
 from harness.ranks import run_ranks
 from harness.runs import quick_config, read_results, train_in
 from paceline.errors import UserError
-from paceline.training.rig import build_rig
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.training.components import build_components
 
 CODE = """\
 import random
@@ -127,7 +127,7 @@ def look_at(world: World, flags: tuple[str, ...]) -> tuple[list[str], str]:
     kept = _Kept()
     logging.getLogger("paceline").addHandler(kept)
     try:
-        build_rig(quick_config(*flags), world)
+        build_components(quick_config(*flags), world)
     except UserError as error:
         return kept.lines, f"{error.what}; {error.got}; {error.allowed}"
     finally:
@@ -192,9 +192,9 @@ def test_looking_changes_no_bit_of_a_run(file: str, tmp_path: Path) -> None:
 
 
 def train_without_a_look(world: World, folder: str, flags: tuple[str, ...]) -> None:
-    from paceline.training import rig
+    from paceline.training import components as components
 
-    rig.check_objective = lambda *_: None  # type: ignore[attr-defined,assignment]
+    components.check_objective = lambda *_: None  # type: ignore[attr-defined,assignment]
     train_in(world, folder, flags)
 
 

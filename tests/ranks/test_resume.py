@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from harness.ranks import make_world, run_ranks
 from harness.runs import read_results, step_losses, train_in
-from paceline.training import rig
+from paceline.training import components as components
 
 EVERYTHING = ("--ema-decay", "0.9", "--clip-norm", "1", "--dropout", "0.3", "--warmup-epochs", "0.5")
 
@@ -39,7 +39,7 @@ def test_a_checkpoint_with_other_random_numbers_says_so(tmp_path: Path, caplog: 
         train_in(make_world(0, 1), str(folder), (*flags, "2"))
         train_in(make_world(0, 1), str(folder), (*flags, "3"), True)
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
-        with mock.patch.object(rig, "RANDOM_NUMBERS", 3):
+        with mock.patch.object(components, "RANDOM_NUMBERS", 3):
             train_in(make_world(0, 1), str(folder), (*flags, "4"), True)
         warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
         assert ["dropout" in text for text in warnings] == [True] * warned

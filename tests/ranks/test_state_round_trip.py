@@ -20,7 +20,7 @@ from paceline.checkpoints.store import open_checkpoint
 from paceline.parallel import apply
 from paceline.parallel.buffers import average_statistics, gather_own_buffers, running_statistics, set_own_buffers
 from paceline.parallel.parts import bits
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 FLAGS = ("--model-name=harness.masked_model:build", "--save-steps=4", "--keep-last=9", "--no-async-save")
 BUILT = ("all_", "scalar_", "empty_", "mask", "same_mask", "strided")

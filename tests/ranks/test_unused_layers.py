@@ -17,10 +17,10 @@ from harness.runs import quick_config, read_results, step_losses, train_in
 from paceline.checkpoints.capture import gather_whole, model_tensors
 from paceline.data.loader import Batch
 from paceline.parallel.apply import parallelise, settle_buckets
+from paceline.runtime.detect import World
+from paceline.runtime.node_memory import SWITCH
 from paceline.training.optim import build_optimizer
 from paceline.training.recorded_step import build_step
-from paceline.world.detect import World
-from paceline.world.node_memory import SWITCH
 
 STEPS, BATCH, INPUTS, CLASSES = 8, 16, 6, 4
 # Sums of floats in another order differ in their last bits; over the steps of these tests that stays below this.

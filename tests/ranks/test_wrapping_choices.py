@@ -13,7 +13,7 @@ from harness.ranks import run_ranks
 from harness.runs import quick_config, train_in
 from paceline.models.cnn import CNN
 from paceline.parallel.apply import parallelise
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 
 def results_of(folder: Path, *flags: str) -> dict[str, Any]:

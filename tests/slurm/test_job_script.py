@@ -14,8 +14,8 @@ import pytest
 from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.main import main
 from paceline.errors import UserError
+from paceline.integrations.slurm.script import write_array_script, write_script
 from paceline.launch.job import JobSpec, count_gres_gpus, parse_time_s
-from paceline.launch.slurm import write_array_script, write_script
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples" / "slurm"

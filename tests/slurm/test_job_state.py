@@ -19,8 +19,8 @@ import pytest
 from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.checkpoints.store import commit, temporary_folder
 from paceline.cli.main import main
+from paceline.integrations.slurm.client import JobState, SlurmUnavailable, read_state
 from paceline.launch.job_record import JobRecord, read_record
-from paceline.launch.slurm_client import JobState, SlurmUnavailable, read_state
 from paceline.runs.folder import RunFolder
 from paceline.runs.owner import this_process
 
@@ -119,7 +119,7 @@ def test_fake_controller_is_away(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatc
     fake.answer("squeue", "", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     with pytest.raises(SlurmUnavailable, match="squeue failed"):
         read_state("4711")
-    monkeypatch.setattr("paceline.launch.slurm_client.CLIENT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("paceline.integrations.slurm.client.CLIENT_TIMEOUT_S", 0.3)
     fake.hang("squeue")
     began_s = time.perf_counter()
     with pytest.raises(SlurmUnavailable, match=r"squeue did not answer within 0\.3 s"):

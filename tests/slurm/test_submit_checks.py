@@ -13,9 +13,9 @@ import pytest
 
 from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.main import main
-from paceline.config.fields import find_field
-from paceline.config.sites import job_settings
-from paceline.launch import slurm_facts
+from paceline.integrations.slurm import facts as slurm_facts
+from paceline.settings.fields import find_field
+from paceline.settings.sites import job_settings
 
 USER = 2
 MOST_LINES = 12
@@ -352,7 +352,7 @@ def test_refusal_of_the_fake_sbatch_leaves_nothing(
 def test_fake_sbatch_that_does_not_answer(
     fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("paceline.launch.slurm_client.CLIENT_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("paceline.integrations.slurm.client.CLIENT_TIMEOUT_S", 0.3)
     (fake.folder / "sbatch.1.sh").write_text("exec sleep 60\n")
     assert submit(*JOB) not in (0, USER)
     screen = capsys.readouterr().err

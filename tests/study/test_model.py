@@ -12,11 +12,11 @@ import pytest
 from harness.cli import paceline
 from harness.study_cells import made_cell, sixty_four_cells, write_made_page
 from paceline.cli.main import main
-from paceline.study.answers import answer_all
-from paceline.study.collect import Measured, read_csv, write_csv
-from paceline.study.findings import find
-from paceline.study.model import TERMS, Link, fit, hold_out
-from paceline.study.statistics import mean, ratio, scaled_serial_fraction, serial_fraction, student_t
+from paceline.tools.study.answers import answer_all
+from paceline.tools.study.collect import Measured, read_csv, write_csv
+from paceline.tools.study.findings import find
+from paceline.tools.study.model import TERMS, Link, fit, hold_out
+from paceline.tools.study.statistics import mean, ratio, scaled_serial_fraction, serial_fraction, student_t
 
 # Seconds per epoch that a public course recorded on 1, 2, 4 and 8 GPUs.
 RECORDED = {"ddp": (7.44, 4.58, 2.15, 1.37), "fsdp": (8.36, 6.74, 3.92, 3.17)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from harness.runs import train_in
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 
 def train_on_pictures(world: World, folder: str, data: str, image_size: int) -> tuple[str, list[str]]:

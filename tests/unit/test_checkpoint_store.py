@@ -19,7 +19,7 @@ from paceline.checkpoints.store import Retention
 from paceline.checkpoints.tiling import Box
 from paceline.errors import EXIT_CHECKPOINT, CheckpointError
 from paceline.runs.patience import PATIENCE
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 
 def open_manager(folder: Path, *, is_async: bool = False, **keep: int) -> CheckpointManager:

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from harness.shared_data import real_cifar10
-from paceline.config.schema import DataConfig
 from paceline.data.registry import describe_dataset, load_dataset
 from paceline.data.sources import cifar10
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 RECORDS = 20
 

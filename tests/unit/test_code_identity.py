@@ -88,7 +88,7 @@ def test_a_checkpoint_without_hashes_is_resumed(home: Path, caplog: pytest.LogCa
 
 def _config(home: Path) -> str:
     from harness.runs import QUICK
-    from paceline.config.load import load_config, to_yaml
+    from paceline.settings.load import load_config, to_yaml
 
     return to_yaml(load_config("shapes-cnn", [*QUICK, f"--loss={home}/own.py:focal"]).config)
 
@@ -96,8 +96,8 @@ def _config(home: Path) -> str:
 def test_a_changed_model_is_named_when_the_library_opens_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """`run.model()` and `run.predict()` build the model from the file as it is now."""
     from harness.runs import QUICK
-    from paceline.config.load import load_config, to_yaml
     from paceline.library.predictions import open_model
+    from paceline.settings.load import load_config, to_yaml
 
     code = "import torch\n\n\ndef build(num_classes, input_shape):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
     code += "torch.nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], num_classes))\n"

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config.faults import parse_faults
-from paceline.config.fields import field_table, flatten
-from paceline.config.load import LoadedConfig, load_config, to_yaml
-from paceline.config.processes import ProcessRange, parse_processes
-from paceline.config.recipe_file import shipped_recipes
-from paceline.config.rules import check_config, check_world, fitting_worlds, nearest_divisors
-from paceline.config.schema import Config
 from paceline.errors import UserError
+from paceline.settings.faults import parse_faults
+from paceline.settings.fields import field_table, flatten
+from paceline.settings.load import LoadedConfig, load_config, to_yaml
+from paceline.settings.processes import ProcessRange, parse_processes
+from paceline.settings.recipe_file import shipped_recipes
+from paceline.settings.rules import check_config, check_world, fitting_worlds, nearest_divisors
+from paceline.settings.schema import Config
 
 # Adding a flag is a decision: it must be added here too, and the number must stay near sixty. The nine of the last
 # line guard a run and leave what it computes alone; nobody needs them before something goes wrong. `profile` is the

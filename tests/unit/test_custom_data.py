@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import LoadedData
 from paceline.data.registry import check_dataset_name, describe_dataset, load_dataset
 from paceline.data.sources import custom
 from paceline.errors import DataError, PacelineError, UserError
+from paceline.settings.schema import DataConfig
 
 
 @pytest.fixture(autouse=True)

@@ -16,17 +16,17 @@ from PIL import Image
 from harness import changing_data
 from harness.ranks import make_world
 from harness.runs import quick_config, train_in
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.fingerprint import differences, fingerprint_of, pack_keys, sample_keys, unpack_keys
 from paceline.data.registry import load_dataset
 from paceline.data.sources import custom
 from paceline.errors import CheckpointError
 from paceline.runs.epoch_clock import EpochClock
-from paceline.training.rig import Rig, build_rig
+from paceline.runtime.detect import World
+from paceline.settings.schema import DataConfig
+from paceline.training.components import Components, build_components
 from paceline.training.run_data import RunData
 from paceline.training.state import TrainState
-from paceline.world.detect import World
 
 FLAGS = ("--dataset=harness.changing_data:load", "--augment=none", "--global-batch-size=32", "--save-steps=4")
 
@@ -109,7 +109,7 @@ def test_accepted_data_is_written_down_and_stays_accepted(run: Path) -> None:
 def test_samples_trained_on_never_become_validation_samples(run: Path, variant: dict[str, Any]) -> None:
     """Whatever the new order and length, and also at the resume after the next."""
     config = quick_config(*flags_for(run))
-    before = parts_of(build_rig(config, make_world(0, 1)))
+    before = parts_of(build_components(config, make_world(0, 1)))
     change(run, **variant)
     for steps in (8, 12):
         go_on(run, "--accept-new-data", f"--max-steps={steps}")
@@ -122,26 +122,26 @@ def test_samples_trained_on_never_become_validation_samples(run: Path, variant: 
         assert validation
 
 
-def parts_of(rig: Rig) -> tuple[set[int], set[int]]:
-    assert rig.samples is not None
-    keys = sample_keys(rig.samples)
+def parts_of(components: Components) -> tuple[set[int], set[int]]:
+    assert components.samples is not None
+    keys = sample_keys(components.samples)
     assert keys is not None
-    return set(keys[rig.train_data.ids].tolist()), set(keys[rig.validation_data.ids].tolist())
+    return set(keys[components.train_data.ids].tolist()), set(keys[components.validation_data.ids].tolist())
 
 
 def parts_again(folder: Path, data: dict[str, Any]) -> tuple[set[int], set[int]]:
-    """Of a rig that has taken over the newest checkpoint."""
+    """Of a components that has taken over the newest checkpoint."""
     from paceline.checkpoints.store import open_checkpoint
 
-    rig = build_rig(quick_config(*flags_for(folder)), make_world(0, 1))
-    samples = rig.samples
+    components = build_components(quick_config(*flags_for(folder)), make_world(0, 1))
+    samples = components.samples
     newest = max((folder / "run" / "checkpoints").glob("step-*"))
-    rig.resume(open_checkpoint(newest), make_world(0, 1))
-    rig.samples = samples
-    assert rig.plan.num_train == len(rig.train_data)
-    assert rig.plan.num_validation == len(rig.validation_data)
-    assert rig.data.to_json() == data
-    return parts_of(rig)
+    components.resume(open_checkpoint(newest), make_world(0, 1))
+    components.samples = samples
+    assert components.plan.num_train == len(components.train_data)
+    assert components.plan.num_validation == len(components.validation_data)
+    assert components.data.to_json() == data
+    return parts_of(components)
 
 
 def everything(folder: Path) -> set[int]:
@@ -160,14 +160,14 @@ def test_data_without_any_known_validation_sample_is_refused_even_if_accepted(ru
 
 def test_a_checkpoint_without_a_fingerprint_is_accepted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an earlier version; from then on it has one."""
-    original = Rig.state_json
+    original = Components.state_json
 
-    def without(self: Rig, *arguments: Any, **more: Any) -> dict[str, Any]:
+    def without(self: Components, *arguments: Any, **more: Any) -> dict[str, Any]:
         return {name: value for name, value in original(self, *arguments, **more).items() if name != "data"}
 
     shutil.rmtree(run / "run")
     with monkeypatch.context() as patch:
-        patch.setattr(Rig, "state_json", without)
+        patch.setattr(Components, "state_json", without)
         train_in(make_world(0, 1), str(run / "run"), flags_for(run, "--max-steps=4"))
     assert "data" not in newest_state(run)
     go_on(run)

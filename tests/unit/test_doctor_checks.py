@@ -17,32 +17,32 @@ import pytest
 import torch
 
 from harness.ranks import run_ranks
-from paceline.bench.collectives import Row
-from paceline.bench.links import Limit
 from paceline.data.draws import draw_below
-from paceline.doctor import report
-from paceline.doctor.assemble import Examination, Expected, assemble
-from paceline.doctor.checks.disk import check_clock, check_data, check_place
-from paceline.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
-from paceline.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
-from paceline.doctor.checks.peers import check_clocks, check_mtu, check_reach, check_versions, fewest_to_leave_out
-from paceline.doctor.checks.ranks import check_links, check_pace, check_pairs, check_sums, check_training
-from paceline.doctor.checks.software import check_devices, check_packages, check_python, check_torch
-from paceline.doctor.examine import Exam, _gather_all, _no_answer
-from paceline.doctor.exchange import Sums, measure_pace, partners, try_pairs, try_sums
-from paceline.doctor.findings import Finding, failed, merge_nodes, nodes_to_exclude, passed, verdict, warned
-from paceline.doctor.gather.disk import Place, gather_place
-from paceline.doctor.gather.machine import Cores, Memory, gather_cores, gather_memory
-from paceline.doctor.gather.network import Interface, Names, Network, Ports, gather_ports, resolve, who_has
-from paceline.doctor.gather.software import Software, Torch
-from paceline.doctor.hand_in import HandIn, _as_lines, read_lines
-from paceline.doctor.known_training import KNOWN_HASH, train_alone, train_together
-from paceline.doctor.plant import Plant, Planted, parse_plants
-from paceline.doctor.reach import Listener, Visit, visit
-from paceline.doctor.request import Surroundings
-from paceline.doctor.screen import Screen
 from paceline.errors import UserError
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.tools.bench.collectives import Row
+from paceline.tools.bench.links import Limit
+from paceline.tools.doctor import report
+from paceline.tools.doctor.assemble import Examination, Expected, assemble
+from paceline.tools.doctor.checks.disk import check_clock, check_data, check_place
+from paceline.tools.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from paceline.tools.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
+from paceline.tools.doctor.checks.peers import check_clocks, check_mtu, check_reach, check_versions, fewest_to_leave_out
+from paceline.tools.doctor.checks.ranks import check_links, check_pace, check_pairs, check_sums, check_training
+from paceline.tools.doctor.checks.software import check_devices, check_packages, check_python, check_torch
+from paceline.tools.doctor.examine import Exam, _gather_all, _no_answer
+from paceline.tools.doctor.exchange import Sums, measure_pace, partners, try_pairs, try_sums
+from paceline.tools.doctor.findings import Finding, failed, merge_nodes, nodes_to_exclude, passed, verdict, warned
+from paceline.tools.doctor.gather.disk import Place, gather_place
+from paceline.tools.doctor.gather.machine import Cores, Memory, gather_cores, gather_memory
+from paceline.tools.doctor.gather.network import Interface, Names, Network, Ports, gather_ports, resolve, who_has
+from paceline.tools.doctor.gather.software import Software, Torch
+from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
+from paceline.tools.doctor.plant import Plant, Planted, parse_plants
+from paceline.tools.doctor.rank_report import RankReport, _as_lines, read_lines
+from paceline.tools.doctor.reach import Listener, Visit, visit
+from paceline.tools.doctor.request import Surroundings
+from paceline.tools.doctor.screen import Screen
 
 GB, MB = 2**30, 2**20
 SOFTWARE = Software("0.1.0", "3.11.7", ">=3.11", {"torch": "2.13.0+cpu"}, {"torch": ">=2.11"}, "Linux")
@@ -465,8 +465,8 @@ def test_one_flipped_bit_leads_elsewhere() -> None:
 PYTHON = replace(passed("python", "3.11"), group="SOFTWARE")
 
 
-def paper(rank: int, host: str, **more: Any) -> HandIn:
-    return HandIn(rank, 3, host, **{"phase": "done", "node": [PYTHON], **more})
+def paper(rank: int, host: str, **more: Any) -> RankReport:
+    return RankReport(rank, 3, host, **{"phase": "done", "node": [PYTHON], **more})
 
 
 def test_papers_survive_lines_that_are_mixed_and_torn() -> None:

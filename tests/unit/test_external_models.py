@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from harness.torchvision_shim import import_timm, import_torchvision
-from paceline.config.schema import ModelConfig
 from paceline.errors import DataError, UserError
 from paceline.models import external
 from paceline.models.external import build_external
 from paceline.models.head import find_head, replace_head
 from paceline.models.registry import build_model, check_model_name
+from paceline.settings.schema import ModelConfig
 
 CIFAR = (3, 32, 32)
 IMAGENET = (3, 224, 224)

@@ -15,15 +15,15 @@ from torch.distributed.tensor import DTensor
 from harness.ranks import make_world
 from harness.runs import step_losses
 from harness.torchvision_shim import import_timm, import_torchvision
-from paceline.config.load import load_config
-from paceline.config.rules import check_config
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
-from paceline.training import loop, ride
-from paceline.training.rig import Rig, build_rig
-from paceline.world.detect import ALONE
-from paceline.world.group import process_group
+from paceline.runtime.detect import ALONE
+from paceline.runtime.group import process_group
+from paceline.settings.load import load_config
+from paceline.settings.rules import check_config
+from paceline.training import loop, session
+from paceline.training.components import Components, build_components
 
 IMAGE_SIDE, STEPS = 64, 2
 SMALL = [
@@ -46,15 +46,15 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
     loaded = load_config(recipe, [*SMALL, f"--strategy={strategy}"])
     check_config(loaded)
     world = make_world(0, 1)
-    rigs: list[Rig] = []
+    rigs: list[Components] = []
     initial: dict[str, Tensor] = {}
 
-    def build_and_remember(*arguments: Any, **options: Any) -> Rig:
-        rigs.append(build_rig(*arguments, **options))
+    def build_and_remember(*arguments: Any, **options: Any) -> Components:
+        rigs.append(build_components(*arguments, **options))
         initial.update({name: value.clone() for name, value in parameters_of(rigs[0]).items()})
         return rigs[0]
 
-    monkeypatch.setattr(ride, "build_rig", build_and_remember)
+    monkeypatch.setattr(session, "build_components", build_and_remember)
     RunFolder(folder).create()
     with process_group(world, ALONE, needed=strategy == "fsdp"):
         # The synthetic test set has at least 1000 samples; one batch of it shows that evaluation works.
@@ -69,9 +69,9 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
     return Answer(step_losses(folder), len(unmoved) / len(initial))
 
 
-def parameters_of(rig: Rig) -> dict[str, Tensor]:
+def parameters_of(components: Components) -> dict[str, Tensor]:
     """The values themselves; in a group of one, a rank's shard is the whole parameter."""
-    named = rig.model.module.named_parameters()
+    named = components.model.module.named_parameters()
     return {name: value.to_local().detach() if isinstance(value, DTensor) else value.detach() for name, value in named}
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paceline.config.schema import DataConfig
 from paceline.data.registry import describe_dataset, load_dataset
 from paceline.data.sources import fashion_mnist
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 COUNTS = {"train": 6, "t10k": 4}
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.errors import EXIT_INTERNAL, EXIT_USER
 from paceline.launch.final_code import FINAL_CODE_FILE, note_final_code
-from paceline.world.detect import OWN_LAUNCHER
+from paceline.runtime.detect import OWN_LAUNCHER
 
 
 @pytest.fixture

@@ -9,11 +9,11 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.config.schema import DataConfig
 from paceline.data.pictures import EXTENSIONS, find_pictures
 from paceline.data.registry import describe_dataset, load_dataset
 from paceline.data.sources.folder import read_picture
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 
 def config(data_dir: Path, workers: int = 0) -> DataConfig:

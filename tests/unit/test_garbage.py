@@ -14,10 +14,10 @@ import pytest
 from harness.cli import command
 from harness.ranks import make_world
 from harness.runs import train_in
-from paceline.training import ride
-from paceline.training.rig import build_rig
-from paceline.world import garbage
-from paceline.world.garbage import no_search_for_garbage
+from paceline.runtime import garbage
+from paceline.runtime.garbage import no_search_for_garbage
+from paceline.training import session as ride
+from paceline.training.components import build_components
 
 # In a process of its own: ranks come from the server of whoever asks first.
 A_RANK = """
@@ -92,11 +92,16 @@ def test_of_two_rides_in_one_process_nothing_stays(tmp_path: Path, monkeypatch: 
     opened = []
 
     def open_and_note(*given: Any, **more: Any) -> Any:
-        rig = build_rig(*given, **more)
-        opened.append([weakref.ref(part) for part in (rig.model.module, rig.optimizer, rig.train_data, rig.step)])
-        return rig
+        components = build_components(*given, **more)
+        opened.append(
+            [
+                weakref.ref(part)
+                for part in (components.model.module, components.optimizer, components.train_data, components.step)
+            ]
+        )
+        return components
 
-    monkeypatch.setattr(ride, "build_rig", open_and_note)
+    monkeypatch.setattr(ride, "build_components", open_and_note)
     for name in ("first", "second"):
         train_in(make_world(0, 1), str(tmp_path / name), ("--epochs=1",))
     gc.collect()

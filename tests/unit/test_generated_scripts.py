@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.shellcheck import check_script
-from paceline.doctor.start import _ON_NODE
+from paceline.integrations.slurm.script import write_array_script, write_script
 from paceline.launch.job import JobSpec
-from paceline.launch.slurm import write_array_script, write_script
+from paceline.tools.doctor.start import _ON_NODE
 
 PLAIN = JobSpec(
     name="shapes-cnn",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.kubernetes_logs import _new_line, _Position
+from paceline.integrations.kubernetes.logs import _new_line, _Position
 
 EARLY, LATE = b"2026-11-15T10:00:00.5Z", b"2026-11-15T10:00:01Z"
 

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from harness.ranks import make_world
 from harness.runs import quick_config
-from paceline.config.schema import Config
 from paceline.data.dataset import DatasetInfo
 from paceline.data.loader import Batch
 from paceline.errors import UserError
 from paceline.launch.policy import fewest_microbatches, samples_to_cut
 from paceline.parallel.apply import ParallelModel
+from paceline.settings.schema import Config
 from paceline.training.optim import build_optimizer
 from paceline.training.plan import make_plan
 from paceline.training.step import TrainStep

@@ -19,11 +19,11 @@ from paceline.checkpoints import store as disk
 from paceline.checkpoints.fetch import fetch_run, prepare_store, push
 from paceline.checkpoints.format import FileSeal, Manifest, add_checksum, parse_manifest
 from paceline.checkpoints.mirror import mirrored
-from paceline.config.load import load_config
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
 from paceline.runs.stores import Store, StoreTrouble, local_path, open_store, split_checkpoint
+from paceline.settings.load import load_config
 
 URL = "memory://run"
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from harness.torchvision_shim import import_torchvision
-from paceline.config.schema import ModelConfig
 from paceline.errors import UserError
 from paceline.models.pooling import MaxPool2x2, max_pool_2x2
 from paceline.models.registry import BUILT_IN, PUBLISHED_NAMES, build_model, check_model_name
 from paceline.models.vgg import pool_to_grid
+from paceline.settings.schema import ModelConfig
 
 # Published totals at 1000 classes and 224-pixel images.
 PARAMETERS = {

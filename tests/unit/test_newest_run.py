@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from harness.made_runs import add_checkpoints, make_run
-from paceline.config.load import load_config
 from paceline.runs.folder import newest_run_folder
 from paceline.runs.place import decide_place
+from paceline.settings.load import load_config
 
 
 @pytest.fixture(autouse=True)

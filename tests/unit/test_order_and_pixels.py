@@ -9,13 +9,13 @@ import torch
 from PIL import Image
 
 from harness.ranks import make_world
-from paceline.config.schema import DataConfig
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.data.dataset import LoadedData
 from paceline.data.draws import draw_below, draw_bits, draw_permutation
 from paceline.data.loader import Batch, Loader
 from paceline.data.order import epoch_order, even_shares, split_train_validation
 from paceline.data.registry import load_dataset
+from paceline.settings.schema import DataConfig
 
 SEED, EPOCH, BATCH = 5, 3, 24
 

@@ -17,7 +17,6 @@ import torch
 from PIL import Image
 
 from harness.ranks import make_world, run_ranks
-from paceline.config.schema import DataConfig
 from paceline.data import ahead, pack_format
 from paceline.data.ahead import ReadingWatch
 from paceline.data.augment import build_pipeline
@@ -29,7 +28,8 @@ from paceline.data.pack_format import FINISHED, UNFINISHED, Packed, Shard, open_
 from paceline.data.registry import check_data_config, describe_dataset, load_dataset
 from paceline.data.sources import packed as packed_source
 from paceline.errors import DataError, PacelineError, UserError
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.schema import DataConfig
 from unit.packed_ride import train_on_pictures
 
 IMAGE_SIZE, SIDE = 28, 32

@@ -16,20 +16,20 @@ from harness.pages import HOSTILE, PIXEL, every_block, every_chart, write_run
 from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config, train_in
 from paceline.cli.main import main
-from paceline.config.load import to_yaml
 from paceline.data.augment import Pipeline
 from paceline.data.loader import Loader
-from paceline.report.charts import Chart, Series
-from paceline.report.compare_page import Finding, write_compare_page
-from paceline.report.page import Gallery, Picture, Section, render_page, safe_json, show_number
-from paceline.report.run_page import leave_page, write_run_page
-from paceline.report.thin import MOST_POINTS, thin
+from paceline.reports.charts import Chart, Series
+from paceline.reports.compare_page import Finding, write_compare_page
+from paceline.reports.page import Gallery, Picture, Section, render_page, safe_json, show_number
+from paceline.reports.run_page import try_to_write_run_page, write_run_page
+from paceline.reports.thin import MOST_POINTS, thin
 from paceline.runs.folder import RunFolder
+from paceline.settings.load import to_yaml
+from paceline.training.components import build_components
 from paceline.training.evaluate import evaluate
 from paceline.training.examples import MOST_EXAMPLES, Examples
-from paceline.training.rig import build_rig
 
-ASSETS = Path(__file__).resolve().parents[2] / "src" / "paceline" / "report" / "assets"
+ASSETS = Path(__file__).resolve().parents[2] / "src" / "paceline" / "reports" / "assets"
 
 
 class Reader(HTMLParser):
@@ -222,11 +222,11 @@ def test_a_page_that_cannot_be_written_is_a_warning(
 ) -> None:
     folder = write_run(tmp_path / "run")
     folder.report.mkdir()
-    leave_page(folder)
+    try_to_write_run_page(folder)
     assert "warning: report.html cannot be written" in caplog.text
     folder.report.rmdir()
-    monkeypatch.setattr("paceline.report.run_page.verdict", lambda run: 1 / 0)
-    leave_page(folder)
+    monkeypatch.setattr("paceline.reports.run_page.verdict", lambda run: 1 / 0)
+    try_to_write_run_page(folder)
     assert "warning: report.html cannot be made" in caplog.text
 
 
@@ -283,10 +283,10 @@ def test_vectors_and_numbers_that_are_none_leave_no_examples(tmp_path: Path) -> 
 
 def test_examples_do_not_change_an_evaluation() -> None:
     world, config = make_world(0, 1), quick_config()
-    rig = build_rig(config, world)
-    data: Loader = rig.test_data
+    components = build_components(config, world)
+    data: Loader = components.test_data
     bare, watched = (
-        evaluate(rig.model, data, world, num_classes=10, batch_size=32, examples=examples)
+        evaluate(components.model, data, world, num_classes=10, batch_size=32, examples=examples)
         for examples in (None, Examples(data._pipeline, 1))
     )
     assert (bare.loss, bare.accuracy, bare.confusion) == (watched.loss, watched.accuracy, watched.confusion)

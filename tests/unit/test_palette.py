@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-STYLE = Path(__file__).resolve().parents[2] / "src" / "paceline" / "report" / "assets" / "page.css"
+STYLE = Path(__file__).resolve().parents[2] / "src" / "paceline" / "reports" / "assets" / "page.css"
 # What is left of linear red, green and blue for an eye without one kind of cone (Machado, Oliveira, Fernandes 2009).
 EYES = {
     "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],

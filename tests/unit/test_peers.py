@@ -15,8 +15,8 @@ from queue import SimpleQueue
 import pytest
 
 from paceline.errors import UserError
-from paceline.world import peers as peers_module
-from paceline.world.peers import (
+from paceline.runtime import peers as peers_module
+from paceline.runtime.peers import (
     MalformedMessage,
     Message,
     Peer,
@@ -26,7 +26,7 @@ from paceline.world.peers import (
     listen_on_loopback,
     parse_message,
 )
-from paceline.world.secret import (
+from paceline.runtime.secret import (
     RUN_SECRET,
     NotProved,
     SessionKeys,

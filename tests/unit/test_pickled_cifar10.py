@@ -17,7 +17,6 @@ import torch
 
 from harness.pickled_cifar10 import FORMS, official_batch, pickle_batch, pickle_binary_folder
 from harness.shared_data import real_cifar10
-from paceline.config.schema import DataConfig
 from paceline.data.check import check_known
 from paceline.data.dataset import LoadedData
 from paceline.data.fingerprint import fingerprint_of
@@ -25,6 +24,7 @@ from paceline.data.known_files import CIFAR10_PICKLED_FOLDER
 from paceline.data.registry import load_dataset
 from paceline.data.sources import cifar10
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 RECORDS = 30
 PIXELS = np.random.default_rng(5).integers(0, 256, (6, RECORDS, 3072), dtype=np.uint8)

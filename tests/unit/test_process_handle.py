@@ -27,7 +27,7 @@ from paceline.runs.process_handle import (
     process_start,
     stat_fields,
 )
-from paceline.world.pulse import Pulse, pulse_path
+from paceline.runtime.pulse import Pulse, pulse_path
 
 PAUSE = "import signal; print(flush=True); signal.pause()"
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from paceline.config.load import load_config
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.runtime.detect import ALONE, build_world
+from paceline.runtime.recorded import Recorded
+from paceline.settings.load import load_config
 from paceline.training import recorded_step
+from paceline.training.components import build_components
 from paceline.training.loop import train
-from paceline.training.rig import build_rig
-from paceline.world.detect import ALONE, build_world
-from paceline.world.recorded import Recorded
 
 QUICK = ["--num-samples=320", "--epochs=2", "--global-batch-size=64", "--track", "--device=cpu", "--omp-num-threads=1"]
 
@@ -133,6 +133,6 @@ def test_the_warm_up_of_a_fake_recording_leaves_the_counts_of_a_model(monkeypatc
     monkeypatch.setattr(recorded_step, "can_record", lambda *_: True)
     monkeypatch.setattr(recorded_step, "Recorded", PlayedAtOnce)
     config = load_config("shapes-cnn", [*QUICK, "--model-name=harness.branching_model:build_counting"]).config
-    rig = build_rig(config, build_world(config.parallel, ALONE))
-    assert isinstance(rig.step, recorded_step.RecordedStep)
-    assert rig.model.module.calls == 0
+    components = build_components(config, build_world(config.parallel, ALONE))
+    assert isinstance(components.step, recorded_step.RecordedStep)
+    assert components.model.module.calls == 0

@@ -13,7 +13,6 @@ import torch
 from harness.cli import paceline
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.tiling import Box
-from paceline.config.small_files import make_plain_folder, open_plain, write_plain
 from paceline.errors import UserError
 from paceline.launch.report import FailureReport
 from paceline.metrics.recorder import Recorder
@@ -21,8 +20,9 @@ from paceline.metrics.safe_output import SafeStream
 from paceline.runs import lock
 from paceline.runs.drafts import draft_of, write_draft
 from paceline.runs.folder import RankLog, RunFolder
-from paceline.world.pulse import Pulse
-from paceline.world.watchdog import Watchdog
+from paceline.runtime.pulse import Pulse
+from paceline.runtime.watchdog import Watchdog
+from paceline.settings.small_files import make_plain_folder, open_plain, write_plain
 
 FILES = ["run.lock", "run.owner", "metrics.jsonl", "failures.jsonl", "faults.jsonl", "requeues.jsonl"]
 FILES += ["logs/rank-0.log", "stacks/attempt-1-rank-0.txt", "profile/rank-0.json.gz"]

@@ -10,13 +10,13 @@ import pytest
 from harness.ranks import make_world
 from harness.runs import QUICK, quick_config, train_in
 from paceline.cli.export import _read_request
-from paceline.config.load import load_config
-from paceline.config.rules import check_config
 from paceline.data.dataset import DatasetInfo
 from paceline.data.reference import check_reference
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
-from paceline.training.narrate import describe_summary
+from paceline.settings.load import load_config
+from paceline.settings.rules import check_config
+from paceline.training.run_summary import describe_summary
 
 
 @pytest.mark.parametrize(("shape", "takes_pictures"), [((3, 8, 8), True), ((3, 8, 9), False), ((20,), False)])

@@ -8,8 +8,8 @@ from pathlib import Path
 from harness.ranks import run_ranks
 from harness.runs import train_in
 from paceline.checkpoints.format import step_folders, step_of
-from paceline.config.schema import RunConfig
 from paceline.runs.epoch_clock import EpochClock
+from paceline.settings.schema import RunConfig
 from paceline.training.epoch import is_save_due
 
 

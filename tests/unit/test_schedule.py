@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.config.schema import OptimConfig
+from paceline.settings.schema import OptimConfig
 from paceline.training.schedule import learning_rate, peak_learning_rate
 
 STEPS_PER_EPOCH, TOTAL = 10, 100

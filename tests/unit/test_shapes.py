@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from paceline.config.schema import DataConfig
 from paceline.data.registry import describe_dataset, load_dataset
 from paceline.data.sources.shapes import CLASSES, MEAN, STD, make_shapes
+from paceline.settings.schema import DataConfig
 
 LINEAR_CEILING = 0.50
 

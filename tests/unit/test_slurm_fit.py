@@ -8,10 +8,10 @@ import pytest
 
 from harness.slurm_answers import ANSWERS, CONFIG, GPU_JOB, JOB, PARTITIONS, facts, refused, without_accounting
 from paceline.errors import UserError
+from paceline.integrations.slurm.facts import Gres, SlurmFacts, read_facts, read_gres
+from paceline.integrations.slurm.fit import describe_closed, find_problems, require_possible
+from paceline.integrations.slurm.request import as_sbatch_reads, as_srun_reads
 from paceline.launch.job import JobSpec
-from paceline.launch.slurm_facts import Gres, SlurmFacts, read_facts, read_gres
-from paceline.launch.slurm_fit import describe_closed, find_problems, require_possible
-from paceline.launch.slurm_request import as_sbatch_reads, as_srun_reads
 
 IMPOSSIBLE: dict[str, tuple[JobSpec, list[str]]] = {
     "more nodes than the default partition has": (replace(JOB, nodes=7), ["nodes"]),

@@ -9,12 +9,12 @@ from dataclasses import replace
 import pytest
 
 from harness.slurm_answers import CONFIG, GPU_JOB, JOB, NODES, PARTITIONS, facts, refused
-from paceline.config.sites import Given
 from paceline.errors import UserError
-from paceline.launch import slurm_facts
+from paceline.integrations.slurm import facts as slurm_facts
+from paceline.integrations.slurm.fit import find_problems
+from paceline.integrations.slurm.request import as_sbatch_reads, as_srun_reads
 from paceline.launch.job import JobSpec, parse_job, parse_time_s
-from paceline.launch.slurm_fit import find_problems
-from paceline.launch.slurm_request import as_sbatch_reads, as_srun_reads
+from paceline.settings.sites import Given
 
 MANY_DIGITS = "9" * 5000  # more than Python turns into a number
 FIXED = CONFIG.replace("MaxNodeCount            = 8\n", "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.launch.slurm_reasons import explain_reason
+from paceline.integrations.slurm.reasons import explain_reason
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,15 @@ from torch.nn import functional as F
 
 from harness.ranks import make_world, run_ranks
 from harness.runs import train_in
-from paceline.config.schema import OptimConfig
 from paceline.data.augment import Pipeline
 from paceline.errors import UserError
 from paceline.metrics.recorder import read_rows
 from paceline.models.sprint import Sprint
-from paceline.training.evaluate import look_often
+from paceline.runtime.gpus import count_gpus_without_torch
+from paceline.settings.schema import OptimConfig
+from paceline.training.evaluate import average_over_views
 from paceline.training.muon import Muon, _together, orthogonal
 from paceline.training.schedule import learning_rate
-from paceline.world.gpus import count_gpus_without_torch
 
 PLAIN = ("--train-split=1", "--augment=gentle", "--test-views=6")
 MUON = ("--optimizer=muon", "--base-lr=0.05", "--schedule=linear", "--epochs=1")
@@ -154,10 +154,10 @@ def test_views_are_averaged() -> None:
     def corner(images: torch.Tensor) -> torch.Tensor:
         return images[:, 0, :1, 0]
 
-    assert torch.equal(look_often(corner, inputs, 1), inputs[:, 0, :1, 0])
-    assert torch.equal(look_often(corner, inputs, 2), (inputs[:, 0, :1, 0] + inputs[:, 0, :1, 7]) / 2)
+    assert torch.equal(average_over_views(corner, inputs, 1), inputs[:, 0, :1, 0])
+    assert torch.equal(average_over_views(corner, inputs, 2), (inputs[:, 0, :1, 0] + inputs[:, 0, :1, 7]) / 2)
     six = inputs[:, 0, 0, [0, 7]].mean(1) / 2 + (inputs[:, 0, 1, [1, 6]].mean(1) + inputs[:, 0, 1, [1, 6]].mean(1)) / 4
-    assert torch.allclose(look_often(corner, inputs, 6)[:, 0], six)
+    assert torch.allclose(average_over_views(corner, inputs, 6)[:, 0], six)
 
 
 def test_linear_schedule_ends_at_zero() -> None:
@@ -188,7 +188,9 @@ def test_muon_on_two_ranks_follows_one(tmp_path: Path) -> None:
 
 def test_gpus_are_counted_without_torch() -> None:
     assert count_gpus_without_torch() is None  # torch is here: it shall tell
-    ask = "import sys; from paceline.world import gpus; print(gpus.count_gpus_without_torch(), 'torch' in sys.modules)"
+    ask = (
+        "import sys; from paceline.runtime import gpus; print(gpus.count_gpus_without_torch(), 'torch' in sys.modules)"
+    )
     answer = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
     assert answer[1] == "False"
     if not torch.cuda.is_available() and not Path("/dev/nvidiactl").exists():

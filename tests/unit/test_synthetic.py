@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.config.schema import DataConfig
 from paceline.data.registry import (
     check_data_config,
     check_dataset_name,
@@ -20,6 +19,7 @@ from paceline.data.registry import (
 )
 from paceline.data.sources.synthetic import TEST_STREAM, TRAIN_STREAM, make_synthetic
 from paceline.errors import UserError
+from paceline.settings.schema import DataConfig
 
 
 def config(**values: object) -> DataConfig:

@@ -19,9 +19,9 @@ def test_plain_numbers_and_tensors_agree_to_the_bit() -> None:
         assert torch.equal(host.sums(), device.sums())
         assert host.sums()[2] == 50 * parts
         for wants_stop in (False, True):
-            told = host.passengers(wants_stop)
+            told = host.piggybacked_scalars(wants_stop)
             assert told.dtype == torch.float32
-            assert torch.equal(told, device.passengers(wants_stop))
+            assert torch.equal(told, device.piggybacked_scalars(wants_stop))
             assert told[0] == wants_stop
 
 
@@ -31,4 +31,4 @@ def test_one_part_tells_the_very_loss() -> None:
         loss = torch.rand((), generator=torch.Generator().manual_seed(number))
         tally = HostTally()
         tally.add(loss, torch.tensor(1), 48)
-        assert tally.passengers(False)[1] == loss
+        assert tally.piggybacked_scalars(False)[1] == loss

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from paceline.config.fields import field_table, flatten
-from paceline.config.load import load_config, to_yaml
-from paceline.config.schema import Config
-from paceline.config.sites import read_site
-from paceline.config.small_files import parse_json, read_json_object
-from paceline.config.text import check_text, find_fault
 from paceline.errors import PacelineError, UserError, printable, printable_line
+from paceline.settings.fields import field_table, flatten
+from paceline.settings.load import load_config, to_yaml
+from paceline.settings.schema import Config
+from paceline.settings.sites import read_site
+from paceline.settings.small_files import parse_json, read_json_object
+from paceline.settings.text import check_text, find_fault
 
 REFUSED = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u2028\u2029\u202a\u202e\u2066\u2069\ud800\udcff"]
 TEXT_FIELDS = [spec for spec in field_table().values() if spec.is_text]

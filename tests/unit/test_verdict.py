@@ -14,16 +14,16 @@ from harness.pages import write_run
 from harness.ranks import make_world, run_ranks
 from harness.runs import quick_config
 from paceline.cli.main import main
-from paceline.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from paceline.metrics import ceiling as ceiling_module
 from paceline.metrics.ceiling import cache_file, conditions_of, find_ceilings, recall, remember
 from paceline.metrics.flops import count_flops
 from paceline.metrics.verdict import RankTime, RunVerdict, Setting, Speed, judge_run, split_time
 from paceline.parallel.collectives import wait_for_all
-from paceline.report.run_page import write_run_page
+from paceline.reports.run_page import write_run_page
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config, DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from paceline.training.components import build_components
 from paceline.training.limits import WORTH_MEASURING_S, find_limits
-from paceline.training.rig import build_rig
-from paceline.world.detect import World
 
 CPU = Setting(Config(), make_world(0, 2), "ddp", "float32", cores=2, step_ms=100.0)
 GPU = replace(CPU, world=replace(CPU.world, device="cuda:0", backend="nccl"), precision="bfloat16")
@@ -357,17 +357,17 @@ def limits_of_two_ranks(world: World, folder: str, seconds: float) -> dict[str, 
     import os
 
     os.environ["PACELINE_CACHE"] = folder
-    rig = build_rig(quick_config(), world)
-    weights = [parameter.clone() for parameter in rig.model.module.parameters()]
+    components = build_components(quick_config(), world)
+    weights = [parameter.clone() for parameter in components.model.module.parameters()]
     random = torch.get_rng_state()
     phases = {"data": 5.0, "forward": 30.0, "backward": 50.0, "communication": 10.0 * world.rank, "update": 5.0}
     entry = {"host": "h", "seconds": seconds, "steps": 50, "step_ms": {"mean": 100.0}, "breakdown_ms": phases}
     entries = [{**entry, "rank": rank} for rank in range(2)]
     for rank in range(2):
         entries[rank]["breakdown_ms"] = {**phases, "communication": 10.0 * rank}
-    limits = find_limits(rig, world, entries)
+    limits = find_limits(components, world, entries)
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(*pair) for pair in zip(weights, rig.model.module.parameters(), strict=True))
+    assert all(torch.equal(*pair) for pair in zip(weights, components.model.module.parameters(), strict=True))
     return limits
 
 
@@ -392,7 +392,7 @@ def test_a_short_run_pays_for_nothing(tmp_path: Path) -> None:
 
 
 def test_a_handful_of_steps_is_not_judged() -> None:
-    rig, world = build_rig(quick_config(), make_world(0, 1)), make_world(0, 1)
+    components, world = build_components(quick_config(), make_world(0, 1)), make_world(0, 1)
     few = {
         "rank": 0,
         "host": "h",
@@ -401,8 +401,8 @@ def test_a_handful_of_steps_is_not_judged() -> None:
         "step_ms": {"mean": 1.0},
         "breakdown_ms": {"data": 0.1},
     }
-    assert find_limits(rig, world, [few]) == {"steps": 10, "verdict": None}
-    assert find_limits(rig, world, [{"rank": 0, "host": "h", "seconds": 60.0}]) == {"steps": 0, "verdict": None}
+    assert find_limits(components, world, [few]) == {"steps": 10, "verdict": None}
+    assert find_limits(components, world, [{"rank": 0, "host": "h", "seconds": 60.0}]) == {"steps": 0, "verdict": None}
 
 
 def test_the_page_shows_them(tmp_path: Path) -> None:

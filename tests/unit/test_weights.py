@@ -15,11 +15,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from paceline.config.schema import ModelConfig
 from paceline.errors import EXIT_DATA, DataError, UserError
 from paceline.models import weights
 from paceline.models.published import PUBLISHED
 from paceline.models.registry import PUBLISHED_NAMES, build_model, check_weights
+from paceline.settings.schema import ModelConfig
 
 CIFAR = (3, 32, 32)
 

@@ -7,9 +7,8 @@ import socket
 
 import pytest
 
-from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
-from paceline.world.detect import (
+from paceline.runtime.detect import (
     ALONE,
     Nodes,
     agent_variables,
@@ -18,6 +17,7 @@ from paceline.world.detect import (
     read_rank_environment,
     threads_per_rank,
 )
+from paceline.settings.schema import ParallelConfig
 
 TORCHRUN = {
     "RANK": "3",
@@ -55,7 +55,7 @@ def test_contradictions_are_refused(change: dict[str, str]) -> None:
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.world.detect.usable_cores", lambda: 8)
+    monkeypatch.setattr("paceline.runtime.detect.usable_cores", lambda: 8)
     assert threads_per_rank(ParallelConfig(), 2) == 4
     assert threads_per_rank(ParallelConfig(), 16) == 1
     assert threads_per_rank(ParallelConfig(omp_num_threads=5), 2) == 5
@@ -76,8 +76,8 @@ def test_an_agent_is_told_its_place_among_the_nodes() -> None:
 
 def test_ranks_of_one_machine_use_its_loopback_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """gloo and NCCL listen where these variables say; without them, at the address of the host's name."""
-    from paceline.world.group import stay_on_loopback
-    from paceline.world.peers import loopback_interface
+    from paceline.runtime.group import stay_on_loopback
+    from paceline.runtime.peers import loopback_interface
 
     name = loopback_interface()
     assert name in {interface for _, interface in socket.if_nameindex()}

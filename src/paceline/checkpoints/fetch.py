@@ -12,8 +12,6 @@ from paceline.checkpoints import store as disk
 from paceline.checkpoints.format import DamagedCheckpoint, NewerSchema, step_folders, step_of
 from paceline.checkpoints.mirror import Mirror
 from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoints
-from paceline.config.load import LoadedConfig
-from paceline.config.schema import RunConfig
 from paceline.errors import CheckpointError, UserError, printable_line
 from paceline.runs.drafts import draft_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
@@ -21,6 +19,8 @@ from paceline.runs.mirror_note import MirrorNote, parse_note, read_note, read_ow
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.place import owner_of
 from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
+from paceline.settings.load import LoadedConfig
+from paceline.settings.schema import RunConfig
 
 _Tell = Callable[[str], None]
 

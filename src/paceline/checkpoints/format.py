@@ -25,8 +25,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import parse_json
 from paceline.runs.patience import UnreadableNow
+from paceline.settings.small_files import parse_json
 
 try:
     from isal import isal_zlib as _checksums  # the same sums as zlib's, several times as fast

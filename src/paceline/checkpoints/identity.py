@@ -9,9 +9,9 @@ from typing import Any
 
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, step_folders
 from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_at
-from paceline.config.code import CodeReference
 from paceline.errors import CheckpointError
 from paceline.runs.patience import UnreadableNow
+from paceline.settings.code import CodeReference
 
 # A change in one of these makes another run of it, not a continuation.
 IDENTITY = (

@@ -28,13 +28,13 @@ from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import LEFT_IN_PLACE, checkpoints_of, choose_checkpoint, decided_by_primary
-from paceline.config.small_files import make_plain_folder, write_plain
 from paceline.errors import CheckpointError, OwnerLost
 from paceline.parallel.collectives import is_true_on_any, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
 from paceline.runs.patience import UnreadableNow, patience_s, read_patiently
-from paceline.world.detect import World
-from paceline.world.running_clock import RunningClock
+from paceline.runtime.detect import World
+from paceline.runtime.running_clock import RunningClock
+from paceline.settings.small_files import make_plain_folder, write_plain
 
 _log = logging.getLogger("paceline")
 FEWEST_FAILURES = 3  # in a row, before a run ends

@@ -27,14 +27,14 @@ from typing import Any
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint, add_checksum, read_state, step_folders, step_of
 from paceline.checkpoints.remote import FOLDER, POINTERS, RemoteCheckpoints
-from paceline.config.variables import STORE_TIMEOUT, read_number
 from paceline.errors import OwnerLost
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.patience import UnreadableNow
 from paceline.runs.stores import Store, StoreTrouble, open_store
-from paceline.world.running_clock import RunningClock
+from paceline.runtime.running_clock import RunningClock
+from paceline.settings.variables import STORE_TIMEOUT, read_number
 
 PATIENCE = STORE_TIMEOUT
 _PATIENCE_S = 60.0  # at the end of a run: how long the store may make no progress

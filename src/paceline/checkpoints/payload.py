@@ -23,10 +23,10 @@ from torch import Tensor
 
 from paceline.checkpoints.format import CHUNK_BYTES, FileSeal, add_checksum, chunks_of
 from paceline.checkpoints.tiling import Box, fill_whole
-from paceline.config.small_files import open_plain, parse_json, write_all
 from paceline.errors import CheckpointError
 from paceline.parallel.parts import bits, copy_bits, is_sharded, new_tensor
 from paceline.runs.patience import read_patiently
+from paceline.settings.small_files import open_plain, parse_json, write_all
 
 _TYPES = {
     torch.float64: "F64",

@@ -35,8 +35,8 @@ from paceline.checkpoints.format import (
     read_manifest,
     step_of,
 )
-from paceline.config.small_files import parse_json
 from paceline.runs.stores import Store, Stored, StoreTrouble
+from paceline.settings.small_files import parse_json
 
 FOLDER = "checkpoints"
 POINTERS = ("latest", "best")

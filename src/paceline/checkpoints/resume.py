@@ -19,7 +19,7 @@ from paceline.checkpoints.payload import PayloadReader
 from paceline.errors import CheckpointError
 from paceline.parallel.collectives import broadcast_text
 from paceline.runs.patience import is_present, read_patiently
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 _log = logging.getLogger("paceline")
 OnDamaged = Callable[[Path], str]

@@ -43,10 +43,10 @@ from paceline.checkpoints.format import (
     step_of,
     verify,
 )
-from paceline.config.small_files import write_plain
 from paceline.errors import CheckpointError
 from paceline.runs.folder import flush
 from paceline.runs.patience import UnreadableNow, is_present, names_in, read_patiently
+from paceline.settings.small_files import write_plain
 
 _log = logging.getLogger("paceline")
 _TEMPORARY, _DAMAGED, _SUPERSEDED = ".tmp-", "damaged-", "superseded-"

@@ -10,17 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.bench.request import PARTS, Request, parse_parts, parse_seconds
-from paceline.bench.units import DEFAULT_SIZES, parse_sizes
 from paceline.cli.help import wants_help
 from paceline.cli.train import rank_main
-from paceline.config.load import LoadedConfig
-from paceline.config.processes import parse_processes
-from paceline.config.rules import check_world
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.request import check_joined_world, decide_processes, read_request
 from paceline.runs.folder import write_json
-from paceline.world.detect import (
+from paceline.runtime.detect import (
     RankEnvironment,
     check_whole_job,
     count_gpus,
@@ -28,9 +23,14 @@ from paceline.world.detect import (
     read_rank_environment,
     threads_per_rank,
 )
+from paceline.settings.load import LoadedConfig
+from paceline.settings.processes import parse_processes
+from paceline.settings.rules import check_world
+from paceline.tools.bench.request import PARTS, Request, parse_parts, parse_seconds
+from paceline.tools.bench.units import DEFAULT_SIZES, parse_sizes
 
 if TYPE_CHECKING:
-    from paceline.bench.session import Report
+    from paceline.tools.bench.session import Report
 
 _HELP = """Measure what a recipe's speed is made of on this machine, and hold it against what the machine can do.
 Takes the flags of `paceline train` (those about folders, checkpoints and failures change nothing), and:
@@ -58,7 +58,7 @@ def run(arguments: list[str]) -> int:
         return _be_a_rank(request, environment, own)
     nodes = read_nodes()
     _check_world(request, loaded, processes, processes * nodes.count, is_asked="--what" in own)
-    from paceline.bench.ranks import LocalRanks, run_ranks
+    from paceline.tools.bench.ranks import LocalRanks, run_ranks
 
     threads = threads_per_rank(request.config.parallel, processes)
     # Folders and files are named here, once: the clocks of several ranks would name several.
@@ -156,8 +156,8 @@ def _check_joined(request: Request, loaded: LoadedConfig, environment: RankEnvir
 def _be_a_rank(request: Request, environment: RankEnvironment, own: dict[str, str]) -> int:
     from rich.console import Console
 
-    from paceline.bench.screen import lines_of
-    from paceline.bench.session import run_rank
+    from paceline.tools.bench.screen import lines_of
+    from paceline.tools.bench.session import run_rank
 
     is_speaking = environment.rank == 0
     console = Console(file=sys.stdout, highlight=False, soft_wrap=True, quiet=not is_speaking or "--json" in own)

@@ -8,8 +8,8 @@ from datetime import datetime
 
 from paceline.cli.status import RunView, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
-from paceline.launch.kubernetes_client import cluster_of
-from paceline.launch.slurm_client import cancel_job
+from paceline.integrations.kubernetes.client import cluster_of
+from paceline.integrations.slurm.client import cancel_job
 from paceline.runs.process_handle import ProcessHandle
 
 _USAGE = """\

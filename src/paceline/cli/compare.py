@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.metrics.recorder import read_rows
-from paceline.report.compare_page import Finding, write_compare_page
+from paceline.reports.compare_page import Finding, write_compare_page
 from paceline.runs.comparison import (
     RunRecord,
     TextComparison,

@@ -129,7 +129,7 @@ def _takes_recipe(text: str) -> bool:
 
 
 def _recipe_flags() -> set[str]:
-    from paceline.config.fields import field_table
+    from paceline.settings.fields import field_table
 
     specs = field_table().values()
     return {spec.flag for spec in specs} | {f"--no-{spec.flag.removeprefix('--')}" for spec in specs if spec.is_bool}
@@ -146,7 +146,7 @@ def _values(before: list[str]) -> list[str] | None:
 
         own = {"--status": list(STATES), "--sort": list(SORTS), "--tag": _tags(), "--recipe": _recipes()}
         return own.get(flag)
-    from paceline.config.fields import find_field
+    from paceline.settings.fields import find_field
 
     spec = find_field(flag.removeprefix("--"))
     return list(spec.choices) or None if spec is not None else None
@@ -170,7 +170,7 @@ def _subjects(verb: str, words: list[str]) -> list[str]:
 
 
 def _recipes() -> list[str]:
-    from paceline.config.recipe_file import shipped_recipes
+    from paceline.settings.recipe_file import shipped_recipes
 
     return list(shipped_recipes())
 

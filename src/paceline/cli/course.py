@@ -7,12 +7,12 @@ import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.course.desk import DEFAULT, find_desk, find_file, note_passed, read_passed, start
-from paceline.course.lessons import LESSONS, Lesson, find_lesson
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
+from paceline.tools.course.desk import DEFAULT, find_desk, find_file, note_passed, read_passed, start
+from paceline.tools.course.lessons import LESSONS, Lesson, find_lesson
 
 if TYPE_CHECKING:
-    from paceline.course.verdict import Verdict
+    from paceline.tools.course.verdict import Verdict
 
 _USAGE = f"""\
 usage: paceline course                      the lessons, and which of them you have passed
@@ -86,7 +86,7 @@ def _show(words: list[str]) -> int:
         return EXIT_FINISHED
     from rich.markdown import Markdown
 
-    from paceline.course.page import page_text
+    from paceline.tools.course.page import page_text
 
     console.print(Markdown(page_text(lesson, has_answers="--answers" in flags), hyperlinks=False))
     console.print(f"\nnext:   fill {find_desk() / lesson.file_name}, then paceline course check {lesson.number}")
@@ -97,7 +97,7 @@ def _show(words: list[str]) -> int:
 
 
 def _check(lesson: Lesson, path: Path) -> int:
-    from paceline.course.grading import grade
+    from paceline.tools.course.grading import grade
 
     print(f"lesson {lesson.number}: {lesson.title}  ({path})", flush=True)
     verdict = grade(lesson, path, lambda title: print(f"  ok      {title}", flush=True))

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.data.pack_format import is_packed
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.world.cores import usable_cores
+from paceline.runtime.cores import usable_cores
 
 _USAGE = """\
 usage: paceline data pack PICTURES PACKED [--image-size 224] [--unreadable 0] [--workers N] [--shard-mb N]
@@ -160,8 +160,8 @@ def _check(words: list[str], flags: dict[str, str]) -> int:
 
 
 def _fetch(words: list[str], flags: dict[str, str]) -> int:
-    from paceline.config.recipe_file import shipped_recipes
     from paceline.data.check import KNOWN
+    from paceline.settings.recipe_file import shipped_recipes
 
     only_weights = not words and {"--weights", "--model-name"} <= set(flags)
     if len(words) != 1 and not only_weights:
@@ -187,9 +187,9 @@ def _fetch(words: list[str], flags: dict[str, str]) -> int:
 
 
 def _fetch_for_recipe(recipe: str, flags: dict[str, str]) -> None:
-    from paceline.config.load import load_config
     from paceline.data.check import KNOWN
     from paceline.launch.request import DEFAULT_RECIPE
+    from paceline.settings.load import load_config
 
     given = [f"{name}={value}" for name, value in flags.items() if name not in _SWITCHES]
     config = load_config(recipe or DEFAULT_RECIPE, given).config

@@ -12,16 +12,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.train import rank_main
-from paceline.config.processes import parse_processes
-from paceline.doctor.assemble import Examination, Expected, assemble
-from paceline.doctor.examine import examine_node
-from paceline.doctor.findings import EXIT_FAILED, Finding, is_healthy, nodes_to_exclude, skipped, verdict
-from paceline.doctor.hand_in import HandIn, hand_in, has_listener
-from paceline.doctor.plant import Planted, parse_plants
-from paceline.doctor.report import to_json, write_markdown
-from paceline.doctor.request import DEVICES, LAUNCHES, Request, Surroundings
-from paceline.doctor.screen import Screen
-from paceline.doctor.start import (
+from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
+from paceline.runs.folder import write_atomically
+from paceline.runtime.detect import ALONE, RankEnvironment, read_rank_environment
+from paceline.settings.processes import parse_processes
+from paceline.tools.doctor.assemble import Examination, Expected, assemble
+from paceline.tools.doctor.examine import examine_node
+from paceline.tools.doctor.findings import EXIT_FAILED, Finding, is_healthy, nodes_to_exclude, skipped, verdict
+from paceline.tools.doctor.plant import Planted, parse_plants
+from paceline.tools.doctor.rank_report import RankReport, has_listener, send_report
+from paceline.tools.doctor.report import to_json, write_markdown
+from paceline.tools.doctor.request import DEVICES, LAUNCHES, Request, Surroundings
+from paceline.tools.doctor.screen import Screen
+from paceline.tools.doctor.start import (
     LocalStart,
     SlurmStart,
     Stopped,
@@ -31,12 +34,9 @@ from paceline.doctor.start import (
     run_slurm,
     srun_command,
 )
-from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
-from paceline.runs.folder import write_atomically
-from paceline.world.detect import ALONE, RankEnvironment, read_rank_environment
 
 if TYPE_CHECKING:
-    from paceline.doctor.session import Session
+    from paceline.tools.doctor.session import Session
 
 _HELP = """\
 usage: paceline doctor [flags] [-- OPTIONS OF SRUN]
@@ -285,21 +285,21 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
             where="flag --launch local",
             hint="leave --launch out to join; or unset RANK and WORLD_SIZE",
         )
-    from paceline.doctor.session import Session
-    from paceline.doctor.stay import Stay
+    from paceline.tools.doctor.session import Session
+    from paceline.tools.doctor.stay import Stay
 
     session = Session(asked.request, environment)
 
-    def on_late(paper: HandIn) -> None:
+    def on_late(report: RankReport) -> None:
         if has_listener():
-            hand_in(paper)
+            send_report(report)
         elif environment.rank == 0:
             _speak(session, asked, environment, started)
 
     with Stay(environment):
         session.run(on_late)
         if has_listener():
-            hand_in(session.paper)
+            send_report(session.report)
             code = EXIT_FINISHED if session.is_clean else EXIT_INTERNAL
         else:
             code = _speak(session, asked, environment, started)
@@ -309,10 +309,10 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
 
 def _speak(session: Session, asked: Asked, environment: RankEnvironment, started: float) -> int:
     """No launcher of ours waits: rank 0 tells what all have found; the others only share its exit code."""
-    papers = session.papers or [session.paper]
-    is_met = bool(session.papers)
+    reports = session.reports or [session.report]
+    is_met = bool(session.reports)
     expected = Expected(environment.world_size if is_met else 0, environment.launcher)  # else its own word is all
-    examination = assemble(papers, expected)
+    examination = assemble(reports, expected)
     examination.world_size = environment.world_size
     if environment.rank == 0 or (not is_met and environment.local_rank == 0):
         return _deliver(examination, asked, started)

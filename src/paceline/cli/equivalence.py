@@ -13,9 +13,6 @@ from typing import Any
 
 from paceline.cli.compare import SHORT_HASH
 from paceline.cli.help import wants_help
-from paceline.config.load import LoadedConfig
-from paceline.config.rules import check_world
-from paceline.config.small_files import read_json_object
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.child import start_child
 from paceline.launch.request import read_request, require_folder
@@ -23,7 +20,10 @@ from paceline.metrics.recorder import read_rows
 from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.comparison import HASHES, Row, largest_loss_difference
 from paceline.runs.folder import RunFolder, new_run_folder
-from paceline.world.detect import count_gpus, read_rank_environment
+from paceline.runtime.detect import count_gpus, read_rank_environment
+from paceline.settings.load import LoadedConfig
+from paceline.settings.rules import check_world
+from paceline.settings.small_files import read_json_object
 
 _HELP = """Train a recipe for a few steps on each number of processes, one after the other, and say whether
 they agree. Takes the flags of `paceline train` but --processes; and these two:

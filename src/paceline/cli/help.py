@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.config.load import print_help
+from paceline.settings.load import print_help
 
 
 def wants_help(arguments: list[str], verb: str, text: str) -> bool:

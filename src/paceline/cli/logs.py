@@ -12,9 +12,9 @@ from typing import BinaryIO
 
 from paceline.cli.status import look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, UserError, printable
+from paceline.integrations.kubernetes.client import cluster_of
+from paceline.integrations.kubernetes.logs import choose_pod, follow_log, read_log
 from paceline.launch.job_record import JobRecord, read_record
-from paceline.launch.kubernetes_client import cluster_of
-from paceline.launch.kubernetes_logs import choose_pod, follow_log, read_log
 from paceline.runs.folder import RunFolder
 
 _USAGE = """\

@@ -26,13 +26,13 @@ from paceline.errors import (
     explain_exit,
 )
 from paceline.metrics.safe_output import finish_console, protect_console
-from paceline.world.early_exit import early_exits_fail
-from paceline.world.open_files import OPEN_FILES_HINT
-from paceline.world.own_rank import own_rank
+from paceline.runtime.early_exit import early_exits_fail
+from paceline.runtime.open_files import OPEN_FILES_HINT
+from paceline.runtime.own_rank import own_rank
 
 VERBS = {
     "train": "train a recipe, on as many processes as you like",
-    "submit": "the same as a Slurm or Kubernetes job, checked before it stands in line",
+    "submit": "submit as a Slurm or Kubernetes job, after checking the request",
     "runs": "all runs in a table; tags and notes",
     "status": "where a run is: its job, its progress, its last failure",
     "watch": "the same, until the run has ended",
@@ -59,11 +59,11 @@ paceline {version}: distributed training of vision models, one command and one a
 
 {verbs}
 
-first ride:   paceline train shapes-cnn
+first run:    paceline train shapes-cnn
 every flag:   paceline train --help
 """
 _FIRST = {
-    "train": ("train shapes-cnn", "a first ride: a small CNN, no download, about a minute"),
+    "train": ("train shapes-cnn", "a first run: a small CNN, no download, about a minute"),
     "recipes": ("recipes", "what else can be trained out of the box"),
     "doctor": ("doctor", "is this machine fit to train"),
     "runs": ("runs", "what you have trained so far"),
@@ -119,13 +119,13 @@ def _run(arguments: list[str] | None) -> int:
             traceback.print_exc()
         return _tell(error.screen(), error, error.exit_code)
     except EndsWithPrimary as error:
-        from paceline.launch.words import leave_last_words
-        from paceline.world.error_file import leave_error_file
+        from paceline.launch.rank_exit import write_rank_exit
+        from paceline.runtime.error_file import leave_error_file
 
         code = int(error.code or EXIT_INTERNAL)
         leave_error_file(error.screen, code, is_consequence=True)
         # Without a word its supervisor would take it for a rank that was killed, and start it again.
-        leave_last_words("rank 0 has failed, and says why", code, error)
+        write_rank_exit("rank 0 has failed, and says why", code, error)
         return code
     except KeyboardInterrupt as error:
         return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
@@ -223,11 +223,11 @@ def _tell(screen: str, error: BaseException, code: int) -> int:
     """Print the screen, unless the launcher of this rank does: our supervisor, or torchrun in its summary."""
     from paceline.launch.causes import is_peer_loss
     from paceline.launch.child import report_error
-    from paceline.launch.words import leave_last_words
+    from paceline.launch.rank_exit import write_rank_exit
     from paceline.metrics.screen import fit_to
-    from paceline.world.error_file import is_summary_expected, leave_error_file
+    from paceline.runtime.error_file import is_summary_expected, leave_error_file
 
-    if leave_last_words(screen, code, error):
+    if write_rank_exit(screen, code, error):
         return code
     if report_error(error.to_json() if isinstance(error, PacelineError) else None):
         return code

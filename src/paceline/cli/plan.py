@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from paceline.cli.help import wants_help
-from paceline.config.fields import field_table
-from paceline.config.load import LoadedConfig
-from paceline.config.rules import check_world
-from paceline.config.schema import Config
 from paceline.launch.request import check_joined_world, decide_processes, read_request
 from paceline.runs.place import decide_place
-from paceline.world.detect import read_rank_environment
+from paceline.runtime.detect import read_rank_environment
+from paceline.settings.fields import field_table
+from paceline.settings.load import LoadedConfig
+from paceline.settings.rules import check_world
+from paceline.settings.schema import Config
 
 _HELP = "Print what `paceline train` would do with the same recipe and flags. Nothing is started."
 
@@ -45,10 +45,10 @@ def _print_config(loaded: LoadedConfig) -> None:
 def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     from paceline.data.registry import describe_dataset
     from paceline.parallel.apply import resolve_precision, resolve_strategy
+    from paceline.runtime.detect import count_gpus
     from paceline.training.estimate import estimate_memory
-    from paceline.training.narrate import describe_batch, describe_data, describe_steps
     from paceline.training.plan import make_plan
-    from paceline.world.detect import count_gpus
+    from paceline.training.run_summary import describe_batch, describe_data, describe_steps
 
     config = loaded.config
     plan = make_plan(config, describe_dataset(config.data, config.train.seed), world_size)

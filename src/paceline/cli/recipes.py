@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.config.recipe_file import shipped_recipes
+from paceline.settings.recipe_file import shipped_recipes
 
 
 def run(arguments: list[str]) -> int:

@@ -15,11 +15,11 @@ from paceline.checkpoints.format import DamagedCheckpoint, step_folders, step_of
 from paceline.checkpoints.store import inspect_checkpoint
 from paceline.cli.arguments import read_words
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError, printable_line
+from paceline.integrations.kubernetes.client import read_kubernetes_state
+from paceline.integrations.kubernetes.logs import read_last_line
+from paceline.integrations.slurm.client import JobState, read_state
+from paceline.integrations.slurm.reasons import explain_reason
 from paceline.launch.job_record import JobRecord, read_record
-from paceline.launch.kubernetes_client import read_kubernetes_state
-from paceline.launch.kubernetes_logs import read_last_line
-from paceline.launch.slurm_client import JobState, read_state
-from paceline.launch.slurm_reasons import explain_reason
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.file_shapes import FAILURE

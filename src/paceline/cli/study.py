@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config.sites import Given, JobSetting, JobSettings, job_settings
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
+from paceline.settings.sites import Given, JobSetting, JobSettings, job_settings
 
 if TYPE_CHECKING:  # these import more than --help may
-    from paceline.config.load import LoadedConfig
     from paceline.launch.job import JobSpec
-    from paceline.study.cells import CellState
-    from paceline.study.grid import StudySpec
+    from paceline.settings.load import LoadedConfig
+    from paceline.tools.study.cells import CellState
+    from paceline.tools.study.grid import StudySpec
 
 _USAGE = """\
 usage: paceline study RECIPE [--world-sizes 1,2,4] [--strategies ddp,fsdp] [--repeats 3] [flags of train]
@@ -70,8 +70,8 @@ def run(arguments: list[str]) -> int:
 
 def _study(arguments: list[str]) -> int:
     from paceline.cli.submit_common import split_flags
-    from paceline.study.cells import look, open_cells
-    from paceline.study.grid import go_on, write_spec
+    from paceline.tools.study.cells import look, open_cells
+    from paceline.tools.study.grid import go_on, write_spec
 
     is_slurm = _place(arguments) == "slurm"
     cluster = {name: s for name, s in job_settings().items() if name not in _NOT_OURS} if is_slurm else {}
@@ -111,7 +111,7 @@ def _value(typed: JobSettings, name: str, default: str = "") -> str:
 
 def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfig, StudySpec]:
     from paceline.launch.request import read_request
-    from paceline.study.plan import Asked, plan_study, refuse_taken
+    from paceline.tools.study.plan import Asked, plan_study, refuse_taken
 
     asked = Asked(
         _value(typed, "world_sizes"),
@@ -165,8 +165,8 @@ def _check_jobs(typed: JobSettings, loaded: LoadedConfig, shapes: dict[int, JobS
 
 def _check_cells(train: list[str], spec: StudySpec) -> None:
     """What `train` would say of any cell, said before the first one starts."""
-    from paceline.config.rules import check_world
     from paceline.launch.request import read_request
+    from paceline.settings.rules import check_world
 
     for cell in {(c.strategy, c.world_size, c.global_batch_size) for c in spec.cells()}:
         strategy, size, batch = cell
@@ -181,7 +181,7 @@ def _shapes(
     from dataclasses import replace
 
     from paceline.cli.submit_slurm import complete
-    from paceline.launch.slurm_client import require_sbatch
+    from paceline.integrations.slurm.client import require_sbatch
 
     job = _parse(typed)
     if "dry_run" not in typed:
@@ -225,7 +225,7 @@ def _state_isolation(spec: StudySpec, shapes: dict[int, JobSpec]) -> StudySpec:
 def _show_grid(
     spec: StudySpec, states: list[CellState], folder: Path, shapes: dict[int, JobSpec], *, retries: bool
 ) -> None:
-    from paceline.study.cells import describe, estimate_left_s, open_cells
+    from paceline.tools.study.cells import describe, estimate_left_s, open_cells
 
     todo = open_cells(states, retries=retries)
     print(f"study     {spec.name} in {os.path.relpath(folder)}: {len(states)} cells, {len(todo)} to run")
@@ -241,7 +241,7 @@ def _show_grid(
             print("command   paceline " + shlex.join(spec.command(found.cell, folder)))
         return
     from paceline.launch.job import parse_time_s
-    from paceline.study.queue import write_scripts
+    from paceline.tools.study.queue import write_scripts
 
     limit = {size: parse_time_s(job.time) / 3600 if job.time else None for size, job in shapes.items()}
     hours = [(limit[found.cell.world_size], shapes[found.cell.world_size].nodes) for found in todo]
@@ -255,9 +255,9 @@ def _show_grid(
 
 
 def _run(folder: Path, spec: StudySpec, states: list[CellState], shapes: dict[int, JobSpec], *, retries: bool) -> None:
-    from paceline.study.board import Board
-    from paceline.study.cells import run_local
-    from paceline.study.queue import run_queue
+    from paceline.tools.study.board import Board
+    from paceline.tools.study.cells import run_local
+    from paceline.tools.study.queue import run_queue
 
     try:
         with Board(spec, states, folder) as board:
@@ -272,7 +272,7 @@ def _run(folder: Path, spec: StudySpec, states: list[CellState], shapes: dict[in
 
 
 def _finish(folder: Path, spec: StudySpec, states: list[CellState]) -> int:
-    from paceline.study.report import write_report
+    from paceline.tools.study.report import write_report
 
     failed = [found for found in states if found.state == "failed"]
     for found in failed:
@@ -289,7 +289,7 @@ def _finish(folder: Path, spec: StudySpec, states: list[CellState]) -> int:
 
 def _collect(arguments: list[str]) -> int:
     from paceline.cli.submit_common import split_flags
-    from paceline.study.by_hand import collect
+    from paceline.tools.study.by_hand import collect
 
     typed, names = split_flags(arguments, {"output_dir": _OWN["output_dir"]})
     unknown = next((name for name in names if name.startswith("-")), None)
@@ -307,8 +307,8 @@ def _collect(arguments: list[str]) -> int:
 
 
 def _report_only(arguments: list[str]) -> int:
-    from paceline.study.cells import look
-    from paceline.study.grid import read_spec
+    from paceline.tools.study.cells import look
+    from paceline.tools.study.grid import read_spec
 
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("paceline study report needs one study", got=" ".join(arguments), hint="its folder")

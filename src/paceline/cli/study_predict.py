@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cli.submit_common import split_flags
-from paceline.config.sites import JobSetting
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.settings.sites import JobSetting
 
 if TYPE_CHECKING:
-    from paceline.study.collect import Measured
-    from paceline.study.model import Link, Prediction, StepModel
+    from paceline.tools.study.collect import Measured
+    from paceline.tools.study.model import Link, Prediction, StepModel
 
 _OWN = {
     "world_sizes": JobSetting("world_sizes", "N,N", "numbers of ranks, as 16,64,256"),
@@ -31,7 +31,7 @@ _MOST_RANKS = 1_000_000
 
 
 def predict(arguments: list[str]) -> int:
-    from paceline.study.model import fit
+    from paceline.tools.study.model import fit
 
     typed, rest = split_flags(arguments, _OWN)
     values = {name: given.values[-1] for name, given in typed.items()}
@@ -69,8 +69,8 @@ def predict(arguments: list[str]) -> int:
 
 
 def _read_cells(path: Path) -> list[Measured]:
-    from paceline.study.collect import CSV_FILE, collect, read_csv
-    from paceline.study.grid import STUDY_FILE, read_spec
+    from paceline.tools.study.collect import CSV_FILE, collect, read_csv
+    from paceline.tools.study.grid import STUDY_FILE, read_spec
 
     if not (path / STUDY_FILE).exists() and (path / CSV_FILE).exists():
         path = path / CSV_FILE  # runs that were started by hand
@@ -125,7 +125,7 @@ def _print(
     *,
     has_price: bool,
 ) -> None:
-    from paceline.study.model import hold_out
+    from paceline.tools.study.model import hold_out
 
     knows_steps = any(cell.steps_per_epoch > 1 for cell in cells)  # a recorded table may know epochs only
     length = f"{epochs:g} epoch" + ("s" if epochs != 1 else "")
@@ -170,7 +170,7 @@ def _duration(hours: object) -> str:
 
 def read_link(text: str) -> Link:
     """100Gbit/s,2us or 12.5GB/s,2us."""
-    from paceline.study.model import Link
+    from paceline.tools.study.model import Link
 
     speed, _, latency = text.partition(",")
     fast, late = _SPEED.fullmatch(speed.strip()), _LATENCY.fullmatch(latency.strip() or "0us")

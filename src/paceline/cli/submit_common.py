@@ -11,14 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from paceline.config.sites import Given, JobSetting, JobSettings, split_words
-from paceline.config.text import check_text
 from paceline.errors import UserError
 from paceline.launch.job_record import RECORD, JobRecord
 from paceline.runs.folder import RunFolder
+from paceline.settings.sites import Given, JobSetting, JobSettings, split_words
+from paceline.settings.text import check_text
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
-    from paceline.config.load import LoadedConfig
+    from paceline.settings.load import LoadedConfig
 
 _TEXT_WITH_DASHES = ("sbatch",)  # only the text of an #SBATCH line may begin with dashes itself
 
@@ -57,7 +57,7 @@ def split_flags(arguments: list[str], own: Mapping[str, JobSetting]) -> tuple[Jo
 
 def _refuse_unknown(rest: list[str], own: Mapping[str, JobSetting]) -> None:
     """A misspelt flag of ours; `train` would not know what it resembles."""
-    from paceline.config.fields import find_field
+    from paceline.settings.fields import find_field
 
     for token in rest:
         name = token.removeprefix("--").partition("=")[0]
@@ -71,7 +71,7 @@ def _refuse_unknown(rest: list[str], own: Mapping[str, JobSetting]) -> None:
 
 def check_ranks(loaded: LoadedConfig, *, nodes: int, ranks_per_node: int, has_gpus: bool) -> None:
     """Device, strategy, batch and lanes must suit the ranks that the job will have."""
-    from paceline.config.rules import check_world
+    from paceline.settings.rules import check_world
 
     parallel, world_size = loaded.config.parallel, nodes * ranks_per_node
     if loaded.origin("processes") == "flag":
@@ -96,7 +96,7 @@ def check_ranks(loaded: LoadedConfig, *, nodes: int, ranks_per_node: int, has_gp
 
 def is_finished(folder: RunFolder, loaded: LoadedConfig) -> bool:
     """Whether there is nothing left to do there, said so."""
-    from paceline.config.load import load_config
+    from paceline.settings.load import load_config
 
     status = folder.read_status()
     if status.get("status") != "finished" or not folder.config.is_file():

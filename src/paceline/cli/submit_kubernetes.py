@@ -24,15 +24,15 @@ from paceline.cli.submit_common import (
     tell_how_to_go_on,
 )
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.integrations.kubernetes.client import Cluster, read_kubernetes_state
+from paceline.integrations.kubernetes.flags import kubernetes_settings, parse_kubernetes_job
+from paceline.integrations.kubernetes.job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name, longest_name
+from paceline.integrations.kubernetes.manifest import MANIFEST, write_manifest
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
-from paceline.launch.kubernetes_client import Cluster, read_kubernetes_state
-from paceline.launch.kubernetes_flags import kubernetes_settings, parse_kubernetes_job
-from paceline.launch.kubernetes_job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name, longest_name
-from paceline.launch.kubernetes_manifest import MANIFEST, write_manifest
 from paceline.runs.folder import RUNS, RunFolder, new_run_folder
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
-    from paceline.config.load import LoadedConfig
+    from paceline.settings.load import LoadedConfig
 
 _ABOUT = """\
 usage: paceline submit kubernetes RECIPE --image IMAGE --runs CLAIM [flags]
@@ -89,10 +89,10 @@ def run(arguments: list[str]) -> int:
 
 def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
     """What `train` would say of its flags in the pods, as far as it can be said here."""
-    from paceline.config.load import load_config
-    from paceline.config.rules import check_config
     from paceline.launch.request import DEFAULT_RECIPE, require_folder
     from paceline.runs.trust import require_trusted_recipe
+    from paceline.settings.load import load_config
+    from paceline.settings.rules import check_config
 
     has_recipe = bool(arguments) and not arguments[0].startswith("-")
     recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
@@ -204,8 +204,8 @@ def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:
 
 def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], folder: RunFolder) -> KubernetesJob:
     """The arguments of `paceline train` as pods need them, and the files they name."""
-    from paceline.config.load import parse_flags
-    from paceline.config.recipe_file import shipped_recipes
+    from paceline.settings.load import parse_flags
+    from paceline.settings.recipe_file import shipped_recipes
 
     files: dict[str, Path] = {}
     recipe = loaded.recipe_path.stem
@@ -224,9 +224,9 @@ def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], f
 
 def _ship_code(loaded: LoadedConfig, files: dict[str, Path]) -> dict[str, list[str]]:
     """Flags that name each function of the user's own where pods find its file. Modules must be in the image."""
-    from paceline.config.code import code_references
-    from paceline.config.fields import field_table
-    from paceline.config.recipe_file import Setting
+    from paceline.settings.code import code_references
+    from paceline.settings.fields import field_table
+    from paceline.settings.recipe_file import Setting
 
     shipped: dict[str, list[str]] = {}
     for item in code_references(loaded.config):

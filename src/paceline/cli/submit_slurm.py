@@ -23,19 +23,19 @@ from paceline.cli.submit_common import (
     split_flags,
     tell_how_to_go_on,
 )
-from paceline.config.sites import Given, JobSettings, job_settings, read_site
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.integrations.slurm.client import read_state, require_sbatch, submit_script
+from paceline.integrations.slurm.facts import ask_slurm
+from paceline.integrations.slurm.fit import describe_closed, require_possible
+from paceline.integrations.slurm.request import as_sbatch_reads
+from paceline.integrations.slurm.script import SCRIPT, write_script
 from paceline.launch.job import JobSpec, count_gres_gpus, parse_job
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
-from paceline.launch.slurm import SCRIPT, write_script
-from paceline.launch.slurm_client import read_state, require_sbatch, submit_script
-from paceline.launch.slurm_facts import ask_slurm
-from paceline.launch.slurm_fit import describe_closed, require_possible
-from paceline.launch.slurm_request import as_sbatch_reads
 from paceline.runs.folder import RunFolder
+from paceline.settings.sites import Given, JobSettings, job_settings, read_site
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
-    from paceline.config.load import LoadedConfig
+    from paceline.settings.load import LoadedConfig
 
 _ABOUT = """\
 usage: paceline submit slurm RECIPE [flags]
@@ -176,8 +176,8 @@ def _is_over(folder: RunFolder, loaded: LoadedConfig, *, asks_slurm: bool) -> bo
 def _place(loaded: LoadedConfig, spec: JobSpec) -> tuple[RunFolder, JobSpec]:
     """The folder, as `train` would choose it, and what the first start goes on from."""
     from paceline.checkpoints.identity import refuse_early
-    from paceline.config.fields import flatten
     from paceline.runs.place import decide_place
+    from paceline.settings.fields import flatten
 
     run = loaded.config.run
     place = decide_place(loaded)
@@ -215,8 +215,8 @@ def complete(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> JobSpec:
 
 def _folders_of_files(loaded: LoadedConfig) -> list[Path]:
     """Of every file that the request names: its recipe, its functions and the weights it starts from."""
-    from paceline.config.code import code_references
-    from paceline.config.recipe_file import RECIPES
+    from paceline.settings.code import code_references
+    from paceline.settings.recipe_file import RECIPES
 
     config = loaded.config
     files = [loaded.recipe_path, *(item.path for item in code_references(config) if item.is_file)]
@@ -230,10 +230,10 @@ def _folders_of_files(loaded: LoadedConfig) -> list[Path]:
 
 def _train_arguments(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> tuple[str, ...]:
     """Recipe and flags, with whatever would not survive a requeue put right."""
-    from paceline.config.code import code_references
-    from paceline.config.load import parse_flags
-    from paceline.config.recipe_file import shipped_recipes
     from paceline.runs.trust import TRUST_FLAG
+    from paceline.settings.code import code_references
+    from paceline.settings.load import parse_flags
+    from paceline.settings.recipe_file import shipped_recipes
 
     has_recipe = bool(train) and not train[0].startswith("-")
     is_shipped = shipped_recipes().get(loaded.recipe_path.stem) == loaded.recipe_path

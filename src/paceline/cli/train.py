@@ -12,10 +12,6 @@ from paceline.checkpoints.store import damaged_error, inspect_checkpoint
 from paceline.cli import plan
 from paceline.cli.help import wants_help
 from paceline.cli.main import main
-from paceline.config.fields import flatten
-from paceline.config.load import LoadedConfig
-from paceline.config.processes import parse_processes
-from paceline.config.rules import check_faults, check_world
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.bytecode import keep_bytecode
 from paceline.launch.policy import samples_to_cut
@@ -28,7 +24,7 @@ from paceline.runs.mirror_note import read_own_note
 from paceline.runs.patience import read_patiently
 from paceline.runs.place import decide_place
 from paceline.runs.stores import is_url, local_path
-from paceline.world.detect import (
+from paceline.runtime.detect import (
     Nodes,
     RankEnvironment,
     check_whole_job,
@@ -36,8 +32,12 @@ from paceline.world.detect import (
     read_rank_environment,
     threads_per_rank,
 )
-from paceline.world.open_files import require_open_files
-from paceline.world.secret import read_secret
+from paceline.runtime.open_files import require_open_files
+from paceline.runtime.secret import read_secret
+from paceline.settings.fields import flatten
+from paceline.settings.load import LoadedConfig
+from paceline.settings.processes import parse_processes
+from paceline.settings.rules import check_faults, check_world
 
 _HELP = """Train a recipe: one that comes with paceline (see `paceline recipes`) or a YAML file.
 Also: --dry-run (print the plan, start nothing), --quiet (only warnings and the result), --json (a row per epoch and

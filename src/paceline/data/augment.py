@@ -2,7 +2,7 @@
 
 Every random choice is drawn from (seed, epoch, sample id, draw number). A sample therefore gets the same
 pixels in an epoch on any rank, in any worker and in any batch. Nothing here reads a value back from the device, so
-the work can be recorded as a CUDA graph (world/recorded.py).
+the work can be recorded as a CUDA graph (runtime/recorded.py).
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo
 from paceline.data.draws import below, draw_bits_from, start_of, turn_even
 from paceline.errors import UserError
+from paceline.settings.schema import DataConfig
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)

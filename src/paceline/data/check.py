@@ -11,7 +11,6 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.schema import DataConfig
 from paceline.data.decoders import find_unreadable, in_processes
 from paceline.data.known_files import (
     CIFAR10_FILES,
@@ -28,6 +27,7 @@ from paceline.data.pack import Progress
 from paceline.data.pack_format import damaged_shard, find_damage, read_finished
 from paceline.data.pictures import find_pictures
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 KNOWN = ("cifar10", "fashion-mnist")
 _CHUNK_PICTURES = 16

@@ -18,9 +18,9 @@ from paceline.data.ahead import ReadingWatch, read_ahead
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
 from paceline.data.order import epoch_order, even_shares
-from paceline.world.detect import World
-from paceline.world.heap import return_freed_memory
-from paceline.world.recorded import Recorded
+from paceline.runtime.detect import World
+from paceline.runtime.heap import return_freed_memory
+from paceline.runtime.recorded import Recorded
 
 _MANY = 20_000  # samples; from here on the memory for sorting them is returned to the kernel
 _COPIED_AT_ONCE = 1024  # samples per copy when a data set moves to the GPU

@@ -21,10 +21,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import parse_json, read_small
-from paceline.config.text import find_fault
 from paceline.errors import DataError, UserError
 from paceline.runs.json_files import COUNT, Fields, ListOf, MapOf, Number, fit
+from paceline.settings.small_files import parse_json, read_small
+from paceline.settings.text import find_fault
 
 try:
     from isal import isal_zlib as _checksums  # the same checksums as zlib, several times as fast

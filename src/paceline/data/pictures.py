@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from paceline.config.text import check_text
 from paceline.errors import DataError
+from paceline.settings.text import check_text
 
 EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
 TEST_ONE_IN = 5

@@ -13,11 +13,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from paceline.config.schema import DataConfig
 from paceline.data.input_size import check_total_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
+from paceline.settings.schema import DataConfig
 
 if TYPE_CHECKING:
     from paceline.data.dataset import DatasetInfo, LoadedData

@@ -13,11 +13,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.registry import describe_dataset, is_resident, load_dataset
-from paceline.world.detect import World
-from paceline.world.node_memory import HEADER_BYTES, Exchange, NodeMemory, has_node_memory, share_memory
+from paceline.runtime.detect import World
+from paceline.runtime.node_memory import HEADER_BYTES, Exchange, NodeMemory, has_node_memory, share_memory
+from paceline.settings.schema import DataConfig
 
 _log = logging.getLogger("paceline")
 _LINE_BYTES = 64

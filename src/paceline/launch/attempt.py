@@ -24,10 +24,10 @@ from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open
 from paceline.launch.watch import RankSight, Watch
 from paceline.runs.interpreter import safe_path
 from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of_this_process
-from paceline.world.detect import ATTEMPT, STORE_FD, Nodes, RankEnvironment, rank_variables
-from paceline.world.pulse import ATTEMPT_DIR, PEERS_FAILED
-from paceline.world.secret import read_secret, take_secret
-from paceline.world.signals import HEAR_SIGNALS_S, SUPERVISOR_PID
+from paceline.runtime.detect import ATTEMPT, STORE_FD, Nodes, RankEnvironment, rank_variables
+from paceline.runtime.pulse import ATTEMPT_DIR, PEERS_FAILED
+from paceline.runtime.secret import read_secret, take_secret
+from paceline.runtime.signals import HEAR_SIGNALS_S, SUPERVISOR_PID
 
 RankMain = Callable[[list[str], dict[str, str]], None]  # arguments, additions to the environment
 _PRELOADED = ["paceline.launch.server", "paceline.training.worker"]

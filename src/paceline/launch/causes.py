@@ -6,7 +6,7 @@ import re
 import signal
 from dataclasses import dataclass
 
-from paceline.world.open_files import OPEN_FILES_HINT
+from paceline.runtime.open_files import OPEN_FILES_HINT
 
 
 @dataclass(frozen=True)

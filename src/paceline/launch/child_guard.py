@@ -24,7 +24,7 @@ from typing import IO
 
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.runs.process_handle import find_process
-from paceline.world.signals import HEAR_SIGNALS_S
+from paceline.runtime.signals import HEAR_SIGNALS_S
 
 # The parent starts the guard with these blocked, so that none is lost before the guard can pass it on.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

@@ -20,7 +20,7 @@ def note_final_code(code: int) -> None:
 
     A rank of our supervisor leaves it to the supervisor, which may start the ranks again.
     """
-    from paceline.world.detect import OWN_LAUNCHER  # here: `paceline submit --help` must not wait for it
+    from paceline.runtime.detect import OWN_LAUNCHER  # here: `paceline submit --help` must not wait for it
 
     path = os.environ.get(FINAL_CODE_FILE)
     if path and code in FINAL_CODES and OWN_LAUNCHER not in os.environ:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import shlex
 from pathlib import Path
 
-from paceline.config.load import LoadedConfig
-from paceline.config.recipe_file import shipped_recipes
 from paceline.data.known_files import missing_files
 from paceline.errors import DataError
 from paceline.models.external import is_fetched
 from paceline.models.published import PUBLISHED, published_path
+from paceline.settings.load import LoadedConfig
+from paceline.settings.recipe_file import shipped_recipes
 
 
 def require_inputs(loaded: LoadedConfig, *, brings_own_weights: bool = False) -> None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from paceline.config.sites import Given, JobSettings, check_given, job_settings
 from paceline.errors import UserError, printable_line
 from paceline.launch.job_record import SECRET_PREFIX
-from paceline.world.secret import RUN_SECRET
+from paceline.runtime.secret import RUN_SECRET
+from paceline.settings.sites import Given, JobSettings, check_given, job_settings
 
 Start = Literal["agent", "ranks", "torchrun"]
 _VARIABLE_FORMS = "NAME=VALUE, or NAME alone to take its value from the environment of paceline submit"

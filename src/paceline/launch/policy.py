@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER
 
 if TYPE_CHECKING:  # `paceline submit --help` must not wait for it
-    from paceline.config.schema import Config
+    from paceline.settings.schema import Config
 
 # These would fail again in the same way.
 FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)

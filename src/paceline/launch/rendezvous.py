@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from paceline.errors import PacelineError
-from paceline.world.detect import Nodes
-from paceline.world.peers import (
+from paceline.runtime.detect import Nodes
+from paceline.runtime.peers import (
     MalformedMessage,
     Message,
     Peer,

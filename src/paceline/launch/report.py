@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config.faults import read_ledger
-from paceline.config.small_files import write_plain
 from paceline.errors import EXIT_HANG, EXIT_INTERNAL, EndsWithPrimary, UserError
 from paceline.launch.attempt import AttemptEnd
 from paceline.launch.causes import Cause, is_peer_loss, name_cause
+from paceline.launch.rank_exit import RankExit
 from paceline.launch.watch import RankSight
-from paceline.launch.words import LastWords
 from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_json
+from paceline.settings.faults import read_ledger
+from paceline.settings.small_files import write_plain
 
 _LOG_LINES = 5
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
@@ -150,7 +150,7 @@ def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankSigh
     return (causes or speakers or ranks)[0]
 
 
-def _is_consequence(words: LastWords) -> bool:
+def _is_consequence(words: RankExit) -> bool:
     return words.kind == EndsWithPrimary.__name__ or is_peer_loss(f"{words.what}\n{words.traceback}")
 
 

@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-from paceline.config.load import LoadedConfig, load_config
-from paceline.config.processes import ProcessRange, parse_processes
-from paceline.config.rules import check_config, check_faults, check_world, fitting_worlds
-from paceline.config.variables import check_numbers
 from paceline.data.reference import check_reference
 from paceline.data.registry import check_data_config
 from paceline.errors import UserError
@@ -16,8 +12,12 @@ from paceline.models.registry import check_model_name, check_weights
 from paceline.runs.place import check_init_from, check_paths
 from paceline.runs.stores import is_url
 from paceline.runs.trust import require_trusted_recipe
-from paceline.world.cores import usable_cores
-from paceline.world.detect import RankEnvironment, count_gpus
+from paceline.runtime.cores import usable_cores
+from paceline.runtime.detect import RankEnvironment, count_gpus
+from paceline.settings.load import LoadedConfig, load_config
+from paceline.settings.processes import ProcessRange, parse_processes
+from paceline.settings.rules import check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.variables import check_numbers
 
 DEFAULT_RECIPE = "shapes-cnn"
 _MOST_CPU_RANKS = 4

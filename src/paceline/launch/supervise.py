@@ -21,8 +21,6 @@ from types import FrameType
 
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
-from paceline.config.schema import GuardConfig
-from paceline.config.small_files import write_plain
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost, UserError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.child import report_error
@@ -30,13 +28,15 @@ from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewes
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.safe_output import keep_console_in, write_at_once
 from paceline.metrics.screen import erase_live_line, fit_to
-from paceline.report.run_page import write_run_page
+from paceline.reports.run_page import write_run_page
 from paceline.runs.folder import RunFolder
 from paceline.runs.machine import Machine
 from paceline.runs.members import OWNER_ID, drop_dead_members
 from paceline.runs.patience import UnreadableNow
-from paceline.world.detect import Nodes
-from paceline.world.signals import HEAR_SIGNALS_S
+from paceline.runtime.detect import Nodes
+from paceline.runtime.signals import HEAR_SIGNALS_S
+from paceline.settings.schema import GuardConfig
+from paceline.settings.small_files import write_plain
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
 _OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
@@ -235,7 +235,7 @@ class Supervisor:
         if folder.path.is_dir():
             report.write(folder)
         if not decision.restart:
-            self._leave_page()
+            self._write_page()
         if report.exit_code in FINAL_CODES and number == 1:
             if not report_error(report.error):
                 print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
@@ -272,17 +272,17 @@ class Supervisor:
             kept["step"] = step  # where it goes on
         if not folder.stays_over(self._status_before):
             folder.write_status("preempted", **kept, reason=reason)
-        self._leave_page()
+        self._write_page()
         erase_live_line()
         go_on = f"; go on with: {folder.resume_flag}" if step and folder.resume_flag else ""
         print(fit_to(sys.stderr, f"\n{what}{go_on}"), file=sys.stderr)
         return EXIT_INTERRUPTED if self._stop is signal.SIGINT else EXIT_PREEMPTED
 
-    def _leave_page(self) -> None:
-        """The run's story so far, if it got as far as to have one."""
+    def _write_page(self) -> None:
+        """Write report.html, if the run has metrics."""
         folder = self._job.folder
         if self._is_first and folder.metrics_jsonl.exists():
-            with suppress(Exception):  # the disk may be what failed, and the screen says so already
+            with suppress(Exception):  # the disk may have failed; the screen already says so
                 write_run_page(folder.path)
 
     # --- Signals

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED
-from paceline.launch.words import LastWords, read_last_words
+from paceline.launch.rank_exit import RankExit, read_last_words
 from paceline.metrics.screen import erase_live_line
 from paceline.runs.process_handle import ProcessHandle, find_forked
-from paceline.world.hang_guard import STACKS_SIGNAL, wait_for_stacks
-from paceline.world.pulse import Beat, pulse_path, read_pulse
-from paceline.world.running_clock import HangClock
+from paceline.runtime.hang_guard import STACKS_SIGNAL, wait_for_stacks
+from paceline.runtime.pulse import Beat, pulse_path, read_pulse
+from paceline.runtime.running_clock import HangClock
 
 _LOOK_S = 0.05
 _MEMORY_S = 0.5
@@ -38,7 +38,7 @@ class RankSight:
     pid: int
     process: ProcessHandle | None = field(default=None, repr=False)  # None: it had ended before it was seen
     beat: Beat | None = None
-    words: LastWords | None = None
+    words: RankExit | None = None
     memory_mb: deque[float] = field(default_factory=lambda: deque(maxlen=20))
     seen_at_s: float = 0.0
     is_alive: bool = True

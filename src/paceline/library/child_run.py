@@ -19,7 +19,7 @@ from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, PacelineError, erro
 from paceline.launch.child import Child, start_child
 from paceline.metrics.screen import OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
-from paceline.world.signals import HEAR_SIGNALS_S
+from paceline.runtime.signals import HEAR_SIGNALS_S
 
 _LAST_OUTPUT_S = 2.0
 

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 from paceline.checkpoints.identity import warn_of_changed_code
 from paceline.checkpoints.named import find_named
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
-from paceline.config.load import load_config
-from paceline.config.schema import Config
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
@@ -25,8 +23,10 @@ from paceline.data.registry import describe_dataset
 from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.trust import hash_code, require_trusted_run, trusting_code
-from paceline.training.evaluate import look_often
-from paceline.world.detect import ALONE, build_world
+from paceline.runtime.detect import ALONE, build_world
+from paceline.settings.load import load_config
+from paceline.settings.schema import Config
+from paceline.training.evaluate import average_over_views
 
 Picture = str | Path | Image.Image
 Images = Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
@@ -73,7 +73,7 @@ def predict(opened: OpenModel, images: Images) -> list[Prediction]:
     """Images are prepared like the samples in the run's evaluation."""
     samples = _as_samples(images, opened.info.sample_shape)
     logits = [
-        look_often(opened.model, opened.pipeline.for_evaluation(part), opened.config.train.test_views).float()
+        average_over_views(opened.model, opened.pipeline.for_evaluation(part), opened.config.train.test_views).float()
         for part in samples.split(_AT_ONCE)
     ]
     classes = opened.info.classes

@@ -7,8 +7,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.load import load_config
-from paceline.config.schema import Config
 from paceline.errors import UserError
 from paceline.library.explained import explained
 from paceline.library.table import Table
@@ -18,6 +16,8 @@ from paceline.runs.file_shapes import RESULTS
 from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder, require_run_folder
 from paceline.runs.json_files import read_object
+from paceline.settings.load import load_config
+from paceline.settings.schema import Config
 
 if TYPE_CHECKING:
     from torch import nn

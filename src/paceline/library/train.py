@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.identity import refuse_early
-from paceline.config.fields import FieldSpec, find_field, flatten
-from paceline.config.recipe_file import unknown_name
-from paceline.config.rules import check_faults, check_world
-from paceline.config.small_files import not_plain, write_plain
 from paceline.errors import CheckpointError, UserError
 from paceline.launch.request import decide_processes, read_request
 from paceline.library.child_run import train_in_child
@@ -22,7 +18,11 @@ from paceline.library.run import Run
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import decide_place
 from paceline.runs.trust import trusting_code
-from paceline.world.detect import read_rank_environment
+from paceline.runtime.detect import read_rank_environment
+from paceline.settings.fields import FieldSpec, find_field, flatten
+from paceline.settings.recipe_file import unknown_name
+from paceline.settings.rules import check_faults, check_world
+from paceline.settings.small_files import not_plain, write_plain
 
 Function = Callable[..., Any]
 NOTEBOOK_FILE = "functions.py"

@@ -18,13 +18,13 @@ from pathlib import Path
 
 import torch
 
-from paceline.config.small_files import read_json_object
 from paceline.metrics.timing import gather_numbers, repeat
 from paceline.parallel.collectives import wait_for_all
 from paceline.runs.cache import cache_folder
 from paceline.runs.folder import write_json
-from paceline.world.cores import usable_cores
-from paceline.world.detect import World
+from paceline.runtime.cores import usable_cores
+from paceline.runtime.detect import World
+from paceline.settings.small_files import read_json_object
 
 _FIRST_SIDE, _LAST_SIDE = 256, 16384
 _LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.004}  # for a matrix product to be at its best

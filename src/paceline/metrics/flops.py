@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from paceline.config.schema import ModelConfig
 from paceline.models.registry import build_model
+from paceline.settings.schema import ModelConfig
 
 _SAMPLES = 2  # BatchNorm refuses to train on one
 _MOST_WORDS = 120

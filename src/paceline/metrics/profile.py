@@ -22,7 +22,7 @@ from paceline.metrics.timing import synchronise
 from paceline.metrics.units import format_time
 from paceline.parallel.collectives import wait_for_all
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 _log = logging.getLogger("paceline")
 PROFILE_FOLDER = "profile"
@@ -238,5 +238,5 @@ class StepProfiler:
                 for path in set(folder.glob("rank-*.json.gz")) - {folder / name for name in found.files}:
                     path.unlink()  # of an earlier attempt with more ranks
         except OSError as error:
-            self._folder.bear(PROFILE_FOLDER, error)
+            self._folder.warn_on_write_error(PROFILE_FOLDER, error)
         return found

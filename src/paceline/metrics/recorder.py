@@ -17,12 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import open_plain
 from paceline.metrics.sinks.base import Sink
 from paceline.metrics.sinks.open import open_sinks
 from paceline.runs.file_shapes import ROW
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runs.json_files import read_objects
+from paceline.settings.small_files import open_plain
 
 CSV_COLUMNS = ("epoch", "phase", "loss", "accuracy", "throughput")
 Row = dict[str, Any]
@@ -111,6 +111,6 @@ class Recorder:
         try:
             write()
         except OSError as error:
-            self._folder.bear(what, error)
+            self._folder.warn_on_write_error(what, error)
         else:
-            self._folder.bear(what, None)
+            self._folder.warn_on_write_error(what, None)

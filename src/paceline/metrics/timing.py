@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.parallel.collectives import gather_lanes
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 Work = Callable[[], object]
 _WARM_UP_ROUNDS = 3

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config.schema import Config
 from paceline.metrics.phases import WARMUP_STEPS
 from paceline.metrics.units import format_flops
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config
 
 LEAST_STEPS = WARMUP_STEPS + 1  # of a run with fewer, the clock tells the first ones: they are too few, and too slow
 MUCH = 0.2  # of a step: worth an effort

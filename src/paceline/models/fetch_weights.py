@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.config.schema import ModelConfig
 from paceline.models.external import build_external
 from paceline.models.published import PUBLISHED
 from paceline.models.registry import check_model_name, check_weights
+from paceline.settings.schema import ModelConfig
 
 _ANY_SHAPE, _ANY_CLASSES = (3, 224, 224), 1000  # as published: the whole file is used
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config.schema import ModelConfig
 from paceline.errors import DataError, UserError
 from paceline.models.external import COLLECTIONS, build_external, check_external, suggest
 from paceline.models.published import PUBLISHED
+from paceline.settings.schema import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from paceline.config.schema import Config
 from paceline.models.dropout import share_keys
 from paceline.parallel.batchnorm import synchronise_batchnorm
 from paceline.parallel.buffers import begin_alike
 from paceline.parallel.exposed import Exposed, find_last_gradient
 from paceline.parallel.parts import copy_bits, local_part
-from paceline.parallel.presence import PASSENGERS, Presence, UnusedParameters
+from paceline.parallel.presence import PIGGYBACKED_SCALARS, Presence, UnusedParameters
 from paceline.parallel.shared_gradients import SharedGradients, share_gradients
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ParallelModel:
     forward: Any  # called with a batch in training: the module or its DDP wrapper
     strategy: str
     autocast_dtype: torch.dtype | None
-    passenger: nn.Parameter | None = None  # scalars that are reduced in DDP's buckets: see _WithPassenger
+    piggybacked_scalars: nn.Parameter | None = None  # reduced in DDP's buckets: see _WithPiggybackedScalars
     shared: SharedGradients | None = None  # replaces DDP between ranks on the CPUs of one node
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
     shards_present: Callable[[], list[bool]] | None = None  # gradients made by a sharded model's last backward pass
@@ -78,21 +78,23 @@ class ParallelModel:
         Passes the scalars, this rank's presence flags, and zeros for unused parameters to DDP as gradients. This is
         done last, because only then it is known which parameters were used. DDP then finishes its sums.
         """
-        assert self.passenger is not None
+        assert self.piggybacked_scalars is not None
         present = self._presence.mine()
         unused = self._unused.find(objective)
         numbers = torch.cat([mine.to(present), present])
-        torch.autograd.backward([self.passenger, *unused], [numbers, *(torch.zeros_like(one) for one in unused)])
+        torch.autograd.backward(
+            [self.piggybacked_scalars, *unused], [numbers, *(torch.zeros_like(one) for one in unused)]
+        )
 
-    def take_passengers(self) -> Tensor:
+    def take_piggybacked_scalars(self) -> Tensor:
         """After the last backward pass under DDP: the mean of the scalars and of the number of missing gradients."""
-        assert self.passenger is not None
-        assert self.passenger.grad is not None
-        numbers = self.passenger.grad.clone()
-        self.passenger.grad.zero_()  # it is part of a bucket and must not count in the norm of the gradients
-        self.passenger.grad = None
+        assert self.piggybacked_scalars is not None
+        assert self.piggybacked_scalars.grad is not None
+        numbers = self.piggybacked_scalars.grad.clone()
+        self.piggybacked_scalars.grad.zero_()  # it is part of a bucket and must not count in the norm of the gradients
+        self.piggybacked_scalars.grad = None
         self._present = numbers[-self._presence.size :]
-        return numbers[: PASSENGERS + 1]
+        return numbers[: PIGGYBACKED_SCALARS + 1]
 
     def shard_presence(self) -> Tensor:
         """Under FSDP: which gradients this rank's samples made, as numbers to sum over ranks."""
@@ -108,7 +110,7 @@ class ParallelModel:
 
     def bytes_to_sum(self) -> int:
         """Bytes of gradients to all-reduce per step. Sharded models count their own exchanges."""
-        is_summed = self.passenger is not None or self.shared is not None
+        is_summed = self.piggybacked_scalars is not None or self.shared is not None
         ranks = torch.distributed.get_world_size() if is_summed else 1
         size = sum(parameter.numel() * parameter.element_size() for parameter in self._trained)
         return 2 * size * (ranks - 1) // ranks
@@ -125,7 +127,7 @@ class ParallelModel:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         if self.strategy == "fsdp":
             return [local_part(gradient) for gradient in gradients]
-        if self.passenger is None:
+        if self.piggybacked_scalars is None:
             return gradients
         # Under DDP they are views of its buckets. The buckets do not move after DDP has arranged them.
         if not self._buckets or self._buckets[0].data_ptr() != gradients[-1].untyped_storage().data_ptr():
@@ -183,9 +185,9 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
             return ParallelModel(model, forward, strategy, dtype, shared=shared)
         begin_alike(model)
         trained = sum(parameter.requires_grad for parameter in model.parameters())
-        carriage = _WithPassenger(model, forward, device, numbers=PASSENGERS + 1 + trained)
-        forward = _wrap_ddp(carriage, device, config.parallel.bucket_cap_mb)
-        return ParallelModel(model, forward, strategy, dtype, carriage.passenger, exposed=Exposed(device))
+        wrapper = _WithPiggybackedScalars(model, forward, device, numbers=PIGGYBACKED_SCALARS + 1 + trained)
+        forward = _wrap_ddp(wrapper, device, config.parallel.bucket_cap_mb)
+        return ParallelModel(model, forward, strategy, dtype, wrapper.piggybacked_scalars, exposed=Exposed(device))
     exposed = Exposed(device)
     if strategy == "fsdp":
         # The import takes a second, and few runs need it.
@@ -198,7 +200,7 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
     return ParallelModel(model, forward, strategy, dtype, exposed=exposed)
 
 
-class _WithPassenger(nn.Module):
+class _WithPiggybackedScalars(nn.Module):
     """A model with a few extra scalars that DDP averages together with the gradients.
 
     A rank sets the "gradients" of the scalars: stop wanted, loss, which gradients it has. After the backward pass it
@@ -211,7 +213,7 @@ class _WithPassenger(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.passenger = nn.Parameter(torch.zeros(numbers, device=device))
+        self.piggybacked_scalars = nn.Parameter(torch.zeros(numbers, device=device))
         self._run = [run]  # in a list: a compiled model would be registered as a second submodule
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -239,7 +241,7 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
     three or more ranks are summed. Without this, a resumed run would sum its first step in another order than the
     uninterrupted run. The pass has no side effects: gradients are dropped and running statistics are restored.
     """
-    if model.passenger is None:
+    if model.piggybacked_scalars is None:
         return
     before, counts = [buffer.clone() for buffer in model.module.buffers()], PlainAttributes(model.module)
     # Use the precision of training: another one would compile the model again.
@@ -247,11 +249,11 @@ def settle_buckets(model: ParallelModel, example: Tensor) -> None:
         logits = model(example, torch.arange(len(example), device=example.device))
     objective = logits.float().sum() * 0.0
     last = find_last_gradient(model.module, objective.backward)
-    model.finish_backward(objective, model.passenger.new_zeros(PASSENGERS))
+    model.finish_backward(objective, model.piggybacked_scalars.new_zeros(PIGGYBACKED_SCALARS))
     if last is not None:
         model.exposed.follow_last_gradient(last)
     model.module.zero_grad(set_to_none=True)
-    model.passenger.grad = None
+    model.piggybacked_scalars.grad = None
     with torch.no_grad():
         for buffer, value in zip(model.module.buffers(), before, strict=True):
             copy_bits(buffer, value)

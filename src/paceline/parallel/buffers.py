@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase  # base class of BatchNorm, Syn
 
 from paceline.parallel.collectives import gather_rows, gather_texts, tree_sum
 from paceline.parallel.parts import bits, copy_bits
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 _STATISTICS = ("running_mean", "running_var")
 Tensors = dict[str, Tensor]

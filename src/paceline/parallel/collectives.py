@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 
 def sum_over_ranks(values: Tensor, world: World) -> Tensor:

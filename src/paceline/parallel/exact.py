@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from paceline.parallel.collectives import tree_sum
 from paceline.parallel.node_sum import open_node_sum
-from paceline.parallel.presence import PASSENGERS, Presence
-from paceline.world.detect import World
+from paceline.parallel.presence import PIGGYBACKED_SCALARS, Presence
+from paceline.runtime.detect import World
 
 
 class LaneReducer:
@@ -33,7 +33,11 @@ class LaneReducer:
         self._buffers = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
         self._counters = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
         self._presence = Presence(self._parameters)
-        size = sum(tensor.numel() for tensor in (*self._parameters, *self._buffers)) + PASSENGERS + self._presence.size
+        size = (
+            sum(tensor.numel() for tensor in (*self._parameters, *self._buffers))
+            + PIGGYBACKED_SCALARS
+            + self._presence.size
+        )
         self._padding = -size % world.world_size
         self._node_sum = open_node_sum(size + self._padding, world)
         self._subtrees: list[tuple[int, Tensor]] = []  # (height, sum), left to right
@@ -62,8 +66,8 @@ class LaneReducer:
             buffer.copy_(value)
 
     @torch.no_grad()
-    def end_lane(self, passengers: Tensor) -> None:
-        """Add this lane's gradients, and the scalars `passengers`, to the tree.
+    def end_lane(self, piggybacked_scalars: Tensor) -> None:
+        """Add this lane's gradients, and the scalars `piggybacked_scalars`, to the tree.
 
         Two complete subtrees of the same height are summed into a higher one.
         """
@@ -72,7 +76,11 @@ class LaneReducer:
             for parameter in self._parameters
         ]
         parts += [buffer.reshape(-1).to(torch.float32) for buffer in self._buffers]
-        parts += [passengers.to(parts[0]), self._presence.mine().to(parts[0]), parts[0].new_zeros(self._padding)]
+        parts += [
+            piggybacked_scalars.to(parts[0]),
+            self._presence.mine().to(parts[0]),
+            parts[0].new_zeros(self._padding),
+        ]
         vector, height = torch.cat(parts), 0
         while self._subtrees and self._subtrees[-1][0] == height:
             vector = self._subtrees.pop()[1] + vector
@@ -100,8 +108,8 @@ class LaneReducer:
             part = vector[position : position + buffer.numel()]
             buffer.copy_(part.view(buffer.shape) / self._lanes)
             position += buffer.numel()
-        self._present = vector[position + PASSENGERS : position + PASSENGERS + self._presence.size]
-        return vector[position : position + PASSENGERS + 1] / self._lanes
+        self._present = vector[position + PIGGYBACKED_SCALARS : position + PIGGYBACKED_SCALARS + self._presence.size]
+        return vector[position : position + PIGGYBACKED_SCALARS + 1] / self._lanes
 
     def drop_absent(self) -> None:
         """Call after `end_step`. Removes the gradients of parameters that no lane used."""

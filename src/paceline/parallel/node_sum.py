@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from paceline.parallel.collectives import gather_texts
-from paceline.parallel.meeting import Meeting, bytes_to_meet, can_meet
-from paceline.world.detect import World
-from paceline.world.node_memory import HEADER_BYTES, NodeMemory, share_memory
+from paceline.parallel.node_barrier import NodeBarrier, barrier_bytes, can_use_barrier
+from paceline.runtime.detect import World
+from paceline.runtime.node_memory import HEADER_BYTES, NodeMemory, share_memory
 
 _log = logging.getLogger("paceline")
 _LINE = 16  # numbers in a cache line: no two ranks write into the same one
@@ -29,9 +29,9 @@ def open_node_sum(size: int, world: World) -> NodeSum | None:
     if world.device != "cpu" or world.world_size == 1 or world.local_world_size != world.world_size:
         return None
     bytes_needed = _bytes_before(world.world_size) + (world.world_size + 1) * _padded(size) * _NUMBER_BYTES
-    prepare = partial(Meeting.prepare, ranks=world.world_size)
+    prepare = partial(NodeBarrier.prepare, ranks=world.world_size)
     shared = share_memory(bytes_needed, world, partial(gather_texts, world=world), prepare)
-    is_ready = shared is not None and can_meet()
+    is_ready = shared is not None and can_use_barrier()
     if shared is not None:
         shared.hold_place(world.local_rank)
     if not all(gather_texts("here" if is_ready else "", world)):  # all ranks must agree
@@ -46,9 +46,9 @@ class NodeSum:
 
     def __init__(self, shared: NodeMemory, size: int, world: World) -> None:
         self._ranks = world.world_size
-        self._meeting = Meeting(shared, world)
+        self._barrier = NodeBarrier(shared, world)
         length = _padded(size)
-        start = HEADER_BYTES + bytes_to_meet(self._ranks)
+        start = HEADER_BYTES + barrier_bytes(self._ranks)
         slips = torch.frombuffer(shared.memory, dtype=torch.float64, count=self._ranks * _LINE, offset=start)
         # One cache line per rank: the norm of its part of the total, and space for a few numbers.
         self._norms, self._board = slips.view(self._ranks, _LINE).tensor_split([1], dim=1)
@@ -70,7 +70,7 @@ class NodeSum:
 
         Collective. All ranks get the same norm. The rows are overwritten.
         """
-        self._meeting.attend()  # all rows are written, and no rank reads the last total any more
+        self._barrier.wait()  # all rows are written, and no rank reads the last total any more
         *rows, total = self._parts
         while len(rows) > 2:  # adjacent pairs first, as in tree_sum; only this rank uses this part of the rows
             for left, right in zip(rows[0::2], rows[1::2], strict=False):
@@ -81,7 +81,7 @@ class NodeSum:
             total *= scale
         if measured:
             self._norms[self._rank] = torch.linalg.vector_norm(total[: max(measured - self._first, 0)])
-        self._meeting.attend()  # the total is complete
+        self._barrier.wait()  # the total is complete
         return math.hypot(*self._norms.tolist()) if measured else 0.0
 
     @torch.no_grad()
@@ -89,17 +89,17 @@ class NodeSum:
         """Up to fifteen numbers per rank, one row per rank, in float64. Collective."""
         board = self._board[:, : len(numbers)]
         board[self._rank] = numbers
-        self._meeting.attend()
+        self._barrier.wait()
         everybody = board.clone()
-        self._meeting.attend()  # all have read it
+        self._barrier.wait()  # all have read it
         return everybody
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
         """Multiply the total. Collective."""
-        self._meeting.attend()  # no rank still reads the old values
+        self._barrier.wait()  # no rank still reads the old values
         self._parts[-1].mul_(factor)
-        self._meeting.attend()
+        self._barrier.wait()
 
 
 def _padded(size: int) -> int:
@@ -108,4 +108,4 @@ def _padded(size: int) -> int:
 
 def _bytes_before(ranks: int) -> int:
     """Bytes of the barrier and of one cache line per rank."""
-    return bytes_to_meet(ranks) + ranks * _LINE * 8
+    return barrier_bytes(ranks) + ranks * _LINE * 8

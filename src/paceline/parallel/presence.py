@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-PASSENGERS = 2  # scalars that are reduced together with the gradients: whether to stop, and the loss
+PIGGYBACKED_SCALARS = 2  # scalars that are reduced together with the gradients: whether to stop, and the loss
 
 
 class Presence:

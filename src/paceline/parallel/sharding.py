@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
-from paceline.config.schema import ParallelConfig
 from paceline.errors import UserError
 from paceline.parallel.exposed import Exposed
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.schema import ParallelConfig
 
 
 def shard(model: nn.Module, world: World, dtype: torch.dtype | None, choices: ParallelConfig) -> nn.Module:

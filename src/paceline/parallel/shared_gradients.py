@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from paceline.parallel.buffers import begin_alike
 from paceline.parallel.node_sum import NodeSum, open_node_sum
-from paceline.parallel.presence import PASSENGERS, Presence
-from paceline.world.detect import World
+from paceline.parallel.presence import PIGGYBACKED_SCALARS, Presence
+from paceline.runtime.detect import World
 
 
 def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
@@ -23,7 +23,7 @@ def share_gradients(model: nn.Module, world: World) -> SharedGradients | None:
     if not parameters or any(parameter.dtype != torch.float32 for parameter in parameters):
         return None
     presence = Presence(parameters)
-    size = sum(parameter.numel() for parameter in parameters) + PASSENGERS + presence.size
+    size = sum(parameter.numel() for parameter in parameters) + PIGGYBACKED_SCALARS + presence.size
     node_sum = open_node_sum(size, world)
     if node_sum is None:
         return None
@@ -44,20 +44,20 @@ class SharedGradients:
         places = list(zip(parameters, starts, strict=True))
         self._mine = [_view(node_sum.mine, start, parameter) for parameter, start in places]
         self._mean = [_view(node_sum.total, start, parameter) for parameter, start in places]
-        ends = [self._size, self._size + PASSENGERS]
+        ends = [self._size, self._size + PIGGYBACKED_SCALARS]
         self._row = [*self._mine, *node_sum.mine.tensor_split(ends)[1:]]
         self._agreed = node_sum.total[self._size : ends[1] + 1]  # the scalars, and the number of missing gradients
         self._present = node_sum.total[ends[1] :]
 
     @torch.no_grad()
-    def average(self, passengers: Tensor) -> Tensor:
+    def average(self, piggybacked_scalars: Tensor) -> Tensor:
         """Replace every gradient by its mean over ranks. Collective.
 
         Returns the mean of the scalars, followed by a value that is not 0 if some rank misses a gradient: see
         `drop_absent`.
         """
         gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._parameters]
-        torch._foreach_copy_(self._row, [*gradients, passengers, self._presence.mine()])
+        torch._foreach_copy_(self._row, [*gradients, piggybacked_scalars, self._presence.mine()])
         self.norm = self._sum.add_up(scale=self._share, measured=self._size)
         for parameter, gradient in zip(self._parameters, self._mean, strict=True):
             parameter.grad = gradient

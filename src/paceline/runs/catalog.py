@@ -15,7 +15,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import parse_json
 from paceline.errors import printable_line
 from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, MIRROR, ROW, STATUS
 from paceline.runs.folder import MIRROR_NOTE
@@ -23,6 +22,7 @@ from paceline.runs.json_files import fit, read_bounded, read_object
 from paceline.runs.machine import read_text
 from paceline.runs.notes import NOTES, Notes, read_notes
 from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner
+from paceline.settings.small_files import parse_json
 
 JOB = "job.json"
 _SCRIPT = "job.sbatch"

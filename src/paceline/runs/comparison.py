@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.fields import flatten
-from paceline.config.load import load_config
 from paceline.errors import UserError
 from paceline.runs.file_shapes import RESULTS
 from paceline.runs.folder import RunFolder, require_run_folder
 from paceline.runs.json_files import read_object
+from paceline.settings.fields import flatten
+from paceline.settings.load import load_config
 
 Row = dict[str, Any]
 # Where and how a run is watched, never what it computes.

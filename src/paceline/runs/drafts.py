@@ -13,8 +13,8 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.config.small_files import write_all
 from paceline.runs.machine import THIS_MACHINE
+from paceline.settings.small_files import write_all
 
 _DRAFT = re.compile(r"\..+\.(?P<pid>[0-9]{1,10})-[0-9a-f]{16}\.paceline-draft")
 

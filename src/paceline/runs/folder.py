@@ -26,7 +26,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import not_plain, open_plain
 from paceline.errors import CheckpointError, OwnerLost, UserError
 from paceline.runs import lock
 from paceline.runs.drafts import draft_of, remove_drafts, write_draft
@@ -37,6 +36,7 @@ from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.runs.members import Member
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.patience import names_in, read_patiently
+from paceline.settings.small_files import not_plain, open_plain
 
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
@@ -244,11 +244,11 @@ class RunFolder:
             write_json(self.status, content, is_durable=state != "running")
         except OSError as error:
             if state != "failed":  # that is told on the screen already
-                self.bear(self.status.name, error)
+                self.warn_on_write_error(self.status.name, error)
         else:
-            self.bear(self.status.name, None)
+            self.warn_on_write_error(self.status.name, None)
 
-    def bear(self, what: str, error: OSError | None) -> None:
+    def warn_on_write_error(self, what: str, error: OSError | None) -> None:
         """A write for people to read failed: a warning, once, and training goes on. None: it works (again).
 
         On a full disk room may come back. Where the folder itself is lost nothing of the training can be kept: the end.

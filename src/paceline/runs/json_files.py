@@ -1,6 +1,6 @@
 """JSON files of a run folder, with the types that their readers expect.
 
-They may come from another machine, another version or another person. `config/small_files.py` bounds size, depth and
+They may come from another machine, another version or another person. `settings/small_files.py` bounds size, depth and
 numbers. `fit` keeps of an object what has the expected type, and leaves out the rest as if it was not written.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import LARGEST_JSON_BYTES, parse_json, read_small
+from paceline.settings.small_files import LARGEST_JSON_BYTES, parse_json, read_small
 
 LARGEST_LINES_BYTES = 1 << 30  # metrics of months; only whole lines of it are parsed
 

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import open_plain, parse_json, read_small
 from paceline.errors import UserError
+from paceline.settings.small_files import open_plain, parse_json, read_small
 
 MARK = ".run-folder.json"
 _LARGEST_BYTES = 100_000

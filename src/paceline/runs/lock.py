@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.config.small_files import open_plain
 from paceline.errors import UserError
 from paceline.runs.drafts import draft_of
 from paceline.runs.machine import THIS_MACHINE, Machine, read_text
@@ -30,6 +29,7 @@ from paceline.runs.members import (
     require_real_members,
 )
 from paceline.runs.owner import LOCK, OWNER_FILE, Owner, new_owner, parse_owner
+from paceline.settings.small_files import open_plain
 
 _log = logging.getLogger("paceline")
 _NO_FLOCK_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)

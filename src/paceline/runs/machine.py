@@ -14,7 +14,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.config.small_files import read_small
 from paceline.runs.process_handle import (
     ProcessHandle,
     has_open_for_writing,
@@ -22,6 +21,7 @@ from paceline.runs.process_handle import (
     process_start,
     stat_fields,
 )
+from paceline.settings.small_files import read_small
 
 _LARGEST_BYTES = 1_000_000
 

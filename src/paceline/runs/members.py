@@ -21,10 +21,10 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.config.small_files import open_plain
 from paceline.errors import OwnerLost, UserError
 from paceline.runs.machine import THIS_MACHINE, Machine, read_text
 from paceline.runs.owner import LOCK, OWNER_FILE, Owner, parse_owner, read_ids, this_process
+from paceline.settings.small_files import open_plain
 
 OWNER_ID = "PACELINE_OWNER_ID"  # set by the supervisor for the ranks it starts
 MEMBERS = ".members"

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-from paceline.config.small_files import parse_json
 from paceline.errors import UserError
 from paceline.runs.file_shapes import MIRROR
 from paceline.runs.folder import MIRROR_NOTE, write_json
 from paceline.runs.json_files import fit, read_bounded
 from paceline.runs.stores import local_path
+from paceline.settings.small_files import parse_json
 
 _LARGEST_NOTE_BYTES = 100_000
 

@@ -6,10 +6,10 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from paceline.config.text import check_text
 from paceline.errors import UserError, printable_line
 from paceline.runs.folder import write_json
 from paceline.runs.json_files import Fields, ListOf, read_object
+from paceline.settings.text import check_text
 
 NOTES = "notes.json"
 _SHAPE = Fields(optional={"tags": ListOf(str, drops=True), "note": str})

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
 
-from paceline.config.small_files import parse_json, read_small
 from paceline.runs.machine import THIS_MACHINE, Machine
+from paceline.settings.small_files import parse_json, read_small
 
 _LARGEST_BYTES = 1_000_000
 LOCK, OWNER_FILE = "run.lock", "run.owner"  # the second one where the file system has no locks

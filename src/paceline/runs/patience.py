@@ -13,8 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from paceline.config.variables import STORAGE_PATIENCE, read_number
 from paceline.errors import CheckpointError
+from paceline.settings.variables import STORAGE_PATIENCE, read_number
 
 _log = logging.getLogger("paceline")
 PATIENCE = STORAGE_PATIENCE

@@ -8,7 +8,6 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.config.load import LoadedConfig
 from paceline.errors import UserError
 from paceline.runs.file_shapes import ENVIRONMENT
 from paceline.runs.folder import (
@@ -22,6 +21,7 @@ from paceline.runs.folder import (
 from paceline.runs.json_files import read_object
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
+from paceline.settings.load import LoadedConfig
 
 _LONGEST_NAME_INSIDE = "checkpoints/.mirror/replaced-step-00000000/model-00000-of-00000.safetensors.0000000.tmp"
 RESUMED_FROM = "resumed_from"  # in environment.json

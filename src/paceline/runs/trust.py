@@ -21,13 +21,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paceline.config.code import CODE_FIELDS, CodeReference, code_references
-from paceline.config.load import LoadedConfig, load_config
-from paceline.config.schema import Config
-from paceline.config.small_files import read_small
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
 from paceline.runs.json_files import Fields, ListOf, read_object
+from paceline.settings.code import CODE_FIELDS, CodeReference, code_references
+from paceline.settings.load import LoadedConfig, load_config
+from paceline.settings.schema import Config
+from paceline.settings.small_files import read_small
 
 RECORD = "code.json"
 TRUST_FLAG = "--trust-code"

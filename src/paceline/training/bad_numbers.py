@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoints.payload import Piece, local_box, write_pieces
-from paceline.config.small_files import make_plain_folder
 from paceline.data.loader import Batch
 from paceline.errors import NonFiniteError
 from paceline.parallel.collectives import gather_texts
-from paceline.training.ride import Ride, reopen_recorder
+from paceline.settings.small_files import make_plain_folder
+from paceline.training.session import TrainingSession, reopen_recorder
 from paceline.training.step import StepReport, autocast
 
 _log = logging.getLogger("paceline")
@@ -40,30 +40,30 @@ class RollBack(Exception):
         self.step = step  # counted from 0, as the state counts
 
 
-def find_fault(ride: Ride, report: StepReport) -> str | None:
+def find_fault(session: TrainingSession, report: StepReport) -> str | None:
     """What is wrong with a step's numbers, in words; None when nothing is."""
     if not math.isfinite(report.mean_loss):
         return f"the loss is {report.mean_loss}"
     # Under fp16 an overflow is the scaler's business: it skips the update and tries a smaller scale.
-    if not math.isfinite(report.grad_norm) and not ride.rig.step.scaler.is_enabled():
+    if not math.isfinite(report.grad_norm) and not session.components.step.scaler.is_enabled():
         return f"the loss is {report.mean_loss:.4g}, but a gradient is {report.grad_norm}"
-    factor, recent = ride.config.guard.spike_factor, ride.state.recent_losses
+    factor, recent = session.config.guard.spike_factor, session.state.recent_losses
     if not factor:
         return None
     usual = statistics.median(recent) if len(recent) >= _FEWEST else math.inf
     if report.mean_loss > factor * usual:
         return f"the loss is {report.mean_loss:.4g}, {report.mean_loss / usual:.1f} times the usual {usual:.4g}"
-    ride.state.recent_losses = [*recent, report.mean_loss][-_RECENT:]
+    session.state.recent_losses = [*recent, report.mean_loss][-_RECENT:]
     return None
 
 
-def leave_out(ride: Ride, batch: Batch, fault: str) -> None:
+def leave_out(session: TrainingSession, batch: Batch, fault: str) -> None:
     """Skip this step's update, if that is allowed; else go back, or stop. Collective."""
-    guard, state = ride.config.guard, ride.state
-    findings = [json.loads(text) for text in gather_texts(json.dumps(_diagnose(ride, batch)), ride.world)]
+    guard, state = session.config.guard, session.state
+    findings = [json.loads(text) for text in gather_texts(json.dumps(_diagnose(session, batch)), session.world)]
     words = _in_words(state.step + 1, fault, findings)
-    _keep_batch(ride, batch)
-    ride.rig.step.drop()
+    _keep_batch(session, batch)
+    session.components.step.drop()
     if len(state.skipped) < guard.skip_nonfinite:
         state.skipped.append(state.step)
         _log.warning("warning: %s; skipped (%d of %d)", words, len(state.skipped), guard.skip_nonfinite)
@@ -72,30 +72,30 @@ def leave_out(ride: Ride, batch: Batch, fault: str) -> None:
         raise RollBack(state.step, words)
     raise NonFiniteError(
         words,
-        where=f"a copy of the batch is in {ride.folder.bad_batches}",
+        where=f"a copy of the batch is in {session.folder.bad_batches}",
         hint="a lower --base-lr, --clip-norm 1, --no-amp; or --skip-nonfinite 3, --on-nonfinite rollback",
     )
 
 
-def roll_back(ride: Ride, cause: RollBack) -> None:
+def roll_back(session: TrainingSession, cause: RollBack) -> None:
     """All ranks take over the newest whole checkpoint; the step that went wrong will be jumped over."""
-    ride.guards.enter("save", ride.state.step)
-    ride.checkpoints.finish()
-    checkpoint = ride.checkpoints.choose(ride.folder.checkpoints)
+    session.guards.enter("save", session.state.step)
+    session.checkpoints.finish()
+    checkpoint = session.checkpoints.choose(session.folder.checkpoints)
     if checkpoint is None:
         raise NonFiniteError(str(cause), got="no checkpoint to go back to", hint="--save-steps 100")
-    ride.rollbacks[checkpoint.step] = ride.rollbacks.get(checkpoint.step, 0) + 1
-    if ride.rollbacks[checkpoint.step] > _MOST_ROLLBACKS:
+    session.rollbacks[checkpoint.step] = session.rollbacks.get(checkpoint.step, 0) + 1
+    if session.rollbacks[checkpoint.step] > _MOST_ROLLBACKS:
         raise NonFiniteError(
             str(cause),
             got=f"went back to step {checkpoint.step} {_MOST_ROLLBACKS} times already",
             hint="a lower --base-lr or --clip-norm 1: it is not the batch",
         )
-    jumped = sorted({*ride.state.jumped, cause.step})
-    ride.state = ride.rig.resume(checkpoint, ride.world)
-    ride.state.jumped = jumped
-    ride.checkpoints.rewind_to(checkpoint.step)
-    reopen_recorder(ride)
+    jumped = sorted({*session.state.jumped, cause.step})
+    session.state = session.components.resume(checkpoint, session.world)
+    session.state.jumped = jumped
+    session.checkpoints.rewind_to(checkpoint.step)
+    reopen_recorder(session)
     _log.warning("warning: %s; went back to step %d, and step %d is left out", cause, checkpoint.step, cause.step + 1)
 
 
@@ -110,20 +110,20 @@ def _in_words(step: int, fault: str, findings: list[dict[str, Any]]) -> str:
     return f"{fault} at step {step}; " + "; ".join(parts)
 
 
-def _diagnose(ride: Ride, batch: Batch) -> dict[str, Any]:
+def _diagnose(session: TrainingSession, batch: Batch) -> dict[str, Any]:
     """Run this rank's batch once more, by itself, and name the first tensor that is not finite."""
-    finding: dict[str, Any] = {"rank": ride.world.rank, "first_bad": None, "ids": []}
+    finding: dict[str, Any] = {"rank": session.world.rank, "first_bad": None, "ids": []}
     rows = torch.isfinite(batch.inputs.flatten(1)).all(1).cpu()
     if not bool(rows.all()):
         return {**finding, "first_bad": "the batch's inputs", "ids": batch.ids.cpu()[~rows].tolist()}
-    if ride.rig.model.strategy == "fsdp":
+    if session.components.model.strategy == "fsdp":
         return finding  # a sharded forward pass needs all ranks, and one may have left already
-    model = ride.rig.model.module
-    ride.rig.step.seed(ride.state.step, ride.world.rank)
-    ride.rig.model.set_keys(ride.rig.step.keys_of(batch, ride.state.step))
-    with _first_bad_output(model) as found, autocast(ride.rig.model, ride.world):
+    model = session.components.model.module
+    session.components.step.seed(session.state.step, session.world.rank)
+    session.components.model.set_keys(session.components.step.keys_of(batch, session.state.step))
+    with _first_bad_output(model) as found, autocast(session.components.model, session.world):
         logits = model(batch.inputs).float()
-        loss = ride.rig.step.objective.mean_loss(logits, batch.labels)
+        loss = session.components.step.objective.mean_loss(logits, batch.labels)
     name = found[0] if found else None
     if name is None and not bool(torch.isfinite(loss)):
         name = "the loss"
@@ -160,13 +160,13 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _keep_batch(ride: Ride, batch: Batch) -> None:
+def _keep_batch(session: TrainingSession, batch: Batch) -> None:
     """A copy of what went in, readable by anything that reads safetensors."""
     tensors = {"inputs": batch.inputs, "labels": batch.labels, "ids": batch.ids}
     pieces = {
         name: Piece(value.detach().cpu().contiguous(), local_box(value), tuple(value.shape))
         for name, value in tensors.items()
     }
-    make_plain_folder(ride.folder.bad_batches)
-    name = f"step-{ride.state.step + 1:08}-rank-{ride.world.rank}.safetensors"
-    write_pieces(ride.folder.bad_batches / name, pieces)
+    make_plain_folder(session.folder.bad_batches)
+    name = f"step-{session.state.step + 1:08}-rank-{session.world.rank}.safetensors"
+    write_pieces(session.folder.bad_batches / name, pieces)

@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paceline.config.schema import Config
 from paceline.parallel.apply import resolve_precision, resolve_strategy
 from paceline.parallel.collectives import broadcast_text, is_true_on_any
 from paceline.runs.cache import cache_folder
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config
 from paceline.training.plan import RunPlan
-from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
 _SAVED = 0.2  # of a step's time, by compiling: 21 to 25 % were measured on ResNet-18, VGG-19 and smaller nets

@@ -8,18 +8,18 @@ from typing import Any, NoReturn
 
 import torch
 
-from paceline.config.schema import RunConfig
 from paceline.data.loader import Batch
 from paceline.errors import Preempted
 from paceline.metrics.safe_output import describe_console_loss
 from paceline.metrics.throughput import Stopwatch, read_memory
 from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum, wait_for_all
 from paceline.runs.epoch_clock import EpochClock
+from paceline.runtime.requeue import requeue_job
+from paceline.settings.schema import RunConfig
 from paceline.training.bad_numbers import find_fault, leave_out
-from paceline.training.ride import Ride
+from paceline.training.session import TrainingSession
 from paceline.training.state import EpochSums
 from paceline.training.step import StepReport
-from paceline.world.requeue import requeue_job
 
 _STATUS_EVERY_S = 0.25
 
@@ -28,71 +28,71 @@ class StopAgreed(Exception):
     """The ranks agreed to stop. Raised on all of them at the same batch."""
 
 
-def train_epoch(ride: Ride, run_watch: Stopwatch) -> None:
+def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
     """Train to the end of the current epoch, or of the run."""
-    config, rig, state, plan = ride.config, ride.rig, ride.state, ride.rig.plan
+    config, components, state, plan = session.config, session.components, session.state, session.components.plan
     epoch, first_step = plan.clock.locate(state.step)
     if first_step == 0:
         state.epoch_sums = EpochSums()
-    batches = rig.train_data.train_epoch(
+    batches = components.train_data.train_epoch(
         seed=config.train.seed,
         epoch=epoch,
         global_batch_size=config.train.global_batch_size,
         first_step=first_step,
     )
     interval, epoch_watch = Stopwatch(), Stopwatch()
-    sums = torch.zeros(rig.step.lanes_per_rank, 3, dtype=torch.float64, device=ride.world.device)
+    sums = torch.zeros(components.step.lanes_per_rank, 3, dtype=torch.float64, device=session.world.device)
     busy_s = 0.0  # this rank's own work since the last line
     last_step = min(plan.last_step, plan.clock.end_of(epoch + 1))
     while state.step < last_step:
-        ride.guards.enter("data", state.step + 1)
+        session.guards.enter("data", state.step + 1)
         batch = next(batches)
         lr = plan.learning_rate(state.step)
-        report = _take_step(ride, batch, lr)
-        ride.guards.phases.enter("other")
+        report = _take_step(session, batch, lr)
+        session.guards.phases.enter("other")
         state.step += 1
         if report is not None:
             sums += report.sums
             busy_s += report.busy_s + batch.wait_s
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
-        ride.is_leaving |= report is not None and report.is_stop_wanted
-        is_due = ride.is_leaving or is_save_due(state.step, plan.clock, plan.last_step, config.run)
+        session.is_leaving |= report is not None and report.is_stop_wanted
+        is_due = session.is_leaving or is_save_due(state.step, plan.clock, plan.last_step, config.run)
         is_saved = is_due and state.step != last_step  # the loop saves the last one, with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
-            _log_step(ride, _with_column(sums, busy_s), report, lr, interval)
+            _log_step(session, _with_column(sums, busy_s), report, lr, interval)
             sums.zero_()
             busy_s = 0.0
             interval.restart()
         if is_saved:
             state.epoch_sums.seconds += epoch_watch.seconds
             epoch_watch.restart()
-            save(ride, is_best=False)
-            if ride.is_leaving:
+            save(session, is_best=False)
+            if session.is_leaving:
                 raise StopAgreed
     state.epoch_sums.seconds += epoch_watch.seconds
 
 
-def epoch_row(ride: Ride) -> dict[str, Any]:
+def epoch_row(session: TrainingSession) -> dict[str, Any]:
     """What the epoch so far gave in training, also if an earlier attempt trained it."""
-    sums = ride.state.epoch_sums
+    sums = session.state.epoch_sums
     return {
         "loss": sums.mean_loss,
         "accuracy": sums.accuracy,
         "throughput": sums.samples / max(sums.seconds, 1e-9),
         "seconds": sums.seconds,
-        "memory_peak_mb": read_memory(ride.world.device).peak_mb,
+        "memory_peak_mb": read_memory(session.world.device).peak_mb,
     }
 
 
-def rank_columns(ride: Ride) -> dict[str, list[float]]:
+def rank_columns(session: TrainingSession) -> dict[str, list[float]]:
     """What each rank's own samples gave in this epoch, in the order of ranks.
 
     Empty where it is not known: a run that was resumed after its last step, on another number of ranks or from an
     older checkpoint.
     """
-    rows = ride.state.epoch_sums.ranks
-    if len(rows) != ride.world.world_size:
+    rows = session.state.epoch_sums.ranks
+    if len(rows) != session.world.world_size:
         return {}
     return {
         "loss": [loss / max(samples, 1) for loss, _, samples in rows],
@@ -101,71 +101,73 @@ def rank_columns(ride: Ride) -> dict[str, list[float]]:
     }
 
 
-def _take_step(ride: Ride, batch: Batch, lr: float) -> StepReport | None:
+def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport | None:
     """Gradients, a look at them, and the update; None for a step that is left out."""
-    step, state, guards = ride.rig.step, ride.state, ride.guards
+    step, state, guards = session.components.step, session.state, session.guards
     if state.step in state.jumped:
         return None
     if guards.faults:
-        batch = guards.faults.touch(batch, ride.rig.model.module, state.step + 1)
-    report = step.gradients(batch, state.step, wants_stop=_is_stop_due(ride))
-    if report.is_stop_wanted and _is_saved(ride):
+        batch = guards.faults.touch(batch, session.components.model.module, state.step + 1)
+    report = step.gradients(batch, state.step, wants_stop=_is_stop_due(session))
+    if report.is_stop_wanted and _is_saved(session):
         raise StopAgreed  # this very step is on disk: training one more would only cost a second save
-    fault = find_fault(ride, report)
+    fault = find_fault(session, report)
     if fault is not None:
-        leave_out(ride, batch, fault)
+        leave_out(session, batch, fault)
         return None
     guards.enter("update", state.step + 1)
     step.update(state.step, lr, report)
     return report
 
 
-def _is_stop_due(ride: Ride) -> bool:
-    return ride.guards.stop.is_due(ride.config.guard.notice, _seconds_to_leave(ride))
+def _is_stop_due(session: TrainingSession) -> bool:
+    return session.guards.stop.is_due(session.config.guard.notice, _seconds_to_leave(session))
 
 
-def require_no_stop(ride: Ride) -> None:
+def require_no_stop(session: TrainingSession) -> None:
     """Between batches of an evaluation, and before the first step. Collective."""
-    if is_true_on_any(_is_stop_due(ride), ride.world):
+    if is_true_on_any(_is_stop_due(session), session.world):
         raise StopAgreed
 
 
-def _is_saved(ride: Ride) -> bool:
+def _is_saved(session: TrainingSession) -> bool:
     """Whether a checkpoint of this step is on disk. Waits for a save that is under way. Collective."""
-    step = ride.state.step
-    if step != ride.checkpoints.started_step:  # the same on all ranks
+    step = session.state.step
+    if step != session.checkpoints.started_step:  # the same on all ranks
         return False
-    ride.guards.enter("save", step)
-    ride.checkpoints.finish()
-    return is_true_on_any(ride.world.is_primary and ride.checkpoints.saved_step == step, ride.world)
+    session.guards.enter("save", step)
+    session.checkpoints.finish()
+    return is_true_on_any(session.world.is_primary and session.checkpoints.saved_step == step, session.world)
 
 
-def _seconds_to_leave(ride: Ride) -> float:
+def _seconds_to_leave(session: TrainingSession) -> float:
     """What one more step and a save will take, generously."""
-    return 2 * ride.checkpoints.last_save_s + 2 * ride.guards.watchdog.longest_step_s + 1.0
+    return 2 * session.checkpoints.last_save_s + 2 * session.guards.watchdog.longest_step_s + 1.0
 
 
-def leave(ride: Ride, *, can_save: bool = True) -> NoReturn:
+def leave(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
     """Asked to stop: save what is not saved yet, tell it, and end on every rank."""
-    ride.console.stop()
-    step = ride.state.step
-    if can_save and step > 0 and not _is_saved(ride):
-        save(ride, is_best=False)
-    ride.guards.enter("save", step)
-    is_saved = step > 0 and _is_saved(ride)
-    reason = next((text for text in gather_texts(ride.guards.stop.reason or "", ride.world) if text), "asked to stop")
-    if ride.recorder is not None:
-        ride.recorder.close()
-        save_s = round(ride.checkpoints.last_save_s, 3)
+    session.console.stop()
+    step = session.state.step
+    if can_save and step > 0 and not _is_saved(session):
+        save(session, is_best=False)
+    session.guards.enter("save", step)
+    is_saved = step > 0 and _is_saved(session)
+    reason = next(
+        (text for text in gather_texts(session.guards.stop.reason or "", session.world) if text), "asked to stop"
+    )
+    if session.recorder is not None:
+        session.recorder.close()
+        save_s = round(session.checkpoints.last_save_s, 3)
         told = {"step": step, "reason": reason, "save_s": save_s, **describe_console_loss()}
-        ride.folder.write_status("preempted" if is_saved else "failed", **told)
+        session.folder.write_status("preempted" if is_saved else "failed", **told)
         # Before anybody leaves: srun may end the other tasks of a job as soon as the first one is gone.
-        requeue_job(reason, ride.folder.requeues, step)
-    wait_for_all(ride.world)
+        requeue_job(reason, session.folder.requeues, step)
+    wait_for_all(session.world)
     if is_saved:
-        flag = ride.folder.resume_flag
+        flag = session.folder.resume_flag
         raise Preempted(f"stopped at step {step} and saved ({reason})", hint=flag and f"go on with {flag}")
-    where = None if ride.folder.is_temporary else str(ride.folder.path)
+    where = None if session.folder.is_temporary else str(session.folder.path)
     raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=where)
 
 
@@ -176,18 +178,20 @@ def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:
     return torch.cat([sums, column], dim=1)
 
 
-def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch) -> None:
+def _log_step(
+    session: TrainingSession, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch
+) -> None:
     """Bring an interval's sums to the host, add them up over ranks, and tell."""
-    rows = ride.rig.step.gather(sums)
+    rows = session.components.step.gather(sums)
     loss, correct, samples, _ = tree_sum(rows).tolist()
-    state, last_step = ride.state, ride.rig.plan.last_step
+    state, last_step = session.state, session.components.plan.last_step
     state.epoch_sums.add(loss, correct, samples)
-    lanes = rows[:, :3].view(ride.world.world_size, -1, 3)
+    lanes = rows[:, :3].view(session.world.world_size, -1, 3)
     state.epoch_sums.add_ranks(lanes.sum(1).tolist())
-    ride.stragglers.look(rows[:, 3], state.step)
+    session.stragglers.look(rows[:, 3], state.step)
     if samples == 0:
         return  # every step since the last line was left out, and told so
-    memory = read_memory(ride.world.device)
+    memory = read_memory(session.world.device)
     values = {
         "loss": loss / samples,
         "accuracy": correct / samples,
@@ -198,23 +202,23 @@ def _log_step(ride: Ride, sums: torch.Tensor, report: StepReport | None, lr: flo
         "memory_peak_mb": memory.peak_mb,
         "grad_norm": report.grad_norm if report else 0.0,
     }
-    if ride.recorder is not None:
-        ride.recorder.step(state.step, **values)
-        _tell_status(ride)
-    ride.console.step(state.step, last_step, values)
+    if session.recorder is not None:
+        session.recorder.step(state.step, **values)
+        _tell_status(session)
+    session.console.step(state.step, last_step, values)
 
 
-def _tell_status(ride: Ride) -> None:
+def _tell_status(session: TrainingSession) -> None:
     """For whoever looks on from outside, and nobody looks so often. A folder that is lost is noticed at once."""
     now = time.monotonic()
-    if now - ride.status_told_at < _STATUS_EVERY_S and os.access(ride.folder.path, os.W_OK):
+    if now - session.status_told_at < _STATUS_EVERY_S and os.access(session.folder.path, os.W_OK):
         return
-    ride.status_told_at = now
-    step, last_step = ride.state.step, ride.rig.plan.last_step
-    eta_s = round(ride.console.remaining_s(step, last_step), 1)
-    save_s = round(ride.checkpoints.last_save_s, 3)
+    session.status_told_at = now
+    step, last_step = session.state.step, session.components.plan.last_step
+    eta_s = round(session.console.remaining_s(step, last_step), 1)
+    save_s = round(session.checkpoints.last_save_s, 3)
     told = {"step": step, "last_step": last_step, "eta_s": eta_s, "save_s": save_s, **describe_console_loss()}
-    ride.folder.write_status("running", **told)
+    session.folder.write_status("running", **told)
 
 
 def is_save_due(step: int, clock: EpochClock, last_step: int, run: RunConfig) -> bool:
@@ -229,17 +233,17 @@ def _is_kept_for_ever(epoch: int, run: RunConfig) -> bool:
     return run.save_frequency > 0 and epoch % run.save_frequency == 0
 
 
-def save(ride: Ride, *, is_best: bool) -> None:
+def save(session: TrainingSession, *, is_best: bool) -> None:
     """Hand the whole state to the checkpoint manager. Collective."""
-    ride.guards.enter("save", ride.state.step)
-    state = ride.state
-    epoch, inside = ride.rig.plan.clock.locate(state.step)
+    session.guards.enter("save", session.state.step)
+    state = session.state
+    epoch, inside = session.components.plan.clock.locate(state.step)
     if inside:
         state.validation = None
-    keep = inside == 0 and _is_kept_for_ever(epoch, ride.config.run)
-    ride.checkpoints.save(
-        ride.rig.payload(ride.world),
-        ride.rig.state_json(state, keep=keep),
-        ride.rig.about(state),
+    keep = inside == 0 and _is_kept_for_ever(epoch, session.config.run)
+    session.checkpoints.save(
+        session.components.payload(session.world),
+        session.components.state_json(state, keep=keep),
+        session.components.about(state),
         is_best=is_best,
     )

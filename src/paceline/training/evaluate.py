@@ -14,10 +14,10 @@ from paceline.data.loader import Loader
 from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.apply import ParallelModel
 from paceline.parallel.collectives import sum_lanes, sum_over_ranks
+from paceline.runtime.detect import World
 from paceline.training.examples import Examples
 from paceline.training.objective import Objective
 from paceline.training.step import autocast
-from paceline.world.detect import World
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def evaluate(
             if on_batch is not None:
                 on_batch()
             with autocast(model, world):
-                logits = look_often(model.module, batch.inputs, views).float()
+                logits = average_over_views(model.module, batch.inputs, views).float()
             if batch.is_counted:
                 sums[batch.share] += objective.sums(logits, batch.labels)
                 cells = batch.labels * num_classes + logits.argmax(1)
@@ -81,7 +81,7 @@ def evaluate(
     return _finish(totals, list(objective.metrics), confusion.view(num_classes, num_classes).cpu(), watch)
 
 
-def look_often(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) -> Tensor:
+def average_over_views(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) -> Tensor:
     """Logits averaged over views of each image: 1 as it is, 2 with its mirror image, 6 with both shifted two ways."""
     if views == 1:
         return model(inputs)
@@ -93,7 +93,7 @@ def look_often(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) ->
     for shift in (0, 2):  # by a pixel, up and to the left, then down and to the right
         shifted = bordered[:, :, shift : shift + height, shift : shift + width]
         shifted = shifted.contiguous(memory_format=torch.channels_last)
-        logits = logits + look_often(model, shifted, 2) / 2
+        logits = logits + average_over_views(model, shifted, 2) / 2
     return logits / 2
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.runs.folder import RunFolder, write_atomically
-from paceline.training.rig import Rig
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.training.components import Components
 
 MOST_EXAMPLES = 24
 _MOST_WRONG = 16
@@ -84,7 +84,7 @@ class Examples:
         try:
             write_atomically(folder.examples, json.dumps({"examples": rows}) + "\n")
         except OSError as error:
-            folder.bear(folder.examples.name, error)
+            folder.warn_on_write_error(folder.examples.name, error)
 
     def _as_pictures(self, inputs: Tensor) -> Tensor:
         """Back from what the model sees to what a person sees."""
@@ -94,13 +94,13 @@ class Examples:
         return ((inputs.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
 
 
-def open_examples(rig: Rig, world: World) -> Examples | None:
+def open_examples(components: Components, world: World) -> Examples | None:
     """For the primary; the others need none."""
     if not world.is_primary:
         return None
-    config = rig.plan.config
-    pipeline = build_pipeline(config.data, rig.plan.info, config.train.seed)
-    num_batches = len(rig.test_data) // (world.world_size * config.train.test_batch_size)
+    config = components.plan.config
+    pipeline = build_pipeline(config.data, components.plan.info, config.train.seed)
+    num_batches = len(components.test_data) // (world.world_size * config.train.test_batch_size)
     return Examples(pipeline, num_batches)
 
 

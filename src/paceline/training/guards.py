@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from paceline.config.faults import parse_faults
-from paceline.config.schema import Config
 from paceline.metrics.phases import PhaseClock
 from paceline.metrics.profile import StepProfiler
 from paceline.runs.folder import RunFolder
 from paceline.runs.members import Member
 from paceline.runs.process_handle import identity_of
+from paceline.runtime.detect import RankEnvironment, World
+from paceline.runtime.job_identity import find_torchrun_agent
+from paceline.runtime.pulse import ATTEMPT_DIR, Pulse, private_pulse_path, pulse_path
+from paceline.runtime.signals import SUPERVISOR_PID, StopRequest
+from paceline.runtime.watchdog import Watchdog
+from paceline.settings.faults import parse_faults
+from paceline.settings.schema import Config
 from paceline.training.inject import Faults
-from paceline.world.detect import RankEnvironment, World
-from paceline.world.job_identity import find_torchrun_agent
-from paceline.world.pulse import ATTEMPT_DIR, Pulse, private_pulse_path, pulse_path
-from paceline.world.signals import SUPERVISOR_PID, StopRequest
-from paceline.world.watchdog import Watchdog
 
 
 @dataclass

@@ -18,11 +18,11 @@ import torch
 from torch import nn
 
 from paceline.checkpoints.format import MANIFEST, step_folders
-from paceline.config.faults import EVERY_RANK, Fault, read_ledger
-from paceline.config.small_files import write_plain
 from paceline.data.loader import Batch
 from paceline.errors import EXIT_INTERNAL, PacelineError
 from paceline.runs.folder import flush
+from paceline.settings.faults import EVERY_RANK, Fault, read_ledger
+from paceline.settings.small_files import write_plain
 
 _DEFAULT_PHASE = "forward"
 _BATCH_FAULTS = ("nan", "spike", "inf-gradient", "oom")

@@ -15,9 +15,9 @@ from paceline.metrics.ceiling import find_ceilings, name_precision
 from paceline.metrics.flops import FlopCount, count_flops
 from paceline.metrics.verdict import LEAST_STEPS, RankTime, Setting, Speed, judge_run, split_time
 from paceline.parallel.collectives import broadcast_text
-from paceline.training.rig import Rig
-from paceline.world.cores import usable_cores
-from paceline.world.detect import World
+from paceline.runtime.cores import usable_cores
+from paceline.runtime.detect import World
+from paceline.training.components import Components
 
 # Counting a model's arithmetic takes most of a second, measuring the ceiling about one more: not in a run of seconds.
 WORTH_COUNTING_S, WORTH_MEASURING_S = 10.0, 20.0
@@ -25,27 +25,27 @@ _TOO_SHORT = "the run was too short to measure the matrix ceiling"
 _NO_MEMORY = "no memory was left to measure the matrix ceiling"
 
 
-def find_limits(rig: Rig, world: World, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def find_limits(components: Components, world: World, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """From every rank's entry of `process_metrics`. Collective; after training, so nothing here is in its time."""
     times = [_time_of(entry) for entry in ranks if "step_ms" in entry]
     steps = min((int(entry["steps"]) for entry in ranks if "steps" in entry), default=0)
     if len(times) < len(ranks) or steps < LEAST_STEPS:
         return {"steps": steps, "verdict": None}
-    dtype = rig.model.autocast_dtype or torch.float32
+    dtype = components.model.autocast_dtype or torch.float32
     seconds = max(float(entry["seconds"]) for entry in ranks)
-    done = _measure_arithmetic(rig, world, dtype, times, seconds)
+    done = _measure_arithmetic(components, world, dtype, times, seconds)
     speed = Speed(sum(done.rates) or None, sum(done.ceilings) or None, done.note)
     shares = split_time(times)
     setting = Setting(
-        config=rig.plan.config,
+        config=components.plan.config,
         world=world,
-        strategy=rig.model.strategy,
+        strategy=components.model.strategy,
         precision=name_precision(dtype, world.device),
         cores=usable_cores(),
         load=os.getloadavg()[0],
         step_ms=max(time.step_ms for time in times),
-        is_packed=is_packed(Path(rig.plan.config.data.data_dir)),
-        host_overhead_share=_host_overhead(rig),
+        is_packed=is_packed(Path(components.plan.config.data.data_dir)),
+        host_overhead_share=_host_overhead(components),
     )
     return {
         "steps": steps,
@@ -84,14 +84,14 @@ class _Arithmetic:
 
 
 def _measure_arithmetic(
-    rig: Rig, world: World, dtype: torch.dtype, times: list[RankTime], seconds: float
+    components: Components, world: World, dtype: torch.dtype, times: list[RankTime], seconds: float
 ) -> _Arithmetic:
     if seconds < WORTH_COUNTING_S:
         return _Arithmetic(note=_TOO_SHORT)
-    count = _count_once(rig, world)
+    count = _count_once(components, world)
     if count.per_sample is None:
         return _Arithmetic(note=count.note)
-    flops = count.per_sample * rig.plan.rank_batch_size
+    flops = count.per_sample * components.plan.rank_batch_size
     rates = [1000 * flops / time.step_ms for time in times]
     may_measure = seconds >= WORTH_MEASURING_S
     ceilings = find_ceilings(world, dtype, may_measure=may_measure, surpassed=rates[world.rank])
@@ -100,16 +100,16 @@ def _measure_arithmetic(
     return _Arithmetic(count.per_sample, rates, ceilings)
 
 
-def _count_once(rig: Rig, world: World) -> FlopCount:
+def _count_once(components: Components, world: World) -> FlopCount:
     """The primary counts; building a model again is nothing every rank should do."""
     mine = FlopCount(None)
     if world.is_primary:
-        mine = count_flops(rig.plan.config.model, rig.plan.input_shape, rig.plan.info.num_classes)
+        mine = count_flops(components.plan.config.model, components.plan.input_shape, components.plan.info.num_classes)
     return FlopCount(**json.loads(broadcast_text(json.dumps(asdict(mine)), world)))
 
 
-def _host_overhead(rig: Rig) -> float | None:
+def _host_overhead(components: Components) -> float | None:
     """Known only where a GPU was profiled."""
-    profiler = rig.step.guards.profiler
+    profiler = components.step.guards.profiler
     busy = profiler.result.device_busy_share if profiler and profiler.result else None
     return None if busy is None else max(0.0, 1.0 - busy)

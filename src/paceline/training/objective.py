@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.config.schema import Config
 from paceline.data.reference import resolve_reference
 from paceline.errors import PacelineError, UserError
 from paceline.models.external import first_line
+from paceline.settings.schema import Config
 
 
 class FunctionFailed(UserError):

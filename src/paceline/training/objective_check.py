@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from paceline.config.schema import Config
 from paceline.errors import UserError
 from paceline.parallel.apply import ParallelModel
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config
 from paceline.training.objective import FunctionFailed, Objective, UserFunction, build_objective
 from paceline.training.plan import RunPlan
 from paceline.training.step import autocast
-from paceline.world.detect import World
 
 _log = logging.getLogger("paceline")
 

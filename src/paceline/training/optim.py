@@ -10,8 +10,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from paceline.config.schema import OptimConfig
 from paceline.parallel.parts import is_sharded, local_part
+from paceline.settings.schema import OptimConfig
 from paceline.training.muon import Muon
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from paceline.config.schema import Config
 from paceline.errors import PacelineError, UserError
 from paceline.models.external import first_line
+from paceline.settings.schema import Config
 
 _NO_GRADIENT = "does not require grad and does not have a grad_fn"
 # What torch says of tensors that do not fit together. Other errors may have causes that a restart ends.

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.order import split_train_validation
 from paceline.errors import UserError
 from paceline.runs.epoch_clock import EpochClock
+from paceline.settings.schema import Config
 from paceline.training.schedule import learning_rate, peak_learning_rate
 
 

@@ -15,14 +15,14 @@ import numpy
 import torch
 from torch import Tensor
 
-from paceline.config.schema import Config
 from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel, PlainAttributes
+from paceline.runtime.detect import World
+from paceline.runtime.recorded import Recorded
+from paceline.settings.schema import Config
 from paceline.training.optim import MovingAverage
 from paceline.training.step import Part, StepReport, TrainStep, cut, total_norm
 from paceline.training.tally import DeviceTally
-from paceline.world.detect import World
-from paceline.world.recorded import Recorded
 
 
 def can_record(model: ParallelModel, config: Config, world: World) -> bool:

@@ -10,12 +10,12 @@ import dataclasses
 import time
 from typing import Any
 
-from paceline.config.schema import Config
 from paceline.metrics.console import Console
 from paceline.runs.place import RunPlace
+from paceline.runtime.detect import World
+from paceline.settings.schema import Config
 from paceline.training.guards import Guards
 from paceline.training.loop import train
-from paceline.world.detect import World
 
 _STEPS, _EVAL_BATCHES = 2, 2
 

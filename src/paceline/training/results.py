@@ -14,15 +14,15 @@ from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
 from paceline.parallel.parts import bits
+from paceline.runtime.detect import World
+from paceline.training.components import Components
 from paceline.training.evaluate import Evaluation
 from paceline.training.limits import find_limits
-from paceline.training.rig import Rig
 from paceline.training.state import TrainState
-from paceline.world.detect import World
 
 
 @dataclass(frozen=True)
-class RideTotals:
+class RunTotals:
     """Of this attempt, on this rank."""
 
     seconds: float  # from the first step to the last checkpoint, evaluation included
@@ -46,17 +46,17 @@ def hash_model(model: nn.Module) -> str:
     return hash_tensors(gather_whole(model_tensors(model), "cpu"))
 
 
-def hash_state(rig: Rig, device: str) -> dict[str, str]:
+def hash_state(components: Components, device: str) -> dict[str, str]:
     """Hashes of the final weights and, for an exact run, of the optimizer's state too. Collective under FSDP."""
-    module = rig.model.module
+    module = components.model.module
     hashes = {"weights_sha256": hash_tensors(gather_whole(model_tensors(module), device))}
-    if rig.plan.config.parallel.exact:
-        state = optimizer_tensors(module, rig.optimizer)
+    if components.plan.config.parallel.exact:
+        state = optimizer_tensors(module, components.optimizer)
         hashes["optimizer_sha256"] = hash_tensors(gather_whole(state, device))
     return hashes
 
 
-def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
+def gather_ranks(world: World, totals: RunTotals) -> list[dict[str, Any]]:
     """One entry per rank, on every rank. Collective."""
     memory = read_memory(world.device)
     mine = {
@@ -77,7 +77,7 @@ def gather_ranks(world: World, totals: RideTotals) -> list[dict[str, Any]]:
 
 
 def make_results(
-    rig: Rig,
+    components: Components,
     world: World,
     state: TrainState,
     test: Evaluation,
@@ -86,7 +86,7 @@ def make_results(
     hashes: dict[str, str],
 ) -> dict[str, Any]:
     """Collective: the devices' own limits may be measured on the way."""
-    plan, profiler = rig.plan, rig.step.guards.profiler
+    plan, profiler = components.plan, components.step.guards.profiler
     seconds = max(entry["seconds"] for entry in ranks)
     samples = sum(entry["samples"] for entry in ranks)
     return {
@@ -101,17 +101,17 @@ def make_results(
         "samples_per_second": samples / max(seconds, 1e-9),
         "training_seconds": seconds,
         "world_size": world.world_size,
-        "strategy": rig.model.strategy,
+        "strategy": components.model.strategy,
         **hashes,
         "distributed_training": {
             "world_size": world.world_size,
             "backend": world.backend,
-            "gradients": rig.step.exchange,
+            "gradients": components.step.exchange,
             "global_batch_size": plan.config.train.global_batch_size,
             "rank_batch_size": plan.rank_batch_size,
             "epochs": plan.config.train.epochs,
             "learning_rate": plan.peak_lr,
-            "precision": str(rig.model.autocast_dtype or "torch.float32").removeprefix("torch."),
+            "precision": str(components.model.autocast_dtype or "torch.float32").removeprefix("torch."),
         },
         "performance": {
             "avg_final_loss": final_train.get("loss"),
@@ -121,11 +121,11 @@ def make_results(
             "time_per_epoch": final_train.get("seconds"),
         },
         "process_metrics": ranks,
-        "limits": find_limits(rig, world, ranks),
+        "limits": find_limits(components, world, ranks),
         **({"profile": profiler.result.to_json() if profiler.result else None} if profiler else {}),
         "model_info": {
             "name": plan.config.model.model_name,
-            "parameters": rig.num_parameters,
+            "parameters": components.num_parameters,
             "input_shape": list(plan.input_shape),
             "classes": list(plan.info.classes),
         },

@@ -13,17 +13,17 @@ from paceline.checkpoints.identity import warn_of_changed_code
 from paceline.checkpoints.named import find_named
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.checkpoints.store import Checkpoint, open_checkpoint
-from paceline.config.load import LoadedConfig, load_config, load_saved
-from paceline.config.rules import check_config
-from paceline.config.schema import Config
 from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.trust import TRUST_FLAG, require_trusted_code, require_trusted_run, trusting_code
-from paceline.training.evaluate import Evaluation, evaluate, look_often
-from paceline.training.rig import Rig, build_rig
+from paceline.runtime.detect import ALONE, World, build_world
+from paceline.settings.load import LoadedConfig, load_config, load_saved
+from paceline.settings.rules import check_config
+from paceline.settings.schema import Config
+from paceline.training.components import Components, build_components
+from paceline.training.evaluate import Evaluation, average_over_views, evaluate
 from paceline.training.step import autocast
-from paceline.world.detect import ALONE, World, build_world
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class OpenRun:
     config: Config
     world: World
     checkpoint: Checkpoint
-    rig: Rig
+    components: Components
     folder: Path | None  # the run folder; None for a checkpoint without one
 
 
@@ -57,10 +57,10 @@ def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_
     world = build_world(config.parallel, ALONE)
     torch.set_num_threads(world.threads)
     found = require_checkpoint(named.source, world, prefer_best=named.prefer_best)
-    rig = build_rig(config, world, load_weights=False)
-    warn_of_changed_code(found, rig.code)
-    restore_weights(found, rig.model.module)
-    return OpenRun(config, world, found, rig, named.run)
+    components = build_components(config, world, load_weights=False)
+    warn_of_changed_code(found, components.code)
+    restore_weights(found, components.model.module)
+    return OpenRun(config, world, found, components, named.run)
 
 
 def _load_config_of(folder: Path, flags: list[str]) -> LoadedConfig:
@@ -73,13 +73,13 @@ def _load_config_of(folder: Path, flags: list[str]) -> LoadedConfig:
 
 def evaluate_run(run: OpenRun) -> Evaluation:
     return evaluate(
-        run.rig.model,
-        run.rig.test_data,
+        run.components.model,
+        run.components.test_data,
         run.world,
-        num_classes=run.rig.plan.info.num_classes,
+        num_classes=run.components.plan.info.num_classes,
         batch_size=run.config.train.test_batch_size,
-        objective=run.rig.step.objective,
-        shares_per_rank=run.rig.step.lanes_per_rank,
+        objective=run.components.step.objective,
+        shares_per_rank=run.components.step.lanes_per_rank,
         views=run.config.train.test_views,
     )
 
@@ -87,11 +87,11 @@ def evaluate_run(run: OpenRun) -> Evaluation:
 @torch.no_grad()
 def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
     """Class probabilities of each picture: prepared, cut into batches and averaged over views as evaluation does it."""
-    info = run.rig.plan.info
+    info = run.components.plan.info
     if not info.takes_pictures:
         raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
     pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
-    model, train = run.rig.model, run.config.train
+    model, train = run.components.model, run.config.train
     model.module.eval()
     probabilities: list[list[float]] = []
     for start in range(0, len(pictures), train.test_batch_size):
@@ -101,6 +101,6 @@ def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
             samples = samples.float().mean(1, keepdim=True).round().to(torch.uint8)
         inputs = pipeline.for_evaluation(samples.to(run.world.device))
         with autocast(model, run.world):
-            logits = look_often(model.module, inputs, train.test_views).float()
+            logits = average_over_views(model.module, inputs, train.test_views).float()
         probabilities += logits.softmax(1).tolist()
     return probabilities

@@ -24,7 +24,7 @@ from paceline.data.fingerprint import (
 )
 from paceline.errors import CheckpointError, UserError
 from paceline.parallel.collectives import gather_texts
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 _log = logging.getLogger("paceline")
 _POSITIONS, _KEYS = "positions", "keys"

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 import paceline
-from paceline.config.fields import flatten
-from paceline.config.schema import Config
 from paceline.errors import UserError
 from paceline.parallel.collectives import gather_texts
-from paceline.world.detect import World
+from paceline.runtime.detect import World
+from paceline.settings.fields import flatten
+from paceline.settings.schema import Config
 
 # These may differ: they say where a rank finds things, or which faults it rehearses.
 _OWN = ("data_dir", "output_dir", "num_workers", "inject")

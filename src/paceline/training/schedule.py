@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from paceline.config.schema import OptimConfig
+from paceline.settings.schema import OptimConfig
 
 REFERENCE_BATCH = 256
 _ONECYCLE_START = 1 / 25  # of the peak

@@ -11,7 +11,7 @@ from paceline.parallel.collectives import broadcast_text, gather_texts
 from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.place import RunPlace
 from paceline.runs.shared_token import NODE_LOCAL, find_token, not_shared, remove_token, write_token
-from paceline.world.detect import RankEnvironment, World
+from paceline.runtime.detect import RankEnvironment, World
 
 
 def require_shared_folder(place: RunPlace, world: World, environment: RankEnvironment) -> None:

@@ -1,7 +1,7 @@
 """One optimizer update in two halves: gradients, which are looked at, and the update they are used for.
 
 The first half ends with three numbers on the host of every rank, the same on all: the mean loss, the norm of
-the gradients, and whether any rank wants to stop. They ride along with the gradients, so they cost no
+the gradients, and whether any rank wants to stop. They are reduced together with the gradients, so they cost no
 collective; reading them is the one moment a step waits for the device.
 """
 
@@ -15,18 +15,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from paceline.config.schema import Config
 from paceline.data.loader import Batch
 from paceline.parallel.apply import ParallelModel
 from paceline.parallel.collectives import gather_lanes, sum_over_ranks
 from paceline.parallel.exact import LaneReducer
+from paceline.runtime.detect import World
+from paceline.runtime.seeds import seed_step
+from paceline.settings.schema import Config
 from paceline.training.guards import Guards
 from paceline.training.objective import build_objective
 from paceline.training.optim import MovingAverage, bare_step
 from paceline.training.sample_keys import ShareKeys
 from paceline.training.tally import DeviceTally, HostTally
-from paceline.world.detect import World
-from paceline.world.seeds import seed_step
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class TrainStep:
         self.objective = build_objective(config)
         self._has_user_code = bool(config.train.loss) or ":" in config.model.model_name
         self._keys = ShareKeys(config.train.seed, world.rank, world.device) if model.draws_by_sample else None
-        self.guards = Guards()  # the ride's own, once it is open
+        self.guards = Guards()  # set by the session
         self._bytes_to_sum = model.bytes_to_sum()
         self._busy_s = 0.0
         # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
@@ -111,7 +111,7 @@ class TrainStep:
         self.scaler.unscale_(self._optimizer)
         norm = total_norm(self._model.local_gradients())
         if self._model.strategy == "fsdp" and self._world.world_size > 1:
-            # The norm of sharded gradients needs a collective anyway; the agreement rides in it.
+            # The norm of sharded gradients needs a collective anyway; the agreement is part of it.
             row = torch.cat([norm.square().to(agreed).reshape(1), agreed, self._model.shard_presence()])
             summed = sum_over_ranks(row, self._world)
             norm_squared, *agreed_values, missing = summed[: 2 + len(agreed)].tolist()
@@ -184,7 +184,7 @@ class TrainStep:
             agreed = self._model.shared.average(mine)
             self._model.exposed.count(self._bytes_to_sum)
             return sums[None], agreed
-        return sums[None], mine if self._model.passenger is None else self._model.take_passengers()
+        return sums[None], mine if self._model.piggybacked_scalars is None else self._model.take_piggybacked_scalars()
 
     def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """Lane by lane, as if each were a rank; the reducer sums them in its tree."""
@@ -206,7 +206,7 @@ class TrainStep:
     def _accumulate_gradients(self, share: Part, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """Forward and backward, microbatch by microbatch.
 
-        Returns the sums and this part's passengers: whether to stop, and its mean loss.
+        Returns the sums and this part's piggybacked_scalars: whether to stop, and its mean loss.
         """
         accumulate = self._config.train.accumulate
         tally = HostTally() if self._world.device == "cpu" else DeviceTally(self._world.device)
@@ -221,7 +221,7 @@ class TrainStep:
             tally.add(loss, correct, len(part.labels))
             objective = self.scaler.scale(loss * part.weight if part.weight != 1 else loss)
             if number == accumulate:
-                mine = tally.passengers(wants_stop)
+                mine = tally.piggybacked_scalars(wants_stop)
             self._busy_s += time.perf_counter() - began
             if self._world.device == "cpu":
                 self._tell_waiting()  # sharded weights were waited for on the way
@@ -241,7 +241,7 @@ class TrainStep:
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
         objective.backward()
-        if self._model.passenger is not None and mine is not None:
+        if self._model.piggybacked_scalars is not None and mine is not None:
             self._model.finish_backward(objective, mine)
             self._model.exposed.backward_is_over()
             self._model.exposed.count(self._bytes_to_sum)

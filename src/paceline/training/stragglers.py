@@ -7,7 +7,7 @@ import statistics
 
 from torch import Tensor
 
-from paceline.world.detect import World
+from paceline.runtime.detect import World
 
 _log = logging.getLogger("paceline")
 _FACTOR = 3.0

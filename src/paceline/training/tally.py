@@ -24,7 +24,7 @@ class HostTally:
     def sums(self) -> Tensor:
         return torch.tensor([self._loss, self._correct, self._samples], dtype=torch.float64)
 
-    def passengers(self, wants_stop: bool) -> Tensor:
+    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
         """What this rank tells the others: whether to stop, and its mean loss."""
         return torch.tensor([float(wants_stop), self._loss / self._samples])
 
@@ -46,6 +46,6 @@ class DeviceTally:
     def mean_loss(self) -> Tensor:
         return (self._sums[0] / self._sums[2]).float()
 
-    def passengers(self, wants_stop: bool) -> Tensor:
+    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
         loss = self.mean_loss()
         return torch.stack([torch.full_like(loss, float(wants_stop)), loss])

@@ -12,31 +12,31 @@ from paceline.parallel.buffers import average_statistics
 from paceline.training.epoch import StopAgreed, epoch_row, rank_columns, require_no_stop
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.examples import Examples
-from paceline.training.ride import Ride
+from paceline.training.session import TrainingSession
 
 _log = logging.getLogger("paceline")
 
 
-def validate_epoch(ride: Ride) -> bool:
+def validate_epoch(session: TrainingSession) -> bool:
     """Validate after a whole epoch, record it, and say whether it is the best so far.
 
     A stop request ends it at the next batch, with nothing recorded: the resumed run validates this epoch.
     """
-    state = ride.state
-    epoch, _ = ride.rig.plan.clock.locate(state.step)
-    train_row = epoch_row(ride)
+    state = session.state
+    epoch, _ = session.components.plan.clock.locate(state.step)
+    train_row = epoch_row(session)
     state.validation, state.is_validation_due = None, True
-    if ride.is_leaving:
+    if session.is_leaving:
         raise StopAgreed
-    validation = _validate(ride) if len(ride.rig.validation_data) else None
+    validation = _validate(session) if len(session.components.validation_data) else None
     state.is_validation_due = False
-    if ride.recorder is not None:
-        columns = rank_columns(ride)
+    if session.recorder is not None:
+        columns = rank_columns(session)
         ranks = {"ranks": columns} if columns else {}
-        ride.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row, **ranks)
-    _log_own_part(ride, epoch, train_row["seconds"])
+        session.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row, **ranks)
+    _log_own_part(session, epoch, train_row["seconds"])
     if validation is None:
-        ride.console.epoch(epoch, state.step, train_row, None, False)
+        session.console.epoch(epoch, state.step, train_row, None, False)
         return False
     is_best = state.is_improved_by(validation.accuracy, validation.loss)
     if is_best:
@@ -44,15 +44,15 @@ def validate_epoch(ride: Ride) -> bool:
         state.best_accuracy, state.best_loss = validation.accuracy, validation.loss
     state.validation = {"accuracy": validation.accuracy, "loss": validation.loss}
     val_row = {**state.validation, "throughput": validation.throughput, **validation.metrics}
-    if ride.recorder is not None:
-        ride.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
-    ride.console.epoch(epoch, state.step, train_row, val_row, is_best)
+    if session.recorder is not None:
+        session.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
+    session.console.epoch(epoch, state.step, train_row, val_row, is_best)
     return is_best
 
 
-def _log_own_part(ride: Ride, epoch: int, seconds: float) -> None:
+def _log_own_part(session: TrainingSession, epoch: int, seconds: float) -> None:
     """A line in each rank's own log. The screen has the line of all ranks together."""
-    own = {name: values[ride.world.rank] for name, values in rank_columns(ride).items()}
+    own = {name: values[session.world.rank] for name, values in rank_columns(session).items()}
     if not own:
         return
     text = "epoch %d: loss %.4f, accuracy %.2f%% of %d samples of this rank, %.2f s"
@@ -60,14 +60,14 @@ def _log_own_part(ride: Ride, epoch: int, seconds: float) -> None:
     _log.info(text, *values, extra=ONLY_IN_LOG)
 
 
-def _validate(ride: Ride) -> Evaluation:
+def _validate(session: TrainingSession) -> Evaluation:
     """Evaluate the model, or its moving average, with the mean of the ranks' running statistics."""
-    buffers = list(ride.rig.model.module.buffers())
+    buffers = list(session.components.model.module.buffers())
     before = [buffer.clone() for buffer in buffers]
-    average_statistics(ride.rig.model.module, ride.world)
+    average_statistics(session.components.model.module, session.world)
     try:
-        with ride.rig.average.in_place() if ride.rig.average is not None else nullcontext():
-            return evaluate_part(ride, ride.rig.validation_data)
+        with session.components.average.in_place() if session.components.average is not None else nullcontext():
+            return evaluate_part(session, session.components.validation_data)
     except StopAgreed:
         # The resumed run averages again. From the mean it would not get the same bits on every number of ranks.
         for buffer, values in zip(buffers, before, strict=True):
@@ -75,22 +75,22 @@ def _validate(ride: Ride) -> Evaluation:
         raise
 
 
-def evaluate_part(ride: Ride, data: Loader, examples: Examples | None = None) -> Evaluation:
+def evaluate_part(session: TrainingSession, data: Loader, examples: Examples | None = None) -> Evaluation:
     return evaluate(
-        ride.rig.model,
+        session.components.model,
         data,
-        ride.world,
-        num_classes=ride.rig.plan.info.num_classes,
-        batch_size=ride.config.train.test_batch_size,
-        objective=ride.rig.step.objective,
-        shares_per_rank=ride.rig.step.lanes_per_rank,
-        views=ride.config.train.test_views,
-        max_batches=ride.eval_batches,
-        on_batch=partial(_before_batch, ride),
+        session.world,
+        num_classes=session.components.plan.info.num_classes,
+        batch_size=session.config.train.test_batch_size,
+        objective=session.components.step.objective,
+        shares_per_rank=session.components.step.lanes_per_rank,
+        views=session.config.train.test_views,
+        max_batches=session.eval_batches,
+        on_batch=partial(_before_batch, session),
         examples=examples,
     )
 
 
-def _before_batch(ride: Ride) -> None:
-    ride.guards.enter("evaluate", ride.state.step)
-    require_no_stop(ride)
+def _before_batch(session: TrainingSession) -> None:
+    session.guards.enter("evaluate", session.state.step)
+    require_no_stop(session)

@@ -17,8 +17,6 @@ import torch
 
 from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.mirror import mirrored
-from paceline.config.load import LoadedConfig, to_yaml
-from paceline.config.schema import Config
 from paceline.errors import (
     EndsWithPrimary,
     OwnerLost,
@@ -45,19 +43,21 @@ from paceline.runs.place import (
 )
 from paceline.runs.stores import local_path
 from paceline.runs.trust import TRUST_FLAG, sign_code
+from paceline.runtime.detect import RankEnvironment, World, build_world
+from paceline.runtime.early_exit import reported_to
+from paceline.runtime.error_file import leave_error_file
+from paceline.runtime.group import allow_suspension, process_group
+from paceline.runtime.heap import keep_freed_memory
+from paceline.runtime.job_identity import identify_job
+from paceline.settings.load import LoadedConfig, to_yaml
+from paceline.settings.schema import Config
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
-from paceline.training.narrate import tell_result
 from paceline.training.own_code import explain_own_code
 from paceline.training.rehearse import rehearse
+from paceline.training.run_summary import tell_result
 from paceline.training.same_ranks import require_same_ranks
 from paceline.training.shared_folder import require_shared_folder
-from paceline.world.detect import RankEnvironment, World, build_world
-from paceline.world.early_exit import reported_to
-from paceline.world.error_file import leave_error_file
-from paceline.world.group import allow_suspension, process_group
-from paceline.world.heap import keep_freed_memory
-from paceline.world.job_identity import identify_job
 
 _log = logging.getLogger("paceline")
 

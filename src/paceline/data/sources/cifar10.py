@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.fetch import fetch_file, locked
 from paceline.data.known_files import CIFAR10_FILES as FILES
@@ -25,6 +24,7 @@ from paceline.data.known_files import CIFAR10_PICKLED_FILES as PICKLED_FILES
 from paceline.data.known_files import cifar10_folder, find_pickled_cifar10, missing_cifar10, missing_pickles
 from paceline.data.pickled import UnreadablePickle, array_of_bytes, read_pickle
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 ARCHIVE_URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
 ARCHIVE_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"

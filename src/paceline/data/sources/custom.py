@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paceline.config.schema import DataConfig
-from paceline.config.text import check_text
 from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.reference import resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
+from paceline.settings.schema import DataConfig
+from paceline.settings.text import check_text
 
 EXPECTED = "(train, test), (train, test, classes) or {'train': ..., 'test': ..., 'classes': ...}"
 EXPECTED_HALF = "(samples, labels), an object with read(indices) and labels, or a map-style data set"

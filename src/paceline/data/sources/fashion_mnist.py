@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.fetch import fetch_file
 from paceline.data.known_files import FASHION_MNIST_FOLDER as FOLDER
 from paceline.data.known_files import FASHION_MNIST_MD5 as MD5
 from paceline.data.known_files import find_fashion_mnist
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 BASE_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 COUNTS = {"train": 60_000, "t10k": 10_000}

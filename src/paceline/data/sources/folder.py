@@ -17,12 +17,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.pack_format import picture_side
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.data.pictures import GREY, Half, Pictures, find_pictures, read_pixels
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 _log = logging.getLogger("paceline")
 _STAT_THREADS = 16

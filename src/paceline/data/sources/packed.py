@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.pack_format import Packed, Shard, open_packed
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 _MOST_MAPPED_BYTES = 256 * 2**20  # a rank with more mapped pages releases them
 _STATM = Path("/proc/self/statm")

@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
+from paceline.settings.schema import DataConfig
 
 Floats = NDArray[np.float32]
 Outline = Callable[[Floats, Floats], Floats]

@@ -14,9 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from paceline.config.schema import DataConfig
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.input_size import check_total_size, parse_input_size
+from paceline.settings.schema import DataConfig
 
 Floats = NDArray[np.float32]
 

@@ -10,8 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import write_plain
 from paceline.metrics.sinks.base import CarefulSink, scalars_of
+from paceline.settings.small_files import write_plain
 
 EXPERIMENT = "paceline"
 # MLflow's own limits, from mlflow.utils.validation; beyond them a server refuses the whole batch.

@@ -7,8 +7,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import make_plain_folder
 from paceline.metrics.sinks.base import CarefulSink, scalars_of
+from paceline.settings.small_files import make_plain_folder
 
 
 class TensorBoardSink(CarefulSink):

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from paceline.config.small_files import read_json_object
 from paceline.metrics.sinks.base import CarefulSink, scalars_of
 from paceline.runs.folder import write_json
+from paceline.settings.small_files import read_json_object
 
 PROJECT = "paceline"
 

@@ -1,0 +1,249 @@
+"""A flow's parameters become one checked request, before anything is started.
+
+The parameters are those people know from Metaflow examples; whatever they leave open, the recipe decides. Anything
+else `paceline train` understands goes through `--flags`. Imports no torch and no Metaflow.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from paceline.checkpoints.identity import IDENTITY
+from paceline.errors import UserError
+from paceline.launch.request import check_loaded
+from paceline.models.registry import BUILT_IN
+from paceline.runtime.secret import create_secret
+from paceline.settings.fields import flatten
+from paceline.settings.load import LoadedConfig, load_config, parse_flags, to_yaml
+from paceline.settings.rules import check_world
+
+LOAD_POLICIES = ("fresh", "eager", "none")
+_MOST_NODES = 1024
+# What the flow decides itself, by a parameter of its own or because Metaflow does it.
+_NOT_IN_FLAGS = {
+    "processes": "--processes-per-node",
+    "output_dir": "--work-dir",
+    "resume": "--load-policy",
+    "load_policy": "--load-policy",
+    "best_is_latest": "--best-is-latest",
+    "rehearse": "paceline train RECIPE --rehearse, before the flow",
+}
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """A checkpoint in the datastore to go on from."""
+
+    key: str
+    best_key: str  # of the best checkpoint so far; empty: this one, or none yet
+    step: int
+    pathspec: str  # of the task that sent it
+    attempt: int
+
+    @property
+    def keys(self) -> list[str]:
+        return [key for key in (self.key, self.best_key) if key]
+
+    def __str__(self) -> str:
+        return f"From step {self.step} of {self.pathspec}, attempt {self.attempt + 1}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What every node needs to know. The recipe travels as text: its file need not exist on the nodes."""
+
+    name: str
+    recipe: str  # resolved: YAML of every setting, defaults marked as such
+    cluster_size: int
+    processes_per_node: int
+    load_policy: str
+    best_is_latest: bool
+    work_dir: str
+    node_timeout_s: float
+    max_restarts: int
+    is_sharded: bool
+    shares_cores: bool  # nobody asked for a number of threads: the nodes of one machine share its cores
+    chose_device: bool
+    about: dict[str, Any]  # what a person looks for in a list of models: model_name, epochs, batch_size, ...
+    # Of this flow's nodes. It travels with the request in the datastore, and is not part of what is printed of it.
+    secret: str = field(default="", repr=False, compare=False)
+    earlier: StartPoint | None = None  # of an earlier run, if the load policy allows it
+
+
+def check_request(
+    *,
+    recipe: str,
+    model_name: str | None = None,
+    batch_size: int | None = None,
+    test_batch_size: int | None = None,
+    epochs: int | None = None,
+    learning_rate: float | None = None,
+    train_from_scratch: int | None = None,
+    flags: str = "",
+    best_is_latest: bool = False,
+    load_policy: str = "fresh",
+    cluster_size: int = 1,
+    processes_per_node: int = 1,
+    work_dir: str = "",
+    node_timeout: float = 600.0,
+) -> Request:
+    """The request, or a UserError that says which parameter is wrong and what would be right."""
+    _check_gang(cluster_size, processes_per_node, load_policy, node_timeout)
+    mapped = _mapped_flags(model_name, batch_size, test_batch_size, epochs, learning_rate, train_from_scratch)
+    given = _split_flags(flags, mapped)
+    loaded = load_config(recipe, [*(word for words in mapped.values() for word in words), *given])
+    _check_loaded(loaded, mapped)
+    _check_world(loaded, cluster_size, processes_per_node)
+    config = loaded.config
+    return Request(
+        name=loaded.recipe_name,
+        recipe=to_yaml(config, loaded.settings),
+        cluster_size=cluster_size,
+        processes_per_node=processes_per_node,
+        load_policy=load_policy,
+        best_is_latest=best_is_latest,
+        work_dir=work_dir,
+        node_timeout_s=node_timeout,
+        max_restarts=_max_restarts(loaded, cluster_size),
+        is_sharded=config.parallel.strategy == "fsdp",
+        shares_cores=config.parallel.omp_num_threads == 0 and not config.parallel.exact,
+        chose_device=loaded.origin("device") != "default",
+        about={
+            "recipe": loaded.recipe_name,
+            "model_name": config.model.model_name,
+            "dataset": config.data.dataset,
+            "epochs": config.train.epochs,
+            "batch_size": config.train.global_batch_size,
+            "learning_rate": config.optim.base_lr,
+            "seed": config.train.seed,
+            "identity": {name: value for name, value in flatten(config).items() if name in IDENTITY},
+        },
+        secret=create_secret(),
+    )
+
+
+def _max_restarts(loaded: LoadedConfig, cluster_size: int) -> int:
+    """Only the main node has the newest checkpoint on its disk; Metaflow's @retry hands it to every node."""
+    if cluster_size > 1 and loaded.origin("max_restarts") == "default":
+        return 0
+    return loaded.config.guard.max_restarts
+
+
+def _check_gang(cluster_size: int, processes_per_node: int, load_policy: str, node_timeout: float) -> None:
+    for name, value in (("cluster-size", cluster_size), ("processes-per-node", processes_per_node)):
+        if not 1 <= value <= _MOST_NODES:
+            raise UserError(
+                f"{name} is out of range", where=f"--{name}", got=value, allowed=f"from 1 up to {_MOST_NODES}"
+            )
+    if load_policy not in LOAD_POLICIES:
+        raise UserError(
+            f"unknown load policy {load_policy!r}",
+            where="--load-policy",
+            allowed="fresh (this task's retries), eager (else the newest of an earlier run), none",
+        )
+    if not node_timeout > 0:
+        raise UserError(
+            "node-timeout is out of range", where="--node-timeout", got=node_timeout, allowed="more than 0 seconds"
+        )
+
+
+def _mapped_flags(
+    model_name: str | None,
+    batch_size: int | None,
+    test_batch_size: int | None,
+    epochs: int | None,
+    learning_rate: float | None,
+    train_from_scratch: int | None,
+) -> dict[str, list[str]]:
+    """Each parameter that was given, as flags of `paceline train`."""
+    mapped: dict[str, list[str]] = {}
+    if model_name is not None:
+        # A bare name that is not ours is one of timm's, as in most examples.
+        is_bare = model_name not in BUILT_IN and ":" not in model_name and not model_name.endswith(".py")
+        if is_bare and importlib.util.find_spec("timm") is None:
+            raise UserError(
+                "there is no model of this name",
+                where="--model-name",
+                got=model_name,
+                allowed=f"{', '.join(BUILT_IN)}, and with timm all of timm's",
+                hint="pip install timm",
+            )
+        mapped["--model-name"] = ["--model-name", f"timm:{model_name}" if is_bare else model_name]
+    if batch_size is not None:
+        mapped["--batch-size"] = ["--global-batch-size", str(batch_size)]
+    if test_batch_size is not None:
+        mapped["--test-batch-size"] = ["--test-batch-size", str(test_batch_size)]
+    if epochs is not None:
+        mapped["--epochs"] = ["--epochs", str(epochs)]
+    if learning_rate is not None:
+        mapped["--learning-rate"] = ["--base-lr", str(learning_rate)]
+    if train_from_scratch is not None:
+        if train_from_scratch not in (0, 1):
+            raise UserError(
+                "train-from-scratch is a switch", where="--train-from-scratch", got=train_from_scratch, allowed="0 or 1"
+            )
+        mapped["--train-from-scratch"] = ["--weights", "none" if train_from_scratch else "imagenet"]
+    return mapped
+
+
+def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
+    """The words of --flags, none of which says what a parameter says."""
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise UserError("the flags cannot be read", where="--flags", got=text, hint=f"{error}") from error
+    owners = {flags[0]: parameter for parameter, flags in mapped.items()}
+    for setting in parse_flags(words):
+        field = setting.field
+        if field.name in _NOT_IN_FLAGS:
+            raise UserError(
+                f"{field.flag} is not the recipe's business here: the flow decides it",
+                where="--flags",
+                hint=_NOT_IN_FLAGS[field.name],
+            )
+        if field.flag in owners:
+            raise UserError(
+                f"{field.flag} is given twice", where=f"{owners[field.flag]} and --flags", hint="leave one out"
+            )
+    return words
+
+
+def _check_loaded(loaded: LoadedConfig, mapped: dict[str, list[str]]) -> None:
+    """Everything `paceline train` checks of a recipe. A person gave parameters, so these are named."""
+    try:
+        check_loaded(loaded)
+    except UserError as error:
+        raise _in_parameters(error, mapped) from error
+
+
+def _check_world(loaded: LoadedConfig, cluster_size: int, processes_per_node: int) -> None:
+    world_size = cluster_size * processes_per_node
+    if loaded.config.parallel.strategy == "single" and world_size > 1:
+        raise UserError(
+            "strategy single runs on one process",
+            where=loaded.where("strategy"),
+            got=f"{cluster_size} nodes with {processes_per_node} each",
+            hint='--cluster-size 1, or --flags "--strategy ddp"',
+        )
+    try:
+        check_world(loaded, world_size)
+    except UserError as error:
+        hint = (error.hint or "").replace("--global-batch-size", "--batch-size")
+        raise UserError(
+            error.what,
+            where=loaded.where("global_batch_size").replace("flag --global-batch-size", "--batch-size"),
+            got=error.got,
+            allowed=error.allowed,
+            hint=hint.replace("--processes", "nodes x processes per node of") or None,
+        ) from error
+
+
+def _in_parameters(error: UserError, mapped: dict[str, list[str]]) -> UserError:
+    where = error.where
+    for parameter, flags in mapped.items():
+        if where == f"flag {flags[0]}":
+            where = parameter
+    return UserError(error.what, where=where, got=error.got, allowed=error.allowed, hint=error.hint)

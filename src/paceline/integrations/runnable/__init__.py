@@ -1,0 +1,1 @@
+"""Paceline as steps of a Runnable pipeline. Needs the extra `paceline[runnable]`."""

@@ -1,0 +1,264 @@
+"""The five steps of a Runnable pipeline: prepare_data, train, aggregate, evaluate, report.
+
+Each is a plain function that Runnable calls with parameters. They share the run folder `runs/<run id>`: the training
+is an ordinary `paceline train` in it, and what belongs into Runnable's catalog is laid out in its folder `artifacts`,
+under fixed names. A retry has the same run id, so it finds the folder and goes on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from paceline.checkpoints.format import step_folders, step_of
+from paceline.checkpoints.store import inspect_checkpoint, pointed_at
+from paceline.errors import EXIT_FINISHED, PacelineError
+from paceline.integrations.runnable.child import run_paceline
+from paceline.integrations.runnable.output import tell
+from paceline.integrations.runnable.parameters import Request, fit_world, load_request, make_request, name_parameters
+from paceline.metrics.recorder import Row, read_rows
+from paceline.runs.epoch_clock import EpochClock
+from paceline.runs.folder import RUNS, RunFolder, write_atomically, write_json
+
+RUN_ID = "RUNNABLE_RUN_ID"
+RETRY_RUN_ID = "RUNNABLE_RETRY_RUN_ID"
+_CHECKPOINT_END = "_checkpoint"
+CHECKPOINT = f"distributed_model{_CHECKPOINT_END}"  # the last one
+BEST_CHECKPOINT = f"best_model{_CHECKPOINT_END}"
+CHECKPOINTS = f"*{_CHECKPOINT_END}/*"  # for the catalog
+TRAINING_LOG = "training_output.log"  # of all attempts
+RESULTS = "distributed_training_results.json"
+
+first_failure: PacelineError | None = None  # of this process's steps: Runnable keeps words, but no exit code
+_Step = TypeVar("_Step", bound=Callable[..., Any])
+
+
+class CommandFailed(PacelineError):
+    """A command of a step ended badly; it has told why itself."""
+
+    def __init__(self, command: str, exit_code: int) -> None:
+        super().__init__(f"{command} ended with exit code {exit_code}")
+        self.exit_code = exit_code
+
+
+def run_folder() -> RunFolder:
+    return RunFolder(RUNS / os.environ.get(RUN_ID, "no-run-id"))
+
+
+def artifacts() -> Path:
+    """Below the working folder, where Runnable's catalog takes files from."""
+    return run_folder().path / "artifacts"
+
+
+def catalogued(*names: str) -> list[str]:
+    """Patterns for `Catalog(put=...)`."""
+    return [str(artifacts() / name) for name in names]
+
+
+def _step(function: _Step) -> _Step:
+    """Runnable turns every exception into a failed step; what the process ends with is decided by the first one."""
+
+    @functools.wraps(function)
+    def wrapped(**given: Any) -> Any:
+        global first_failure
+        artifacts().mkdir(parents=True, exist_ok=True)
+        try:
+            return function(**given)
+        except PacelineError as error:
+            first_failure = first_failure or error
+            tell(error.screen())
+            raise
+
+    return wrapped  # type: ignore[return-value]
+
+
+@_step
+def prepare_data(**parameters: Any) -> dict[str, Any]:
+    """Check the parameters, get the data, and write down what it is. Returns the request for `train`."""
+    request, loaded = make_request(name_parameters(parameters))
+    from paceline.data.order import split_train_validation
+    from paceline.data.registry import load_dataset
+
+    config = loaded.config
+    data = load_dataset(config.data, config.train.seed)
+    train_ids, validation_ids = split_train_validation(len(data.train), config.data.train_split)
+    info = {
+        "name": data.info.name,
+        "train_samples": len(train_ids),
+        "validation_samples": len(validation_ids),
+        "test_samples": len(data.test),
+        "sample_shape": list(data.info.sample_shape),
+        "classes": list(data.info.classes),
+        "seed": config.train.seed,
+        "fingerprint": data.fingerprint(),  # of all labels and some samples
+    }
+    write_json(artifacts() / "dataset_info.json", info)
+    parts = f"{len(train_ids):,} training, {len(validation_ids):,} validation and {len(data.test):,} test samples"
+    tell(f"data      {info['name']}, {parts}, fingerprint {info['fingerprint']}")
+    return {"recipe": request.recipe, "flags": request.flags}
+
+
+@_step
+def train(training_request: dict[str, Any]) -> None:
+    """`paceline train` in the run folder, from the beginning, or in a retry from the newest checkpoint."""
+    request = Request(**training_request)
+    loaded = load_request(request)
+    flags, warning = fit_world(loaded)
+    if warning:
+        tell(warning)
+    arguments = ["train", request.recipe, *request.flags, *flags, "--output-dir", str(run_folder().path)]
+    if os.environ.get(RETRY_RUN_ID):
+        arguments += ["--resume", "auto"]
+    try:
+        code = run_paceline(arguments, artifacts() / TRAINING_LOG)
+    finally:
+        _copy_logs(run_folder())  # above all those of a training that failed
+    if code != EXIT_FINISHED:
+        raise CommandFailed("paceline train", code)
+    _copy_checkpoints(run_folder(), loaded.config.run.save_frequency)
+
+
+def _copy_logs(folder: RunFolder) -> None:
+    """The output of each rank, complete. What rank 0 prints goes to the console, which training_output.log holds."""
+    for log in folder.logs.glob("rank-*.log"):
+        target = artifacts() / f"process_{log.stem.removeprefix('rank-')}_output.log"
+        shutil.copyfile(log, target)
+        if log.stem == "rank-0":
+            with target.open("ab") as out, (artifacts() / TRAINING_LOG).open("rb") as console:
+                shutil.copyfileobj(console, out)
+
+
+def _copy_checkpoints(folder: RunFolder, save_frequency: int) -> None:
+    """The last one, the best one, and those that `save_frequency` keeps; each whole, with its manifest."""
+    for old in artifacts().glob(f"*{_CHECKPOINT_END}"):
+        shutil.rmtree(old)
+    latest, best = (pointed_at(folder.checkpoints, name) for name in ("latest", "best"))
+    assert latest is not None  # a finished run has saved
+    shutil.copytree(latest, artifacts() / CHECKPOINT)
+    if best is not None:
+        shutil.copytree(best, artifacts() / BEST_CHECKPOINT)
+    for path in step_folders(folder.checkpoints) if save_frequency else []:
+        state = inspect_checkpoint(path).state
+        clock = EpochClock.from_json(state)
+        epoch, inside = clock.locate(step_of(path)) if clock else (0, 1)
+        if inside == 0 and epoch % save_frequency == 0:
+            shutil.copytree(path, artifacts() / f"epoch_{epoch}{_CHECKPOINT_END}")
+
+
+@_step
+def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
+    """Bring the metrics of all ranks together. Returns avg_final_accuracy and total_training_time."""
+    folder = run_folder()
+    results = json.loads(folder.results.read_text())
+    rows = read_rows(folder.metrics_jsonl)
+    epochs = [row for row in rows if row.get("phase") == "train"]
+    # A run that ended inside an epoch has steps after its last whole epoch.
+    rest = [row for row in rows if row["step"] > (epochs[-1]["step"] if epochs else 0)]
+    first_step = epochs[-1]["step"] if epochs else 0
+    in_epochs_s = sum(row["seconds"] for row in epochs)
+    seconds = in_epochs_s + seconds_of_steps(rest, results["distributed_training"]["global_batch_size"], first_step)
+    # Of a run that had nothing left to train in its last attempt, the rows know the last epoch.
+    final = {name: results["performance"][f"avg_final_{name}"] for name in ("loss", "accuracy")}
+    if final["accuracy"] is None and epochs:
+        final = {name: epochs[-1][name] for name in final}
+    # One rate: samples over the seconds in steps. results.json counts validation and saving of the last attempt too.
+    results["samples_per_second"] = results["samples_seen"] / max(seconds, 1e-9)
+    results["performance"] |= {
+        "avg_final_loss": final["loss"],
+        "avg_final_accuracy": final["accuracy"],
+        "total_samples_processed": results["samples_seen"],
+        "total_training_time": seconds,
+        "samples_per_second": results["samples_per_second"],
+        "time_per_epoch": in_epochs_s / len(epochs) if epochs else None,
+        "learning_rate": results["distributed_training"]["learning_rate"],
+    }
+    results["dataset"] = json.loads((artifacts() / "dataset_info.json").read_text())
+    results["process_metrics"] = [add_epochs(entry, epochs, seconds) for entry in results["process_metrics"]]
+    write_json(artifacts() / RESULTS, results)
+    for entry in results["process_metrics"]:
+        write_json(artifacts() / f"metrics_rank_{entry['rank']}.json", entry)
+    for file in (folder.metrics_jsonl, folder.metrics_csv):
+        shutil.copyfile(file, artifacts() / file.name)
+    ranks = len(results["process_metrics"])
+    tell(f"metrics   of {ranks} rank{'s' if ranks > 1 else ''}: {results['steps']} steps in {seconds:.1f} s")
+    return final["accuracy"], seconds
+
+
+def add_epochs(entry: dict[str, Any], epochs: list[Row], seconds: float) -> dict[str, Any]:
+    """What one rank's own samples gave, epoch by epoch, over all attempts; its rate is its part of the one rate."""
+    rank, own = entry["rank"], []
+    for row in epochs:
+        columns = row.get("ranks", {})
+        if all(rank < len(columns.get(name, ())) for name in ("loss", "accuracy", "samples")):
+            values = {name: columns[name][rank] for name in ("loss", "accuracy", "samples")}
+            own.append({"epoch": row["epoch"], **values, "seconds": row["seconds"]})
+    samples = round(sum(row["samples"] for row in own)) or entry["samples"]
+    rate = {"samples": samples, "seconds": seconds, "samples_per_second": samples / max(seconds, 1e-9)}
+    return {**entry, **rate, "epochs": own}
+
+
+def seconds_of_steps(rows: list[Row], global_batch_size: int, before: int = 0) -> float:
+    """What the steps of a run took, each counted once, over all its attempts; evaluation and saving left out."""
+    total = 0.0
+    for row in rows:
+        if row["kind"] == "step":
+            total += (row["step"] - before) * global_batch_size / row["throughput"]
+            before = row["step"]
+    return total
+
+
+@_step
+def evaluate(training_request: dict[str, Any]) -> float:
+    """Test the best weights again, from the catalog's checkpoint, in one process. Returns test_accuracy."""
+    from paceline.training.reuse import evaluate_run, open_run
+
+    name = BEST_CHECKPOINT if (artifacts() / BEST_CHECKPOINT).is_dir() else CHECKPOINT  # nothing was validated
+    run = open_run(artifacts() / name, [], trust_code=True)  # the pipeline's own run, perhaps of another node
+    evaluation = evaluate_run(run)
+    classes = run.components.plan.info.classes
+    content = {
+        "test_accuracy": evaluation.accuracy,
+        "test_loss": evaluation.loss,
+        "samples": evaluation.samples,
+        "checkpoint": name,
+        "step": run.checkpoint.step,
+        "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
+        "confusion_matrix": evaluation.confusion,
+    }
+    write_json(artifacts() / "evaluation.json", content)
+    tell(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
+    return evaluation.accuracy
+
+
+@_step
+def report(
+    training_request: dict[str, Any],
+    avg_final_accuracy: float | None,
+    total_training_time: float,
+    test_accuracy: float,
+) -> None:
+    """The page of the run, its config and its surroundings into the catalog, and a few lines for people."""
+    folder = run_folder()
+    page = folder.path / "report.html"
+    for file in (page, folder.config, folder.environment):
+        if file.is_file():
+            shutil.copyfile(file, artifacts() / file.name)
+    results = json.loads((artifacts() / RESULTS).read_text())
+    speed = results["performance"]["samples_per_second"]
+    trained = "-" if avg_final_accuracy is None else f"{avg_final_accuracy:.2%}"
+    tested = json.loads((artifacts() / "evaluation.json").read_text())
+    lines = [
+        f"recipe    {training_request['recipe']} on {results['world_size']} ranks, {results['steps']} steps",
+        f"accuracy  {trained} in the last epoch of training, {test_accuracy:.2%} on the test set"
+        f" ({tested['checkpoint']}, step {tested['step']})",
+        f"time      {total_training_time:.1f} s in steps, {speed:,.0f} samples/s",
+        f"weights   sha256 {results['weights_sha256']}",
+        f"folder    {folder.path}",
+    ]
+    write_atomically(artifacts() / "report.txt", "\n".join(lines) + "\n")
+    print("\n".join(lines))

@@ -1,0 +1,1 @@
+"""Slurm: job scripts, checks before submission, and the state of jobs."""

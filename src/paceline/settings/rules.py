@@ -1,0 +1,222 @@
+"""The rules for single fields and between fields. Pure functions of numbers; no files, no torch.
+
+`check_config` needs only the config. `check_world` also needs the number of ranks. Both run before anything
+starts, so a mistake costs a second and not a wait in the queue.
+"""
+
+from __future__ import annotations
+
+import math
+
+from paceline.errors import UserError
+from paceline.settings.faults import parse_faults
+from paceline.settings.fields import field_table
+from paceline.settings.load import LoadedConfig
+from paceline.settings.processes import ProcessRange, parse_processes
+from paceline.settings.schema import Config
+
+
+def check_config(loaded: LoadedConfig) -> None:
+    """Ranges of single fields, then the rules between fields."""
+    for name, spec in field_table().items():
+        value = spec.value_in(loaded.config)
+        if not isinstance(value, int | float):
+            continue
+        # Beyond 64 bits there is no count, size or time; such a whole number overflows in a division.
+        is_too_long = isinstance(value, int) and not -(2**63) <= value < 2**63
+        if is_too_long or math.isnan(value) or (spec.range and not spec.range.holds(value)):
+            raise UserError(
+                f"{name} is out of range",
+                where=loaded.where(name),
+                got=f"{str(value)[:20]}..., a number of {len(str(value))} digits" if is_too_long else value,
+                allowed=str(spec.range or "a number") + (", below 2**63" if is_too_long else ""),
+            )
+    _check_strategy(loaded)
+    _check_optimizer(loaded)
+    _check_modes(loaded)
+    parse_faults(loaded.config.guard.inject, loaded.where("inject"))
+
+
+def _check_strategy(loaded: LoadedConfig) -> None:
+    parallel = loaded.config.parallel
+    processes = parse_processes(parallel.processes, loaded.where("processes"))
+    if parallel.strategy == "single" and processes.high > 1:
+        raise UserError(
+            "strategy single runs on one process",
+            where=loaded.where("strategy"),
+            got=f"processes {parallel.processes}",
+            hint="--strategy ddp, or --processes 1",
+        )
+    _check_choices_of_strategy(loaded)
+    if parallel.exact:
+        _check_exact(loaded)
+    if not processes.is_open:
+        _check_processes(loaded, processes)
+
+
+def _check_choices_of_strategy(loaded: LoadedConfig) -> None:
+    """Refuse settings that the strategy would ignore."""
+    parallel = loaded.config.parallel
+    is_ddp = parallel.strategy in ("auto", "ddp") and not parallel.exact
+    choices = (
+        ("cpu_offload", parallel.cpu_offload, "--cpu-offload", "fsdp"),
+        ("fsdp_wrap", parallel.fsdp_wrap != "blocks", "--fsdp-wrap", "fsdp"),
+        ("reshard_after_forward", not parallel.reshard_after_forward, "--no-reshard-after-forward", "fsdp"),
+        ("bucket_cap_mb", parallel.bucket_cap_mb > 0, "--bucket-cap-mb", "ddp"),
+    )
+    for name, is_given, flag, needed in choices:
+        if is_given and not (is_ddp if needed == "ddp" else parallel.strategy == needed):
+            exact = " with --exact, which has its own exchange" if parallel.exact and needed == "ddp" else ""
+            raise UserError(
+                f"{name} needs strategy {needed}",
+                where=loaded.where(name),
+                got=f"strategy {parallel.strategy}{exact}",
+                hint=f"add --strategy {needed}, or leave {flag} out",
+            )
+
+
+def _check_optimizer(loaded: LoadedConfig) -> None:
+    config = loaded.config
+    if config.optim.optimizer == "muon" and config.parallel.strategy == "fsdp":
+        raise UserError(
+            "muon needs whole weights, but fsdp shards them",
+            where=loaded.where("optimizer"),
+            hint="--strategy ddp, or --optimizer adamw",
+        )
+
+
+def _check_processes(loaded: LoadedConfig, processes: ProcessRange) -> None:
+    """A single number must fit; of a range, at least one must fit."""
+    if not fitting_worlds(loaded.config, processes):
+        check_world(loaded, processes.high)
+
+
+def _check_exact(loaded: LoadedConfig) -> None:
+    parallel = loaded.config.parallel
+    if parallel.strategy == "fsdp" or parallel.sync_bn:
+        raise UserError(
+            "exact needs whole models and separate lanes",
+            where=loaded.where("exact"),
+            got="strategy fsdp" if parallel.strategy == "fsdp" else "sync_bn",
+            hint="--strategy ddp without --sync-bn, or leave --exact out",
+        )
+    if parallel.lanes & (parallel.lanes - 1):
+        powers = [2 ** (parallel.lanes.bit_length() - 1), 2 ** parallel.lanes.bit_length()]
+        raise UserError(
+            "exact needs a power of two of lanes, to sum them in one tree",
+            where=loaded.where("lanes"),
+            got=parallel.lanes,
+            allowed="1, 2, 4, 8, ...",
+            hint=f"--lanes {_either(powers)}",
+        )
+
+
+def _check_modes(loaded: LoadedConfig) -> None:
+    config = loaded.config
+    if config.train.amp_dtype != "auto" and not config.train.amp:
+        raise UserError(
+            "mixed precision is both switched off and given a type",
+            where=f"{loaded.where('amp')} and {loaded.where('amp_dtype')}",
+            hint="leave out --no-amp or --amp-dtype",
+        )
+    if config.run.init_from and config.run.resume not in ("", "auto"):
+        raise UserError(
+            "a run either starts from weights or continues from a checkpoint",
+            got=f"--init-from {config.run.init_from} with --resume {config.run.resume}",
+            hint="leave one out",
+        )
+    if config.run.rehearse and config.run.resume:
+        raise UserError("a rehearsal always starts a new run", got="--rehearse with --resume", hint="leave one out")
+    if config.data.cutout > config.data.image_size:
+        raise UserError(
+            "cutout is larger than the image",
+            where=loaded.where("cutout"),
+            got=config.data.cutout,
+            allowed=f"up to image_size {config.data.image_size}",
+        )
+    if config.optim.warmup_epochs >= config.train.epochs and config.optim.warmup_epochs > 0:
+        raise UserError(
+            "warm-up takes the whole run",
+            where=loaded.where("warmup_epochs"),
+            got=f"--warmup-epochs {config.optim.warmup_epochs:g}, --epochs {config.train.epochs}",
+            allowed=f"less than {config.train.epochs}",
+            hint=f"--warmup-epochs {config.train.epochs / 10:g}, or more --epochs",
+        )
+
+
+def check_world(loaded: LoadedConfig, world_size: int) -> None:
+    """The global batch must be divisible into equal parts on this many ranks."""
+    config = loaded.config
+    batch, accumulate = config.train.global_batch_size, config.train.accumulate
+    lanes = config.parallel.lanes or world_size
+    if lanes % world_size:
+        raise UserError(
+            f"{lanes} lanes cannot be shared equally by {world_size} ranks",
+            where=loaded.where("lanes"),
+            allowed=f"a multiple of {world_size}",
+            hint=f"--lanes {_either(nearest_multiples(lanes, world_size))}, "
+            f"or --processes {_either(nearest_divisors(lanes, world_size))}",
+        )
+    if config.parallel.exact and lanes & (lanes - 1):
+        raise UserError(
+            "exact needs a power of two of ranks, or --lanes",
+            where=loaded.where("exact"),
+            got=f"{world_size} ranks",
+            allowed="1, 2, 4, 8, ...",
+        )
+    # Under exact every lane is cut into microbatches, otherwise every rank's share.
+    parts = lanes * accumulate if config.parallel.exact else math.lcm(lanes, world_size * accumulate)
+    if batch % parts:
+        detail = f"{world_size} ranks" + (f" x {accumulate} microbatches" if accumulate > 1 else "")
+        detail += f" in {lanes} lanes" if lanes != world_size else ""
+        sizes = _either(nearest_divisors(batch // accumulate if batch % accumulate == 0 else batch, world_size))
+        raise UserError(
+            f"global_batch_size {batch} is not divisible by {parts}",
+            where=loaded.where("global_batch_size"),
+            got=f"{batch} over {detail}",
+            allowed=f"a multiple of {parts}",
+            hint=f"--global-batch-size {_either(nearest_multiples(batch, parts))}, or --processes {sizes}",
+        )
+
+
+def check_faults(loaded: LoadedConfig, world_size: int) -> None:
+    """Refuse a fault for a rank that does not exist."""
+    for fault in parse_faults(loaded.config.guard.inject):
+        if fault.rank >= world_size:
+            raise UserError(
+                f"there is no rank {fault.rank} to inject a fault into",
+                where=loaded.where("inject"),
+                got=loaded.config.guard.inject,
+                allowed=f"rank=0 to rank={world_size - 1}, or rank=*",
+            )
+
+
+def fitting_worlds(config: Config, processes: ProcessRange) -> list[int]:
+    """The allowed numbers of ranks that divide the batch (and the lanes, if given) equally."""
+    batch, accumulate, lanes = config.train.global_batch_size, config.train.accumulate, config.parallel.lanes
+    sizes = range(max(processes.low, 1), processes.high + 1)
+    return [size for size in sizes if _fits(size, batch, accumulate, lanes, exact=config.parallel.exact)]
+
+
+def _fits(size: int, batch: int, accumulate: int, lanes: int, *, exact: bool) -> bool:
+    lanes = lanes or size
+    parts = lanes * accumulate if exact else math.lcm(lanes, size * accumulate)
+    is_tree = not exact or lanes & (lanes - 1) == 0
+    return lanes % size == 0 and batch % parts == 0 and is_tree
+
+
+def nearest_multiples(value: int, of: int) -> list[int]:
+    """The multiples just below and just above a value that is not one."""
+    below = value // of * of
+    return [number for number in (below, below + of) if number > 0]
+
+
+def nearest_divisors(number: int, near: int) -> list[int]:
+    """The divisors of a number just below and just above a value, if they are close enough to be useful."""
+    below = next(d for d in range(min(near, number), 0, -1) if number % d == 0)
+    above = next((d for d in range(near + 1, min(number, near + 10_000) + 1) if number % d == 0), None)
+    return [below] if above is None else [below, above]
+
+
+def _either(values: list[int]) -> str:
+    return " or ".join(str(value) for value in values)

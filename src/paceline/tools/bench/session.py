@@ -1,0 +1,183 @@
+"""One rank of a benchmark: joins the others, measures, and returns a report."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paceline
+from paceline.metrics.timing import gather_numbers
+from paceline.parallel.apply import resolve_strategy
+from paceline.parallel.collectives import broadcast_text, wait_for_all
+from paceline.runtime.cores import usable_cores
+from paceline.runtime.detect import RankEnvironment, World, build_world
+from paceline.runtime.group import process_group
+from paceline.runtime.heap import keep_freed_memory
+from paceline.runtime.pulse import ATTEMPT_DIR, Pulse, pulse_path
+from paceline.runtime.signals import SUPERVISOR_PID, StopRequest
+from paceline.tools.bench import collectives
+from paceline.tools.bench.data import DataResult, measure_data
+from paceline.tools.bench.limits import MachineLimits, find_link, measure_copy_bandwidth
+from paceline.tools.bench.profile import ProfileResult, profile_steps
+from paceline.tools.bench.request import Request
+from paceline.tools.bench.step import StepResult, measure_step
+from paceline.tools.bench.verdict import Verdict, judge_data, judge_links, judge_step, judge_sums
+from paceline.training.components import Components, build_components
+from paceline.training.same_ranks import require_same_ranks
+
+_DATA_TIMES, _STEP_TIMES = 6, 20  # times the seconds for one size of one collective
+_BUSY = 0.75  # load per core before the benchmark
+_START_S, _PIECE_S = 600.0, 120.0  # for reading data and building a model; for one measurement
+
+
+@dataclass
+class Report:
+    """The measurements. Parts that were not requested stay empty."""
+
+    recipe: str
+    world: World
+    limits: MachineLimits
+    rows: list[collectives.Row] = field(default_factory=list)
+    fits: list[collectives.Fit] = field(default_factory=list)
+    data: DataResult | None = None
+    step: StepResult | None = None
+    profile: ProfileResult | None = None
+    verdict: Verdict | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        world = asdict(self.world)
+        del world["rank"], world["local_rank"]
+        links = {"rows": [asdict(row) for row in self.rows], "fits": [asdict(fit) for fit in self.fits]}
+        return {
+            "schema": 1,
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "paceline": paceline.__version__,
+            "torch": torch.__version__,
+            "recipe": self.recipe,
+            "world": {**world, "cores": usable_cores(), "gpu": _gpu_name(self.world)},
+            "limits": asdict(self.limits),
+            "collectives": links if self.rows else None,
+            "data": {**asdict(self.data), "of_copy": self.data.of_copy} if self.data else None,
+            "step": {**asdict(self.step), "mfu": self.step.mfu} if self.step else None,
+            "profile": asdict(self.profile) if self.profile else None,
+            "verdict": asdict(self.verdict) if self.verdict else None,
+            "notes": self.notes,
+        }
+
+
+Tell = Callable[[str, Report], None]  # called with a finished part and the report so far
+
+
+def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Report:
+    """Measure as this rank, together with all others."""
+    pulse = _open_pulse(environment)
+    config = request.config
+    world = build_world(config.parallel, environment)
+    torch.set_num_threads(world.threads)
+    if world.device.startswith("cuda"):
+        torch.cuda.set_device(world.device)
+    else:
+        keep_freed_memory()
+    needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
+    with process_group(world, environment, needed=needs_group):
+        require_same_ranks(config, world)
+        report = _measure(request, world, pulse, tell)
+    pulse.beat("left", 0, _START_S)
+    return report
+
+
+def _open_pulse(environment: RankEnvironment) -> Pulse:
+    """Our own launcher reads the rank's heartbeat. The rank exits when its launcher exits."""
+    if not environment.is_supervised:
+        return Pulse(None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C and ends the ranks
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    at_once = threading.Event()
+    at_once.set()  # there is nothing to save
+    StopRequest().watch_launcher(os.environ[SUPERVISOR_PID], at_once)
+    pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), environment.rank))
+    pulse.beat("start", 0, _START_S)
+    return pulse
+
+
+def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report:
+    piece_s = _PIECE_S + 5 * _STEP_TIMES * request.seconds_per_size
+
+    def go_on(_: object = None, allowed_s: float = piece_s) -> None:
+        pulse.beat("start", 0, allowed_s)
+
+    go_on()
+    wait_for_all(world)  # all ranks measure at the same time: they share the memory bandwidth
+    rates = gather_numbers([measure_copy_bandwidth(world.device)], world)
+    copy = sum(row[0] for row in rates) / world.world_size
+    report = Report(request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world))
+    tell("start", report)
+    if "collectives" in request.parts and world.world_size > 1:
+        measure = partial(collectives.measure, world, request.sizes, on_row=go_on)
+        report.rows = measure(seconds_per_size=request.seconds_per_size)
+        report.fits = collectives.fit_rows(report.rows, world.world_size)
+        tell("collectives", report)
+    if request.needs_recipe:
+        go_on(allowed_s=_START_S)
+        _measure_recipe(request, world, report, go_on, tell)
+    report.verdict = judge(report, request)
+    tell("verdict", report)
+    return report
+
+
+def _measure_recipe(request: Request, world: World, report: Report, go_on: Callable[[], None], tell: Tell) -> None:
+    components: Components = build_components(
+        request.config, world, load_weights=False
+    )  # any weights take the same time
+    go_on()
+    if "data" in request.parts:
+        seconds = _DATA_TIMES * request.seconds_per_size
+        report.data = measure_data(components, world, report.limits.copy_bytes_per_s, seconds=seconds)
+        tell("data", report)
+        go_on()
+    if "step" in request.parts:
+        report.step = measure_step(components, world, seconds=_STEP_TIMES * request.seconds_per_size)
+        tell("step", report)
+        go_on()
+    if request.profile is not None:
+        # The folder's name is made from rank 0's clock.
+        folder = Path(broadcast_text(str(request.profile), world))
+        report.profile = profile_steps(components, world, folder)
+        tell("profile", report)
+
+
+def judge(report: Report, request: Request) -> Verdict | None:
+    wrong = judge_sums(report.rows)
+    if wrong is not None:
+        return wrong
+    if report.step is not None:
+        return judge_step(report.step, request.config, report.world, cores=usable_cores())
+    if report.rows:
+        return judge_links(report.rows, report.fits, report.limits.link)
+    return judge_data(report.data) if report.data is not None else None
+
+
+def _notes(request: Request, world: World) -> list[str]:
+    notes = []
+    if world.device == "cpu" and world.local_world_size * world.threads > usable_cores():
+        notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: each is slower")
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > _BUSY * cores:
+        notes.append(f"this machine is busy (load {load:.1f} on {cores} cores): times will vary")
+    if "collectives" in request.parts and world.world_size == 1:
+        notes.append("one rank has no collectives; use --processes 2")
+    return notes
+
+
+def _gpu_name(world: World) -> str | None:
+    return torch.cuda.get_device_name(world.device) if world.device.startswith("cuda") else None

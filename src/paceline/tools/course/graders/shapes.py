@@ -1,0 +1,132 @@
+"""Lesson 1: rows for any batch, and the global batch cut into the ranks' shares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from paceline.tools.course.ranks import on_ranks
+from paceline.tools.course.verdict import Failed, Item
+
+_SIZES = (64, 10, 1)
+_FEATURES = 3 * 32 * 32
+
+
+def _flatten_all(person: ModuleType, rank: int, world_size: int) -> list[tuple[int, ...] | str]:
+    found: list[tuple[int, ...] | str] = []
+    for size in _SIZES:
+        images = torch.arange(size * _FEATURES).reshape(size, 3, 32, 32)
+        try:
+            rows = person.flatten(images)
+        except RuntimeError as error:  # torch's word for a shape that does not fit
+            found.append(f"an error: {str(error).splitlines()[0]}")
+            continue
+        is_same = tuple(rows.shape) == (size, _FEATURES) and torch.equal(rows.flatten(), images.flatten())
+        found.append(tuple(rows.shape) if tuple(rows.shape) != (size, _FEATURES) or is_same else "mixed-up values")
+    return found
+
+
+def check_flatten(path: Path) -> None:
+    found = on_ranks(path, 1, _flatten_all)[0]
+    for size, shape in zip(_SIZES, found, strict=True):
+        if shape == (size, _FEATURES):
+            continue
+        what = f"a batch of {size} pictures became {shape}, not ({size}, {_FEATURES})"
+        if size != _SIZES[0]:
+            raise Failed(
+                "fixed-batch",
+                f"{what}; a batch of {_SIZES[0]} is right",
+                "There is a number in your code that should come from the tensor. The last batch of an epoch is often "
+                "smaller, and each rank's batch depends on the number of ranks: ask images.shape[0].",
+            )
+        raise Failed("wrong-rows", what, "One row per picture: the first dimension stays, all others become one.")
+
+
+def _divide(person: ModuleType, rank: int, world_size: int) -> list[Any]:
+    def outcome(global_batch_size: int, ranks: int) -> Any:
+        try:
+            return person.rank_batch_size(global_batch_size, ranks)
+        except ValueError:
+            return "ValueError"
+
+    return [outcome(256, 1), outcome(256, 4), outcome(256, 3)]
+
+
+def check_division(path: Path) -> None:
+    alone, four, three = on_ranks(path, 1, _divide)[0]
+    if (alone, four) != (256, 64):
+        raise Failed(
+            "wrong-share",
+            f"256 on 1 and 4 ranks became {alone} and {four}, not 256 and 64",
+            "The global batch is what the optimizer sees in one step, on any number of ranks: divide it.",
+        )
+    if three != "ValueError":
+        raise Failed(
+            "leftover-samples",
+            f"256 on 3 ranks became {three}: the ranks together would train on {3 * int(three)} samples per step",
+            "A batch that the ranks cannot share equally is a mistake to report, not to round away: the person who "
+            "asked for 256 gets another training. raise ValueError(...) when there is a remainder.",
+        )
+
+
+def _scale(person: ModuleType, rank: int, world_size: int) -> list[float]:
+    return [float(person.scaled_learning_rate(0.1, size)) for size in (256, 512, 64)]
+
+
+def check_learning_rate(path: Path) -> None:
+    found = on_ranks(path, 1, _scale)[0]
+    # Products of floats may be formed in any order here.
+    if all(abs(got - right) < 1e-12 for got, right in zip(found, (0.1, 0.2, 0.025), strict=True)):
+        return
+    what = f"for global batches of 256, 512 and 64 the rates are {found}, not [0.1, 0.2, 0.025]"
+    if abs(found[1] - 0.05) < 1e-12:
+        raise Failed("upside-down-rate", what, "A larger batch means fewer, surer steps: the rate grows with it.")
+    if found[0] == found[1] == found[2]:
+        raise Failed("unscaled-rate", what, "The rate should follow the batch: base_lr is meant for a batch of 256.")
+    raise Failed("wrong-rate", what, "base_lr is meant for a global batch of 256, and the rate is proportional to it.")
+
+
+def _share(person: ModuleType, rank: int, world_size: int) -> list[int]:
+    batch = torch.arange(8).reshape(8, 1)
+    return [int(value) for value in person.rank_share(batch, rank, world_size).flatten()]
+
+
+def check_shares(path: Path) -> None:
+    for world_size in (1, 2, 4):
+        shares = on_ranks(path, world_size, _share)
+        joined = [sample for share in shares for sample in share]
+        if joined == list(range(8)):
+            continue
+        told = ", ".join(f"rank {rank} got {share}" for rank, share in enumerate(shares))
+        what = f"of the samples 0 to 7, {told}"
+        if all(share == list(range(8)) for share in shares):
+            raise Failed(
+                "whole-batch-everywhere",
+                what,
+                "Every rank works on the whole batch: all that work is done several times for one answer. Each rank "
+                "takes only its own rows.",
+            )
+        if sorted(joined) == list(range(8)):
+            raise Failed(
+                "not-neighbouring",
+                what,
+                "Every sample is there once, but joined in the order of ranks they are not the global batch. Take "
+                "neighbouring rows: then 1, 2 and 4 ranks train on the same batch in the same order.",
+            )
+        lost, twice = set(range(8)) - set(joined), {s for s in joined if joined.count(s) > 1}
+        raise Failed(
+            "wrong-rows-shared",
+            f"{what}; missing: {sorted(lost)}, more than once: {sorted(twice)}",
+            "Rank r begins at r times the size of a share and ends where rank r + 1 begins.",
+        )
+
+
+ITEMS = (
+    Item("a batch of any size becomes rows", check_flatten, ("flatten",)),
+    Item("the global batch is divided, or refused", check_division, ("rank_batch_size",)),
+    Item("the learning rate follows the global batch", check_learning_rate, ("scaled_learning_rate",)),
+    Item("on 1, 2 and 4 ranks the shares make up the global batch", check_shares, ("rank_batch_size", "rank_share")),
+)

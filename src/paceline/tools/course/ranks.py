@@ -1,0 +1,342 @@
+"""Run a person's functions on real gloo ranks, and notice how each of them ends.
+
+A rank ends with a value, an error, a death - or not at all. A hang is not a matter of waiting long: ranks that all
+stand still without using their processor will stand there for ever, and each can say in which line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing import forkserver
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import Any
+
+from paceline.runs.interpreter import safe_path
+from paceline.runs.process_handle import find_forked
+from paceline.runtime.peers import listen_on_loopback
+from paceline.tools.course.verdict import Failed
+
+Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
+_QUIET_CPU_S = 0.06
+_TICK_S = 0.25
+_DEADLINE_S = 60.0  # no exercise computes for longer
+_AFTER_AN_ERROR_S = 0.5
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # never reached: a hang is seen long before
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a rank ended: value, error, missing (a name), died - or how it was found: stuck, endless."""
+
+    kind: str
+    value: Any = None  # of an error, stuck or endless: in words
+
+
+@dataclass(frozen=True)
+class _Start:
+    path: Path
+    rank: int
+    world_size: int
+    local_world_size: int
+    store: str  # a file; "" where the person opens the group
+    port: int  # for those who do
+    probe: Probe
+    arguments: tuple[Any, ...]
+
+
+def warm_up(modules: tuple[str, ...]) -> None:
+    """Let the server that forks the ranks load torch and more while this process does the same."""
+    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.tools.course.ranks", *modules])
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    # The ranks use CPUs. fully_shard would move a model to a GPU that it sees; gloo cannot gather there.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        with safe_path():
+            forkserver.ensure_running()
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        if before is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+def on_ranks(
+    path: Path, world_size: int, probe: Probe, *arguments: Any, has_group: bool = True, per_node: int = 0
+) -> list[Any]:
+    """`probe` on every rank; values by rank. Anything but a value on every rank is the person's to know."""
+    return require_values(try_ranks(path, world_size, probe, *arguments, has_group=has_group, per_node=per_node))
+
+
+def try_ranks(
+    path: Path,
+    world_size: int,
+    probe: Probe,
+    *arguments: Any,
+    has_group: bool = True,
+    per_node: int = 0,
+    kill_after_s: float | None = None,
+) -> list[Ending]:
+    """The same, whatever comes of it. `per_node`: how many ranks believe to share a node; 0: all of them."""
+    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
+        store = str(Path(folder) / "store") if has_group else ""
+        listener = None if has_group else listen_on_loopback()
+        port = listener.getsockname()[1] if listener is not None else 0
+        processes, lines = [], []
+        for rank in range(world_size):
+            ours, theirs = _CONTEXT.Pipe()
+            start = _Start(path.resolve(), rank, world_size, per_node or world_size, store, port, probe, arguments)
+            given = (start, theirs, listener if rank == 0 else None)
+            process = _CONTEXT.Process(target=_be_a_rank, args=given, daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            lines.append(ours)
+        if listener is not None:
+            listener.close()  # rank 0 has its own copy
+        try:
+            return _follow(lines, processes, kill_after_s)
+        finally:
+            for process, line in zip(processes, lines, strict=True):
+                _kill(process)
+                process.join()
+                line.close()
+
+
+def _kill(process: Any) -> None:
+    """Not `process.kill()`: it signals the bare number, which may belong to another process after the rank ended."""
+    rank = find_forked(process.pid)
+    if rank is not None:
+        rank.send(signal.SIGKILL)
+
+
+def require_values(endings: list[Ending]) -> list[Any]:
+    """The first bad ending as a failure with its story."""
+    for rank, ending in enumerate(endings):
+        if ending.kind == "error" and not _is_left_alone(ending):
+            raise Failed(
+                "exception",
+                f"rank {rank}: {ending.value}",
+                "Python stopped there. Read the line with the values of this rank in mind.",
+            )
+    missing = [ending.value for ending in endings if ending.kind == "missing"]
+    if missing:
+        raise Failed(
+            "missing-name",
+            f"your file has no `{missing[0]}`",
+            "The check calls it by that name. `paceline course start ANOTHER` gives you a fresh copy to compare with.",
+        )
+    for rank, ending in enumerate(endings):
+        if ending.kind == "died":
+            raise Failed("died", f"rank {rank} ended without a word", "Does your code leave the process (os._exit)?")
+    if any(ending.kind == "endless" for ending in endings):
+        raise Failed(
+            "endless",
+            _positions(endings),
+            f"A loop that does not end? An exercise needs less than a second; this one was given {_DEADLINE_S:.0f}.",
+        )
+    if any(ending.kind == "stuck" or _is_left_alone(ending) for ending in endings):
+        raise Failed(
+            "hang",
+            _positions(endings),
+            "A collective returns only when every rank has called the same one. Look for a rank that skips it "
+            "(an `if rank == 0`, a `return` before it, fewer turns of a loop) or calls another one instead.",
+        )
+    return [ending.value for ending in endings]
+
+
+def _is_left_alone(ending: Ending) -> bool:
+    """It waited for a peer that closed the group meanwhile: a hang, cut short."""
+    return ending.kind == "error" and ("Connection closed by peer" in ending.value or "reset by peer" in ending.value)
+
+
+def _positions(endings: list[Ending]) -> str:
+    """Where each rank stood, one line each."""
+    told = []
+    for rank, ending in enumerate(endings):
+        if ending.kind == "value":
+            told.append(f"rank {rank} has left: it was through with its part")
+        elif _is_left_alone(ending):
+            told.append(f"rank {rank} waited in {ending.value.splitlines()[0]}")
+        else:
+            told.append(f"rank {rank} {ending.value}")
+    return "\n".join(told)
+
+
+# --- The watching side ------------------------------------------------------------------------------------------------
+
+
+def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) -> list[Ending]:
+    endings: dict[int, Ending] = {}
+    quiet: dict[int, str] = {}  # where those stand that do not move
+    busy: dict[int, str] = {}  # where the others were last
+    begin = time.monotonic()
+    deadline = begin + _DEADLINE_S
+    while len(endings) < len(lines) and time.monotonic() < deadline:
+        if kill_after_s is not None and time.monotonic() - begin >= kill_after_s:
+            _kill(processes[0])
+            kill_after_s = None
+        open_lines = [line for rank, line in enumerate(lines) if rank not in endings]
+        for line in multiprocessing.connection.wait(open_lines, timeout=0.05 if kill_after_s is not None else _TICK_S):
+            rank = lines.index(line)
+            try:
+                kind, value = lines[rank].recv()
+            except (EOFError, ConnectionResetError):
+                kind, value = "died", None
+            if kind in ("quiet", "busy"):
+                quiet.pop(rank, None)
+                (quiet if kind == "quiet" else busy)[rank] = value
+                continue
+            endings[rank] = Ending(kind, value)
+            if kind in (
+                "error",
+                "missing",
+                "died",
+            ):  # the others may now wait for ever; they get a moment for errors of their own
+                deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR_S)
+        missing = [rank for rank in range(len(lines)) if rank not in endings]
+        if missing and all(rank in quiet for rank in missing):
+            return [endings.get(rank) or Ending("stuck", quiet[rank]) for rank in range(len(lines))]
+    late = {rank: Ending("endless", busy.get(rank, "is still busy")) for rank in range(len(lines))}
+    stuck = {rank: Ending("stuck", position) for rank, position in quiet.items()}
+    return [{**late, **stuck, **endings}[rank] for rank in range(len(lines))]
+
+
+# --- The side of a rank -----------------------------------------------------------------------------------------------
+
+
+def _be_a_rank(start: _Start, line: Any, listener: socket.socket | None) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from paceline.runtime.group import stay_on_loopback
+
+    torch.set_num_threads(1)
+    stay_on_loopback()
+    if listener is not None:
+        # torch reuses a store's server of the same process and port. By itself it would listen at every address.
+        server = dist.TCPStore(  # type: ignore[attr-defined]
+            "127.0.0.1",
+            start.port,
+            is_master=True,
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=listener.detach(),
+        )
+        assert server.port == start.port
+    os.environ.update(
+        RANK=str(start.rank),
+        WORLD_SIZE=str(start.world_size),
+        LOCAL_RANK=str(start.rank % start.local_world_size),
+        LOCAL_WORLD_SIZE=str(start.local_world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(start.port),
+    )
+    if start.store:
+        store = dist.FileStore(start.store, start.world_size)  # type: ignore[attr-defined]
+        dist.init_process_group(
+            "gloo", store=store, rank=start.rank, world_size=start.world_size, timeout=_COLLECTIVE_TIMEOUT
+        )
+    lock = threading.Lock()  # two threads speak on one line
+
+    def say(kind: str, value: Any) -> None:
+        with lock, suppress(BrokenPipeError):
+            line.send((kind, value))
+
+    watcher = threading.Thread(target=_watch, args=(start.path, say), daemon=True)
+    watcher.start()
+    person = None
+    try:
+        person = load_person(start.path)
+        say("value", start.probe(person, start.rank, start.world_size, *start.arguments))
+    except AttributeError as error:
+        is_missing = person is not None and error.obj is person
+        say("missing" if is_missing else "error", error.name if is_missing else describe_error(error, start.path))
+    except BaseException as error:
+        say("error", describe_error(error, start.path))
+    sys.stdout.flush()
+    # Stay until all have ended: a process that leaves would turn its peers' hang into a broken connection.
+    with suppress(EOFError, ConnectionResetError):
+        line.recv()
+    os._exit(0)
+
+
+def load_person(path: Path) -> ModuleType:
+    """The person's file as a module; its name may be anything."""
+    spec = importlib.util.spec_from_file_location("exercise", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"not a Python file: {path.name}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["exercise"] = module
+    sys.dont_write_bytecode = True
+    spec.loader.exec_module(module)
+    return module
+
+
+def _watch(path: Path, say: Callable[[str, Any], None]) -> None:
+    """Tells when this rank has come to a standstill or moves again, and now and then where it is."""
+    main = threading.main_thread().ident or 0
+    parent = multiprocessing.parent_process()
+    ticks = round(_QUIET_S / _TICK_S)
+    used = [time.process_time()]
+    turn = still_for = 0
+    is_quiet = False
+    while True:
+        time.sleep(_TICK_S)
+        if parent is not None and not parent.is_alive():
+            os._exit(1)
+        used = [*used[-ticks:], time.process_time()]
+        still_for = 0 if _wants_processor() else still_for + 1
+        was_quiet, is_quiet = is_quiet, still_for > ticks and used[-1] - used[0] < _QUIET_CPU_S
+        turn = (turn + 1) % ticks
+        if is_quiet != was_quiet or turn == 0:
+            verb = "waits" if is_quiet else "is still busy"
+            position = _describe_position(sys._current_frames().get(main), path)
+            say("quiet" if is_quiet else "busy", f"{verb} {position}")
+
+
+def _wants_processor() -> bool:
+    """Whether a thread besides this one runs, or would if the machine were not so busy. Only Linux can tell."""
+    own = threading.get_native_id()
+    for task in Path("/proc/self/task").glob("*"):
+        with suppress(OSError):  # a thread that has just ended
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            if int(task.name) != own and state in "RD":
+                return True
+    return False
+
+
+def _describe_position(frame: FrameType | None, path: Path) -> str:
+    while frame is not None:
+        if Path(frame.f_code.co_filename) == path:
+            text = linecache.getline(str(path), frame.f_lineno).strip()
+            return f"in line {frame.f_lineno} of your file: {text}"
+        frame = frame.f_back
+    return "outside your file"
+
+
+def describe_error(error: BaseException, path: Path) -> str:
+    """The innermost line of the person's file, and the error in one sentence."""
+    message = (str(error).strip().splitlines() or [""])[0][:300]
+    sentence = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    for entry in reversed(traceback.extract_tb(error.__traceback__)):
+        if Path(entry.filename) == path:
+            return f"line {entry.lineno}: {entry.line}\n{sentence}"
+    return sentence

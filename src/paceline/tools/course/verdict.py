@@ -1,0 +1,90 @@
+"""What a check finds: items that hold, and the first that does not, with its likely cause."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paceline.tools.course.lessons import Lesson
+
+
+class Failed(Exception):
+    """An item failed, and this is the likely cause."""
+
+    def __init__(self, hint: str, what: str, advice: str) -> None:
+        super().__init__(f"{hint}: {what}")
+        self.hint = hint  # the cause's name: a typical wrong answer is tested against it
+        self.what = what  # what was seen
+        self.advice = advice  # why that happens, and where to look
+
+
+@dataclass(frozen=True)
+class Item:
+    """One promise of the exercise. `check` raises Failed, or returns a remark for the screen."""
+
+    title: str
+    check: Callable[[Path], str | None]
+    uses: tuple[str, ...] = ()  # what must be without gaps for it; nothing said: the whole file
+
+
+@dataclass(frozen=True)
+class Verdict:
+    lesson: Lesson
+    path: Path
+    passed: list[str]
+    failed: str = ""  # the title of the first item that failed
+    failure: Failed | None = None
+    remarks: list[str] = field(default_factory=list)
+
+    @property
+    def is_passed(self) -> bool:
+        return self.failure is None
+
+
+def find_gaps(path: Path) -> dict[str, list[int]]:
+    """Lines that still have a gap, by the function or the name they belong to; of a script, all under "".
+
+    A gap is a bare `...` in Python and `___` in a script.
+    """
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        is_gap = re.compile(r"(?!#(?!SBATCH)).*(?<!\w)___(?!\w)")  # not in a comment, of which #SBATCH is none
+        lines = [number for number, line in enumerate(text.splitlines(), 1) if is_gap.match(line)]
+        return {"": lines} if lines else {}
+    try:
+        tree = ast.parse(text)
+    except SyntaxError as error:
+        raise Failed(
+            "syntax",
+            f"Python cannot read your file: line {error.lineno}: {error.msg}",
+            "Look at that line and the one above it: an open bracket, a missing colon, an indent that is off.",
+        ) from error
+    found: dict[str, list[int]] = {}
+    for part in tree.body:
+        lines = [n.lineno for n in ast.walk(part) if isinstance(n, ast.Constant) and n.value is Ellipsis]
+        if lines:
+            found[_name_of(part)] = sorted(set(lines))
+    return found
+
+
+def require_no_gaps(gaps: dict[str, list[int]], uses: tuple[str, ...] = ()) -> None:
+    """Of what an item uses; of the whole file where it does not say."""
+    open_ones = {name: lines for name, lines in gaps.items() if name in uses or not uses}
+    if not open_ones:
+        return
+    told = [
+        f"{f'`{name}` still has' if name else 'there is still'} a gap: line {', '.join(map(str, lines))}"
+        for name, lines in open_ones.items()
+    ]
+    raise Failed(
+        "gap", "\n".join(told), "Replace each gap by code of yours; the comment beside it says what belongs there."
+    )
+
+
+def _name_of(part: ast.stmt) -> str:
+    if isinstance(part, ast.Assign) and isinstance(part.targets[0], ast.Name):
+        return part.targets[0].id
+    return part.name if isinstance(part, ast.FunctionDef) else ""

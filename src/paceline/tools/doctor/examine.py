@@ -1,0 +1,165 @@
+"""Part one: this node alone. No peer, no rendezvous, no torch in this process. Nothing here can hang.
+
+All facts are gathered in parallel, each in a thread with its own deadline, and then checked.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paceline.tools.doctor.checks.disk import check_clock, check_data, check_place
+from paceline.tools.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
+from paceline.tools.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
+from paceline.tools.doctor.checks.software import check_devices, check_packages, check_python, check_torch
+from paceline.tools.doctor.findings import Finding, failed
+from paceline.tools.doctor.gather.disk import Place, gather_place
+from paceline.tools.doctor.gather.machine import Memory, gather_cores, gather_memory
+from paceline.tools.doctor.gather.network import Names, Ports, gather_names, gather_network, gather_ports, own_address
+from paceline.tools.doctor.gather.software import Software, Torch, gather_software, gather_torch
+from paceline.tools.doctor.plant import Planted
+from paceline.tools.doctor.request import Request, Surroundings
+
+Judge = Callable[[Any], list[Finding | None]]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """Facts to gather, the time limit, and the checks on them."""
+
+    name: str
+    group: str
+    gather: Callable[[], Any]
+    judge: Judge
+    deadline_s: float
+    if_silent: str  # the remedy when there is no answer
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    findings: list[Finding]
+    facts: dict[str, Any]  # for the report; JSON
+
+    @property
+    def gpus(self) -> int:
+        return len((self.facts.get("torch") or {}).get("devices", ()))
+
+
+def examine_node(request: Request, around: Surroundings, planted: Planted) -> NodeReport:
+    exams = _exams(request, around, planted)
+    answers = _gather_all(exams)
+    findings: list[Finding] = []
+    facts: dict[str, Any] = {}
+    for exam, answer in zip(exams, answers, strict=True):
+        if isinstance(answer, Exception):
+            findings.append(_no_answer(exam, answer))
+            continue
+        facts[exam.name] = asdict(answer)
+        findings += [replace(finding, group=exam.group) for finding in exam.judge(answer) if finding is not None]
+    return NodeReport(findings, facts)
+
+
+def _exams(request: Request, around: Surroundings, planted: Planted) -> list[Exam]:
+    return [
+        *_software_exams(request),
+        *_machine_exams(around.local_ranks),
+        *_disk_exams(request, planted),
+        *_network_exams(around),
+    ]
+
+
+def _software_exams(request: Request) -> list[Exam]:
+    def judge_torch(facts: Torch) -> list[Finding | None]:
+        return [check_torch(facts), check_devices(facts, request.device, request.processes)]
+
+    def judge_software(facts: Software) -> list[Finding | None]:
+        return [check_python(facts), check_packages(facts)]
+
+    hangs = "try python -c 'import torch' and nvidia-smi: one of the two hangs"
+    return [
+        Exam("software", "SOFTWARE", gather_software, judge_software, 10, "is the Python environment on a dead mount?"),
+        Exam("torch", "SOFTWARE", gather_torch, judge_torch, 46, hangs),
+    ]
+
+
+def _machine_exams(ranks: int) -> list[Exam]:
+    def judge_memory(facts: Memory) -> list[Finding | None]:
+        return [check_shared_memory(facts, ranks), check_open_files(facts), check_memory(facts, ranks)]
+
+    return [
+        Exam("memory", "MACHINE", gather_memory, judge_memory, 5, "ls /dev/shm"),
+        Exam("cores", "MACHINE", gather_cores, lambda facts: [check_cores(facts, ranks)], 5, "lscpu"),
+    ]
+
+
+def _disk_exams(request: Request, planted: Planted) -> list[Exam]:
+    began = (time.time(), time.monotonic())
+
+    def judge_run_folder(place: Place) -> list[Finding | None]:
+        drift_s = (time.time() - began[0]) - (time.monotonic() - began[1])
+        run = check_place("run folder", place, flag="--output-dir")
+        return [run, check_clock(place, planted.wall_clock(), drift_s)]
+
+    def judge_temporary(place: Place) -> list[Finding | None]:
+        return [check_place("temporary folder", place, flag="TMPDIR=")]
+
+    run = partial(gather_place, request.output_dir, planted.wall_clock)
+    data = partial(gather_place, request.data_dir, measures=False)
+    temporary = partial(gather_place, Path(tempfile.gettempdir()), measures=False)
+    dead = "does a mount hang? df and mount show which; use another --output-dir or --data-dir"
+    return [
+        Exam("run folder", "DISK", run, judge_run_folder, 20, dead),
+        Exam("data folder", "DISK", data, lambda facts: [check_data(facts)], 20, dead),
+        Exam("temporary folder", "DISK", temporary, judge_temporary, 20, dead),
+    ]
+
+
+def _network_exams(around: Surroundings) -> list[Exam]:
+    host, port = around.meets_at or ("", 0)
+
+    def look_at_ports() -> Ports:
+        return gather_ports(own_address(host), port if around.serves else None)
+
+    def judge_names(facts: Names) -> list[Finding | None]:
+        return [check_host_name(facts, around), check_meeting_name(facts)]
+
+    dns = "name lookups hang: does a DNS server in /etc/resolv.conf not answer? an entry in /etc/hosts helps"
+    firewall = "does a firewall on this host drop packets? see iptables -L, nft list ruleset"
+    return [
+        Exam("host name", "NETWORK", partial(gather_names, host), judge_names, 12, dns),
+        Exam("ports", "NETWORK", look_at_ports, lambda facts: [check_ports(facts)], 15, firewall),
+        Exam("interfaces", "NETWORK", gather_network, lambda facts: [check_interfaces(facts)], 5, "ip link"),
+    ]
+
+
+def _gather_all(exams: list[Exam]) -> list[Any]:
+    """For each exam the facts, or the exception."""
+    answers: dict[int, Any] = {}
+
+    def gather(number: int) -> None:
+        try:
+            answers[number] = exams[number].gather()
+        except Exception as error:
+            answers[number] = error
+
+    threads = [threading.Thread(target=gather, args=(number,), daemon=True) for number in range(len(exams))]
+    started = time.monotonic()
+    for thread in threads:
+        thread.start()
+    for number, exam in enumerate(exams):
+        threads[number].join(max(0.0, started + exam.deadline_s - time.monotonic()))
+        answers.setdefault(number, TimeoutError(f"no answer within {exam.deadline_s:g} s"))
+    return [answers[number] for number in range(len(exams))]
+
+
+def _no_answer(exam: Exam, error: Exception) -> Finding:
+    if isinstance(error, TimeoutError):
+        return replace(failed(exam.name, str(error), exam.if_silent), group=exam.group)
+    what = f"the check failed: {type(error).__name__}: {error}"
+    return replace(failed(exam.name, what, exam.if_silent), group=exam.group)

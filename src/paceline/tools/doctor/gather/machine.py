@@ -1,0 +1,132 @@
+"""Memory, limits and cores of this node that this process may use."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.runtime.cores import usable_cores
+
+_SHM = Path("/dev/shm")
+_CGROUP = Path("/sys/fs/cgroup")
+_NUMA = Path("/sys/devices/system/node")
+_UNLIMITED_BYTES = 2**60  # cgroup v1 writes a huge number for "no limit"
+
+
+@dataclass(frozen=True)
+class Memory:
+    shm_total_bytes: int | None  # None: there is no /dev/shm
+    shm_free_bytes: int
+    total_bytes: int
+    available_bytes: int
+    limit_bytes: int | None  # of the container or job
+    open_files: int
+    open_files_hard: int
+
+
+@dataclass(frozen=True)
+class Cores:
+    machine: int
+    usable: int  # by affinity
+    quota: float | None  # of CPU time, by cgroup
+    numa_nodes: int
+    numa_used: int  # NUMA nodes of the usable cores
+    load: float
+    omp_num_threads: str
+
+
+def gather_memory(shm: Path = _SHM, cgroup: Path = _CGROUP) -> Memory:
+    total, free = None, 0
+    if shm.is_dir():
+        about = os.statvfs(shm)
+        total, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
+    meminfo = _meminfo()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return Memory(
+        shm_total_bytes=total,
+        shm_free_bytes=free,
+        total_bytes=meminfo.get("MemTotal", 0),
+        available_bytes=meminfo.get("MemAvailable", 0),
+        limit_bytes=_memory_limit(cgroup),
+        open_files=_unlimited(soft),
+        open_files_hard=_unlimited(hard),
+    )
+
+
+def _unlimited(limit: int) -> int:
+    return 2**31 if limit == resource.RLIM_INFINITY else limit
+
+
+def _meminfo() -> dict[str, int]:
+    found = {}
+    for line in _read(Path("/proc/meminfo")).splitlines():
+        name, _, rest = line.partition(":")
+        if rest.endswith("kB"):
+            found[name] = int(rest.split()[0]) * 1024
+    return found
+
+
+def _memory_limit(cgroup: Path) -> int | None:
+    """The smallest limit from the root to this process's own group."""
+    limits = []
+    for folder in _own_groups(cgroup, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            text = _read(folder / name).strip()
+            if text.isdecimal() and int(text) < _UNLIMITED_BYTES:
+                limits.append(int(text))
+    return min(limits, default=None)
+
+
+def _own_groups(cgroup: Path, controller: str) -> list[Path]:
+    """The folders of this process's group and of all its parents."""
+    folders = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, names, path = line.split(":", 2)
+        if names == "" or controller in names.split(","):
+            own = (cgroup / names if names else cgroup) / path.strip("/")
+            folders += [own, *own.parents]
+    return [folder for folder in folders if folder.is_relative_to(cgroup)] or [cgroup]
+
+
+def gather_cores(cgroup: Path = _CGROUP, numa: Path = _NUMA) -> Cores:
+    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    nodes = [_parse_cpus(_read(folder / "cpulist")) for folder in sorted(numa.glob("node[0-9]*"))]
+    return Cores(
+        machine=os.cpu_count() or 1,
+        usable=usable_cores(),
+        quota=_cpu_quota(cgroup),
+        numa_nodes=max(1, len(nodes)),
+        numa_used=max(1, sum(bool(cpus & usable) for cpus in nodes)),
+        load=os.getloadavg()[0],
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS", ""),
+    )
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    quotas = []
+    for folder in _own_groups(cgroup, "cpu"):
+        quota, period, *_ = [*_read(folder / "cpu.max").split(), "", ""]
+        if not quota:
+            quota, period = (_read(folder / name).strip() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+        if quota.isdecimal() and period.isdecimal() and int(period):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _parse_cpus(text: str) -> set[int]:
+    """`0-3,8` as numbers."""
+    cpus: set[int] = set()
+    for part in text.strip().split(","):
+        low, _, high = part.partition("-")
+        if low.isdecimal():
+            cpus.update(range(int(low), int(high or low) + 1))
+    return cpus
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

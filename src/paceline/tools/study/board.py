@@ -1,0 +1,82 @@
+"""Shows a study's cells live: a table with an estimate on a terminal, otherwise one line per change."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from paceline.metrics.console import format_seconds
+from paceline.tools.study.cells import CellState, describe, estimate_left_s
+from paceline.tools.study.grid import StudySpec
+
+_STYLES = {"waiting": "dim", "running": "bold cyan", "finished": "green", "failed": "bold red"}
+_MOST_ROWS = 30
+
+
+class Board:
+    """Shows the cells while they run."""
+
+    def __init__(self, spec: StudySpec, states: Sequence[CellState], folder: Path) -> None:
+        self._states = list(states)
+        self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._live = Live(self, console=self._out, refresh_per_second=2) if self._out.is_terminal else None
+        sizes = ", ".join(map(str, spec.world_sizes))
+        done = sum(found.state == "finished" for found in states)
+        self._out.print(
+            f"study     {spec.name}: {' and '.join(spec.strategies)} on {sizes} ranks, {spec.repeats} runs each, "
+            f"{spec.scaling} scaling; {len(states)} cells" + (f", {done} done already" if done else ""),
+            markup=False,
+        )
+        for words in spec.stated:
+            self._out.print(f"the same  {words}", markup=False)
+        self._out.print(f"folder    {os.path.relpath(folder)}", markup=False)
+
+    def __enter__(self) -> Board:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tell(self, found: CellState) -> None:
+        """A cell has changed."""
+        if self._live is not None:
+            self._live.refresh()
+            return
+        done = sum(other.state in ("finished", "failed") for other in self._states)
+        left = estimate_left_s(self._states)
+        eta = f"  eta {format_seconds(left)}" if left else ""
+        self._out.print(f"[{done}/{len(self._states)}] {describe(found)}{eta}", markup=False)
+
+    def say(self, text: str) -> None:
+        self._out.print(text, markup=False)
+
+    def __rich__(self) -> Group:
+        table = Table(box=None, pad_edge=False)
+        for column in ("cell", "state"):
+            table.add_column(column)
+        for column in ("images/s", "s/epoch", "ms/step", "accuracy"):
+            table.add_column(column, justify="right")
+        # On a long grid show only the last rows: running, failed, and last finished cells.
+        rows = [found for found in self._states if found.state != "waiting"][-_MOST_ROWS:]
+        for found in rows:
+            m = found.measured
+            numbers = ("", "", "", "")
+            if m is not None:
+                accuracy = "" if m.test_accuracy is None else f"{m.test_accuracy:.2%}"
+                numbers = (f"{m.images_per_s:,.0f}", f"{m.epoch_s:.2f}", f"{1000 * m.step_s:.1f}", accuracy)
+            table.add_row(found.cell.name, Text(found.state, style=_STYLES[found.state]), *numbers)
+        waiting = sum(found.state == "waiting" for found in self._states)
+        left = estimate_left_s(self._states)
+        eta = f", about {format_seconds(left)} to go" if left else ""
+        return Group(table, Text(f"{waiting} waiting{eta}", style="dim"))

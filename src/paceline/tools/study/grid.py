@@ -1,0 +1,160 @@
+"""The cells of a study: strategies x world sizes x scalings x repeats. Each cell is an ordinary run.
+
+Cells differ only in these. Settings that would otherwise differ (CPU threads per rank, the length of the run) get one
+value for all cells, and the report states it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import UserError
+from paceline.runs.folder import write_json
+from paceline.runs.json_files import Fields, ListOf, Number, Word, fit, read_bounded
+from paceline.settings.small_files import parse_json
+
+STUDY_FILE = "study.json"
+_WHOLE = Number(1, 10**6, is_whole=True)
+_SHAPE = Fields(
+    required={
+        **{"recipe": str, "name": str, "flags": ListOf(str), "world_sizes": ListOf(_WHOLE)},
+        **{"strategies": ListOf(Word(("ddp", "fsdp"))), "repeats": Number(1, 1000, is_whole=True)},
+        **{"scaling": Word(("strong", "weak", "both")), "global_batch_size": Number(1, 10**9, is_whole=True)},
+        "stated": ListOf(str),
+    },
+    optional={"place": str, "launch": dict},
+)
+CELLS = "cells"
+BY_HAND = "by hand"  # the place of runs that no study started
+STRATEGIES = ("ddp", "fsdp")
+SCALINGS = ("strong", "weak", "both")
+# A study decides these for each cell.
+TAKEN = ("strategy", "processes", "output_dir", "resume", "rehearse", "global_batch_size", "inject")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    strategy: str
+    world_size: int
+    scaling: str  # always strong for world size 1, where both are the same run
+    repeat: int
+    global_batch_size: int
+
+    @property
+    def name(self) -> str:
+        kind = "" if self.scaling == "strong" else "weak-"
+        return f"{kind}{self.strategy}-{self.world_size}-r{self.repeat}"
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Cells of one key are repeats of each other."""
+        return self.scaling, self.strategy, self.world_size
+
+
+@dataclass(frozen=True)
+class StudySpec:
+    """The request, as kept in study.json."""
+
+    recipe: str  # a shipped name, or the path of a file
+    name: str
+    flags: tuple[str, ...]  # of every cell
+    world_sizes: tuple[int, ...]
+    strategies: tuple[str, ...]
+    repeats: int
+    scaling: str
+    global_batch_size: int  # strong: of every cell; weak: per rank, multiplied by the ranks
+    stated: tuple[str, ...] = ()  # settings that the study chose, as text
+    place: str = "local"  # or slurm, or by hand
+    launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and other options, as given
+
+    def cells(self) -> Iterator[Cell]:
+        """Ordered by repeat, so a slow drift of the machine affects all cells equally."""
+        scalings = ("strong", "weak") if self.scaling == "both" else (self.scaling,)
+        for repeat in range(1, self.repeats + 1):
+            seen = set()
+            for scaling in scalings:
+                for strategy in self.strategies:
+                    for size in self.world_sizes:
+                        is_weak = scaling == "weak" and size > 1
+                        batch = self.global_batch_size * (size if is_weak else 1)
+                        cell = Cell(strategy, size, "weak" if is_weak else "strong", repeat, batch)
+                        if cell.name not in seen:
+                            seen.add(cell.name)
+                            yield cell
+
+    def command(self, cell: Cell, folder: Path) -> list[str]:
+        """The arguments of `paceline` for one cell; on Slurm the script adds the number of ranks."""
+        ranks = [f"--processes={cell.world_size}"] if self.place == "local" else []
+        return [
+            *("train", self.recipe, *self.flags, f"--strategy={cell.strategy}"),
+            *(f"--global-batch-size={cell.global_batch_size}", *ranks, f"--output-dir={folder / CELLS / cell.name}"),
+        ]
+
+
+def write_spec(folder: Path, spec: StudySpec) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / STUDY_FILE, asdict(spec))
+
+
+def read_spec(folder: Path) -> StudySpec:
+    path = folder / STUDY_FILE
+    try:
+        values = fit(parse_json(read_bounded(path)), _SHAPE)
+        tuples = {name: tuple(values[name]) for name in ("flags", "world_sizes", "strategies", "stated")}
+        known = {field.name for field in fields(StudySpec)}
+        return StudySpec(**{**{name: value for name, value in values.items() if name in known}, **tuples})
+    except FileNotFoundError as error:
+        raise UserError("this is not a study", where=str(folder), hint="a folder that paceline study wrote") from error
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise UserError("this study cannot be read", where=str(path), got=str(error)) from error
+
+
+def _refuse_foreign_files(folder: Path) -> None:
+    """A study writes and removes files under names of its own: nothing else may be there."""
+    try:
+        names = sorted(path.name for path in folder.iterdir())
+    except FileNotFoundError:
+        return
+    except NotADirectoryError as error:
+        raise UserError("the folder of a study is a file", where="flag --output-dir", got=str(folder)) from error
+    if names:
+        raise UserError(
+            "this folder holds files that are no study",
+            where=str(folder),
+            got=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
+            hint="another --output-dir: a new or empty folder, or a study's",
+        )
+
+
+def go_on(folder: Path, spec: StudySpec) -> StudySpec:
+    """An existing study may grow, but its settings may not change."""
+    if not (folder / STUDY_FILE).exists():
+        _refuse_foreign_files(folder)
+        return spec
+    before = read_spec(folder)
+    for name in ("recipe", "flags", "global_batch_size", "place"):
+        old, new = getattr(before, name), getattr(spec, name)
+        if old != new:
+            raise UserError(
+                "another study is in this folder",
+                where=str(folder),
+                got=f"{name.replace('_', ' ')}: {_words(new)}; there: {_words(old)}",
+                hint="--output-dir PATH for a new one, or use the same flags to continue",
+            )
+    kinds = {before.scaling, spec.scaling}
+    return replace(
+        spec,
+        world_sizes=tuple(sorted({*before.world_sizes, *spec.world_sizes})),
+        strategies=tuple(s for s in STRATEGIES if s in {*before.strategies, *spec.strategies}),
+        repeats=max(before.repeats, spec.repeats),
+        scaling=kinds.pop() if len(kinds) == 1 else "both",
+    )
+
+
+def _words(value: object) -> str:
+    return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)
