@@ -35,7 +35,7 @@ def test_the_wheel_carries_every_lesson_and_the_command_finds_them_there(tmp_pat
         cwd=tmp_path,
         PYTHONPATH=f"{place}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     )
-    home = place / "paceline" / "course" / "lessons"
+    home = place / "paceline" / "tools" / "course" / "lessons"
     assert shown.out.strip() == str(home)
     for lesson in LESSONS:
         for path in (lesson.page, lesson.exercise, lesson.solution, lesson.folder / "picture.svg"):
