@@ -53,8 +53,8 @@ EXIT_CODES = {
     ),
     "EXIT_INTERRUPTED": (
         "interrupted",
-        "Ctrl-C: saved if there was time. Also a command whose output pipe was closed; `train`, "
-        "`study` and `equivalence` continue in that case.",
+        "Ctrl-C: saved if there was time. Also `watch` if the reader of its output leaves. No other command is "
+        "interrupted by a closed pipe (`| head -1`): its exit code stays the same.",
     ),
 }
 

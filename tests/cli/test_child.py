@@ -12,6 +12,7 @@ import pytest
 
 from harness.cli import environment
 from harness.processes import kill_all_in, parent_of, processes_in, seconds_until_empty
+from paceline.data.known_files import CIFAR10_FILES, CIFAR10_FOLDER
 from paceline.errors import DataError, UserError
 from paceline.launch.child import start_child
 from paceline.settings.small_files import read_json_object
@@ -44,7 +45,7 @@ def test_a_killed_parent_leaves_no_process(parent: str, tmp_path: Path) -> None:
     ("arguments", "kind", "code"),
     [
         (["train", "no-such-recipe"], UserError, 2),
-        (["train", "cifar10-cnn", "--data-dir=nowhere", "--processes=1"], DataError, 3),
+        (["train", "cifar10-cnn", "--data-dir=.", "--processes=1"], DataError, 3),  # from a rank
     ],
 )
 def test_a_child_reports_its_error_in_parts(
@@ -52,6 +53,9 @@ def test_a_child_reports_its_error_in_parts(
 ) -> None:
     """The parent gets the error with its class and its parts, also from a rank, and the child does not print it."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / CIFAR10_FOLDER).mkdir()
+    for name in CIFAR10_FILES:
+        (tmp_path / CIFAR10_FOLDER / name).write_bytes(b"damaged")
     with (
         (tmp_path / "errors").open("wb") as errors,
         start_child(arguments, stdout=subprocess.DEVNULL, stderr=errors, shows_error=True) as child,

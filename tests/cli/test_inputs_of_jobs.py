@@ -225,3 +225,27 @@ def test_a_recipe_whose_data_is_made(server: Path, capsys: pytest.CaptureFixture
     """Nothing is fetched, and that is said."""
     assert main(["data", "fetch", "shapes-cnn"]) == 0
     assert "shapes: made, not fetched" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [["train"], ["plan"], ["train", "--rehearse"], ["bench"]], ids=" ".join)
+@pytest.mark.parametrize("recipe", ["cifar10-cnn", "synthetic-mlp --dataset fashion-mnist"])
+def test_a_named_folder_of_data_is_never_created(
+    command: list[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A mistyped --data-dir would be filled with a download. The screen names the folder that was meant."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "disk" / "datasets").mkdir(parents=True)
+    verb, *flags = command
+    assert main([verb, *recipe.split(), *flags, "--data-dir", "disk/datsets"]) == DATA
+    assert hint_of(capsys) == ["--data-dir", "disk/datasets"]
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "disk", tmp_path / "disk" / "datasets"]
+
+
+@pytest.mark.parametrize("folder", ["data", "./data", "there"])
+def test_the_default_folder_and_one_that_exists_take_a_download(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the name matters here: `plan` downloads nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+    assert main(["plan", "cifar10-cnn", "--data-dir", folder]) == 0

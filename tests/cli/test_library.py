@@ -240,7 +240,7 @@ def test_what_a_function_returns_is_checked() -> None:
     with pytest.raises(UserError, match=r"mine.py:loss returns something else") as caught:
         loss.mean_loss(logits, labels)
     assert caught.value.got == "a tensor of shape [3]"
-    assert caught.value.allowed == "one value per sample, a tensor of shape [4], or their mean"
+    assert caught.value.allowed == "one value per sample, a dense tensor of shape [4], or their mean"
     metric = Objective(metrics={"mean": UserFunction("mine.py:mean", lambda logits, labels: logits.mean())})
     with pytest.raises(UserError, match=r"mine.py:mean returns"):
         metric.sums(logits, labels)

@@ -568,7 +568,7 @@ def test_data_is_looked_for_where_it_is_mounted(capsys: pytest.CaptureFixture[st
         args = pod_of(job)["containers"][0]["args"]
         return [word for word in args if word.startswith("--data-dir")]
 
-    assert data_dir() == ["--data-dir=/tmp/data"]  # fetched by each pod
+    assert data_dir() == ["--data-dir=/tmp"]  # fetched by each pod, into a folder that exists
     assert data_dir("--data", "datasets") == ["--data-dir=/data"]
     assert data_dir("--data", "datasets", "--data-dir", "/data/cifar") == ["--data-dir=/data/cifar"]
 

@@ -186,16 +186,48 @@ def test_a_closed_terminal_below_torchrun_saves(tmp_path: Path) -> None:
     assert (status["status"], status["reason"]) == ("preempted", signal.SIGHUP.name)
 
 
-@pytest.mark.parametrize("verb", [["recipes"], ["--help"], ["train", "--help"]])
-def test_commands_that_only_show_end_quietly_at_a_closed_pipe(verb: list[str], tmp_path: Path) -> None:
-    """`paceline recipes | head -1`: no traceback, and not Python's exit code 120."""
+def run_without_reader(arguments: list[str], folder: Path, **extra: str) -> tuple[int, str]:
+    """As with `| head -1`, whose pipe is closed from the start. The exit code, and standard error."""
     reader, writer = os.pipe()
     os.close(reader)
-    with (tmp_path / "err").open("wb") as errors:
-        command = [sys.executable, "-m", "paceline", *verb]
+    with (folder / "err").open("wb") as errors:
+        command = [sys.executable, "-m", "paceline", *arguments]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment(), stdout=writer, stderr=errors, timeout=WAIT_S, check=False
+            command, cwd=folder, env=environment(**extra), stdout=writer, stderr=errors, timeout=WAIT_S, check=False
         )
     os.close(writer)
-    assert (tmp_path / "err").read_text() == ""
-    assert done.returncode in (0, 130)
+    return done.returncode, (folder / "err").read_text()
+
+
+READING = [["recipes"], ["runs"], ["plan", "shapes-cnn"], ["course"], ["--help"], ["train", "--help"], ["logs", "run"]]
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("arguments", READING, ids=" ".join)
+def test_a_closed_pipe_of_a_command_that_shows_is_no_interruption(
+    arguments: list[str], unbuffered: str, tmp_path: Path
+) -> None:
+    """`paceline recipes | head -1`: no traceback, and not Python's exit code 120."""
+    make_log(tmp_path / "run")
+    assert run_without_reader(arguments, tmp_path, PYTHONUNBUFFERED=unbuffered) == (0, "")
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_a_closed_pipe_does_not_change_an_answer(unbuffered: str, tmp_path: Path) -> None:
+    """The answer of `compare` is its exit code, and a user's mistake stays one."""
+    make_log(tmp_path / "run")
+    code, told = run_without_reader(["compare", "run", "nowhere"], tmp_path, PYTHONUNBUFFERED=unbuffered)
+    assert (code, "nowhere" in told) == (2, True)
+
+
+def test_watching_without_a_reader_ends_as_with_an_interruption(tmp_path: Path) -> None:
+    """Its exit code is the run's, which is not known yet."""
+    make_log(tmp_path / "run")
+    assert run_without_reader(["watch", "run"], tmp_path) == (130, "")
+
+
+def make_log(folder: Path) -> None:
+    (folder / "logs").mkdir(parents=True)
+    (folder / "config.yaml").write_text("{}\n")
+    (folder / "metrics.jsonl").write_text("")
+    (folder / "logs" / "rank-0.log").write_text("a line\n" * 10)

@@ -92,7 +92,8 @@ def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
     answer = paceline(*flags, "--inject=raise rank=1 step=12 times=99", cwd=tmp_path)
     assert answer.code == 70, answer
     assert faults_struck(tmp_path / "run") == ["raise (rank 1, step 12)"] * 3
-    assert "not started again: step 12 failed 3 times without progress; --resume run goes on from step 10" in answer.err
+    assert "not started again: step 12 failed 3 times without progress;" in answer.err
+    assert "paceline train run/config.yaml --resume auto goes on from step 10" in " ".join(answer.err.split())
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["rank"], failure["step"], failure["phase"]) == (1, 12, "forward")
     assert "RuntimeError: injected: raise" in failure["traceback"]

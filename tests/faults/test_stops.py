@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -137,6 +138,23 @@ def test_interrupt_saves_and_leaves_no_process_behind(tmp_path: Path) -> None:
         assert run.wait() == 130
         check_saved_stop(run, tmp_path, "interrupted by the user")
         assert [line.partition(" ")[0] for line in run.err.split("\n") if line] == ["stopping", "stopped"], run.err
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("flags", [(), ("--resume=auto", "--load-policy=none")], ids=["plain", "load-policy-none"])
+def test_the_printed_command_continues_with_the_same_settings(
+    flags: tuple[str, ...], tmp_path: Path, undisturbed: dict[str, object]
+) -> None:
+    """As a person pastes it: none of the flags of the first start is repeated."""
+    with started(*FLAGS, *flags, cwd=tmp_path) as run:
+        run.wait_for("step 12/")
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.wait() == 130
+        words = shlex.split(run.err.partition("go on with: ")[2])
+    assert words[0] == "paceline"
+    answer = paceline(*words[1:], cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert outcome(tmp_path / "run") == undisturbed
 
 
 def wait_for_processes(run: Started, number: int) -> None:

@@ -192,6 +192,14 @@ def test_no_message_names_a_folder_that_is_gone(undisturbed: FlowRun, disturbed:
     assert "resumed   at step" in disturbed.out
 
 
+@pytest.mark.parametrize("name", ["", "root"], ids=["no name", "root"])
+def test_a_flow_starts_where_no_user_has_a_name(name: str, place: Place) -> None:
+    """As in the shell of a container. Metaflow refuses to start there; our `start` comes as far as its own check."""
+    users = {"USERNAME": name, "USER": name, "SUDO_USER": "", "METAFLOW_USER": ""}
+    answer = place.flow("flow.py", "run", "--recipe", "no-such-recipe", **users)
+    assert "there is no recipe 'no-such-recipe'" in answer.out + answer.err
+
+
 def test_a_chosen_tracker_that_is_not_installed_is_refused_in_start(place: Place) -> None:
     answer = place.flow("flow.py", "run", "--flags", "--track tensorboard")
     assert answer.code == 1

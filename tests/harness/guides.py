@@ -119,5 +119,4 @@ def _plain_environment() -> dict[str, str]:
         if name not in _NOT_FOR_GUIDES and not name.startswith(_NOT_FOR_GUIDES_EITHER)
     }
     folders = [part for part in kept["PATH"].split(":") if not Path(part).resolve().is_relative_to(REPOSITORY)]
-    # Metaflow asks who runs a flow; a container's shell may not know.
-    return {"USERNAME": "newcomer", **kept, "PATH": ":".join(folders)}
+    return {**kept, "PATH": ":".join(folders)}

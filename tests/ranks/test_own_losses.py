@@ -129,7 +129,7 @@ def look_at(world: World, flags: tuple[str, ...]) -> tuple[list[str], str]:
     try:
         build_components(quick_config(*flags), world)
     except UserError as error:
-        return kept.lines, f"{error.what}; {error.got}; {error.allowed}"
+        return kept.lines, f"{error.what}; {error.where}; {error.got}; {error.allowed}; {error.hint}"
     finally:
         logging.getLogger("paceline").removeHandler(kept)
     return kept.lines, ""
@@ -170,6 +170,8 @@ def test_values_that_cannot_be_used_are_refused_before_the_first_step(file: str)
     for flag, names in [("--loss", WRONG_LOSSES), ("--metrics", WRONG_METRICS)]:
         (found,) = run_ranks(1, look_at_each, file, flag, names)
         assert {name for name, (_, error) in found.items() if f"{file}:{name}" in error} == set(names)
+        assert {name for name, (_, error) in found.items() if f"{file}, line " in error} == set(names)
+        assert [name for name, (_, error) in found.items() if error.endswith("; None")] == [], "each has a try: line"
 
 
 def test_a_metric_that_depends_on_its_batch_is_warned_of(file: str) -> None:

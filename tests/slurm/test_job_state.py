@@ -312,6 +312,34 @@ def test_cancel_of_a_fake_job(fake: FakeSlurm, tmp_path: Path, capsys: pytest.Ca
     assert len(fake.calls("scancel")) == 1
 
 
+def test_a_fake_job_cancelled_in_the_queue_is_cancelled_in_every_command(
+    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Slurm forgets the job; the run has written nothing."""
+    make_run(tmp_path / "runs" / "run")
+    fake.answer("squeue", PENDING)
+    assert "job 4711 is cancelled" in told(capsys, "cancel", "run")
+    fake.forget_job()
+    assert json.loads(told(capsys, "runs", "--json"))[0]["state"] == "cancelled"
+    assert told(capsys, "status", "run").startswith("runs/run: cancelled")
+
+
+@pytest.mark.parametrize(("slurm", "state"), [("CANCELLED", "cancelled"), ("NODE_FAIL", "failed")])
+def test_status_notes_how_a_fake_job_has_ended(
+    slurm: str, state: str, fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After scancel by hand, say. The job may be requeued by hand, too."""
+    make_run(tmp_path / "runs" / "run")
+    for row, seen in ((COMPLETED.replace("COMPLETED", slurm), state), (PENDING, "submitted")):
+        fake.answer("squeue", row)
+        told(capsys, "status", "run")
+        assert json.loads(told(capsys, "runs", "--json"))[0]["state"] == seen
+    fake.answer("squeue", COMPLETED.replace("COMPLETED", slurm))
+    told(capsys, "status", "run")
+    fake.forget_job()
+    assert told(capsys, "status", "run").startswith(f"runs/run: {state}")
+
+
 def test_cancel_while_fake_slurm_is_away(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
     fake.answer("squeue", "", err="Unable to contact slurm controller", code=1)
@@ -377,6 +405,33 @@ def test_logs_of_ranks(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
     assert b"one log or the other" in logs("--job", "--rank", "0")
     assert b"one log can be followed" in logs("--rank", "all", "--follow")
     assert logs("--follow", "--lines", "2") == b"rank 0 line 1 \\xff\nrank 0 line 2 \\xff\n", "it is over: no waiting"
+
+
+@pytest.mark.parametrize("flags", [(), ("--job",), ("--follow",)], ids=" ".join)
+@pytest.mark.parametrize("has_empty_log", [True, False])
+def test_logs_of_a_fake_job_that_has_written_nothing_say_where_it_is(
+    has_empty_log: bool,
+    flags: tuple[str, ...],
+    fake: FakeSlurm,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Slurm creates the log of a job when it starts; the first line comes seconds later."""
+    folder = make_run(tmp_path / "run")
+    if has_empty_log:
+        (folder.logs / "slurm-4711.log").touch()
+    fake.answer("squeue", RUNNING)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("paceline.cli.logs.time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    has_place = has_empty_log or "--follow" in flags
+    assert main(["logs", "run", *flags]) == (0 if has_place else USER)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "the run is starting, job 4711: running on n[1-2]" in shown.err
 
 
 def test_long_logs_are_read_from_their_end(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> None:

@@ -53,7 +53,9 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
     assert "^C" not in screen
     folded = " ".join(screen.split())
     assert "stopping and saving; Ctrl-C again stops at once" in folded
-    assert re.search(r"stopped at step \d+ and saved \(interrupted by the user\); go on with: --resume runs/", folded)
+    assert re.search(
+        r"stopped at step \d+ and saved \(interrupted by the user\); go on with: paceline train runs/", folded
+    )
     terminal.type("echo code $?")
     terminal.wait_for("^code 130$")
     (folder,) = (home / "runs").iterdir()

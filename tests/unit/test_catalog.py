@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,6 +63,22 @@ def test_a_job_that_has_not_begun(tmp_path: Path) -> None:
     JobRecord("4711", "", "", []).write(tmp_path / "queued")
     (entry,) = list_runs(tmp_path)
     assert (entry.state, entry.step, entry.progress) == ("submitted", None, None)
+
+
+@pytest.mark.parametrize(
+    ("noted", "state"),
+    [
+        ({"cancelled": "2026-11-18T05:00:00+00:00"}, "cancelled"),
+        ({"outcome": "CANCELLED"}, "cancelled"),
+        ({"outcome": "NODE_FAIL"}, "failed"),
+        ({"outcome": "COMPLETED"}, "lost"),
+        ({"outcome": "COMPLETED", "scheduler": "kubernetes"}, "finished"),
+        ({"outcome": "FAILED", "scheduler": "kubernetes"}, "failed"),
+    ],
+)
+def test_a_job_that_ended_before_its_run_wrote_anything(noted: dict[str, Any], state: str, tmp_path: Path) -> None:
+    JobRecord("4711", "", "", [], **noted).write(tmp_path)
+    assert read_entry(tmp_path).state == state
 
 
 def test_restarts_and_requeues_are_counted(tmp_path: Path) -> None:
@@ -164,8 +181,8 @@ def test_a_run_is_found_by_path_name_or_beginning(tmp_path: Path, monkeypatch: p
     assert locate_run("nothing like it") == Path("nothing like it")
 
 
-def test_the_flag_that_resumes_a_run_can_be_pasted(tmp_path: Path) -> None:
+def test_the_command_that_resumes_a_run_can_be_pasted(tmp_path: Path) -> None:
     """A name with a space is quoted."""
-    flag = RunFolder(tmp_path / "int 9").resume_flag
-    assert flag is not None
-    assert shlex.split(flag) == ["--resume", str(tmp_path / "int 9")]
+    command = RunFolder(tmp_path / "int 9").resume_command
+    assert command is not None
+    assert shlex.split(command) == ["paceline", "train", str(tmp_path / "int 9" / "config.yaml"), "--resume", "auto"]

@@ -57,6 +57,25 @@ def test_an_impossible_job_is_refused_by_name(name: str) -> None:
     assert refused(job) == settings
 
 
+@pytest.mark.parametrize(
+    ("where", "named"),
+    [
+        ({"gpus_per_node": "flag --gpus-per-node"}, ["--gpus-per-node 4"]),
+        (
+            {"gpus_per_node": "flag --gpus-per-node", "cpus_per_task": "flag --cpus-per-task"},
+            ["--gpus-per-node 4", "48 CPUs on a node (--cpus-per-task 48)"],
+        ),
+    ],
+    ids=["CPUs follow from GPUs", "CPUs were asked for"],
+)
+def test_missing_gpus_are_named_before_cpus(where: dict[str, str], named: list[str]) -> None:
+    """Without --cpus-per-task a job asks for CPUs for each of its GPUs; their number is no reason of its own."""
+    job = replace(JOB, gpus="4", cpus_per_task=48)
+    with pytest.raises(UserError) as caught:
+        require_possible(as_sbatch_reads(job, {}), facts(), where)
+    assert str(caught.value.got).splitlines() == named
+
+
 def test_a_limit_of_the_account_counts_all_nodes() -> None:
     """cpu=96 is for the whole job; a QOS that says nothing about CPUs leaves it in force."""
     job = replace(GPU_JOB, nodes=3, cpus_per_task=32)

@@ -17,7 +17,7 @@ from paceline.runs.drafts import draft_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
-from paceline.runs.place import owner_of
+from paceline.runs.place import owner_of, starts_anew
 from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
 from paceline.settings.load import LoadedConfig
 from paceline.settings.schema import RunConfig
@@ -42,7 +42,7 @@ def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
         return lambda: None
     folder.refuse_if_owned()
     store = open_store(url, where)
-    is_fresh = not run.resume or (run.resume == "auto" and run.load_policy == "none")
+    is_fresh = starts_anew(loaded)
     note = read_own_note(folder.path)
     try:
         if is_fresh:

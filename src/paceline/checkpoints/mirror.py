@@ -92,7 +92,9 @@ class Mirror:
         shutil.rmtree(self._folder.path / _PINS, ignore_errors=True)
         if self._has_arrived:
             is_finished = self._folder.read_status().get("status") == "finished"
-            then = "" if is_finished else f"; go on anywhere with --output-dir {self._note.url} --resume auto"
+            then = (
+                "" if is_finished else f"; go on anywhere: the same flags, --output-dir {self._note.url} --resume auto"
+            )
             print(f"the store has everything: {self._note.url}{self._newest_in_words()}{then}", flush=True)
         elif not self._is_taken_over:
             self._tell_behind()

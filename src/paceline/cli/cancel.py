@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import signal
-from dataclasses import replace
-from datetime import datetime
 
-from paceline.cli.status import RunView, look, parse_run_arguments
+from paceline.cli.status import RunView, look, note_cancel, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, PacelineError, UserError
 from paceline.integrations.kubernetes.client import cluster_of
 from paceline.integrations.slurm.client import cancel_job
@@ -37,10 +35,9 @@ def run(arguments: list[str]) -> int:
     if view.record is not None and view.job is not None and view.job.is_active:
         if view.record.scheduler == "kubernetes":
             cluster_of(view.record).delete(view.record.job_id, view.record.api)
-            now = datetime.now().astimezone().isoformat(timespec="seconds")
-            replace(view.record, cancelled=now).write(folder.path)
         else:
             cancel_job(view.record.job_id, view.record.cluster)
+        note_cancel(view)
         saves = "; it saves before it ends" if view.job.state == "RUNNING" else ""
         print(f"job {view.record.job_id} is cancelled{saves}")
     elif view.owner is not None and not view.is_over:

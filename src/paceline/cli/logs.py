@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import codecs
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from paceline.cli.status import look, parse_run_arguments
+from paceline.cli.status import describe_place, look, parse_run_arguments
 from paceline.errors import EXIT_FINISHED, UserError, printable
 from paceline.integrations.kubernetes.client import cluster_of
 from paceline.integrations.kubernetes.logs import choose_pod, follow_log, read_log
@@ -39,8 +40,10 @@ def run(arguments: list[str]) -> int:
     last_lines = _whole(flags, "--lines")
     record = read_record(folder.path)
     if record is not None and record.scheduler == "kubernetes" and ("--job" in flags or not _ranks(folder)):
-        return _print_pods(record, flags, last_lines)
+        return _print_pods(folder, record, flags, last_lines)
     paths = _choose(folder, flags)
+    if not any(path.exists() and path.stat().st_size for path in paths):
+        _tell_nothing_written(folder)
     if "--follow" not in flags:
         for path in paths:
             _print_end(path, last_lines, with_name=len(paths) > 1)
@@ -54,7 +57,11 @@ def run(arguments: list[str]) -> int:
     return EXIT_FINISHED
 
 
-def _print_pods(record: JobRecord, flags: dict[str, str], last_lines: int | None) -> int:
+def _tell_nothing_written(folder: RunFolder) -> None:
+    _remark(f"nothing was written so far: {describe_place(folder)}")
+
+
+def _print_pods(folder: RunFolder, record: JobRecord, flags: dict[str, str], last_lines: int | None) -> int:
     """From the cluster: pod 0 speaks for the run, or all of them one after the other."""
     if "--rank" in flags:
         raise UserError(
@@ -66,36 +73,42 @@ def _print_pods(record: JobRecord, flags: dict[str, str], last_lines: int | None
         if "--follow" in flags:
             _write_out(follow_log(record, last_lines, _remark))
         else:
-            _print_pod_logs(record, last_lines, is_for_all="--job" in flags)
+            has_text = _print_pod_logs(record, last_lines, is_for_all="--job" in flags)
+            if not has_text and last_lines != 0:
+                _tell_nothing_written(folder)
     except KeyboardInterrupt:
         print(f"\nno longer followed; {record.job_id} goes on", file=sys.stderr)
     return EXIT_FINISHED
 
 
-def _print_pod_logs(record: JobRecord, last_lines: int | None, *, is_for_all: bool) -> None:
+def _print_pod_logs(record: JobRecord, last_lines: int | None, *, is_for_all: bool) -> bool:
+    """Whether there was anything to print."""
     cluster = cluster_of(record)
     pods = cluster.read_pods(record.job_id)
     chosen = choose_pod(pods, f"{cluster.namespace}/{record.job_id}")
     if not is_for_all:
         if chosen.index:
             _remark(f"pod 0 is gone; this is the log of pod {chosen.index} ({chosen.name})")
-        _write_out(read_log(cluster, chosen, record.api, last_lines))
-        return
+        return _write_out(read_log(cluster, chosen, record.api, last_lines))
     with_log = sorted((pod for pod in pods if pod.has_log), key=lambda pod: pod.index)
-    indexes = [pod.index for pod in with_log]
+    indexes, has_text = [pod.index for pod in with_log], False
     for pod in with_log:
         if len(with_log) > 1:
             # A pod that was replaced has a log of its own, under its name.
             name = f": {pod.name}" if indexes.count(pod.index) > 1 else ""
             code = f", exit code {pod.exit_code}" if name and pod.exit_code is not None else ""
             print(f"==> pod {pod.index}{name}{code} <==", flush=True)
-        _write_out(read_log(cluster, pod, record.api, last_lines))
+        has_text |= _write_out(read_log(cluster, pod, record.api, last_lines))
+    return has_text
 
 
-def _write_out(chunks: Iterator[bytes]) -> None:
-    output = _Output()
+def _write_out(chunks: Iterator[bytes]) -> bool:
+    """Whether there was anything to write."""
+    output, has_text = _Output(), False
     for chunk in chunks:
         output.write(chunk)
+        has_text |= bool(chunk)
+    return has_text
 
 
 def _remark(text: str) -> None:
@@ -138,8 +151,8 @@ def _whole(flags: dict[str, str], name: str) -> int | None:
 
 def _require(jobs: list[Path], folder: RunFolder) -> Path:
     if not jobs:
-        hint = f"paceline status {folder.path}"
-        raise UserError("there is no log yet", where=str(folder.logs), hint=hint)
+        hint = f"paceline status {shlex.quote(str(folder.path))}"
+        raise UserError("there is no log yet", where=str(folder.logs), got=describe_place(folder), hint=hint)
     return jobs[-1]
 
 

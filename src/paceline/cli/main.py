@@ -25,7 +25,7 @@ from paceline.errors import (
     UserError,
     explain_exit,
 )
-from paceline.metrics.safe_output import finish_console, protect_console
+from paceline.metrics.safe_output import discard_output, finish_console, outlive_readers, protect_console
 from paceline.runtime.early_exit import early_exits_fail
 from paceline.runtime.open_files import OPEN_FILES_HINT
 from paceline.runtime.own_rank import own_rank
@@ -72,6 +72,8 @@ _FIRST = {
 
 
 _LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal and a closed pipe
+# Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
+_FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,8 +104,11 @@ def _run(arguments: list[str] | None) -> int:
     is_trusting = "--trust-code" in given
     given = [argument for argument in given if argument not in ("--debug", "--trust-code")]
     _speak_any_language()
-    if given and given[0] in _LONG_VERBS:
+    verb = given[0] if given else ""
+    if verb in _LONG_VERBS:
         protect_console()
+    elif verb not in _FOLLOWING_VERBS:
+        outlive_readers()
     try:
         if not is_trusting:
             code = _dispatch(given)
@@ -129,13 +134,10 @@ def _run(arguments: list[str] | None) -> int:
         return code
     except KeyboardInterrupt as error:
         return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
-    except BrokenPipeError:
-        # The reader closed the pipe, as `| head` does. Nothing can be said there any more.
-        for stream in (sys.__stdout__, sys.__stderr__):
-            if stream is not None:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return EXIT_INTERRUPTED
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and verb in _FOLLOWING_VERBS:
+            discard_output()
+            return _FOLLOWING_VERBS[verb]
         if is_debugging:
             traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]

@@ -27,7 +27,8 @@ usage: paceline runs [TEXT] [--status S[,S]] [--recipe R] [--tag T] [--sort KEY]
 Every run in runs/ (or below DIR), the newest first. TEXT: only runs with it in their name, recipe, tags or note.
 --status: {", ".join(STATES)}.
   lost: its process is gone. silent: its process cannot be seen from here, and has not written for half an hour.
-  submitted: a job in a queue, or one that has not written yet; paceline status RUN asks its scheduler.
+  submitted: a job that has written nothing yet. Its scheduler is not asked here: paceline status RUN asks it, and notes
+  how the job has ended.
 --sort: age, name, recipe, status, progress, best, speed, restarts.
 best is the accuracy on the test set, or on validation while that is not known (marked with ~).
 A note of "" takes the note away. A run with the tag keep is left alone by paceline clean, unless it is named.
@@ -71,6 +72,8 @@ def run(arguments: list[str]) -> int:
         print(json.dumps([entry.to_json() for entry in entries], indent=2))
     elif entries:
         print_table(entries)
+        if is_live(sys.stdout) and any(entry.state == "submitted" for entry in entries):
+            print("submitted: as noted here; paceline status RUN asks the scheduler")
     elif everything:
         print(f"none of the {len(everything)} runs in {root} is like that")
     else:

@@ -1,6 +1,6 @@
 """`paceline status RUN [--json]`: where a run is. Reads files and asks the cluster that has its job.
 
-It changes nothing but job.json: how a Kubernetes job ended is kept there, because the cluster forgets finished jobs.
+It changes nothing but job.json: how a job ended is kept there, because its scheduler forgets finished jobs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.integrations.kubernetes.client import read_kubernetes_state
 from paceline.integrations.kubernetes.logs import read_last_line
 from paceline.integrations.slurm.client import JobState, read_state
 from paceline.integrations.slurm.reasons import explain_reason
-from paceline.launch.job_record import JobRecord, read_record
+from paceline.launch.job_record import RECORD, JobRecord, read_record
 from paceline.metrics.screen import in_words_s
 from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
 from paceline.runs.file_shapes import FAILURE
@@ -166,16 +166,32 @@ def read_job(record: JobRecord) -> JobState:
 
 
 def _remember_outcome(folder: RunFolder, record: JobRecord, job: JobState) -> tuple[JobRecord, JobState]:
-    """Keep how a Kubernetes job has ended; and recall it, when its cluster has forgotten the job."""
-    if record.scheduler != "kubernetes":
-        return record, job
-    if job.state in ("COMPLETED", "FAILED") and not record.outcome:
+    """Keep how a job has ended: its scheduler forgets it, and `paceline runs` reads only files."""
+    has_ended = bool(job.state) and not job.is_active and not job.tasks
+    if record.scheduler == "kubernetes":
+        has_ended = job.state in ("COMPLETED", "FAILED")
+    if has_ended and not record.outcome:
         record = replace(record, outcome=job.state, outcome_reason=job.reason, outcome_code=job.exit_code)
-        with suppress(OSError):  # a folder of another user
-            record.write(folder.path)
+        _keep_own(record, folder)
+    elif job.is_active and record.outcome and record.scheduler == "slurm":
+        record = replace(record, outcome="", outcome_reason="", outcome_code="")  # an administrator has requeued it
+        _keep_own(record, folder)
     elif not job.state and record.outcome:
         job = replace(job, state=record.outcome, reason=record.outcome_reason, exit_code=record.outcome_code)
     return record, job
+
+
+def _keep_own(record: JobRecord, folder: RunFolder) -> None:
+    """A task of an array has no record of its own."""
+    if (folder.path / RECORD).exists():
+        with suppress(OSError):  # a folder of another user
+            record.write(folder.path)
+
+
+def note_cancel(view: RunView) -> None:
+    """In the run's record: a scheduler forgets a job that was cancelled before it started."""
+    assert view.record is not None
+    _keep_own(replace(view.record, cancelled=datetime.now().astimezone().isoformat(timespec="seconds")), view.folder)
 
 
 def describe(view: RunView) -> str:
@@ -212,6 +228,13 @@ def to_json(view: RunView) -> dict[str, Any]:
         "failure": view.failure or None,
         **asdict(view.entry.notes),
     }
+
+
+def describe_place(folder: RunFolder) -> str:
+    """In one line: the state of a run, and where its job is."""
+    view = look(folder)
+    job = _job_line(view)
+    return printable_line(f"the run is {view.state}" + (f", job {job}" if job else ""))
 
 
 # --- One line each ----------------------------------------------------------------------------------------------------

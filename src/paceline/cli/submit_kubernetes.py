@@ -256,7 +256,7 @@ def _settled(job: KubernetesJob, loaded: LoadedConfig, folder: RunFolder) -> lis
         arguments.append(f"--omp-num-threads={max(1, job.cpus // job.ranks_per_node)}")
     if config.data.dataset not in _MADE_DATA:
         is_given = job.holds(config.data.data_dir)
-        elsewhere = DATA_PATH if job.holds(DATA_PATH) else "/tmp/data"
+        elsewhere = DATA_PATH if job.holds(DATA_PATH) else "/tmp"
         arguments.append(f"--data-dir={config.data.data_dir if is_given else elsewhere}")
     if config.run.load_policy != "fresh":
         arguments.append("--load-policy=fresh")  # a pod that comes back goes on with its run, and no other

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import shlex
+from contextlib import suppress
 from pathlib import Path
+
+from paceline.errors import DataError
+from paceline.settings.schema import DataConfig
 
 CIFAR10_FOLDER = "cifar-10-batches-bin"
 CIFAR10_PICKLED_FOLDER = "cifar-10-batches-py"
@@ -27,6 +33,29 @@ def missing_files(dataset: str, data_dir: Path) -> list[str]:
     if dataset == "fashion-mnist":
         return [f"{name}.gz" for name in FASHION_MNIST_MD5 if find_fashion_mnist(data_dir, name) is None]
     return []
+
+
+def require_data_folder(config: DataConfig, *, where: str, hint: str = "") -> None:
+    """A data set is downloaded into the default folder, which is created, or into a folder that exists.
+
+    A folder that is named and does not exist is a typing mistake or a disk that is not mounted. Only
+    `paceline data fetch` creates it.
+    """
+    folder = Path(config.data_dir)
+    if folder == Path(DataConfig.data_dir) or folder.exists() or not missing_files(config.dataset, folder):
+        return
+    hint = hint or shlex.join(["paceline", "data", "fetch", config.dataset, "--data-dir", config.data_dir])
+    with suppress(OSError):
+        names = [path.name for path in folder.absolute().parent.iterdir() if path.is_dir()]
+        if close := difflib.get_close_matches(folder.name, names, n=1):
+            hint = f"--data-dir {shlex.quote(str(folder.parent / close[0]))}\nor {hint}"
+    raise DataError(
+        "there is no such folder",
+        where=where,
+        got=str(folder.absolute()),
+        allowed=f"a folder with {config.dataset}, or an empty one for its download",
+        hint=hint,
+    )
 
 
 def cifar10_folder(data_dir: Path) -> Path:

@@ -35,9 +35,9 @@ class JobRecord:
     api: str = ""  # job, jobset or trainjob
     submitted: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="seconds"))
     earlier: list[str] = field(default_factory=list)  # ids of the jobs before, oldest first
-    cancelled: str = ""  # when; Kubernetes forgets a job that was deleted
-    # How a Kubernetes job ended, as first seen from here: the cluster forgets finished jobs, too.
-    outcome: str = ""  # COMPLETED or FAILED
+    cancelled: str = ""  # when, by `paceline cancel`
+    # How the job ended, as first seen from here: schedulers forget finished jobs.
+    outcome: str = ""  # COMPLETED, FAILED or another final state of Slurm
     outcome_reason: str = ""
     outcome_code: str = ""
 

@@ -224,8 +224,8 @@ class Supervisor:
                 report.done += f"; {now} microbatches instead of {before} on every rank"
         else:
             report.done = f"not started again: {decision.reason}"
-            can_go_on = saved and folder.resume_flag and report.exit_code != EXIT_CHECKPOINT
-            report.done += f"; {folder.resume_flag} goes on from step {saved}" if can_go_on else ""
+            can_go_on = saved and folder.resume_command and report.exit_code != EXIT_CHECKPOINT
+            report.done += f"; {folder.resume_command} goes on from step {saved}" if can_go_on else ""
             if self._is_first and not folder.stays_over(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if self._job.nodes.count > 1 and report.cause == "peer-lost":
@@ -274,7 +274,7 @@ class Supervisor:
             folder.write_status("preempted", **kept, reason=reason)
         self._write_page()
         erase_live_line()
-        go_on = f"; go on with: {folder.resume_flag}" if step and folder.resume_flag else ""
+        go_on = f"; go on with: {folder.resume_command}" if step and folder.resume_command else ""
         print(fit_to(sys.stderr, f"\n{what}{go_on}"), file=sys.stderr)
         return EXIT_INTERRUPTED if self._stop is signal.SIGINT else EXIT_PREEMPTED
 

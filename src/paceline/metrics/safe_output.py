@@ -17,7 +17,10 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, cast
+from typing import IO, TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _PATIENCE_S = 1.0  # how long a run waits for a console that takes nothing
 _PATIENCE_AT_END_S = 5.0
@@ -271,6 +274,51 @@ def protect_console() -> None:
                 with suppress(OSError, ValueError):
                     stream.flush()
             setattr(sys, name, SafeStream(number, getattr(stream, "encoding", None) or "utf-8"))
+
+
+class _PipeFile(io.FileIO):
+    """A pipe whose reader may leave at any time, as `head` does. What is written after that is discarded."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            _discard(self.fileno())
+            return memoryview(data).nbytes
+
+
+def _discard(descriptor: int) -> None:
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, descriptor)
+    os.close(nothing)
+
+
+def discard_output() -> None:
+    """The reader is gone, and this command ends. What is still in a buffer must not fail when Python flushes it."""
+    for stream in (sys.__stdout__, sys.__stderr__):
+        if stream is not None:
+            _discard(stream.fileno())
+
+
+def outlive_readers() -> None:
+    """A closed pipe does not end this command: its work is done, and its exit code does not depend on the reader."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
+            continue  # closed, or replaced by a program that calls us
+        mode = os.fstat(stream.fileno()).st_mode
+        if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
+            continue
+        raw = _PipeFile(stream.fileno(), "w", closefd=False)
+        is_unbuffered = stream.write_through  # python -u
+        safe = io.TextIOWrapper(
+            cast(IO[bytes], raw if is_unbuffered else io.BufferedWriter(raw)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=stream.line_buffering,
+            write_through=is_unbuffered,
+        )
+        setattr(sys, name, safe)
 
 
 def _streams() -> list[SafeStream]:

@@ -71,7 +71,7 @@ def verdict(run: RunFiles) -> str:
     if run.state == "failed":
         return f"**Failed**{at}{reason}."
     if run.state == "preempted":
-        return f"**Stopped and saved**{at}{reason}. `--resume {run.folder.path}` continues from there."
+        return f"**Stopped and saved**{at}{reason}. `{run.folder.resume_command}` continues from there."
     if run.state == "running":
         last = f" of {status['last_step']:,}" if isinstance(status.get("last_step"), int) else ""
         return f"**Not finished** when this page was written{at}{last}; {_trouble(run)}."

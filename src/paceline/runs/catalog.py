@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import printable_line
-from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, MIRROR, ROW, STATUS
+from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, JOB_RECORD, MIRROR, ROW, STATUS
 from paceline.runs.folder import MIRROR_NOTE
 from paceline.runs.json_files import fit, read_bounded, read_object
 from paceline.runs.machine import read_text
@@ -29,8 +29,9 @@ _SCRIPT = "job.sbatch"
 _LARGEST_SCRIPT_BYTES = 1_000_000
 _LARGEST_TABLE_BYTES = 100_000_000
 _LOCKS = (LOCK, OWNER_FILE)
-STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
-LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
+_ENDED = ("finished", "preempted", "cancelled", "failed", "lost", "unknown")
+LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: these are not changed
+STATES = (*LIVING, *_ENDED)
 _DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
 _DEEPEST_IN_STORE = 32  # runs/s3/bucket/a/b/run: a working copy has the path that its store has
 _PROTOCOLS = {  # of fsspec, which is not imported for a listing
@@ -134,7 +135,8 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
         name=name,
         path=path,
         recipe=recipe_of(path),
-        state=_state(status, owner, is_job=JOB in files, is_left=is_left, silent_s=now - updated),
+        state=_state(status, owner, is_left=is_left, silent_s=now - updated)
+        or _state_of_job(path, is_job=JOB in files),
         step=_whole(status.get("step")),
         last_step=_whole(status.get("last_step")),
         best_accuracy=epochs.best_accuracy,
@@ -149,7 +151,8 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
     )
 
 
-def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, is_left: bool, silent_s: float) -> str:
+def _state(status: dict[str, Any], owner: Owner | None, *, is_left: bool, silent_s: float) -> str:
+    """Empty where the run itself has written nothing."""
     written = str(status.get("status", ""))
     if written and written != "running":
         return written if written in STATES else "unknown"
@@ -158,9 +161,22 @@ def _state(status: dict[str, Any], owner: Owner | None, *, is_job: bool, is_left
     if written and is_left:
         return "lost"
     if not written:
-        return "starting" if owner is not None else "submitted" if is_job else "unknown"
+        return "starting" if owner is not None else ""
     is_seen = owner is not None and owner.is_provably_alive
     return "running" if is_seen or silent_s < _SILENT_S else "silent"
+
+
+def _state_of_job(path: Path, is_job: bool) -> str:
+    """Of a run that has written nothing here: what `paceline cancel` and `paceline status` have noted of its job."""
+    if not is_job:
+        return "unknown"
+    record = read_object(path / JOB, JOB_RECORD)
+    outcome = record.get("outcome", "")
+    if record.get("cancelled") or outcome == "CANCELLED":
+        return "cancelled"
+    if outcome == "COMPLETED":  # the folder of a Kubernetes run may be seen by its cluster alone
+        return "finished" if record.get("scheduler") == "kubernetes" else "lost"
+    return "failed" if outcome else "submitted"
 
 
 def read_owner(folder: Path) -> Owner | None:

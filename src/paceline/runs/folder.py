@@ -174,9 +174,9 @@ class RunFolder:
         return os.environ.get(TEMPORARY, "") == "1"
 
     @property
-    def resume_flag(self) -> str | None:
-        """What goes on with this run; None where the folder does not stay."""
-        return None if self.is_temporary else f"--resume {shlex.quote(str(self.path))}"
+    def resume_command(self) -> str | None:
+        """Continues this run with its own settings, whatever flags it was started with. None for a temporary folder."""
+        return None if self.is_temporary else f"paceline train {shlex.quote(str(self.config))} --resume auto"
 
     def create(self) -> None:
         try:

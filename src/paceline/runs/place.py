@@ -53,7 +53,7 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
             got=run.output_dir,
             hint="--output-dir with the path of a folder, which need not exist",
         )
-    if not run.resume or (run.resume == "auto" and run.load_policy == "none"):
+    if starts_anew(loaded):
         name = loaded.recipe_name + ("-rehearsal" if run.rehearse else "")
         folder = given or new_run_folder(name)
         if RunFolder(folder).holds_a_run:
@@ -73,6 +73,18 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
     if given is None or is_same_folder(given, owner_of(source)):
         return RunPlace(given or owner_of(source), source)
     return _place_for_continuation(given, source)
+
+
+def starts_anew(loaded: LoadedConfig) -> bool:
+    """Whether the run goes on from nothing.
+
+    In `train RUN/config.yaml --resume auto`, the load policy of the file was about the first start of that run.
+    """
+    run = loaded.config.run
+    if run.resume != "auto" or run.load_policy != "none":
+        return not run.resume
+    is_own = loaded.recipe_path.name == "config.yaml" and has_checkpoint(loaded.recipe_path.parent)
+    return not is_own or loaded.origin("resume") != "flag" or loaded.origin("load_policy") == "flag"
 
 
 def _place_for_continuation(folder: Path, source: Path) -> RunPlace:

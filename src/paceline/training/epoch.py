@@ -165,8 +165,9 @@ def leave(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
         requeue_job(reason, session.folder.requeues, step)
     wait_for_all(session.world)
     if is_saved:
-        flag = session.folder.resume_flag
-        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=flag and f"go on with {flag}")
+        command = session.folder.resume_command
+        hint = command and f"the same launcher, with {command.removeprefix('paceline ')}"
+        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=hint)
     where = None if session.folder.is_temporary else str(session.folder.path)
     raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=where)
 

@@ -6,9 +6,11 @@ returns one value per sample; its mean over all samples of all ranks is told aft
 
 from __future__ import annotations
 
+import inspect
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Any
 
 import torch
@@ -39,24 +41,61 @@ class UserFunction:
         except (PacelineError, torch.OutOfMemoryError):
             raise
         except Exception as error:
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{frame.filename}, line {frame.lineno}"
-            raise FunctionFailed(f"{self.name} failed", where=where, got=first_line(error)) from error
-        is_dense = isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested
-        if isinstance(value, Tensor) and not is_dense:
-            raise UserError(
-                f"{self.name} returns something else than it should",
-                got="a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}",
-                allowed="a dense tensor, such as value.to_dense()",
-            )
-        shape = tuple(value.shape) if is_dense else None
+            shapes = f"logits of shape {list(logits.shape)} and labels of shape {list(labels.shape)}"
+            raise FunctionFailed(
+                f"{self.name} failed",
+                where=self._line_of(error),
+                got=first_line(error),
+                hint=f"it is called with {shapes}",
+            ) from error
+        if not isinstance(value, Tensor):
+            raise self._refusal(got=f"a {type(value).__name__}", labels=labels, hint=self._example)
+        if value.layout is not torch.strided or value.is_nested:
+            kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+            hint = "return value.to_padded_tensor(0)" if value.is_nested else "return value.to_dense()"
+            raise self._refusal(got=kind, labels=labels, hint=hint)
+        shape = tuple(value.shape)
         if shape == tuple(labels.shape) or (shape == () and self.may_be_mean):
-            return value  # type: ignore[no-any-return]
-        raise UserError(
+            return value
+        if shape == ():
+            hint = "leave out .mean() or .sum(): evaluation takes the mean over all samples itself"
+        elif shape[0] == len(labels):
+            hint = "one value for each sample: return value.flatten(1).mean(1)"
+        else:
+            hint = self._example
+        raise self._refusal(got=f"a tensor of shape {list(shape)}", labels=labels, hint=hint)
+
+    @property
+    def place(self) -> str:
+        """Where the user finds it: the file and line of its definition, or the name it was given by."""
+        code = self._code
+        return f"{code.co_filename}, line {code.co_firstlineno}" if code is not None else self.name
+
+    @property
+    def _code(self) -> CodeType | None:
+        """None for a function that is not written in Python."""
+        code = getattr(inspect.unwrap(self.function), "__code__", None)
+        return code if isinstance(code, CodeType) else None
+
+    def _line_of(self, error: Exception) -> str:
+        """The innermost line in the user's file: torch may have raised the error below it."""
+        own_file = self._code.co_filename if self._code is not None else ""
+        own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == own_file]
+        return f"{own_file}, line {own[-1].lineno}" if own else self.place
+
+    @property
+    def _example(self) -> str:
+        value = "F.cross_entropy(logits, labels)" if self.may_be_mean else "(logits.argmax(1) == labels).float()"
+        return f"return a tensor, such as {value}"
+
+    def _refusal(self, *, got: str, labels: Tensor, hint: str) -> UserError:
+        per_sample = f"one value per sample, a dense tensor of shape {list(labels.shape)}"
+        return UserError(
             f"{self.name} returns something else than it should",
-            got=f"a {type(value).__name__}" if shape is None else f"a tensor of shape {list(shape)}",
-            allowed=f"one value per sample, a tensor of shape {list(labels.shape)}"
-            + (", or their mean" if self.may_be_mean else ""),
+            where=self.place,
+            got=got,
+            allowed=per_sample + (", or their mean" if self.may_be_mean else ""),
+            hint=hint,
         )
 
 

@@ -167,8 +167,11 @@ def _require_numbers(value: Tensor, function: UserFunction, outputs: Tensor) -> 
     if is_number and value.device == outputs.device:
         return
     kind = "floating-point values" if function.may_be_mean else "real values"
+    change = f".to({outputs.device.type!r})" if is_number else ".real" if value.is_complex() else ".float()"
     raise UserError(
         f"{function.name} returns values that cannot be used",
+        where=function.place,
+        hint=f"return value{change}",
         got=f"a tensor of {value.dtype} on {value.device}",
         allowed=f"a tensor of {kind} on {outputs.device}",
     )

@@ -36,7 +36,8 @@ def explain_own_code(error: Exception, config: Config) -> UserError | None:
             f"the loss of {what} has no gradient",
             where=where,
             got=first_line(error),
-            allowed="a loss computed from the logits by differentiable operations (no argmax, no detach, no .item())",
+            allowed="a loss computed from the logits by differentiable operations",
+            hint="leave out argmax, detach() and .item()",
         )
     if not _DOES_NOT_FIT.search(text):
         return None

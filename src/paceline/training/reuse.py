@@ -14,6 +14,7 @@ from paceline.checkpoints.named import find_named
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
 from paceline.checkpoints.store import Checkpoint, open_checkpoint
 from paceline.data.augment import build_pipeline
+from paceline.data.known_files import require_data_folder
 from paceline.data.sources.folder import read_picture
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.trust import TRUST_FLAG, require_trusted_code, require_trusted_run, trusting_code
@@ -51,6 +52,7 @@ def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_
             loaded = _load_config_of(named.source, given)
             require_trusted_code(named.source, loaded.config)
     check_config(loaded)
+    require_data_folder(loaded.config.data, where=loaded.where("data_dir"))
     # Whatever the run was trained on, one process evaluates it.
     alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes="1", cpu_offload=False)
     config = dataclasses.replace(loaded.config, parallel=alone)

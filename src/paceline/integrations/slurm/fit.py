@@ -14,10 +14,15 @@ from paceline.integrations.slurm.facts import Gres, NodeKind, Partition, SlurmFa
 from paceline.integrations.slurm.request import Problem, Request, nearest, slurm_time, some_names
 from paceline.integrations.slurm.rights import check_rights, may_exceed
 
+_GPU_SETTINGS = ("gpus_per_node", "gres")
+
 
 def require_possible(request: Request, facts: SlurmFacts, where: Mapping[str, str]) -> None:
     """One screen for all that the cluster cannot give. `where` says from where each setting comes."""
     problems = find_problems(request, facts)
+    if "cpus_per_task" not in where and any(item.setting in _GPU_SETTINGS for item in problems):
+        # The number of CPUs was derived from the number of GPUs, so the GPUs are the reason.
+        problems = [item for item in problems if item.setting != "cpus_per_task"]
     if not problems:
         return
     named = {name: f"variable {variable}" for name, variable in request.from_variables.items()}
@@ -167,8 +172,8 @@ def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> l
     if not partition.kinds:
         return []
     missing = [
-        *_check_cpus(request, partition),
         *_check_gres(request, partition),
+        *_check_cpus(request, partition),
         *_check_memory(request, partition),
         *_check_constraint(request, partition),
     ]
