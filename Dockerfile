@@ -60,5 +60,5 @@ RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp paceline \
 ENV HOME=/tmp
 WORKDIR /tmp
 USER 10001:10001
-ENTRYPOINT ["python", "-m", "paceline"]
+ENTRYPOINT ["python", "-P", "-m", "paceline"]
 CMD ["--help"]

@@ -31,7 +31,7 @@ export PACELINE_RUN_SECRET
 
 # --kill-on-bad-exit: an agent that has lost the others would wait forever.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    python -m paceline train cifar10-resnet18 \
+    python -P -m paceline train cifar10-resnet18 \
     --data-dir "${DATA:-data}" --global-batch-size 1024 \
     --processes "$SLURM_GPUS_ON_NODE" \
     --output-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "$@"

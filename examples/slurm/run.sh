@@ -29,6 +29,6 @@ export PYTHONUNBUFFERED=1
 # Rank, world size and addresses come from srun's variables (SLURM_PROCID and others); export nothing.
 # In a container: add --environment=./edf.toml, or --container-image and --container-mounts, and leave out the venv.
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    python -m paceline train "${RECIPE:-cifar10-cnn}" \
+    python -P -m paceline train "${RECIPE:-cifar10-cnn}" \
     --data-dir "${DATA:-data}" --metric-lines \
     --output-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "$@"

@@ -27,6 +27,6 @@ PACELINE_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export PACELINE_RUN_SECRET
 
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-    python -m paceline train synthetic-mlp --device cpu \
+    python -P -m paceline train synthetic-mlp --device cpu \
     --processes "$SLURM_CPUS_PER_TASK" \
     --output-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "$@"

@@ -269,7 +269,7 @@ def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str])
     assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
     assert pod["subdomain"] == service["metadata"]["name"] == "ride"
     (container,) = pod["containers"]
-    assert container["command"] == ["python", "-m", "paceline.integrations.kubernetes.pod"]
+    assert container["command"] == ["python", "-P", "-m", "paceline.integrations.kubernetes.pod"]
     assert container["args"] == [
         *("train", "shapes-cnn", "--epochs=3", "--processes=2", "--device=cpu", "--omp-num-threads=1"),
         *("--output-dir=/runs/ride", "--resume=auto"),
@@ -423,7 +423,7 @@ def test_the_manifest_says_how_its_objects_go_with_the_job(api: str, capsys: pyt
 def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
     _, job = manifest(capsys, *BARE, "--processes-per-node", "2")
     (container,) = pod_of(job)["containers"]
-    assert container["command"] == ["python", "-m", "paceline"]
+    assert container["command"] == ["python", "-P", "-m", "paceline"]
     assert not [item for item in container["env"] if item["name"].startswith("PACELINE_")]
     assert "successPolicy" not in job["spec"]
 

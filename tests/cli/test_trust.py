@@ -6,6 +6,7 @@ import os
 import shutil
 import stat
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,16 @@ from harness.cli import paceline as run_command
 from paceline.cli.main import main
 from paceline.errors import UserError
 from paceline.launch.request import read_request
-from paceline.runs.trust import RECORD, TRUST_VARIABLE, key_path, require_trusted_run, sign_code, trusting_code
+from paceline.runs.trust import (
+    RECORD,
+    TRUST_VARIABLE,
+    is_trusting,
+    key_path,
+    require_trusted_run,
+    sign_code,
+    trust_variables,
+    trusting_code,
+)
 from paceline.settings.code import code_references
 from paceline.settings.load import load_config, to_yaml
 from paceline.settings.schema import Config
@@ -304,19 +314,22 @@ def test_every_reference_of_a_config_is_found() -> None:
 
 
 def test_trust_ends_with_the_command(key: Path) -> None:
-    """--trust-code of one command does not hold for the next one in the same process."""
+    """Trust of one command does not hold for the next one in the same process, nor for another thread."""
     with trusting_code(True):
-        assert os.environ[TRUST_VARIABLE] == "1"
+        assert is_trusting()
         with trusting_code(False):
-            assert os.environ[TRUST_VARIABLE] == "1"
-        assert os.environ[TRUST_VARIABLE] == "1"
-    assert TRUST_VARIABLE not in os.environ
+            assert is_trusting()
+        with ThreadPoolExecutor(1) as other:
+            assert not other.submit(is_trusting).result()
+        assert trust_variables() == {TRUST_VARIABLE: "1"}
+        assert TRUST_VARIABLE not in os.environ
+    assert not is_trusting()
+    assert trust_variables() == {}
 
 
 def test_two_processes_make_one_key(tmp_path: Path, key: Path) -> None:
     """Runs that start at the same time agree on the key."""
     code = "from paceline.runs.trust import _key; import sys; sys.stdout.write(_key().hex())"
-    from concurrent.futures import ThreadPoolExecutor
 
     def ask(_: int) -> Answer:
         return command(sys.executable, "-c", code, cwd=tmp_path, PACELINE_STATE=str(key.parent))

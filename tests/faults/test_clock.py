@@ -19,8 +19,7 @@ from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.store import Retention, find_newest, open_checkpoint
 from paceline.metrics.recorder import read_rows
-from paceline.runs import folder as folder_module
-from paceline.runs.folder import new_run_folder
+from paceline.runs.names import claim_run_folder
 from paceline.runtime.detect import World
 
 HOUR_S = 3600.0
@@ -122,13 +121,10 @@ def test_fake_jump_back_between_runs_never_gives_two_runs_one_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(folder_module.time, "strftime", lambda _: "20261115-031810")  # the same second, again and again
-    names = []
-    for _ in range(3):
-        path = new_run_folder("shapes-cnn")
-        path.mkdir(parents=True)
-        names.append(path.name)
-    assert len(set(names)) == 3
+    monkeypatch.setattr(time, "strftime", lambda _: "20261115-031810")  # the same second, again and again
+    names = [claim_run_folder("shapes-cnn").name for _ in range(11)]
+    assert len(set(names)) == 11
+    assert names == sorted(names)
 
 
 def test_how_long_a_save_took_does_not_depend_on_the_wall_clock(

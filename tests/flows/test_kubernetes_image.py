@@ -117,7 +117,7 @@ def test_every_package_has_its_version(variant: str) -> None:
 def test_the_image_is_not_root_and_fits_the_manifest() -> None:
     final = dict(stages()["final"][1])
     assert final["USER"] == f"{KubernetesJob.user}:{KubernetesJob.group}"
-    assert json.loads(final["ENTRYPOINT"]) == ["python", "-m", "paceline"]
+    assert json.loads(final["ENTRYPOINT"]) == ["python", "-P", "-m", "paceline"]
     assert RUNS_PATH in final["RUN"]
     assert DATA_PATH in final["RUN"]
     words = [word for word, _ in stages()["final"][1]]

@@ -112,7 +112,7 @@ def test_agent_script_with_a_fake_srun(tmp_path: Path) -> None:
     given = run_script(script, tmp_path)
     assert given["arguments"] == [
         *("--ntasks-per-node=1", "--cpus-per-task=4", "--kill-on-bad-exit=1"),
-        *(f"{tmp_path}/python", "-m", "paceline", "train", "shapes-cnn", "--epochs=2"),
+        *(f"{tmp_path}/python", "-P", "-m", "paceline", "train", "shapes-cnn", "--epochs=2"),
         *("--processes", "4", "--output-dir", f"{tmp_path}/run", "--resume", "auto"),
     ]
     environment = given["environment"]
@@ -179,7 +179,7 @@ def test_one_task_per_rank_with_a_fake_srun(tmp_path: Path) -> None:
     given = run_script(script, tmp_path)
     assert given["arguments"] == [
         *("--ntasks-per-node=4", "--cpus-per-task=1", "--kill-on-bad-exit=1"),
-        *(f"{tmp_path}/python", "-m", "paceline", "train", "shapes-cnn", "--epochs=2"),
+        *(f"{tmp_path}/python", "-P", "-m", "paceline", "train", "shapes-cnn", "--epochs=2"),
         *("--output-dir", f"{tmp_path}/run", "--resume", "auto"),
     ]
     assert "PACELINE_START" not in script
@@ -193,7 +193,7 @@ def test_torchrun_with_a_fake_srun(tmp_path: Path) -> None:
     assert isinstance(arguments, list)
     assert arguments[0] == "--ntasks-per-node=1"
     assert json.loads((tmp_path / "python.json").read_text()) == [
-        *("-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--nproc-per-node=4"),
+        *("-P", "-m", "torch.distributed.run", "--node-rank=1", "--nnodes=2", "--nproc-per-node=4"),
         "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
         *("--master-addr=n1", f"--master-port={20000 + 54321 * 64 % 20000}"),
         *("-m", "paceline", "train", "shapes-cnn", "--epochs=2"),
@@ -360,7 +360,7 @@ def test_dry_run_prints_and_the_fake_sbatch_is_left_alone(
 ) -> None:
     script = dry_run(capsys, "shapes-cnn", "--processes-per-node", "2", "--output-dir", "run", "--no-amp", "--track")
     assert f"--output-dir {tmp_path}/run" in script
-    assert f"{sys.executable} -m paceline train shapes-cnn --no-amp --track " in script
+    assert f"{sys.executable} -P -m paceline train shapes-cnn --no-amp --track " in script
     assert "--cpus-per-task=2" in options(script), "every rank has a core"
     assert fake.calls("sbatch") == fake.calls("squeue") == []
     assert not (tmp_path / "run").exists()
@@ -386,7 +386,7 @@ def test_mounts_of_a_container(fake: FakeSlurm, tmp_path: Path, capsys: pytest.C
     flags = ["shapes-cnn", "--gpus-per-node", "2", "--container-image", "x/y", "--output-dir", "/var/tmp/run"]
     script = dry_run(capsys, *flags)
     assert f"--container-mounts={tmp_path}:{tmp_path},/var/tmp/run:/var/tmp/run " in script
-    assert "\n    python -m paceline train" in script
+    assert "\n    python -P -m paceline train" in script
 
 
 def test_a_container_sees_every_file_of_the_request(

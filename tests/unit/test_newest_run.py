@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.made_runs import add_checkpoints, make_run
-from paceline.runs.folder import newest_run_folder
+from paceline.runs.names import newest_run_folder
 from paceline.runs.place import decide_place
 from paceline.settings.load import load_config
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness.ranks import make_world
 from harness.runs import train_in
+from paceline.data.draws import draw_sequence, draw_sequence_on_host
 from paceline.models.dropout import SampleDropout, draw_kept, share_keys
 from paceline.models.external import PER_RANK
 from paceline.models.registry import BUILT_IN, build_model
@@ -36,6 +37,15 @@ def test_masks_are_the_published_constants() -> None:
     keys = ShareKeys(1, 0, "cpu").of(7, 2)
     assert keys.tolist() == KEYS
     assert mask(keys, 10, p=0.25, layer=1).int().tolist() == MASK
+
+
+@pytest.mark.parametrize("features", [1, 4, 7, 256])
+def test_numpy_and_torch_draw_the_same_bits(features: int) -> None:
+    """On a CPU numpy draws the masks; on a GPU, and in a compiled model, torch does."""
+    keys = torch.cat([keys_of_all(), torch.tensor([0, -1, 2**63 - 1, -(2**63)])])
+    for first in (0, 3 * 2**32):
+        by_torch = draw_sequence(keys[:, None], torch.arange(first, first + features))
+        assert torch.equal(torch.from_numpy(draw_sequence_on_host(keys, first, features)), by_torch)
 
 
 def test_ranks_have_the_keys_of_the_one_rank() -> None:

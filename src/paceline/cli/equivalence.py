@@ -19,7 +19,8 @@ from paceline.launch.request import read_request, require_folder
 from paceline.metrics.recorder import read_rows
 from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.comparison import HASHES, Row, largest_loss_difference
-from paceline.runs.folder import RunFolder, new_run_folder
+from paceline.runs.folder import RunFolder
+from paceline.runs.place import RunPlace, claimed, new_place
 from paceline.runtime.detect import count_gpus, read_rank_environment
 from paceline.settings.load import LoadedConfig
 from paceline.settings.rules import check_world
@@ -98,14 +99,15 @@ def _plan_study(arguments: list[str]) -> Study:
     if parallel.exact and not parallel.lanes:
         common += ["--lanes", str(max(sizes))]
     require_folder(loaded, "equivalence")
-    base = Path(loaded.config.run.output_dir or new_run_folder(f"equivalence-{loaded.recipe_name}"))
-    folders = {size: base / f"world-{size}" for size in sizes}
-    commands = {
-        size: ["train", *common, "--processes", str(size), "--output-dir", str(folders[size])] for size in sizes
-    }
-    for size in sizes:
-        _check_run(commands[size][1:], size, folders[size])
-    _check_devices(loaded, sizes)
+    given = loaded.config.run.output_dir
+    with claimed(RunPlace(Path(given), None) if given else new_place(loaded, prefix="equivalence-")) as place:
+        folders = {size: place.folder / f"world-{size}" for size in sizes}
+        commands = {
+            size: ["train", *common, "--processes", str(size), "--output-dir", str(folders[size])] for size in sizes
+        }
+        for size in sizes:
+            _check_run(commands[size][1:], size, folders[size])
+        _check_devices(loaded, sizes)
     per_rank = draws_per_rank(loaded.config.model.model_name, is_exact=parallel.exact)
     return Study(sizes, tolerance, parallel.exact, parallel.sync_bn, per_rank, commands, folders)
 

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import traceback
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import NoReturn
 
@@ -98,6 +99,20 @@ def _end_early(error: UserError) -> int:
     return code
 
 
+@contextmanager
+def _trusting() -> Iterator[None]:
+    """--trust-code holds for the ranks, too: they inherit the variable."""
+    from paceline.runs.trust import TRUST_VARIABLE  # imports the parser, which `--help` must not wait for
+
+    before = os.environ.get(TRUST_VARIABLE)
+    os.environ[TRUST_VARIABLE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(TRUST_VARIABLE, None)
+
+
 def _run(arguments: list[str] | None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     is_debugging = "--debug" in given
@@ -110,13 +125,8 @@ def _run(arguments: list[str] | None) -> int:
     elif verb not in _FOLLOWING_VERBS:
         outlive_readers()
     try:
-        if not is_trusting:
+        with _trusting() if is_trusting else nullcontext():
             code = _dispatch(given)
-        else:
-            from paceline.runs.trust import trusting_code  # imports the parser, which `--help` must not wait for
-
-            with trusting_code(True):
-                code = _dispatch(given)
         sys.stdout.flush()  # here, where a closed pipe is handled; Python's own flush at the end would exit with 120
         return code
     except PacelineError as error:

@@ -29,9 +29,11 @@ from paceline.integrations.kubernetes.flags import kubernetes_settings, parse_ku
 from paceline.integrations.kubernetes.job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name, longest_name
 from paceline.integrations.kubernetes.manifest import MANIFEST, write_manifest
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
-from paceline.runs.folder import RUNS, RunFolder, new_run_folder
+from paceline.runs.folder import RUNS, RunFolder
+from paceline.runs.patience import names_in
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
+    from paceline.runs.place import RunPlace
     from paceline.settings.load import LoadedConfig
 
 _ABOUT = """\
@@ -54,6 +56,8 @@ def run(arguments: list[str]) -> int:
     if not arguments or {"-h", "--help"} & set(arguments):
         print(_ABOUT + list_flags(kubernetes_settings()), end="")
         return EXIT_FINISHED
+    from paceline.runs.place import claimed
+
     typed, train = split_flags(arguments, kubernetes_settings())
     job = parse_kubernetes_job(typed)
     is_dry_run = "dry_run" in typed
@@ -64,7 +68,8 @@ def run(arguments: list[str]) -> int:
             f" is replaced (up to {_LONGEST_BACK_OFF_S} s); the others would give up",
             file=sys.stderr,
         )
-    folder = _folder(loaded)
+    place = _place(loaded)
+    folder = RunFolder(place.folder)
     earlier = None if is_dry_run else _earlier_job(folder)
     if is_finished(folder, loaded):
         return EXIT_FINISHED
@@ -72,16 +77,19 @@ def run(arguments: list[str]) -> int:
     command = ["paceline", "submit", "kubernetes", *arguments]
     job = replace(
         job,
-        name=_job_name(job, folder, earlier),
         command=tuple(word for word in command if word != "--dry-run"),
         grace_s=_grace_s(folder, job),
         cpus=job.cpus or job.ranks_per_node * default_threads(loaded, has_gpus=job.has_gpus),
     )
-    job = _with_training(job, loaded, train, folder)
+    named = _with_training(job, loaded, train, folder, earlier)
     if is_dry_run:
-        print(write_manifest(job), end="")
+        print(write_manifest(named), end="")
         return EXIT_FINISHED
-    return _submit(job, folder, command, earlier)
+    cluster = Cluster(job.context, job.namespace)
+    cluster.require()  # before anything is written
+    with claimed(place) as place:
+        folder = RunFolder(place.folder)
+        return _submit(_with_training(job, loaded, train, folder, earlier), cluster, folder, command, earlier)
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
@@ -152,15 +160,17 @@ def _require_on_volume(loaded: LoadedConfig, name: str, path: str, job: Kubernet
         )
 
 
-def _folder(loaded: LoadedConfig) -> RunFolder:
+def _place(loaded: LoadedConfig) -> RunPlace:
     """Here, for the manifest and the job's name; the run itself is in the cluster, in a folder of the same name."""
+    from paceline.runs.place import RunPlace, new_place
+
     given = loaded.config.run.output_dir
     if not given:
-        return RunFolder(new_run_folder(loaded.recipe_name + ("-rehearsal" if loaded.config.run.rehearse else "")))
+        return new_place(loaded)
     path = Path(given)
     if path.exists() and not path.is_dir():
         raise UserError("output_dir is a file", where=loaded.where("output_dir"), got=given)
-    return RunFolder(RUNS / path.name if path.is_relative_to(RUNS_PATH) else path)
+    return RunPlace(RUNS / path.name if path.is_relative_to(RUNS_PATH) else path, None)
 
 
 def _earlier_job(folder: RunFolder) -> JobRecord | None:
@@ -202,8 +212,10 @@ def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:
 # --- The job ----------------------------------------------------------------------------------------------------------
 
 
-def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], folder: RunFolder) -> KubernetesJob:
-    """The arguments of `paceline train` as pods need them, and the files they name."""
+def _with_training(
+    job: KubernetesJob, loaded: LoadedConfig, train: list[str], folder: RunFolder, earlier: JobRecord | None
+) -> KubernetesJob:
+    """The job's name, the arguments of `paceline train` as pods need them, and the files they name."""
     from paceline.settings.load import parse_flags
     from paceline.settings.recipe_file import shipped_recipes
 
@@ -219,7 +231,8 @@ def _with_training(job: KubernetesJob, loaded: LoadedConfig, train: list[str], f
         if name not in _TAKEN:
             arguments += tokens
     arguments += _settled(job, loaded, folder)
-    return replace(job, train=tuple(arguments), files=_read_files(files))
+    name = _job_name(job, folder, earlier)
+    return replace(job, name=name, train=tuple(arguments), files=_read_files(files))
 
 
 def _ship_code(loaded: LoadedConfig, files: dict[str, Path]) -> dict[str, list[str]]:
@@ -285,9 +298,10 @@ def _read_files(files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
     return tuple(texts)
 
 
-def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: JobRecord | None) -> int:
-    cluster = Cluster(job.context, job.namespace)
-    cluster.require()  # before anything is written
+def _submit(
+    job: KubernetesJob, cluster: Cluster, folder: RunFolder, command: list[str], earlier: JobRecord | None
+) -> int:
+    was_empty = not names_in(folder.path)
     new_folders = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     folder.path.mkdir(parents=True, exist_ok=True)
     manifest = folder.path / MANIFEST
@@ -295,7 +309,7 @@ def _submit(job: KubernetesJob, folder: RunFolder, command: list[str], earlier: 
     try:
         cluster.create(job)
     except BaseException:  # refused, unreachable or interrupted: a run folder would look like a run
-        if folder.path in new_folders:
+        if was_empty:
             with suppress(OSError):
                 manifest.unlink()
                 for path in new_folders:

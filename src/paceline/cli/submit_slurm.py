@@ -32,9 +32,11 @@ from paceline.integrations.slurm.script import SCRIPT, write_script
 from paceline.launch.job import JobSpec, count_gres_gpus, parse_job
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
 from paceline.runs.folder import RunFolder
+from paceline.runs.patience import names_in
 from paceline.settings.sites import Given, JobSettings, job_settings, read_site
 
 if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
+    from paceline.runs.place import RunPlace
     from paceline.settings.load import LoadedConfig
 
 _ABOUT = """\
@@ -56,6 +58,7 @@ def run(arguments: list[str]) -> int:
         print(_ABOUT + list_flags(job_settings()), end="")
         return EXIT_FINISHED
     from paceline.launch.inputs import require_inputs
+    from paceline.runs.place import claimed
 
     typed, train = split_flags(arguments, job_settings())
     settings = with_site(typed)
@@ -69,7 +72,8 @@ def run(arguments: list[str]) -> int:
     # A folder that was named is looked at first: `train` would only say that it holds a run.
     if given and _is_over(RunFolder(Path(given)), loaded, asks_slurm=not is_dry_run):
         return EXIT_FINISHED
-    folder, spec = _place(loaded, spec)
+    place, spec = _place(loaded, spec)
+    folder = RunFolder(spec.folder)
     if not given and _is_over(folder, loaded, asks_slurm=not is_dry_run):
         return EXIT_FINISHED
     _check_notice(folder, spec)
@@ -80,7 +84,10 @@ def run(arguments: list[str]) -> int:
         return EXIT_FINISHED
     require_inputs(loaded, brings_own_weights=bool(spec.container_image or spec.environment))
     check_cluster([spec], settings)
-    return _submit(spec, folder, ["paceline", "submit", "slurm", *arguments])
+    with claimed(place) as place:
+        folder = RunFolder(place.folder.absolute())
+        spec = complete(replace(spec, folder=folder.path), loaded, train)
+        return _submit(spec, folder, ["paceline", "submit", "slurm", *arguments])
 
 
 # --- Profile and checks -----------------------------------------------------------------------------------------------
@@ -173,7 +180,7 @@ def _is_over(folder: RunFolder, loaded: LoadedConfig, *, asks_slurm: bool) -> bo
 # --- The job ----------------------------------------------------------------------------------------------------------
 
 
-def _place(loaded: LoadedConfig, spec: JobSpec) -> tuple[RunFolder, JobSpec]:
+def _place(loaded: LoadedConfig, spec: JobSpec) -> tuple[RunPlace, JobSpec]:
     """The folder, as `train` would choose it, and what the first start goes on from."""
     from paceline.checkpoints.identity import refuse_early
     from paceline.runs.place import decide_place
@@ -189,8 +196,7 @@ def _place(loaded: LoadedConfig, spec: JobSpec) -> tuple[RunFolder, JobSpec]:
             resume = str(best.absolute())
         elif run.resume != "auto" and place.resume_from.resolve() != place.folder.resolve():
             resume = str(place.resume_from.absolute())
-    folder = RunFolder(place.folder.absolute())
-    return folder, replace(spec, folder=folder.path, resume="" if run.rehearse else resume)
+    return place, replace(spec, folder=place.folder.absolute(), resume="" if run.rehearse else resume)
 
 
 def complete(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> JobSpec:
@@ -258,7 +264,7 @@ def _train_arguments(spec: JobSpec, loaded: LoadedConfig, train: list[str]) -> t
 
 
 def _submit(spec: JobSpec, folder: RunFolder, command: list[str]) -> int:
-    is_new = not folder.path.exists()
+    was_there, was_empty = folder.path.exists(), not names_in(folder.path)
     earlier = read_record(folder.path)
     folder.create()
     script = folder.path / SCRIPT
@@ -266,19 +272,16 @@ def _submit(spec: JobSpec, folder: RunFolder, command: list[str]) -> int:
     try:
         job_id, cluster = submit_script(script, spec)
     except UserError:
-        if is_new:
-            _remove_empty(folder)
+        if was_empty:  # leave nothing that looks like a run
+            with suppress(OSError):
+                for path in (folder.logs, folder.checkpoints):
+                    path.rmdir()
+                script.unlink()
+                if not was_there:
+                    folder.path.rmdir()
         raise
     before = [*earlier.earlier, earlier.job_id] if earlier else []
     keep_record(JobRecord(job_id, cluster, str(script), command, array=spec.array, earlier=before), folder)
     print(f"job {job_id} is in the queue: {spec.name}, {count_ranks(spec.world_size, spec.nodes)}")
     tell_how_to_go_on(folder, f"({SCRIPT}, {RECORD})")
     return EXIT_FINISHED
-
-
-def _remove_empty(folder: RunFolder) -> None:
-    """Nothing was submitted: leave no folder that looks like a run."""
-    with suppress(OSError):
-        (folder.path / SCRIPT).unlink()
-        for path in (folder.logs, folder.checkpoints, folder.path):
-            path.rmdir()

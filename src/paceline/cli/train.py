@@ -20,9 +20,10 @@ from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.safe_output import finish_console
 from paceline.metrics.screen import OUTPUT, output_mode, say
 from paceline.runs.folder import RunFolder
+from paceline.runs.interpreter import forget_safe_path
 from paceline.runs.mirror_note import read_own_note
 from paceline.runs.patience import read_patiently
-from paceline.runs.place import decide_place
+from paceline.runs.place import claim_place, decide_place
 from paceline.runs.stores import is_url, local_path
 from paceline.runtime.detect import (
     Nodes,
@@ -76,7 +77,7 @@ def run(arguments: list[str]) -> int:
     check_faults(loaded, nodes.count * decide_processes(loaded))
     if claim_store is not None:
         claim_store()
-    return _supervise(loaded, RunFolder(place.folder), nodes, arguments)
+    return _supervise(loaded, RunFolder(claim_place(place).folder), nodes, arguments)
 
 
 def _take_output(arguments: list[str]) -> list[str]:
@@ -168,5 +169,6 @@ def _inspect_named_checkpoint(resume: str) -> None:
 def _be_a_rank(loaded: LoadedConfig, environment: RankEnvironment) -> int:
     from paceline.training.worker import run_worker
 
+    forget_safe_path()  # set by our scripts for torchrun, which starts the ranks
     run_worker(loaded, environment)
     return 0

@@ -19,6 +19,7 @@ from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, PacelineError, erro
 from paceline.launch.child import Child, start_child
 from paceline.metrics.screen import OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
+from paceline.runs.trust import trust_variables
 from paceline.runtime.signals import HEAR_SIGNALS_S
 
 _LAST_OUTPUT_S = 2.0
@@ -83,4 +84,5 @@ def _environment() -> dict[str, str]:
     """The environment with this process's import path, so the child can import the same modules."""
     paths = [str(Path(path or ".").absolute()) for path in sys.path]
     plain = {name: value for name, value in os.environ.items() if name != OUTPUT}
+    plain |= trust_variables()
     return {**plain, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), "PYTHONIOENCODING": "utf-8"}

@@ -21,6 +21,7 @@ from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.data.registry import describe_dataset
 from paceline.errors import UserError
+from paceline.library.caller_state import caller_state_kept
 from paceline.models.registry import build_model
 from paceline.runs.trust import hash_code, require_trusted_run, trusting_code
 from paceline.runtime.detect import ALONE, build_world
@@ -51,14 +52,14 @@ class OpenModel:
     pipeline: Pipeline
 
 
+@caller_state_kept()
 def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -> OpenModel:
     with trusting_code(trust_code):
         require_trusted_run(path)
     config = load_config(str(path / "config.yaml"), []).config
     info = describe_dataset(config.data, config.train.seed)
     pipeline = build_pipeline(config.data, info, config.train.seed)
-    with torch.random.fork_rng(devices=[]):  # the initial weights are discarded; keep the caller's random state
-        model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
+    model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
     alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
     named = find_named(path, checkpoint)
     found = require_checkpoint(named.source, build_world(alone, ALONE), prefer_best=named.prefer_best)

@@ -101,9 +101,10 @@ class Run:
 
     def evaluate(self) -> Evaluation:
         """Test the best weights again, in this process."""
+        from paceline.library.caller_state import caller_state_kept
         from paceline.training.reuse import evaluate_run, open_run
 
-        with explained():
+        with explained(), caller_state_kept():
             return evaluate_run(open_run(self.path, [], trust_code=self._trust_code))
 
     def resume(self, *, quiet: bool = False, **flags: Any) -> Run:

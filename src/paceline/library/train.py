@@ -16,7 +16,7 @@ from paceline.library.functions import is_of_notebook, reference_to
 from paceline.library.notebook_source import write_down
 from paceline.library.run import Run
 from paceline.runs.folder import RunFolder
-from paceline.runs.place import decide_place
+from paceline.runs.place import RunPlace, claimed, decide_place
 from paceline.runs.trust import trusting_code
 from paceline.runtime.detect import read_rank_environment
 from paceline.settings.fields import FieldSpec, find_field, flatten
@@ -67,20 +67,22 @@ def train(
         typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
         source = write_down(typed_in) if typed_in else ""
         with tempfile.TemporaryDirectory() as draft:  # a refused request leaves no file
-            folder = _check(recipe, settings, source, Path(draft) / NOTEBOOK_FILE)
-        file = folder.absolute() / NOTEBOOK_FILE
-        before = None
-        if source:
-            before = _write_source(file, source)
-            if not quiet:
-                print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
-        arguments = [*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"]
-        try:
-            train_in_child(arguments, folder, quiet=quiet)
-        except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
-            if before is not None:
-                write_plain(file, before)
-            raise
+            place = _check(recipe, settings, source, Path(draft) / NOTEBOOK_FILE)
+        with claimed(place) as place:
+            folder = place.folder
+            file = folder.absolute() / NOTEBOOK_FILE
+            before = None
+            if source:
+                before = _write_source(file, source)
+                if not quiet:
+                    print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
+            arguments = [*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"]
+            try:
+                train_in_child(arguments, folder, quiet=quiet)
+            except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
+                if before is not None:
+                    write_plain(file, before)
+                raise
         return Run(folder, trust_code=trust_code)
 
 
@@ -101,8 +103,8 @@ def _write_source(file: Path, source: str) -> bytes | None:
     return before
 
 
-def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> Path:
-    """Check everything that can be checked before the start. Returns the run folder."""
+def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> RunPlace:
+    """Check everything that can be checked before the start."""
     if source:
         file.write_text(source, encoding="utf-8")
     loaded = read_request(_arguments(recipe, settings, file))
@@ -111,7 +113,7 @@ def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path
     check_faults(loaded, decide_processes(loaded))
     if place.resume_from is not None and not source:  # the draft has another name than the final file
         refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
-    return place.folder
+    return place
 
 
 def _place(output_dir: str | Path | None, folder: Path) -> str:

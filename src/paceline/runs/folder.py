@@ -19,7 +19,6 @@ import re
 import shlex
 import socket
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -43,7 +42,6 @@ RUNS = Path("runs")
 ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
 MIRROR_NOTE = "mirror.json"
 TEMPORARY = "PACELINE_TEMPORARY_FOLDER"  # 1: a task's, removed at its end; messages do not send people there
-_STAMP = re.compile(r"-(?P<time>[0-9]{8}-[0-9]{6})(-(?P<number>[0-9]{1,9}))?$")
 CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _STACKS = re.compile(r"attempt-[0-9]+-rank-[0-9]+\.txt")
@@ -365,32 +363,3 @@ def _nearest_run(path: Path) -> str:
         if close
         else "a folder that paceline train wrote; paceline runs lists them"
     )
-
-
-def new_run_folder(recipe_name: str) -> Path:
-    """A fresh `runs/<recipe>-<time>`."""
-    stem = f"{recipe_name}-{time.strftime('%Y%m%d-%H%M%S')}"
-    path = RUNS / stem
-    number = 2
-    while path.exists():
-        path = RUNS / f"{stem}-{number}"
-        number += 1
-    return path
-
-
-def newest_run_folder(recipe_name: str) -> Path | None:
-    """The newest run of this recipe that has a checkpoint to go on from.
-
-    By its exact name, `<recipe>-<time>`: a recipe `sweep` has no part in the runs of `sweep-3`. A folder that another
-    recipe says it wrote is left alone.
-    """
-    # A run's own config.yaml, used as a recipe, is named after its run; the run it makes records the first recipe.
-    recipes = (recipe_name, _STAMP.sub("", recipe_name))
-    names = read_patiently("looking for runs", RUNS, lambda: names_in(RUNS))
-    stamps = {name: _STAMP.fullmatch(name.removeprefix(recipe_name)) for name in names if name.startswith(recipe_name)}
-    runs = [(stamp["time"], int(stamp["number"] or 1), RUNS / name) for name, stamp in stamps.items() if stamp]
-    for _, _, path in sorted(runs, reverse=True):
-        recorded = read_object(path / "environment.json", ENVIRONMENT).get("recipe", recipe_name)
-        if recorded in recipes and has_checkpoint(path):
-            return path
-    return None

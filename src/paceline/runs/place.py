@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,10 +17,9 @@ from paceline.runs.folder import (
     RUNS,
     RunFolder,
     has_checkpoint,
-    new_run_folder,
-    newest_run_folder,
 )
 from paceline.runs.json_files import read_object
+from paceline.runs.names import claim_run_folder, newest_run_folder, propose_run_folder, release_run_folder
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runs.stores import local_path
 from paceline.settings.load import LoadedConfig
@@ -32,10 +33,11 @@ class RunPlace:
     folder: Path
     resume_from: Path | None  # a run folder or a checkpoint in one
     is_restart: bool = False  # another attempt of the same run, in its folder
+    new_name: str = ""  # of a new run without a folder of its own yet: `folder` is only a proposal until it is claimed
 
 
 def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> RunPlace:
-    """Turn output_dir and resume into paths of this machine; nothing is created yet.
+    """Turn output_dir and resume into paths of this machine; nothing is created yet (`claimed` does that).
 
     For a URL that is its working copy, into which `checkpoints.mirror` has fetched what the store holds.
     restart_in: the folder of an earlier attempt of the same job.
@@ -54,12 +56,12 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
             hint="--output-dir with the path of a folder, which need not exist",
         )
     if starts_anew(loaded):
-        name = loaded.recipe_name + ("-rehearsal" if run.rehearse else "")
-        folder = given or new_run_folder(name)
-        if RunFolder(folder).holds_a_run:
-            raise _already_holds_a_run(folder)
-        _refuse_files_of_others(folder)
-        return RunPlace(folder, None)
+        if given is None:
+            return new_place(loaded)
+        if RunFolder(given).holds_a_run:
+            raise _already_holds_a_run(given)
+        _refuse_files_of_others(given)
+        return RunPlace(given, None)
     if run.resume == "auto":
         return _place_for_auto(loaded, given)
     source = local_path(run.resume, loaded.where("resume"))
@@ -85,6 +87,31 @@ def starts_anew(loaded: LoadedConfig) -> bool:
         return not run.resume
     is_own = loaded.recipe_path.name == "config.yaml" and has_checkpoint(loaded.recipe_path.parent)
     return not is_own or loaded.origin("resume") != "flag" or loaded.origin("load_policy") == "flag"
+
+
+def new_place(loaded: LoadedConfig, source: Path | None = None, *, prefix: str = "") -> RunPlace:
+    """A new run in a folder whose name we choose."""
+    name = prefix + loaded.recipe_name + ("-rehearsal" if loaded.config.run.rehearse else "")
+    return RunPlace(propose_run_folder(name), source, new_name=name)
+
+
+def claim_place(place: RunPlace) -> RunPlace:
+    """Create the folder of a run that gets a new name. No other run gets this folder."""
+    if not place.new_name:
+        return place
+    return dataclasses.replace(place, folder=claim_run_folder(place.new_name), new_name="")
+
+
+@contextmanager
+def claimed(place: RunPlace) -> Iterator[RunPlace]:
+    """The same for a request that may still be refused: then a folder that was created and is empty is removed."""
+    result = claim_place(place)
+    try:
+        yield result
+    except BaseException:
+        if place.new_name:
+            release_run_folder(result.folder)
+        raise
 
 
 def _place_for_continuation(folder: Path, source: Path) -> RunPlace:
@@ -208,9 +235,11 @@ def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
     own = given or beside
     newest = newest_run_folder(loaded.recipe_name)
     if loaded.config.run.load_policy == "eager":
-        folder, source = own or new_run_folder(loaded.recipe_name), newest
+        folder, source = own, newest
     else:
-        folder, source = own or newest or new_run_folder(loaded.recipe_name), None
+        folder, source = own or newest, None
+    if folder is None:
+        return new_place(loaded, source)
     _refuse_files_of_others(folder)
     return RunPlace(folder, folder if has_checkpoint(folder) else source)
 

@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 
 from paceline.errors import UserError
@@ -32,6 +33,7 @@ from paceline.settings.small_files import read_small
 RECORD = "code.json"
 TRUST_FLAG = "--trust-code"
 TRUST_VARIABLE = "PACELINE_TRUST_CODE"  # set by the flag, for the ranks that a command starts
+_is_trusting = ContextVar("is_trusting", default=False)  # per thread: another thread may read a folder from elsewhere
 _SHAPE = Fields(required={"hmac_sha256": ListOf(str)})
 _KEY_BYTES = 32
 _LARGEST_CODE_BYTES = 10_000_000
@@ -44,15 +46,21 @@ class _NoKey(Exception):
 
 @contextmanager
 def trusting_code(is_trusted: bool) -> Iterator[None]:
-    """Allow the code of any run folder, for this process and those it starts."""
-    before = os.environ.get(TRUST_VARIABLE)
-    if is_trusted:
-        os.environ[TRUST_VARIABLE] = "1"
+    """Allow the code of any run folder, in this block and this thread only. `trust_variables` is for processes."""
+    token = _is_trusting.set(is_trusted or _is_trusting.get())
     try:
         yield
     finally:
-        if before is None:
-            os.environ.pop(TRUST_VARIABLE, None)
+        _is_trusting.reset(token)
+
+
+def is_trusting() -> bool:
+    return _is_trusting.get() or os.environ.get(TRUST_VARIABLE) == "1"
+
+
+def trust_variables() -> dict[str, str]:
+    """For a process that is started in such a block."""
+    return {TRUST_VARIABLE: "1"} if is_trusting() else {}
 
 
 def sign_code(folder: Path, config: Config) -> str:
@@ -89,7 +97,7 @@ def require_trusted_recipe(loaded: LoadedConfig) -> None:
 def require_trusted_code(folder: Path, config: Config) -> None:
     references = code_references(config)
     _require_files(references)
-    if not references or os.environ.get(TRUST_VARIABLE) == "1":
+    if not references or is_trusting():
         return
     fault = _find_fault(folder, references)
     if fault:

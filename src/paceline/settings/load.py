@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import dataclasses
-import io
+import threading
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from paceline.settings.schema import Config
 from paceline.settings.text import check_text
 
 _TYRO_STYLE = (tyro.conf.OmitArgPrefixes,)
+_ONE_PARSE = threading.Lock()  # tyro keeps caches in global variables while it parses
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _build(settings: list[Setting]) -> Config | None:
     # In a list, tyro would read a value that begins with dashes as the next flag.
     if any(setting.field.is_tuple and not set(setting.values) <= set(setting.field.choices) for setting in others):
         return None
-    config = _tyro(others)
+    config = _tyro(others) if all(map(_is_number_if_needed, others)) else None
     if config is None:
         return None
     for setting in texts:
@@ -142,11 +143,21 @@ def _build(settings: list[Setting]) -> Config | None:
     return config
 
 
+def _is_number_if_needed(setting: Setting) -> bool:
+    """tyro prints on standard error what is no number, whatever it is told about its output."""
+    if setting.field.type in (int, float):
+        try:
+            setting.field.type(setting.values[-1])
+        except ValueError:
+            return False
+    return True
+
+
 def _tyro(settings: list[Setting]) -> Config | None:
     tokens = [token for setting in settings for token in setting.tokens()]
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    with _ONE_PARSE:
         try:
-            return tyro.cli(Config, args=tokens, config=_TYRO_STYLE)
+            return tyro.cli(Config, args=tokens, config=_TYRO_STYLE, console_outputs=False)
         except SystemExit:
             return None
 

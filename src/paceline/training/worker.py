@@ -35,6 +35,7 @@ from paceline.runs.members import OWNER_ID, Member, drop_dead_members
 from paceline.runs.place import (
     RESUMED_FROM,
     RunPlace,
+    claim_place,
     decide_place,
     find_folder_of_job,
     is_same_folder,
@@ -158,6 +159,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
             place = decide_place(loaded, restart_in=before)
             if claim_store is not None:
                 claim_store()
+            place = claim_place(place)
             resume = str(place.resume_from or "")
             answer = {"folder": str(place.folder), "resume_from": resume, "is_restart": place.is_restart}
         except PacelineError as error:

@@ -102,7 +102,7 @@ def _container(job: KubernetesJob) -> Object:
     container: Object = {
         "name": CONTAINER[job.api],
         "image": job.image,
-        "command": ["python", "-m", module],
+        "command": ["python", "-P", "-m", module],  # -P: no modules from the working folder
         "args": [_literal(word) for word in ("train", *job.train)],
         "workingDir": "/tmp",
         "env": _environment(job),

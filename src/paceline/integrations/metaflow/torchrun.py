@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from metaflow import current
@@ -16,6 +16,7 @@ from paceline.integrations.metaflow.courier import Courier
 from paceline.integrations.metaflow.request import Request
 from paceline.integrations.metaflow.steps import Trained, one_screen, outcome, tell_start
 from paceline.runs.folder import RunFolder, has_checkpoint
+from paceline.runs.interpreter import has_working_folder, safe_path
 
 
 @contextmanager
@@ -36,11 +37,12 @@ def training_by_torchrun(request: Request) -> Iterator[Trained | None]:
         courier.start()
     recipe.write_text(request.recipe)
     try:
-        current.torch.run(
-            entrypoint="-m",
-            entrypoint_args=["paceline", "train", str(recipe), *_flags(request, folder)],
-            nproc_per_node=request.processes_per_node,
-        )
+        with nullcontext() if has_working_folder() else safe_path():
+            current.torch.run(
+                entrypoint="-m",
+                entrypoint_args=["paceline", "train", str(recipe), *_flags(request, folder)],
+                nproc_per_node=request.processes_per_node,
+            )
     finally:
         sys.stdout.flush()
         if courier is not None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from paceline.errors import EXIT_PREEMPTED, EXIT_USER
 from paceline.launch.final_code import FINAL_CODE_FILE
 from paceline.launch.job import JobSpec, count_gres_gpus
+from paceline.runs.interpreter import OURS, SAFE_PATH
 from paceline.runtime.secret import RUN_SECRET
 from paceline.settings.text import check_fields, check_text
 
@@ -154,6 +155,11 @@ def _environment(spec: JobSpec) -> list[str]:
             "# So often the job may come back from the queue without a step of progress.",
             f"export PACELINE_MAX_REQUEUES={spec.max_requeues}",
         ]
+    if spec.start == "torchrun":
+        lines += [
+            "# torchrun starts the ranks without -P, so a file in the working folder could take the place of a module.",
+            f"export {SAFE_PATH}={OURS}",
+        ]
     if spec.start == "torchrun" and spec.signal_notice_s:
         lines += [
             "# torchrun would end ranks that are still saving after half a minute.",
@@ -206,7 +212,7 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
     if spec.start == "torchrun":
         lines += _torchrun(spec, " ".join(steps), python, command)
     else:
-        lines += ["", _continued([" ".join(steps), f"{python} -m paceline {command[0]}", *command[1:]])]
+        lines += ["", _continued([" ".join(steps), f"{python} -P -m paceline {command[0]}", *command[1:]])]
     lines[-1] += " || code=$?"
     return [*lines, *_after(spec)]
 
@@ -218,7 +224,7 @@ def _check_nodes(spec: JobSpec) -> list[str]:
     """
     if spec.container_image or spec.environment:
         return []
-    check = ['    said=$("$0" -c "import paceline" 2>&1) && exit', *_missing('"$0"', "${said##*: }")]
+    check = ['    said=$("$0" -P -c "import paceline" 2>&1) && exit', *_missing('"$0"', "${said##*: }")]
     # The batch script itself runs on the first node.
     others = f"srun --nodes={spec.nodes} --ntasks={spec.nodes} --ntasks-per-node=1 " if spec.nodes > 1 else ""
     return [
@@ -283,7 +289,7 @@ def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list
         _continued(
             [
                 srun,
-                f"""bash -c 'exec "$0" -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' {python}""",
+                f"""bash -c 'exec "$0" -P -m torch.distributed.run --node-rank="$SLURM_NODEID" "$@"' {python}""",
                 ranks,
                 '--master-addr="$host" --master-port="$port"',
                 *train,
