@@ -81,7 +81,7 @@ def _early(folder: Path) -> None:
 
 
 def _start_from(folder: Path) -> None:
-    from paceline.training.initial import start_from
+    from paceline.checkpoints.resume import start_from
 
     start_from(_rig().components.model.module, folder / STEP)
 
@@ -124,8 +124,7 @@ def _build_slices(samples: Path, folder: Path) -> None:
     """Two ranks' halves of a matrix, a vector in a type that safetensors does not have, and a whole scalar."""
     import torch
 
-    from paceline.checkpoints.payload import Piece, write_pieces
-    from paceline.checkpoints.tiling import Box
+    from paceline.checkpoints.payload import Box, Piece, write_pieces
 
     for rank in range(2):
         pieces = {

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UserError
-from paceline.library.explained import explained
+from paceline.errors import PacelineError, UserError
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.runs.catalog import read_entry
@@ -134,3 +135,15 @@ class Run:
         entry = read_entry(self.path)
         accuracy = f", {entry.test_accuracy:.2%} test accuracy" if entry.test_accuracy is not None else ""
         return f"{entry.state}, step {entry.step}{accuracy}" if entry.step is not None else entry.state
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Make the exception text the whole error screen: what, where, got, allowed, try."""
+    try:
+        yield
+    except PacelineError as error:
+        rest = error.screen().partition("\n")[2]
+        if rest and rest not in getattr(error, "__notes__", ()):
+            error.add_note(rest)
+        raise

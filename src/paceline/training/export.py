@@ -30,9 +30,9 @@ from paceline.models.registry import build_model
 from paceline.runs.file_shapes import ENVIRONMENT, RESULTS
 from paceline.runs.folder import RunFolder, write_atomically, write_json
 from paceline.runs.json_files import read_object
+from paceline.training.header import describe_data
 from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
-from paceline.training.run_summary import describe_data
 
 PROBE_SAMPLES = 8
 TOLERANCE = 1e-4  # of the largest logit (or of 1): another runtime adds in another order

@@ -16,6 +16,7 @@ from paceline.checkpoints.store import Checkpoint, open_checkpoint
 from paceline.data.augment import build_pipeline
 from paceline.data.sources.folder import read_picture
 from paceline.errors import CheckpointError, UserError
+from paceline.parallel.apply import autocast
 from paceline.runs.trust import TRUST_FLAG, require_trusted_code, require_trusted_run, trusting_code
 from paceline.runtime.detect import ALONE, World, build_world
 from paceline.settings.load import LoadedConfig, load_config, load_saved
@@ -23,7 +24,6 @@ from paceline.settings.rules import check_config
 from paceline.settings.schema import Config
 from paceline.training.components import Components, build_components
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
-from paceline.training.step import autocast
 
 
 @dataclass(frozen=True)
