@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
 
     run_ = open_run(path, flags, checkpoint=name)
     evaluation = evaluate_run(run_)
-    classes = run_.components.plan.info.classes
+    classes = run_.classes
     print(f"{path}: weights of step {run_.checkpoint.step}, {run_.checkpoint.path.name}")
     print(f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples")
     for label, accuracy in zip(classes, evaluation.class_accuracy(), strict=True):

@@ -44,6 +44,7 @@ from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
 from paceline.training.guards import Guards
+from paceline.training.model_record import RECORD, ModelRecord, make_record
 from paceline.training.objective import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
@@ -72,6 +73,7 @@ class Components:
     average: MovingAverage | None
     step: TrainStep
     data: RunData
+    record: ModelRecord | None  # None on all ranks but the primary, and where nothing is trained
     code: dict[CodeReference, str]  # a hash of each file with functions of the user, as it was when it was imported
 
     @property
@@ -112,6 +114,7 @@ class Components:
             "data": self.data.to_json(),
             "random_numbers": RANDOM_NUMBERS,
             "code": {item.name: digest for item, digest in self.code.items()},
+            **({RECORD: self.record.to_json()} if self.record is not None else {}),
         }
 
     def about(self, state: TrainState) -> dict[str, Any]:
@@ -243,6 +246,8 @@ def build_components(
         check_objective(config, plan, parallel, world)
     step = build_step(parallel, optimizer, average, config, world, guards or Guards())
     code = hash_code(config)  # after all of it was imported
+    is_recorded = load_weights and world.is_primary
+    record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
         train_data.warm_up(plan.rank_batch_size)
@@ -257,5 +262,6 @@ def build_components(
         average=average,
         step=step,
         data=samples.about,
+        record=record,
         code=code,
     )

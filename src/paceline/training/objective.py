@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from paceline.data.reference import resolve_reference
+from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.parallel.apply import ParallelModel, autocast
@@ -92,13 +92,11 @@ class Objective:
         return torch.stack([value.double().sum() for value in values])
 
 
-def build_objective(config: Config) -> Objective:
+def build_objective(config: Config, resolve: Resolve = resolve_reference) -> Objective:
+    """The loss and the metrics of a config. `resolve` finds the user's functions."""
     train = config.train
-    loss = UserFunction(train.loss, resolve_reference(train.loss, where="--loss"), True) if train.loss else None
-    metrics = {
-        name.rpartition(":")[2]: UserFunction(name, resolve_reference(name, where="--metrics"))
-        for name in train.metrics
-    }
+    loss = UserFunction(train.loss, resolve(train.loss, where="--loss"), True) if train.loss else None
+    metrics = {name.rpartition(":")[2]: UserFunction(name, resolve(name, where="--metrics")) for name in train.metrics}
     return Objective(loss, config.optim.label_smoothing, metrics)
 
 
