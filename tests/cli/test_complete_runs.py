@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import paceline
 from harness.cli import paceline as run_command
-from paceline.checkpoints.format import MANIFEST, STATE, FileSeal, Manifest, add_checksum, read_manifest
+from harness.forged import rewrite_state
 from paceline.cli.main import main
 from paceline.errors import CheckpointError, DataError, UserError
 from paceline.training.reuse import evaluate_run, open_run
@@ -218,17 +218,6 @@ def test_names_of_the_caller_are_not_replaced(functions: Path, monkeypatch: pyte
     assert sys.modules["own_layers"] is other
     assert "own_parts" not in sys.modules
     assert sys.meta_path == finders
-
-
-def rewrite_state(checkpoint: Path, change: Any) -> None:
-    """Change state.json, and the manifest with it, as a forger does."""
-    values = json.loads((checkpoint / STATE).read_text())
-    change(values)
-    raw = json.dumps(values).encode()
-    (checkpoint / STATE).write_bytes(raw)
-    manifest = read_manifest(checkpoint)
-    files = {**manifest.files, STATE: FileSeal(len(raw), add_checksum(raw))}
-    (checkpoint / MANIFEST).write_bytes(Manifest(files, manifest.about).to_bytes())
 
 
 def test_tampered_source_is_refused(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

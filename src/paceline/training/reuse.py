@@ -143,8 +143,8 @@ def _differences(checkpoint: Checkpoint, data: LoadedData) -> list[str]:
     return differences(saved.fingerprint, fingerprint_of(data))
 
 
-def evaluate_run(run: OpenRun) -> Evaluation:
-    """Test the weights on the run's own test set, or with --accept-new-data on another one with the same classes."""
+def load_test_data(run: OpenRun) -> Loader:
+    """The run's own test set, or with --accept-new-data another one with the same classes."""
     config, record = run.config, run.record
     with trusting_code(run.is_code_trusted):  # the function of a data set is not stored: it is useless without the data
         require_trusted_code(run.folder or run.checkpoint.path, config, fields=("dataset",))
@@ -159,9 +159,15 @@ def evaluate_run(run: OpenRun) -> Evaluation:
             got="\n".join(changed),
             hint=hint if other_classes else f"{hint}; --accept-new-data evaluates on this data",
         )
+    return Loader(data.test, torch.arange(len(data.test)), record.pipeline, run.world)
+
+
+def evaluate_run(run: OpenRun) -> Evaluation:
+    """Test the weights on the run's test set. Raises DataError for other data."""
+    config, record = run.config, run.record
     return evaluate(
         run.model,
-        Loader(data.test, torch.arange(len(data.test)), record.pipeline, run.world),
+        load_test_data(run),
         run.world,
         num_classes=record.info.num_classes,
         batch_size=config.train.test_batch_size,
