@@ -234,6 +234,7 @@ def test_tampered_source_is_refused(functions: Path, tmp_path: Path, monkeypatch
         with pytest.raises(UserError) as refused:
             use()
         assert "--trust-code" in refused.value.screen()
+    assert "executed" in paceline.load_run(home / "run").source()["own_layers (own_layers.py)"]
     assert not (home / "executed").exists()
 
 

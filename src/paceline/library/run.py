@@ -100,12 +100,21 @@ class Run:
         with explained():
             return predict(self._best, images)
 
-    def evaluate(self) -> Evaluation:
-        """Test the best weights again, in this process."""
+    def evaluate(self, *, accept_new_data: bool = False) -> Evaluation:
+        """Test the best weights again, in this process. Data that has changed since the training is refused, unless
+        `accept_new_data`."""
         from paceline.training.reuse import evaluate_run, open_run
 
+        flags = ["--accept-new-data"] if accept_new_data else []
         with explained():
-            return evaluate_run(open_run(self.path, [], trust_code=self._trust_code))
+            return evaluate_run(open_run(self.path, flags, trust_code=self._trust_code))
+
+    def source(self, checkpoint: str | int = "best") -> dict[str, str]:
+        """The source of the run's functions, stored in a checkpoint: text by file name. Nothing is executed."""
+        from paceline.training.reuse import stored_source
+
+        with explained():
+            return stored_source(self.path, checkpoint)
 
     def resume(self, *, quiet: bool = False, **flags: Any) -> Run:
         """Continue this run in its folder. `epochs=20` makes a finished run longer."""

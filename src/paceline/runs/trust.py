@@ -136,7 +136,7 @@ def _untrusted(where: str, fault: str) -> UserError:
         where=where,
         got=fault,
         allowed="code of runs that you trained on this machine",
-        hint=f"read the code; if you trust it, add {TRUST_FLAG} (in Python: trust_code=True)",
+        hint=f"read the code (in Python: run.source()); if you trust it, add {TRUST_FLAG} (trust_code=True)",
     )
 
 

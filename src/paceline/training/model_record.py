@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.checkpoints.format import STATE
 from paceline.checkpoints.resume import restore_weights
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import Pipeline
@@ -135,15 +136,19 @@ def make_record(
 
 
 def read_record(checkpoint: Checkpoint) -> ModelRecord | None:
-    """The record in a checkpoint, if its code may be executed. None for a checkpoint of an older version."""
+    """The record in a checkpoint. Executes nothing. None for a checkpoint of an older version."""
     if RECORD not in checkpoint.state:
         return None
-    where = str(checkpoint.path / "state.json")
     try:
-        record = ModelRecord.from_json(checkpoint.state[RECORD])
+        return ModelRecord.from_json(checkpoint.state[RECORD])
     except (ValueError, TypeError) as error:
-        raise CheckpointError("the record of this checkpoint's model cannot be read", where=where, got=error) from error
-    if record.sources.functions:
-        sources = record.sources
+        raise CheckpointError(
+            "the record of this checkpoint's model cannot be read", where=str(checkpoint.path / STATE), got=error
+        ) from error
+
+
+def require_trusted_record(record: ModelRecord, checkpoint: Checkpoint) -> None:
+    """UserError if the source in the record is not this user's, and not trusted."""
+    sources, where = record.sources, str(checkpoint.path / STATE)
+    if sources.functions:
         require_trusted_sources(sources.sha256, record.mark, functions=list(sources.functions), where=where)
-    return record

@@ -33,7 +33,7 @@ from paceline.settings.load import load_saved
 from paceline.settings.rules import check_config
 from paceline.settings.schema import Config, ParallelConfig
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
-from paceline.training.model_record import ModelRecord, make_record, read_record
+from paceline.training.model_record import ModelRecord, make_record, read_record, require_trusted_record
 from paceline.training.objective import build_objective
 from paceline.training.plan import RunPlan, make_plan
 from paceline.training.run_data import RunData
@@ -84,8 +84,7 @@ def find_saved(path: Path, flags: list[str], *, checkpoint: str | int = "", trus
     """
     named = find_named(path, checkpoint)
     given = [flag for flag in flags if flag != TRUST_FLAG]
-    world = build_world(ParallelConfig(strategy="single", processes="1", device="cpu"), ALONE)
-    found = require_checkpoint(named.source, world, prefer_best=named.prefer_best)
+    found = _find_checkpoint(named)
     if not isinstance(found.state.get("config"), dict) or not found.state["config"]:
         raise CheckpointError("this checkpoint does not record its config", where=str(found.path))
     loaded = load_saved(found.state["config"], found.path / STATE, given)
@@ -94,9 +93,25 @@ def find_saved(path: Path, flags: list[str], *, checkpoint: str | int = "", trus
     alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes="1", cpu_offload=False)
     config = dataclasses.replace(loaded.config, parallel=alone)
     with trusting_code(trust_code or TRUST_FLAG in flags):
-        record = read_record(found) or _record_of_data(config, found, named)
+        record = read_record(found)
+        if record is None:
+            record = _record_of_data(config, found, named)
+        else:
+            require_trusted_record(record, found)
         is_trusted = is_any_code_trusted()
     return SavedRun(config, found, record, named.run, is_trusted)
+
+
+def _find_checkpoint(named: NamedCheckpoint) -> Checkpoint:
+    alone = build_world(ParallelConfig(strategy="single", processes="1", device="cpu"), ALONE)
+    return require_checkpoint(named.source, alone, prefer_best=named.prefer_best)
+
+
+def stored_source(path: Path, checkpoint: str | int = "") -> dict[str, str]:
+    """The text of the user's modules in a checkpoint, by module and file name. Nothing is executed."""
+    record = read_record(_find_checkpoint(find_named(path, checkpoint)))
+    modules = record.sources.modules if record is not None else {}
+    return {f"{name} ({module.file})": module.text for name, module in modules.items()}
 
 
 def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> OpenRun:
