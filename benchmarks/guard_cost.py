@@ -147,7 +147,7 @@ def _strip(ride: Any, world: Any) -> Any:
             sums, _ = self._run_share(batch, step, wants_stop)
             return StepReport(sums, 0.0, 0.0, False, 0.0)
 
-        def _tell_waiting(self) -> None:
+        def _record_waiting(self) -> None:
             pass
 
     class BareGradients(SharedGradients):
@@ -169,9 +169,9 @@ def _strip(ride: Any, world: Any) -> Any:
     assert shared is not None, "the ranks share no memory here"
     shared.__class__ = BareGradients
     model = ParallelModel(module, module, "ddp", None, shared=shared)
-    components.step = BareStep(model, components.optimizer, None, ride.config, world)
-    components.step.guards = BareGuards()
-    return dataclasses.replace(ride, components=dataclasses.replace(components, model=model), guards=BareGuards())
+    guards: Any = BareGuards()
+    step = BareStep(model, components.optimizer, None, ride.config, world, guards)
+    return dataclasses.replace(ride, components=dataclasses.replace(components, model=model, step=step), guards=guards)
 
 
 def _time(ride: Any, steps: int) -> tuple[float, float]:

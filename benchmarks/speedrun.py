@@ -39,7 +39,7 @@ def run_seed(recipe: str, flags: list[str], seed: int, folder: Path) -> dict[str
     world = build_world(config.parallel, ALONE)
     RunFolder(folder).create()
     with contextlib.redirect_stdout(io.StringIO()):
-        results = train(config, world, RunPlace(folder, None, False))
+        results = train(config, world, RunPlace(folder, None, False)).to_json()
     # Counted here: a run of seconds has no time for it.
     flops = count_flops(config.model, (3, 32, 32), 10).per_sample or float("nan")
     return {

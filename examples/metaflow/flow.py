@@ -77,7 +77,7 @@ class PacelineFlow(FlowSpec):
     def test_model(self):
         """Test again from the saved model only."""
         self.test = evaluate_model(current.model.loaded["model"])
-        self.test_accuracy = self.test["accuracy"]
+        self.test_accuracy = self.test["test_accuracy"]
         print(f"test accuracy {self.test_accuracy:.2%} on {self.test['samples']:,} samples")
         self.next(self.end)
 

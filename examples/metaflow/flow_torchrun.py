@@ -58,7 +58,7 @@ class PacelineTorchrunFlow(FlowSpec):
     @step
     def test_model(self):
         self.test = evaluate_model(current.model.loaded["model"])
-        self.test_accuracy = self.test["accuracy"]
+        self.test_accuracy = self.test["test_accuracy"]
         self.next(self.end)
 
     @kubernetes(image=IMAGE)

@@ -27,7 +27,7 @@ class PacelineTestFlow(FlowSpec):
     def test_model(self):
         self.about = current.model.loaded.info["model"]["metadata"]
         self.test = evaluate_model(current.model.loaded["model"], self.flags)
-        self.test_accuracy = self.test["accuracy"]
+        self.test_accuracy = self.test["test_accuracy"]
         self.next(self.end)
 
     @step

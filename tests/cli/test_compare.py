@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from harness.cli import paceline
 from harness.runs import step_losses
 from paceline.checkpoints.format import MANIFEST, FileSeal, Manifest, read_manifest
-from paceline.checkpoints.payload import Piece, write_pieces
-from paceline.checkpoints.tiling import Box
+from paceline.checkpoints.payload import Box, Piece, write_pieces
 from paceline.cli.main import main
 from paceline.runs.comparison import largest_loss_difference, logged_losses
 

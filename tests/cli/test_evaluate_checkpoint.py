@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from harness.cli import paceline
+from harness.forged import rewrite_state
 from harness.runs import read_results
 from paceline.checkpoints.format import step_folders
 from paceline.cli import evaluate as command
@@ -107,18 +108,25 @@ def test_a_checkpoint_that_does_not_exist_is_a_mistake(arguments: list[str], all
     assert allowed in raised.value.screen()
 
 
-def test_a_checkpoint_alone_executes_no_code_that_it_names(home: Path, evaluate: Evaluate, tmp_path: Path) -> None:
-    """SECURITY.md: a folder from elsewhere names functions; without --trust-code they are not executed."""
-    shutil.copytree(home / "run" / "checkpoints" / "step-00000008", tmp_path / "alone")
-    marked = home / "executed"
-    (home / "own.py").write_text(f"open({str(marked)!r}, 'w').close()\n{OWN_LOSS}")
-    try:
-        with pytest.raises(UserError) as raised:
-            evaluate(str(tmp_path / "alone"))
-    finally:
-        (home / "own.py").write_text(OWN_LOSS)
+def test_a_checkpoint_alone_executes_no_code_of_others(
+    home: Path, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SECURITY.md: a folder from elsewhere holds functions; without --trust-code they are not executed."""
+    alone = shutil.copytree(home / "run" / "checkpoints" / "step-00000008", tmp_path / "alone")
+    marked = tmp_path / "executed"
+
+    def forge(values: dict[str, Any]) -> None:
+        (module,) = values["record"]["sources"]["modules"].values()
+        module["text"] = f"open({str(marked)!r}, 'w').close()\n{module['text']}"
+
+    rewrite_state(alone, forge)
+    monkeypatch.setenv("PACELINE_STATE", str(tmp_path / "state"))
+    with pytest.raises(UserError) as raised:
+        evaluate(str(alone))
     assert "--trust-code" in raised.value.screen()
     assert not marked.exists()
+    evaluate(str(alone), "--trust-code")
+    assert marked.exists()
 
 
 def test_a_damaged_checkpoint_alone_is_refused(home: Path, evaluate: Evaluate, tmp_path: Path) -> None:

@@ -125,7 +125,7 @@ def assert_snippet_labels_as_we_do(folder: Path, picture: Path, opened: OpenRun,
 def test_verdict_and_files(exports: dict[str, Answer], run_folder: Path, name: str) -> None:
     answer = exports[name]
     assert answer.code == 0, answer
-    assert "gives the run's logits bit for bit on 8 test samples" in answer.out
+    assert "gives the run's logits bit for bit on 8 random samples" in answer.out
     assert answer.err == ""
     folder = run_folder / f"export-{name}"
     assert {path.name for path in folder.iterdir()} == {*FILES, FORMATS[name].file}
@@ -138,12 +138,13 @@ def test_models_load_without_paceline_and_agree(
     exports: dict[str, Answer], run_folder: Path, opened: OpenRun, tmp_path: Path
 ) -> None:
     assert all(answer.code == 0 for answer in exports.values())
-    inputs = next(iter(opened.components.test_data.evaluation_batches(5))).inputs.contiguous()
+    samples = torch.randint(0, 256, (5, *opened.record.info.sample_shape), dtype=torch.uint8)
+    inputs = opened.record.pipeline.for_evaluation(samples).contiguous()
     torch.save(inputs, tmp_path / "probe.pt")
     files = [str(run_folder / f"export-{name}" / FORMATS[name].file) for name in WITHOUT_EXTRAS]
     reloaded = command(sys.executable, "-c", RELOAD, *files, "probe.pt", "answer.pt", cwd=tmp_path)
     assert reloaded.code == 0, reloaded
-    model = opened.components.model.module.eval()
+    model = opened.model.module.eval()
     with torch.no_grad():
         ours = [model(inputs), model(inputs[:1])]
     answers = torch.load(tmp_path / "answer.pt")

@@ -22,7 +22,7 @@ from harness.cli import Answer, command
 from harness.cli import paceline as run_command
 from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, DataError, UserError, error_from_json
-from paceline.library.notebook_source import write_down
+from paceline.library.functions import write_down
 from paceline.library.train import _write_source
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder

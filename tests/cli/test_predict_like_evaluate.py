@@ -15,7 +15,7 @@ import paceline
 from harness.cli import paceline as run_command
 from paceline.training.evaluate import evaluate
 from paceline.training.objective import Objective, UserFunction
-from paceline.training.reuse import open_run, predict_pictures
+from paceline.training.reuse import load_test_data, open_run, predict_pictures
 
 FLAGS = ["--dataset=folder", "--data-dir=pictures", "--image-size=32", "--augment=none", "--epochs=2", "--track"]
 FLAGS += ["--global-batch-size=8", "--processes=1", "--ema-decay=0.5", "--test-batch-size=5", "--num-workers=0"]
@@ -49,8 +49,8 @@ def test_probabilities_are_those_of_evaluation(home: Path, views: int, monkeypat
         return labels.float()
 
     evaluate(
-        run.components.model,
-        run.components.test_data,
+        run.model,
+        load_test_data(run),
         run.world,
         num_classes=3,
         batch_size=run.config.train.test_batch_size,

@@ -86,7 +86,7 @@ def test_one_process_records_what_an_epoch_leaves_room_for(tmp_path: Path) -> No
     asked: list[int] = []
     guards = Guards(profiler=StepProfiler(world, folder, asked.append))
     torch.set_num_threads(1)
-    results = train(quick_config(*SHORT), world, RunPlace(folder.path, None), guards)
+    results = train(quick_config(*SHORT), world, RunPlace(folder.path, None), guards).to_json()
     assert asked == [18]
     assert (results["profile"]["first_step"], results["profile"]["steps"]) == (11, 8)
     assert marks_in(folder.path, 0) == {**dict.fromkeys(MARKS, 8), "reduce": 0}

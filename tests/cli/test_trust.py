@@ -8,13 +8,16 @@ import stat
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import paceline
 from harness.cli import Answer, command
 from harness.cli import paceline as run_command
+from harness.forged import rewrite_state
 from paceline.cli.main import main
+from paceline.data.reference import resolve_reference
 from paceline.errors import UserError
 from paceline.launch.request import read_request
 from paceline.runs.trust import (
@@ -70,7 +73,15 @@ def foreign(trained: Path, tmp_path: Path) -> Path:
     """The same run as another person would send it: with code that leaves a file behind."""
     shutil.copytree(trained / "run", tmp_path / "other" / "run")
     home = relocated(tmp_path / "other")
-    (home / "run" / "functions.py").write_text(HOSTILE.format(str(home / "executed")))
+    hostile = HOSTILE.format(str(home / "executed"))
+    (home / "run" / "functions.py").write_text(hostile)
+
+    def forge(values: dict[str, Any]) -> None:
+        (module,) = values["record"]["sources"]["modules"].values()
+        module["text"] = hostile
+
+    for checkpoint in (home / "run" / "checkpoints").glob("step-*"):
+        rewrite_state(checkpoint, forge)
     return home
 
 
@@ -102,13 +113,15 @@ def commands(home: Path) -> list[list[str]]:
 def test_a_run_folder_of_another_person_executes_nothing(
     foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command refuses with one screen that names the file; nothing of it is imported."""
+    """Every command refuses with one screen that names the code; nothing of it is imported."""
     monkeypatch.chdir(foreign)
     monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
     for words in commands(foreign):
         assert main(words) == USER, (words, capsys.readouterr().err)
         screen = capsys.readouterr().err
-        assert f"{foreign}/run/functions.py" in screen
+        is_stored = words[0] in ("evaluate", "predict", "export")  # they use the source in the checkpoint
+        assert ("/state.json" if is_stored else f"{foreign}/run/functions.py") in screen
+        assert "functions.py" in screen
         assert "--trust-code" in screen
         assert not (foreign / "executed").exists(), words
 
@@ -160,7 +173,8 @@ def test_the_library_asks_too(foreign: Path, monkeypatch: pytest.MonkeyPatch) ->
     for use in (run.model, run.evaluate, lambda: run.predict(foreign / PICTURE), lambda: run.resume(epochs=2)):
         with pytest.raises(UserError) as refused:
             use()
-        assert str(foreign / "run" / "functions.py") in str(refused.value.where)
+        assert "functions.py" in str(refused.value.where)
+        assert "trust_code=True" in str(refused.value.hint)
     assert not (foreign / "executed").exists()
     assert run.model(trust_code=True) is not None
     assert (foreign / "executed").exists()
@@ -180,8 +194,7 @@ def test_bytecode_beside_the_file_is_not_executed(mine: Path) -> None:
     cached = Path(importlib.util.cache_from_source(str(code)))
     cached.parent.mkdir(exist_ok=True)
     cached.write_bytes(data)
-    answer = run_command("evaluate", "run", cwd=mine, **state(mine))
-    assert answer.code == 0, answer.err
+    assert resolve_reference(f"{code}:build", where="the test").__name__ == "build"
     assert not (mine / "executed").exists()
 
 
@@ -343,7 +356,7 @@ def test_two_processes_make_one_key(tmp_path: Path, key: Path) -> None:
 def test_a_file_that_is_not_there_is_reported_as_not_found(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A user's own run, opened in another folder: its relative name leads nowhere. That is no question of trust."""
+    """A run's config as a recipe in another folder: its relative name leads nowhere. That is no question of trust."""
     shutil.copytree(trained / "run", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     lines = config.read_text().splitlines()
@@ -351,7 +364,8 @@ def test_a_file_that_is_not_there_is_reported_as_not_found(
     monkeypatch.setenv("PACELINE_STATE", str(trained / "state"))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    for words in (["evaluate", "../run"], ["evaluate", "../run", "--trust-code"]):
+    recipe = "../run/config.yaml"
+    for words in (["plan", recipe], ["plan", recipe, "--trust-code"]):
         assert main(words) == USER
         screen = capsys.readouterr().err
         assert str(tmp_path / "elsewhere" / "own.py") in screen

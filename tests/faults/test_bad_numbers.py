@@ -36,13 +36,12 @@ def ride(world: World, path: str, flags: tuple[str, ...], inject: str) -> dict[s
     folder = RunFolder(Path(path))
     folder.create()
     config = quick_config("--save-steps=3", *flags, f"--inject={inject}")
-    guards = Guards()
-    guards.open_folder(config, world, folder, attempt=1)
+    guards = Guards().for_run(config, world, folder, attempt=1)
     try:
         results = train(config, world, RunPlace(folder.path, None), guards)
     except NonFiniteError as error:
         return {"error": error.what, "got": error.got, "hint": error.hint, "step": guards.watchdog.pulse.step}
-    return results
+    return results.to_json()
 
 
 def weights_in(folder: Path) -> torch.Tensor:

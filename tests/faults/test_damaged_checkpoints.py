@@ -21,10 +21,10 @@ from harness.cli import environment
 from harness.ranks import make_world, run_ranks
 from harness.runs import QUICK, read_results, train_in
 from paceline.checkpoints import store
-from paceline.checkpoints.best import adopt_best
 from paceline.checkpoints.format import DamagedCheckpoint, NewerSchema, checksum_of, read_manifest, step_folders, verify
 from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.payload import PayloadReader
+from paceline.checkpoints.resume import adopt_best
 from paceline.checkpoints.store import find_newest, list_damaged, open_checkpoint, point
 from paceline.cli.checkpoints import run as list_checkpoints
 from paceline.errors import CheckpointError

@@ -46,7 +46,7 @@ def train_until_asked(
         elif after:
             after.append(now)
 
-    guards.watchdog.on_phase = on_phase
+    guards.observers.append(on_phase)
     try:
         train(quick_config(*flags), world, RunPlace(path, path if resume else None), guards)
     except Preempted as stopped:

@@ -263,7 +263,7 @@ def test_the_card_of_the_test_has_accuracies_and_the_confusion(undisturbed: Flow
     tasks = undisturbed.place.path / ".metaflow" / "mf.cards" / undisturbed.pathspec.replace("/", "/runs/")
     (page,) = tasks.glob("steps/test_model/tasks/*/cards/blank-test-*.html")
     test, text = undisturbed.told["test"], decoded(page.read_text())
-    assert f"**{test['accuracy']:.2%}** of {test['samples']:,} samples" in text
+    assert f"**{test['test_accuracy']:.2%}** of {test['samples']:,} samples" in text
     assert len(test["class_accuracy"]) == 10
     assert [name for name in test["class_accuracy"] if f"| {name} | " not in text] == []
     counts = [int(count) for count in re.findall(r'"samples": (\d+)', text)]

@@ -51,11 +51,13 @@ def _rig() -> Any:
 def _resume(folder: Path) -> None:
     """What a rank does when it goes on: choose, compare with the config, restore every tensor and the counters."""
     from paceline.checkpoints.resume import choose_checkpoint
+    from paceline.training.components import build_components
 
     run = _rig()
     checkpoint = choose_checkpoint(folder / ONE, run.world, prefer_best=False)
     if checkpoint is not None:
-        run.components.resume(checkpoint, run.world)
+        components = build_components(run.config, run.world, load_weights=False, checkpoint=checkpoint)
+        components.resume(checkpoint, run.world)
 
 
 def _weights(folder: Path) -> None:
@@ -63,7 +65,7 @@ def _weights(folder: Path) -> None:
 
     run = _rig()
     checkpoint = choose_checkpoint(folder / STEP, run.world, prefer_best=True)
-    restore_weights(checkpoint, run.components.model.module)
+    restore_weights(checkpoint, run.model.module)
 
 
 def _newest(folder: Path) -> None:
@@ -81,9 +83,9 @@ def _early(folder: Path) -> None:
 
 
 def _start_from(folder: Path) -> None:
-    from paceline.training.initial import start_from
+    from paceline.checkpoints.resume import start_from
 
-    start_from(_rig().components.model.module, folder / STEP)
+    start_from(_rig().model.module, folder / STEP)
 
 
 def _compare(folder: Path) -> None:
@@ -124,8 +126,7 @@ def _build_slices(samples: Path, folder: Path) -> None:
     """Two ranks' halves of a matrix, a vector in a type that safetensors does not have, and a whole scalar."""
     import torch
 
-    from paceline.checkpoints.payload import Piece, write_pieces
-    from paceline.checkpoints.tiling import Box
+    from paceline.checkpoints.payload import Box, Piece, write_pieces
 
     for rank in range(2):
         pieces = {

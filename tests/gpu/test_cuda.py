@@ -13,10 +13,9 @@ import torch
 
 from harness.runs import read_results, step_losses
 from paceline.cli.main import main
-from paceline.models.dropout import draw_kept
+from paceline.models.dropout import ShareKeys, draw_kept
 from paceline.models.registry import build_model
 from paceline.settings.schema import ModelConfig
-from paceline.training.sample_keys import ShareKeys
 
 pytestmark = [
     pytest.mark.gpu,

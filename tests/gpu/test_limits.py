@@ -49,7 +49,7 @@ def test_a_profiled_run_knows_its_limits_and_how_busy_the_gpu_was(
     folder.create()
     guards = Guards(profiler=StepProfiler(world, folder, lambda step: None))
     config = quick_config("--model-name=resnet18", "--num-samples=4480", "--device=cuda", compile_flag)
-    results = train(config, world, RunPlace(folder.path, None), guards)  # two epochs of 63 steps
+    results = train(config, world, RunPlace(folder.path, None), guards).to_json()  # two epochs of 63 steps
     found = results["limits"]
     assert found["precision"] == "bfloat16"
     assert found["ceiling_flops_per_s"] > 1e12

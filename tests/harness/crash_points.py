@@ -14,7 +14,7 @@ from harness.power_loss import Crash, make_folder, replay
 from harness.recorded_disk import Record, Recorder, read_tree, recording
 from harness.run_lives import RunLife, as_another_process, check_rows, check_whole, leftovers_in, steps_in
 from paceline.checkpoints import store
-from paceline.checkpoints.listing import list_checkpoints
+from paceline.checkpoints.named import list_checkpoints
 from paceline.runs.folder import RunFolder
 
 Story = Callable[[Path, Recorder], None]

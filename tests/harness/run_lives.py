@@ -87,8 +87,7 @@ class RunLife:
         self.folder = RunFolder(path, member)
         self.folder.create()
         self._held = ExitStack()
-        guards = Guards()
-        guards.member = member or self._held.enter_context(self.folder.owned())
+        guards = Guards(member=member or self._held.enter_context(self.folder.owned()))
         self.folder.write_status("running", step=0)
         config = Config()
         keep = {"keep_last": retention.keep_last, "keep_best": retention.keep_best, "async_save": False, "track": ()}

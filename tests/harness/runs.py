@@ -29,7 +29,7 @@ def train_in(world: World, folder: str, flags: tuple[str, ...], resume: bool = F
     """Train `quick_config(*flags)` in a folder; importable, so that ranks can run it."""
     path = Path(folder)
     RunFolder(path).create()
-    return train(quick_config(*flags), world, RunPlace(path, path if resume else None))
+    return train(quick_config(*flags), world, RunPlace(path, path if resume else None)).to_json()
 
 
 def step_losses(folder: Path) -> list[float]:

@@ -38,8 +38,8 @@ from harness.simulated_machines import Computers, SimulatedMachine
 from paceline.checkpoints import fetch as fetch_module
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import store
-from paceline.checkpoints.listing import list_checkpoints
 from paceline.checkpoints.mirror import Mirror, TakenOver
+from paceline.checkpoints.named import list_checkpoints
 from paceline.errors import OwnerLost, PacelineError, UserError
 from paceline.runs import lock, patience, stores
 from paceline.runs.folder import RunFolder

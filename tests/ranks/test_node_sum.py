@@ -19,8 +19,7 @@ from paceline.data.shared import load_once_per_node
 from paceline.errors import PacelineError
 from paceline.launch.causes import is_peer_loss
 from paceline.parallel.collectives import gather_texts, tree_sum
-from paceline.parallel.node_barrier import NodeBarrier, barrier_bytes
-from paceline.parallel.node_sum import NodeSum, open_node_sum
+from paceline.parallel.node_sum import NodeBarrier, NodeSum, barrier_bytes, open_node_sum
 from paceline.runtime.detect import World
 from paceline.runtime.node_memory import SWITCH, share_memory
 from paceline.settings.schema import DataConfig

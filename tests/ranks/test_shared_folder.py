@@ -13,7 +13,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.runs.shared_token import NODE_LOCAL, find_token, not_shared, remove_token, write_token
 from paceline.runtime.detect import RankEnvironment, World
-from paceline.training.shared_folder import require_shared_folder
+from paceline.training.same_ranks import require_shared_folder
 
 
 def look(world: World, folders: list[str], resume_from: str, local_ranks: int, is_local: bool) -> dict[str, object]:

@@ -14,9 +14,8 @@ from harness.ranks import make_world, run_ranks
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import store
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.payload import PayloadReader, Piece, write_pieces
+from paceline.checkpoints.payload import Box, PayloadReader, Piece, write_pieces
 from paceline.checkpoints.store import Retention
-from paceline.checkpoints.tiling import Box
 from paceline.errors import EXIT_CHECKPOINT, CheckpointError
 from paceline.runs.patience import PATIENCE
 from paceline.runtime.detect import World

@@ -1,4 +1,4 @@
-"""A run's own functions: a resume or an evaluation with another file than before says so."""
+"""A run's own functions: a resume with another file warns, an evaluation uses the stored source."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from harness.ranks import make_world
 from harness.runs import train_in
-from paceline.training.reuse import open_run
+from paceline.training.reuse import evaluate_run, open_run
 
 LOSS = "from torch.nn import functional as F\n\n\ndef focal(logits, labels):\n"
 LOSS += "    return F.cross_entropy(logits, labels)\n"
@@ -65,15 +66,15 @@ def test_a_changed_file_is_named_at_the_resume(
     assert warnings_in(caplog) == []
 
 
-def test_a_changed_loss_is_named_when_the_run_is_evaluated(
-    home: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test loss would be of another function than the run's."""
-    (home / "run" / "config.yaml").write_text(_config(home))
-    (home / "own.py").write_text(LOSS + "\n# another\n")
-    open_run(home / "run", [], trust_code=True)
-    (warning,) = warnings_in(caplog)
-    assert "own.py:focal" in warning
+def test_an_evaluation_uses_the_loss_of_the_training(home: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its source is stored in the checkpoint: a change of the file, or its loss, has no effect."""
+    before = evaluate_run(open_run(home / "run/checkpoints/latest", ["--device=cpu"], trust_code=True)).loss
+    (home / "own.py").write_text(LOSS.replace("return ", "return 2 * "))
+    assert evaluate_run(open_run(home / "run/checkpoints/latest", ["--device=cpu"], trust_code=True)).loss == before
+    (home / "own.py").unlink()
+    (home / "hit.py").unlink()
+    assert evaluate_run(open_run(home / "run/checkpoints/latest", ["--device=cpu"], trust_code=True)).loss == before
+    assert warnings_in(caplog) == []
 
 
 def test_a_checkpoint_without_hashes_is_resumed(home: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -86,15 +87,8 @@ def test_a_checkpoint_without_hashes_is_resumed(home: Path, caplog: pytest.LogCa
     assert changed_code({"code": {"loss:focal": "a"}}, {"loss:focal": "b"}) == ["loss:focal"]
 
 
-def _config(home: Path) -> str:
-    from harness.runs import QUICK
-    from paceline.settings.load import load_config, to_yaml
-
-    return to_yaml(load_config("shapes-cnn", [*QUICK, f"--loss={home}/own.py:focal"]).config)
-
-
-def test_a_changed_model_is_named_when_the_library_opens_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """`run.model()` and `run.predict()` build the model from the file as it is now."""
+def test_the_library_opens_the_model_of_the_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """`run.model()` and `run.predict()` build the model from the stored source."""
     from harness.runs import QUICK
     from paceline.library.predictions import open_model
     from paceline.settings.load import load_config, to_yaml
@@ -106,9 +100,6 @@ def test_a_changed_model_is_named_when_the_library_opens_it(tmp_path: Path, capl
     train_in(make_world(0, 1), str(tmp_path / "run"), (model, "--max-steps=1"))
     (tmp_path / "run" / "config.yaml").write_text(to_yaml(load_config("shapes-cnn", [*QUICK, model]).config))
     caplog.clear()
-    open_model(tmp_path / "run", "latest", trust_code=True)
+    (tmp_path / "net.py").write_text(code.replace("Linear", "LazyLinear"))
+    assert isinstance(open_model(tmp_path / "run", "latest", trust_code=True).model[1], torch.nn.Linear)  # type: ignore[index]
     assert warnings_in(caplog) == []
-    (tmp_path / "net.py").write_text(code + "# another\n")
-    open_model(tmp_path / "run", "latest", trust_code=True)
-    (warning,) = warnings_in(caplog)
-    assert "net.py:build" in warning

@@ -123,21 +123,17 @@ def test_samples_trained_on_never_become_validation_samples(run: Path, variant: 
 
 
 def parts_of(components: Components) -> tuple[set[int], set[int]]:
-    assert components.samples is not None
-    keys = sample_keys(components.samples)
+    keys = sample_keys(load_dataset(components.plan.config.data, 0).train)
     assert keys is not None
     return set(keys[components.train_data.ids].tolist()), set(keys[components.validation_data.ids].tolist())
 
 
 def parts_again(folder: Path, data: dict[str, Any]) -> tuple[set[int], set[int]]:
-    """Of a components that has taken over the newest checkpoint."""
+    """Of components that continue from the newest checkpoint."""
     from paceline.checkpoints.store import open_checkpoint
 
-    components = build_components(quick_config(*flags_for(folder)), make_world(0, 1))
-    samples = components.samples
-    newest = max((folder / "run" / "checkpoints").glob("step-*"))
-    components.resume(open_checkpoint(newest), make_world(0, 1))
-    components.samples = samples
+    newest = open_checkpoint(max((folder / "run" / "checkpoints").glob("step-*")))
+    components = build_components(quick_config(*flags_for(folder)), make_world(0, 1), checkpoint=newest)
     assert components.plan.num_train == len(components.train_data)
     assert components.plan.num_validation == len(components.validation_data)
     assert components.data.to_json() == data

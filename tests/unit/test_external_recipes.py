@@ -61,8 +61,8 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
         results = loop.train(loaded.config, world, RunPlace(folder, None), eval_batches=1)
         final = parameters_of(rigs[0])
     shutil.rmtree(RunFolder(folder).checkpoints)  # a gigabyte, which pytest would keep for three runs
-    assert results["steps"] == STEPS
-    assert math.isfinite(results["test_loss"])
+    assert results.steps == STEPS
+    assert math.isfinite(results.test.loss)
     norms = [row["grad_norm"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
     assert all(math.isfinite(norm) and norm > 0 for norm in norms)
     unmoved = [name for name, value in final.items() if value.equal(initial[name])]

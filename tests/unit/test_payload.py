@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from paceline.checkpoints.capture import Stage, model_tensors, restore_model
 from paceline.checkpoints.extra_state import decode_extra_state, encode_extra_state
 from paceline.checkpoints.format import Manifest, check_headers, check_sizes
-from paceline.checkpoints.payload import DTYPES, PayloadReader, Piece, write_pieces
-from paceline.checkpoints.tiling import Box, fill_whole
+from paceline.checkpoints.payload import DTYPES, Box, PayloadReader, Piece, fill_whole, write_pieces
 from paceline.errors import CheckpointError, UserError
 from paceline.parallel.parts import bits, copy_bits
 

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.training.epoch import rank_columns
 from paceline.training.state import EpochSums
-from paceline.training.validate import _log_own_part
+from paceline.training.validate import _log_own_samples
 
 
 def ride_on(world_size: int, ranks: list[list[float]]) -> Any:
@@ -27,4 +27,4 @@ def test_a_run_that_resumes_before_its_validation_goes_on(ranks: list[list[float
     """From an older checkpoint, or on another number of ranks: the sums of ranks are not known, and nothing fails."""
     ride = ride_on(4, ranks)
     assert rank_columns(ride) == {}
-    _log_own_part(ride, 1, 2.0)
+    _log_own_samples(ride, 1, 2.0)

@@ -70,7 +70,7 @@ def weights_after(folder: Path, *flags: str) -> str:
     config = load_config("shapes-cnn", [*QUICK, *flags]).config
     RunFolder(folder).create()
     results = train(config, build_world(config.parallel, ALONE), RunPlace(folder, None, False))
-    return str(results["weights_sha256"])
+    return results.hashes["weights_sha256"]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from harness.cli import paceline
-from paceline.checkpoints.payload import Piece, write_pieces
-from paceline.checkpoints.tiling import Box
+from paceline.checkpoints.payload import Box, Piece, write_pieces
 from paceline.errors import UserError
 from paceline.launch.report import FailureReport
 from paceline.metrics.recorder import Recorder

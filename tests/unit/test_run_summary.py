@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from harness.ranks import make_world
-from harness.runs import QUICK, quick_config, train_in
+from harness.runs import QUICK, quick_config
 from paceline.cli.export import _read_request
 from paceline.data.dataset import DatasetInfo
 from paceline.data.reference import check_reference
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
+from paceline.runs.place import RunPlace
 from paceline.settings.load import load_config
 from paceline.settings.rules import check_config
-from paceline.training.run_summary import describe_summary
+from paceline.training.loop import train
+from paceline.training.results import describe_summary
 
 
 @pytest.mark.parametrize(("shape", "takes_pictures"), [((3, 8, 8), True), ((3, 8, 9), False), ((20,), False)])
 def test_the_commands_named_fit_the_run(tmp_path: Path, shape: tuple[int, ...], takes_pictures: bool) -> None:
     """`export` has its format; `predict` is named only where pictures can be labelled."""
-    results = train_in(make_world(0, 1), str(tmp_path / "run"), ("--max-steps=1",))
-    lines = describe_summary(results, RunFolder(tmp_path / "run"), DatasetInfo("made", 8, 8, ("a", "b"), shape))
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    results = train(quick_config("--max-steps=1"), make_world(0, 1), RunPlace(folder.path, None))
+    info = DatasetInfo("made", 8, 8, ("a", "b"), shape)
+    lines = describe_summary(replace(results, plan=replace(results.plan, info=info)), folder)
     commands = [shlex.split(line.rpartition("  ")[0]) for line in lines if line.startswith("  paceline ")]
     named = {words[1]: words[2:] for words in commands}
     assert ("predict" in named) == takes_pictures

@@ -13,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 from harness.ranks import make_world
 from harness.runs import train_in
 from paceline.data.draws import draw_sequence, draw_sequence_on_host
-from paceline.models.dropout import SampleDropout, draw_kept, share_keys
+from paceline.models.dropout import SampleDropout, ShareKeys, draw_kept, share_keys
 from paceline.models.external import PER_RANK
 from paceline.models.registry import BUILT_IN, build_model
 from paceline.settings.schema import ModelConfig
-from paceline.training.sample_keys import ShareKeys
 
 SEED, STEP, SAMPLES = 3, 1000, 24
 KEYS = [-2038915106950771996, 5480033281769997025]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.settings.schema import OptimConfig
-from paceline.training.schedule import learning_rate, peak_learning_rate
+from paceline.training.plan import learning_rate, peak_learning_rate
 
 STEPS_PER_EPOCH, TOTAL = 10, 100
 

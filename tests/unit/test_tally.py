@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.training.tally import DeviceTally, HostTally
+from paceline.training.step import DeviceTally, HostTally
 
 
 def test_plain_numbers_and_tensors_agree_to_the_bit() -> None:

@@ -57,8 +57,13 @@ class CheckpointManager:
         is_async: bool,
         flushed_first: tuple[Path, ...] = (),
         require_owner: Callable[[], None] = lambda: None,
+        before_write: Callable[[int], None] | None = None,
     ) -> None:
-        """`flushed_first`: files and folders that are on the disk before a checkpoint of their state is."""
+        """`flushed_first`: files and folders to flush before a checkpoint of their state is committed.
+
+        `require_owner` raises OwnerLost if this process may not write any more. `before_write` is called with the step
+        before a save writes; it injects faults.
+        """
         self._folder = folder
         self._flushed_first = flushed_first
         self._world = world
@@ -71,8 +76,8 @@ class CheckpointManager:
         self._failures_in_a_row = 0
         self._failing_since_s = 0.0
         self._repeat: Callable[[], None] | None = None  # writes the last save once more, from memory
-        self._require_owner = require_owner  # raises OwnerLost: this process may write nothing more
-        self.before_write: Callable[[int], None] | None = None  # told the step: where a rehearsed fault comes in
+        self._require_owner = require_owner
+        self._before_write = before_write
         self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
         self.started_step: int | None = None  # of the last save, which may be under way or have failed
         self.saved_step: int | None = None  # of the last save that succeeded; the primary's is the one that counts
@@ -264,8 +269,8 @@ class CheckpointManager:
         """The whole save of this rank, usually in a thread. A failure is kept for `wait` to tell."""
         temporary = store.temporary_folder(self._folder, about["step"])
         try:
-            if self.before_write is not None:
-                self.before_write(about["step"])
+            if self._before_write is not None:
+                self._before_write(about["step"])
             self._require_owner()
             self._require_space(pieces)
             make_plain_folder(temporary)  # without its parents: a run folder that was deleted stays deleted

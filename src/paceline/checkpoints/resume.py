@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoints import store
 from paceline.checkpoints.capture import Tensors, restore_model, restore_optimizer, restore_tensors
-from paceline.checkpoints.format import MANIFEST, step_folders
+from paceline.checkpoints.format import MANIFEST, STEP_PREFIX, DamagedCheckpoint, step_folders, step_of
 from paceline.checkpoints.payload import PayloadReader
+from paceline.checkpoints.store import inspect_checkpoint, open_checkpoint, point, pointed_at, take_in, temporary_folder
 from paceline.errors import CheckpointError
+from paceline.models.weights import LoadReport, load_matching, read_tensors
 from paceline.parallel.collectives import broadcast_text
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runtime.detect import World
@@ -122,3 +125,89 @@ def _explained(checkpoint: store.Checkpoint) -> Iterator[None]:
             got=str(error.args[0]),
             hint="give the model it was trained with; --init-from takes over the weights that match",
         ) from error
+
+
+_log = logging.getLogger("paceline")
+_LISTED = 8
+
+
+def start_from(model: nn.Module, source: Path) -> None:
+    """Copy weights of a run (its best), a checkpoint or a weights file into a fresh model."""
+    tensors = read_tensors(source) if source.is_file() else _tensors_of_checkpoint(source)
+    report = load_matching(model, tensors, source=str(source))
+    _log.info("weights   %d of %d tensors from %s", len(report.loaded), _wanted(report), source)
+    for label, names in (
+        ("other shape", report.skipped_shape),
+        ("only here", report.missing),
+        ("only there", report.unexpected),
+    ):
+        for name in names[:_LISTED]:
+            _log.info("  %-12s %s", label, name)
+        if len(names) > _LISTED:
+            _log.info("  %-12s and %d more", label, len(names) - _LISTED)
+
+
+def _wanted(report: LoadReport) -> int:
+    return len(report.loaded) + len(report.skipped_shape) + len(report.missing)
+
+
+def _tensors_of_checkpoint(source: Path) -> dict[str, Tensor]:
+    """The weights a run would be evaluated with: the moving average where there is one."""
+    checkpoint = open_checkpoint(_checkpoint_folder(source))
+    tensors: dict[str, Tensor] = {}
+    for kind in ("model", "ema"):
+        if checkpoint.files_of(kind):
+            reader = reader_of(checkpoint, kind)
+            tensors.update({name: reader.read(name) for name in reader.shapes})
+    return tensors
+
+
+def _checkpoint_folder(source: Path) -> Path:
+    if (source / MANIFEST).exists():
+        return source
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    newest = step_folders(folder)[:1]
+    for path in (folder / "best", *newest):
+        if path.exists():
+            return path
+    raise CheckpointError("there are no weights here", where=str(source))
+
+
+_log = logging.getLogger("paceline")
+
+
+def adopt_best(source: Path, folder: Path, step: int) -> None:
+    """Point `best` at the checkpoint a resumed state calls its best, taken along if it lies in another folder.
+
+    A killed save may have left the link on the one before; a run that went back, on one that is no longer its own.
+    Where the best was never saved for want of room, the link stays on the best that was.
+    """
+    best = source / f"{STEP_PREFIX}{step:08}"
+    if source.resolve() != folder.resolve() and is_present(best / MANIFEST):
+        best = _copy(best, folder) or best
+    if best.parent.resolve() == folder.resolve() and is_present(best / MANIFEST):
+        if pointed_at(folder, "best") != folder / best.name:
+            point(folder, "best", best)
+        return
+    current = pointed_at(folder, "best")
+    if current is not None and step_of(current) <= step:
+        return
+    (folder / "best").unlink(missing_ok=True)
+    if step > 0:
+        _log.warning("warning: the best checkpoint so far, of step %d, is not there any more", step)
+
+
+def _copy(path: Path, folder: Path) -> Path | None:
+    """A checkpoint in another folder, verified there before it gets its name; None if that cannot be."""
+    temporary = temporary_folder(folder, step_of(path))
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        manifest = inspect_checkpoint(path).manifest
+        temporary.mkdir(parents=True)
+        for name in (*manifest.files, MANIFEST):
+            shutil.copyfile(path / name, temporary / name, follow_symlinks=False)
+        return take_in(temporary)
+    except (DamagedCheckpoint, OSError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        _log.warning("warning: the best checkpoint %s was not taken along: %s", path, error)
+        return None

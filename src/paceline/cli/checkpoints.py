@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.fetch import push
-from paceline.checkpoints.listing import Listed, list_checkpoints
+from paceline.checkpoints.named import Listed, list_checkpoints
 from paceline.checkpoints.store import list_set_aside, pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
 from paceline.runs.epoch_clock import EpochClock

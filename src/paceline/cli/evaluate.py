@@ -28,20 +28,12 @@ def run(arguments: list[str]) -> int:
 
     run_ = open_run(path, flags, checkpoint=name)
     evaluation = evaluate_run(run_)
-    classes = run_.components.plan.info.classes
+    classes = run_.classes
     print(f"{path}: weights of step {run_.checkpoint.step}, {run_.checkpoint.path.name}")
     print(f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples")
     for label, accuracy in zip(classes, evaluation.class_accuracy(), strict=True):
         print(f"  {label:<16} {'no samples' if accuracy is None else f'{accuracy:.2%}'}")
-    answers = {
-        "test_accuracy": evaluation.accuracy,
-        "test_loss": evaluation.loss,
-        "samples": evaluation.samples,
-        "step": run_.checkpoint.step,
-        "checkpoint": run_.checkpoint.path.name,
-        "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
-        "confusion_matrix": evaluation.confusion,
-    }
+    answers = evaluation.to_json(classes, step=run_.checkpoint.step, checkpoint=run_.checkpoint.path.name)
     if run_.folder is not None:
         try:
             write_json(run_.folder / "evaluation.json", answers)

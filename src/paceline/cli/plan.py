@@ -46,9 +46,8 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     from paceline.data.registry import describe_dataset
     from paceline.parallel.apply import resolve_precision, resolve_strategy
     from paceline.runtime.detect import count_gpus
-    from paceline.training.estimate import estimate_memory
-    from paceline.training.plan import make_plan
-    from paceline.training.run_summary import describe_batch, describe_data, describe_steps
+    from paceline.training.header import describe_batch, describe_data, describe_steps
+    from paceline.training.plan import estimate_memory, make_plan
 
     config = loaded.config
     plan = make_plan(config, describe_dataset(config.data, config.train.seed), world_size)

@@ -29,7 +29,7 @@ def run(arguments: list[str]) -> int:
     from paceline.training.reuse import open_run, predict_pictures
 
     run_ = open_run(path, [])
-    classes = run_.components.plan.info.classes
+    classes = run_.classes
     for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):
         ranked = sorted(zip(probabilities, classes, strict=True), reverse=True)[:_SHOWN]
         print(f"{picture}: " + ", ".join(f"{name} {probability:.1%}" for probability, name in ranked))

@@ -17,9 +17,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.errors import PacelineError, UserError
+
+
+class Resolve(Protocol):
+    """Finds the function that a config names: `resolve_reference` below, or the source stored with a run."""
+
+    def __call__(self, name: str, *, where: str) -> Callable[..., Any]: ...
 
 
 def is_reference(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Loads a run's model without its data, and classifies pictures."""
+"""Loads the model of a run, and classifies pictures."""
 
 from __future__ import annotations
 
@@ -13,21 +13,14 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from paceline.checkpoints.identity import warn_of_changed_code
-from paceline.checkpoints.named import find_named
-from paceline.checkpoints.resume import require_checkpoint, restore_weights
-from paceline.data.augment import Pipeline, build_pipeline
+from paceline.data.augment import Pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
-from paceline.data.registry import describe_dataset
 from paceline.errors import UserError
 from paceline.library.caller_state import caller_state_kept
-from paceline.models.registry import build_model
-from paceline.runs.trust import hash_code, require_trusted_run, trusting_code
-from paceline.runtime.detect import ALONE, build_world
-from paceline.settings.load import load_config
 from paceline.settings.schema import Config
 from paceline.training.evaluate import average_over_views
+from paceline.training.reuse import find_saved
 
 Picture = str | Path | Image.Image
 Images = Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
@@ -54,19 +47,9 @@ class OpenModel:
 
 @caller_state_kept()
 def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -> OpenModel:
-    with trusting_code(trust_code):
-        require_trusted_run(path)
-    config = load_config(str(path / "config.yaml"), []).config
-    info = describe_dataset(config.data, config.train.seed)
-    pipeline = build_pipeline(config.data, info, config.train.seed)
-    model = build_model(config.model, pipeline.input_shape, info.num_classes, load_weights=False)
-    alone = dataclasses.replace(config.parallel, strategy="single", processes="1", device="cpu", cpu_offload=False)
-    named = find_named(path, checkpoint)
-    found = require_checkpoint(named.source, build_world(alone, ALONE), prefer_best=named.prefer_best)
-    used = {item: digest for item, digest in hash_code(config).items() if item.field in ("model_name", "dataset")}
-    warn_of_changed_code(found, used)
-    restore_weights(found, model)
-    return OpenModel(model.eval(), config, info, pipeline)
+    saved = find_saved(path, [], checkpoint=checkpoint, trust_code=trust_code)
+    record = saved.record
+    return OpenModel(record.load_model(saved.checkpoint), saved.config, record.info, record.pipeline)
 
 
 @torch.no_grad()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.errors import UserError
-from paceline.library.explained import explained
+from paceline.errors import PacelineError, UserError
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.runs.catalog import read_entry
@@ -99,13 +100,22 @@ class Run:
         with explained():
             return predict(self._best, images)
 
-    def evaluate(self) -> Evaluation:
-        """Test the best weights again, in this process."""
+    def evaluate(self, *, accept_new_data: bool = False) -> Evaluation:
+        """Test the best weights again, in this process. Data that has changed since the training is refused, unless
+        `accept_new_data`."""
         from paceline.library.caller_state import caller_state_kept
         from paceline.training.reuse import evaluate_run, open_run
 
+        flags = ["--accept-new-data"] if accept_new_data else []
         with explained(), caller_state_kept():
-            return evaluate_run(open_run(self.path, [], trust_code=self._trust_code))
+            return evaluate_run(open_run(self.path, flags, trust_code=self._trust_code))
+
+    def source(self, checkpoint: str | int = "best") -> dict[str, str]:
+        """The source of the run's functions, stored in a checkpoint: text by file name. Nothing is executed."""
+        from paceline.training.reuse import stored_source
+
+        with explained():
+            return stored_source(self.path, checkpoint)
 
     def resume(self, *, quiet: bool = False, **flags: Any) -> Run:
         """Continue this run in its folder. `epochs=20` makes a finished run longer."""
@@ -135,3 +145,15 @@ class Run:
         entry = read_entry(self.path)
         accuracy = f", {entry.test_accuracy:.2%} test accuracy" if entry.test_accuracy is not None else ""
         return f"{entry.state}, step {entry.step}{accuracy}" if entry.step is not None else entry.state
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Make the exception text the whole error screen: what, where, got, allowed, try."""
+    try:
+        yield
+    except PacelineError as error:
+        rest = error.screen().partition("\n")[2]
+        if rest and rest not in getattr(error, "__notes__", ()):
+            error.add_note(rest)
+        raise

@@ -11,10 +11,8 @@ from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, UserError
 from paceline.launch.request import decide_processes, read_request
 from paceline.library.child_run import train_in_child
-from paceline.library.explained import explained
-from paceline.library.functions import is_of_notebook, reference_to
-from paceline.library.notebook_source import write_down
-from paceline.library.run import Run
+from paceline.library.functions import is_of_notebook, reference_to, write_down
+from paceline.library.run import Run, explained
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, claimed, decide_place
 from paceline.runs.trust import trusting_code

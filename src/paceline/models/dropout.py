@@ -1,6 +1,6 @@
 """Dropout that is drawn per sample: a sample gets the same mask on any rank, in any microbatch or lane, on CPU and GPU.
 
-A training step gives each sample a key (training/sample_keys.py). A layer hashes the key, its own number and the
+A training step gives each sample a key (models/dropout.py). A layer hashes the key, its own number and the
 number of the feature, with the hash that also draws the augmentation (data/draws.py). There is no generator state.
 On a GPU all operations are plain tensor operations: they compile, and a CUDA graph replays them with other keys. On a
 CPU numpy computes the same bits in less time. A pass that is computed again (activation
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from paceline.data.draws import draw_sequence, draw_sequence_on_host
+from paceline.data.draws import draw_bits_from, draw_sequence, draw_sequence_on_host, start_of
 
 _VALUES = 2**16  # of one draw. One hash of 64 bits gives four draws, which saves three hashes.
 _DRAWS_PER_HASH = 4
@@ -74,3 +74,33 @@ def share_keys(model: nn.Module) -> SampleKeys | None:
     for number, layer in enumerate(layers):
         layer.source, layer.layer = source, number
     return source if any(layer.p > 0 for layer in layers) else None
+
+
+_LAYERS = 20  # keeps these draws apart from those of order and augmentation
+_STEPS_AT_ONCE = 32  # drawn together: for one step the small tensor operations would take longer than the hashing
+
+# What the random numbers of a run depend on. Part of a checkpoint, so that a resume can say that they have changed.
+# 1: dropout is drawn per rank. 2: dropout of our own models is drawn per sample.
+RANDOM_NUMBERS = 2
+
+
+class ShareKeys:
+    """The keys of one rank's share of the global batch."""
+
+    def __init__(self, seed: int, rank: int, device: str) -> None:
+        self._seed = seed
+        self._rank = rank
+        self._device = device
+        self._drawn = (-1, 0)  # which steps, and how many samples of each
+        self._keys: tuple[Tensor, ...] = ()
+
+    def of(self, step: int, samples: int) -> Tensor:
+        """The keys of a step's samples, in the order of the share."""
+        block, place = divmod(step, _STEPS_AT_ONCE)
+        if self._drawn != (block, samples):
+            first = block * _STEPS_AT_ONCE
+            starts = [start_of(_LAYERS, self._seed, number) for number in range(first, first + _STEPS_AT_ONCE)]
+            positions = torch.arange(self._rank * samples, (self._rank + 1) * samples, device=self._device)
+            self._keys = draw_bits_from(positions, torch.tensor(starts, device=self._device)[:, None]).unbind()
+            self._drawn = block, samples
+        return self._keys[place]

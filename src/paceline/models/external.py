@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.data.fetch import locked
-from paceline.data.reference import check_reference, resolve_reference
+from paceline.data.reference import Resolve, check_reference, resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
 from paceline.runs.cache import cache_folder
 
@@ -97,11 +97,18 @@ def _check_function(name: str, source: str) -> None:
 # ------------------------------------------------------------------------------------- building
 
 
-def build_external(name: str, input_shape: tuple[int, ...], num_classes: int, *, pretrained: bool = False) -> nn.Module:
-    """Make the model; `pretrained` asks a collection for its own published weights."""
+def build_external(
+    name: str,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    pretrained: bool = False,
+    resolve: Resolve = resolve_reference,
+) -> nn.Module:
+    """Make the model. `pretrained` asks a collection for its published weights. `resolve` finds the user's function."""
     source, _, target = name.rpartition(":")
     if source not in COLLECTIONS:
-        return _build_from_function(name, input_shape, num_classes)
+        return _build_from_function(name, input_shape, num_classes, resolve)
     if len(input_shape) != 3:
         raise UserError(f"{name} needs images", got=f"samples of shape {input_shape}")
     build = _build_timm if source == "timm" else _build_torchvision
@@ -212,10 +219,10 @@ def _fetching(name: str, pretrained: bool) -> Iterator[None]:
         ) from error
 
 
-def _build_from_function(name: str, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def _build_from_function(name: str, input_shape: tuple[int, ...], num_classes: int, resolve: Resolve) -> nn.Module:
     from torch import nn
 
-    function = resolve_reference(name, where=WHERE)
+    function = resolve(name, where=WHERE)
     arguments = _accepted(name, function, {"num_classes": num_classes, "input_shape": input_shape})
     with _users_code(name):
         model = function(**arguments)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import DataError, UserError
 from paceline.models.external import COLLECTIONS, build_external, check_external, suggest
 from paceline.models.published import PUBLISHED
@@ -73,16 +74,25 @@ def check_weights(config: ModelConfig) -> None:
 
 
 def build_model(
-    config: ModelConfig, input_shape: tuple[int, ...], num_classes: int, *, load_weights: bool = True
+    config: ModelConfig,
+    input_shape: tuple[int, ...],
+    num_classes: int,
+    *,
+    load_weights: bool = True,
+    resolve: Resolve = resolve_reference,
 ) -> nn.Module:
-    """The model for samples of `input_shape`, with initial weights or those that the config names."""
+    """The model for samples of `input_shape`, with initial weights or those that the config names.
+
+    `resolve` finds a user's function: by its name in the file system, or in the source stored with a run.
+    """
     name, weights = config.model_name, config.weights if load_weights else "none"
-    check_model_name(name)
+    if resolve is resolve_reference:
+        check_model_name(name)
     if load_weights:
         check_weights(config)
     if ":" in name:
         by_collection = weights == "imagenet"
-        model = build_external(name, input_shape, num_classes, pretrained=by_collection)
+        model = build_external(name, input_shape, num_classes, pretrained=by_collection, resolve=resolve)
         if by_collection:
             return model
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -274,3 +275,10 @@ class PlainAttributes:
     def restore(self) -> None:
         for layer, values in zip(self._layers, self._before, strict=True):
             vars(layer).update(values)
+
+
+def autocast(model: ParallelModel, world: World) -> AbstractContextManager[object]:
+    """Mixed precision for a forward pass. Under FSDP the shards' own policy does the casting."""
+    if model.autocast_dtype is None or model.strategy == "fsdp":
+        return nullcontext()
+    return torch.autocast(torch.device(world.device).type, model.autocast_dtype)

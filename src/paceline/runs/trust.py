@@ -1,9 +1,12 @@
 """Whose code a run folder would execute. Code of a folder from elsewhere is not executed unless the user says so.
 
-A run whose config names functions gets `code.json` when it is trained: keyed hashes (HMAC) of each function and its
-file. The key lies outside of all run folders and only its owner can read it. So a folder that another person made, or
-whose functions.py was changed later, does not pass; one that was moved or copied does. A file outside of the run folder
-is the user's own: it passes at its place with other content, or elsewhere with the same content.
+The source of a run's functions is stored in its checkpoints (runs/sources.py), with a mark: a keyed hash (HMAC) of it.
+The key is outside of all run folders and only its owner can read it. A checkpoint that another person or machine made,
+or whose source was changed, does not pass; one that was moved or copied does.
+
+A run's config.yaml can be used as a recipe, and then names files. For this a run gets `code.json`: keyed hashes of each
+function and its file. A file outside of the run folder is the user's own: it passes at its place with other content, or
+elsewhere with the same content.
 """
 
 from __future__ import annotations
@@ -94,20 +97,51 @@ def require_trusted_recipe(loaded: LoadedConfig) -> None:
         require_trusted_run(folder)
 
 
-def require_trusted_code(folder: Path, config: Config) -> None:
-    references = code_references(config)
+def require_trusted_code(folder: Path, config: Config, fields: tuple[str, ...] = CODE_FIELDS) -> None:
+    """The same for a config and some of its fields. The files of the functions must be in their places."""
+    references = [item for item in code_references(config) if item.field in fields]
     _require_files(references)
     if not references or is_trusting():
         return
     fault = _find_fault(folder, references)
     if fault:
-        raise UserError(
-            "this run folder would execute code that is not known to be yours",
-            where="\n".join(dict.fromkeys(str(item.path if item.is_file else item.place) for item in references)),
-            got=fault,
-            allowed="code of runs that you trained on this machine",
-            hint=f"read the code; if you trust it, add {TRUST_FLAG} (in Python: trust_code=True)",
-        )
+        places = [str(item.path if item.is_file else item.place) for item in references]
+        raise _untrusted("\n".join(dict.fromkeys(places)), fault)
+
+
+def sign_sources(sha256: str) -> str:
+    """This user's mark for the stored source of a run (runs/sources.py). Empty if there is no key."""
+    try:
+        return _mark_of(_key(), sha256)
+    except _NoKey:
+        return ""
+
+
+def require_trusted_sources(sha256: str, mark: str, *, functions: list[str], where: str) -> None:
+    """UserError if the stored source of a run is not marked as this user's. Nothing is imported."""
+    if is_trusting():
+        return
+    try:
+        is_own = hmac.compare_digest(mark.encode(), _mark_of(_key(create=False), sha256).encode())
+        fault = "" if is_own else "it comes from another person or machine, or was changed"
+    except _NoKey as error:
+        fault = str(error)
+    if fault:
+        raise _untrusted(f"{where}\n{', '.join(functions)}", fault)
+
+
+def _mark_of(key: bytes, sha256: str) -> str:
+    return hmac.new(key, json.dumps(["paceline sources 1", sha256]).encode(), hashlib.sha256).hexdigest()
+
+
+def _untrusted(where: str, fault: str) -> UserError:
+    return UserError(
+        "this run folder would execute code that is not known to be yours",
+        where=where,
+        got=fault,
+        allowed="code of runs that you trained on this machine",
+        hint=f"read the code (in Python: run.source()); if you trust it, add {TRUST_FLAG} (trust_code=True)",
+    )
 
 
 def _require_files(references: list[CodeReference]) -> None:

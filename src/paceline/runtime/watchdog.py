@@ -12,7 +12,6 @@ import os
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
@@ -32,7 +31,6 @@ class Watchdog:
 
     def __init__(self, pulse: Pulse, *, timeout_s: float = 0.0, is_supervised: bool = False) -> None:
         self.pulse = pulse
-        self.on_phase: Callable[[str, int], None] | None = None  # called at each phase; used to inject faults
         self._timeout_s = timeout_s
         self._is_supervised = is_supervised
         self._allowed_s = _START_S
@@ -60,8 +58,6 @@ class Watchdog:
         self._learn(phase, now)
         self._allowed_s = self._allowed(phase)
         self.pulse.beat(phase, step, self._allowed_s)
-        if self.on_phase is not None:
-            self.on_phase(phase, step)
 
     @property
     def longest_step_s(self) -> float:

@@ -20,10 +20,11 @@ from torch import Tensor, nn
 from paceline.checkpoints.payload import Piece, local_box, write_pieces
 from paceline.data.loader import Batch
 from paceline.errors import NonFiniteError
+from paceline.parallel.apply import autocast
 from paceline.parallel.collectives import gather_texts
 from paceline.settings.small_files import make_plain_folder
 from paceline.training.session import TrainingSession, reopen_recorder
-from paceline.training.step import StepReport, autocast
+from paceline.training.step import StepReport
 
 _log = logging.getLogger("paceline")
 _RECENT = 50

@@ -1,4 +1,4 @@
-"""Everything a run stands on, put together in order: data, model, strategy, optimizer."""
+"""The objects of a run on one rank, built in this order: data, model, strategy, optimizer, step."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
@@ -21,14 +22,15 @@ from paceline.checkpoints.identity import (
     warn_of_changed_code,
     warn_of_other_random_numbers,
 )
-from paceline.checkpoints.resume import reader_of, restore_training
+from paceline.checkpoints.resume import reader_of, restore_training, start_from
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
-from paceline.data.dataset import Dataset
+from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
 from paceline.data.order import split_train_validation
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
+from paceline.models.dropout import RANDOM_NUMBERS
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
@@ -41,26 +43,26 @@ from paceline.settings.code import CodeReference
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
-from paceline.training.initial import start_from
-from paceline.training.objective_check import check_objective
+from paceline.training.guards import Guards
+from paceline.training.model_record import RECORD, ModelRecord, make_record
+from paceline.training.objective import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
 from paceline.training.same_ranks import require_same_data
-from paceline.training.sample_keys import RANDOM_NUMBERS
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 
-_LOOKED_AT = 2000  # samples
+_FIRST_LOOK_SAMPLES = 2000  # for a model that takes its first layer from the data
 
 _log = logging.getLogger("paceline")
 _T = TypeVar("_T")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Components:
-    """The live objects of a run on this rank."""
+    """The objects of a run on this rank. A resume changes their values, not which objects they are."""
 
     plan: RunPlan
     train_data: Loader
@@ -71,15 +73,15 @@ class Components:
     average: MovingAverage | None
     step: TrainStep
     data: RunData
+    record: ModelRecord | None  # None on all ranks but the primary, and where nothing is trained
     code: dict[CodeReference, str]  # a hash of each file with functions of the user, as it was when it was imported
-    samples: Dataset | None  # all that are not for the test; until a run knows which of them it trains on
 
     @property
     def num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self.model.module.parameters())
 
     def checkpoint_bytes(self) -> int:
-        """About how large one checkpoint will be: weights, optimizer state, moving average."""
+        """The approximate size of one checkpoint: weights, optimizer state, moving average."""
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.module.parameters())
         copies = 1 + (2 if "adam" in self.plan.config.optim.optimizer else 1) + (self.average is not None)
         return weights * copies
@@ -88,12 +90,12 @@ class Components:
         return self.average.named_values() if self.average else {}
 
     def payload(self, world: World) -> dict[str, Tensors]:
-        """Every tensor a resume needs, by kind. Collective where ranks have statistics of their own."""
+        """Every tensor that a resume needs, by kind. Collective if ranks have their own running statistics."""
         module = self.model.module
         payload = {"model": model_tensors(module), "optimizer": optimizer_tensors(module, self.optimizer)}
         rows = gather_own_buffers(module, world)
         if rows:
-            # The model has the mean of the statistics, to be evaluated with; a resumed rank takes its own row.
+            # The model gets the mean of the statistics, for evaluation. A resumed rank takes its own row.
             names = running_statistics(module).keys() & rows.keys()
             payload["model"].update({name: average_rows(rows[name]) for name in sorted(names)})
             payload["statistics"] = rows
@@ -102,7 +104,7 @@ class Components:
         return payload
 
     def state_json(self, state: TrainState, *, keep: bool) -> dict[str, Any]:
-        """What goes into a checkpoint beside the tensors."""
+        """The content of a checkpoint's state.json."""
         return {
             **state.to_json(),
             "keep": keep,
@@ -112,10 +114,11 @@ class Components:
             "data": self.data.to_json(),
             "random_numbers": RANDOM_NUMBERS,
             "code": {item.name: digest for item, digest in self.code.items()},
+            **({RECORD: self.record.to_json()} if self.record is not None else {}),
         }
 
     def about(self, state: TrainState) -> dict[str, Any]:
-        """What a checkpoint's manifest says of its origin."""
+        """The origin of a checkpoint, for its manifest."""
         return {
             "step": state.step,
             "world_size": self.plan.world_size,
@@ -126,13 +129,11 @@ class Components:
         }
 
     def resume(self, checkpoint: Checkpoint, world: World) -> TrainState:
-        """Take over everything a checkpoint holds; refuse one of another run."""
-        _compare_configs(checkpoint, self.plan)
+        """Restore everything from a checkpoint of this run. Returns its state."""
         warn_of_changed_code(checkpoint, self.code)
         if self.model.draws_by_sample:
             warn_of_other_random_numbers(checkpoint, RANDOM_NUMBERS)
-        state = _state_of(checkpoint)  # first: what cannot be used must not be half taken over
-        self._take_data_of(checkpoint)
+        state = _read_state(checkpoint, TrainState.from_json)  # first: an unreadable one must not be half restored
         restore_training(checkpoint, self.model.module, self.optimizer, self.average_values())
         if checkpoint.files_of("statistics"):
             rows = reader_of(checkpoint, "statistics")
@@ -141,24 +142,6 @@ class Components:
         if self.step.scaler.is_enabled():
             self.step.scaler.load_state_dict(checkpoint.state["scaler"])
         return state
-
-    def _take_data_of(self, checkpoint: Checkpoint) -> None:
-        """Train and validate on the parts of the data that the checkpoint's run has them in."""
-        plan = self.plan
-        may_differ, has_validation = plan.config.run.accept_new_data, plan.num_validation > 0
-        data = data_to_go_on_with(checkpoint, self.data, may_differ=may_differ, has_validation=has_validation)
-        parts = plan.num_train, plan.num_validation
-        if data.is_split_by_keys and not self.data.is_split_by_keys:
-            assert self.samples is not None
-            train, validation = split_again(self.samples, data)
-            parts = len(train), len(validation)
-            self.train_data, self.validation_data = (self.train_data.on_part(ids) for ids in (train, validation))
-        self.plan = make_plan(plan.config, plan.info, plan.world_size, parts, _count_epochs_from(checkpoint))
-        self.data = data
-
-
-def _state_of(checkpoint: Checkpoint) -> TrainState:
-    return _read_state(checkpoint, TrainState.from_json)
 
 
 def _count_epochs_from(checkpoint: Checkpoint) -> Callable[[int], EpochClock]:
@@ -182,26 +165,68 @@ def hash_config(config: Config) -> str:
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _compare_configs(checkpoint: Checkpoint, plan: RunPlan) -> None:
-    now = flatten(plan.config)
-    for name in require_same_run(checkpoint, now, lanes=plan.lanes):
+def _compare_configs(checkpoint: Checkpoint, config: Config, world_size: int) -> None:
+    """Refuse a checkpoint of another run; name the settings that differ and may."""
+    now = flatten(config)
+    for name in require_same_run(checkpoint, now, lanes=config.parallel.lanes or world_size):
         saved = checkpoint.state["config"].get(name)
         _log.info("note: %s was %r when the checkpoint was saved, is %r now", name, saved, now[name])
 
 
-def build_components(config: Config, world: World, *, load_weights: bool = True) -> Components:
+@dataclass(frozen=True)
+class _Samples:
+    """The data of a run: what it is, and which samples are trained on and validated with."""
+
+    loaded: LoadedData
+    about: RunData
+    train_ids: Tensor
+    validation_ids: Tensor
+
+
+def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *, is_for_training: bool) -> _Samples:
+    """Load the data. A checkpoint may decide which samples are trained on. Collective."""
+    loaded = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
+    require_same_data(loaded.fingerprint(), world)
+    fingerprint = agree_on_data(loaded, world)
+    train_ids, validation_ids = split_train_validation(len(loaded.train), config.data.train_split)
+    # Only the primary writes checkpoints.
+    is_described = world.is_primary and is_for_training
+    held_out = describe_split(loaded.train, train_ids, validation_ids) if is_described else None
+    about = RunData(fingerprint, held_out=held_out)
+    if checkpoint is not None:
+        may_differ, has_validation = config.run.accept_new_data, len(validation_ids) > 0
+        about = data_to_go_on_with(checkpoint, about, may_differ=may_differ, has_validation=has_validation)
+        if about.is_split_by_keys:
+            train_ids, validation_ids = split_again(loaded.train, about)
+    return _Samples(loaded, about, train_ids, validation_ids)
+
+
+def build_components(
+    config: Config,
+    world: World,
+    guards: Guards | None = None,
+    *,
+    load_weights: bool = True,
+    checkpoint: Checkpoint | None = None,
+) -> Components:
+    """Build everything for a run. Without `load_weights` it is not for training: nothing is warmed up or checked.
+
+    `checkpoint`: the run continues from it, so it decides on the samples and on the count of epochs. Its tensors are
+    restored by `Components.resume`.
+    """
+    if checkpoint is not None:
+        _compare_configs(checkpoint, config, world.world_size)
+        _read_state(checkpoint, TrainState.from_json)
     if config.train.deterministic or config.parallel.exact:
         require_determinism()
     else:
-        torch.backends.cudnn.benchmark = True  # batches have one size: kernels are tried once, and the fastest taken
-    data = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
-    require_same_data(data.fingerprint(), world)
-    fingerprint = agree_on_data(data, world)
-    plan = make_plan(config, data.info, world.world_size)
+        torch.backends.cudnn.benchmark = True  # all batches have one size: try the kernels once, use the fastest
+    samples = _load_samples(config, world, checkpoint, is_for_training=load_weights)
+    data, train_ids = samples.loaded, samples.train_ids
+    parts = len(train_ids), len(samples.validation_ids)
+    count_epochs = EpochClock if checkpoint is None else _count_epochs_from(checkpoint)
+    plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    train_ids, validation_ids = split_train_validation(len(data.train), config.data.train_split)
-    # Only the primary writes checkpoints.
-    held_out = describe_split(data.train, train_ids, validation_ids) if world.is_primary and load_weights else None
     train_data = Loader(data.train, train_ids, pipeline, world)
 
     seed_initial_weights(config.train.seed)
@@ -210,8 +235,7 @@ def build_components(config: Config, world: World, *, load_weights: bool = True)
         start_from(model, Path(config.run.init_from))
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None and load_weights:
-        some = train_ids[: min(_LOOKED_AT, len(train_ids))]
-        look_at(pipeline.for_evaluation(data.train.read(some)))
+        look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
     example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)
@@ -220,8 +244,10 @@ def build_components(config: Config, world: World, *, load_weights: bool = True)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     if load_weights:
         check_objective(config, plan, parallel, world)
-    step = build_step(parallel, optimizer, average, config, world)
+    step = build_step(parallel, optimizer, average, config, world, guards or Guards())
     code = hash_code(config)  # after all of it was imported
+    is_recorded = load_weights and world.is_primary
+    record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
         train_data.warm_up(plan.rank_batch_size)
@@ -229,13 +255,13 @@ def build_components(config: Config, world: World, *, load_weights: bool = True)
     return Components(
         plan=plan,
         train_data=train_data,
-        validation_data=train_data.on_part(validation_ids),
+        validation_data=train_data.on_part(samples.validation_ids),
         test_data=Loader(data.test, torch.arange(len(data.test)), pipeline, world),
         model=parallel,
         optimizer=optimizer,
         average=average,
         step=step,
-        data=RunData(fingerprint, held_out=held_out),
+        data=samples.about,
+        record=record,
         code=code,
-        samples=data.train,
     )

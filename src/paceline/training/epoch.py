@@ -1,4 +1,4 @@
-"""One epoch of training: batches in, updates out, and now and then a line about it."""
+"""One epoch of training: a step per batch, a log line per interval, checkpoints, and an agreed stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from paceline.training.session import TrainingSession
 from paceline.training.state import EpochSums
 from paceline.training.step import StepReport
 
-_STATUS_EVERY_S = 0.25
+_STATUS_INTERVAL_S = 0.25
 
 
 class StopAgreed(Exception):
@@ -29,7 +29,7 @@ class StopAgreed(Exception):
 
 
 def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
-    """Train to the end of the current epoch, or of the run."""
+    """Train to the end of the current epoch, or of the run. Raises StopAgreed, or RollBack after a bad step."""
     config, components, state, plan = session.config, session.components, session.state, session.components.plan
     epoch, first_step = plan.clock.locate(state.step)
     if first_step == 0:
@@ -56,8 +56,8 @@ def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
             busy_s += report.busy_s + batch.wait_s
         for watch in (interval, epoch_watch, run_watch):
             watch.count(config.train.global_batch_size, batch.wait_s)
-        session.is_leaving |= report is not None and report.is_stop_wanted
-        is_due = session.is_leaving or is_save_due(state.step, plan.clock, plan.last_step, config.run)
+        session.is_stopping |= report is not None and report.is_stop_wanted
+        is_due = session.is_stopping or is_save_due(state.step, plan.clock, plan.last_step, config.run)
         is_saved = is_due and state.step != last_step  # the loop saves the last one, with its validation
         if state.step % config.run.log_frequency == 0 or state.step == last_step or is_saved:
             _log_step(session, _with_column(sums, busy_s), report, lr, interval)
@@ -68,13 +68,13 @@ def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
             state.epoch_sums.seconds += epoch_watch.seconds
             epoch_watch.restart()
             save(session, is_best=False)
-            if session.is_leaving:
+            if session.is_stopping:
                 raise StopAgreed
     state.epoch_sums.seconds += epoch_watch.seconds
 
 
 def epoch_row(session: TrainingSession) -> dict[str, Any]:
-    """What the epoch so far gave in training, also if an earlier attempt trained it."""
+    """Training figures of the epoch so far, including the part that an earlier attempt trained."""
     sums = session.state.epoch_sums
     return {
         "loss": sums.mean_loss,
@@ -86,10 +86,10 @@ def epoch_row(session: TrainingSession) -> dict[str, Any]:
 
 
 def rank_columns(session: TrainingSession) -> dict[str, list[float]]:
-    """What each rank's own samples gave in this epoch, in the order of ranks.
+    """Training figures of each rank's own samples in this epoch, in the order of ranks.
 
-    Empty where it is not known: a run that was resumed after its last step, on another number of ranks or from an
-    older checkpoint.
+    Empty if they are not known: after a resume at the end of an epoch, on another number of ranks, or from a
+    checkpoint of an older version.
     """
     rows = session.state.epoch_sums.ranks
     if len(rows) != session.world.world_size:
@@ -102,7 +102,7 @@ def rank_columns(session: TrainingSession) -> dict[str, list[float]]:
 
 
 def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport | None:
-    """Gradients, a look at them, and the update; None for a step that is left out."""
+    """Compute the gradients, check them, and update. None for a step that is left out."""
     step, state, guards = session.components.step, session.state, session.guards
     if state.step in state.jumped:
         return None
@@ -110,7 +110,7 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
         batch = guards.faults.touch(batch, session.components.model.module, state.step + 1)
     report = step.gradients(batch, state.step, wants_stop=_is_stop_due(session))
     if report.is_stop_wanted and _is_saved(session):
-        raise StopAgreed  # this very step is on disk: training one more would only cost a second save
+        raise StopAgreed  # this step is saved already; one more step would need a second save
     fault = find_fault(session, report)
     if fault is not None:
         leave_out(session, batch, fault)
@@ -121,7 +121,7 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
 
 
 def _is_stop_due(session: TrainingSession) -> bool:
-    return session.guards.stop.is_due(session.config.guard.notice, _seconds_to_leave(session))
+    return session.guards.stop.is_due(session.config.guard.notice, _seconds_to_stop(session))
 
 
 def require_no_stop(session: TrainingSession) -> None:
@@ -140,13 +140,13 @@ def _is_saved(session: TrainingSession) -> bool:
     return is_true_on_any(session.world.is_primary and session.checkpoints.saved_step == step, session.world)
 
 
-def _seconds_to_leave(session: TrainingSession) -> float:
-    """What one more step and a save will take, generously."""
+def _seconds_to_stop(session: TrainingSession) -> float:
+    """An upper estimate of the time for one more step and a save."""
     return 2 * session.checkpoints.last_save_s + 2 * session.guards.watchdog.longest_step_s + 1.0
 
 
-def leave(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
-    """Asked to stop: save what is not saved yet, tell it, and end on every rank."""
+def stop_run(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
+    """End an agreed stop on every rank: save if needed, write the status, raise Preempted. Collective."""
     session.console.stop()
     step = session.state.step
     if can_save and step > 0 and not _is_saved(session):
@@ -159,9 +159,9 @@ def leave(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
     if session.recorder is not None:
         session.recorder.close()
         save_s = round(session.checkpoints.last_save_s, 3)
-        told = {"step": step, "reason": reason, "save_s": save_s, **describe_console_loss()}
-        session.folder.write_status("preempted" if is_saved else "failed", **told)
-        # Before anybody leaves: srun may end the other tasks of a job as soon as the first one is gone.
+        fields = {"step": step, "reason": reason, "save_s": save_s, **describe_console_loss()}
+        session.folder.write_status("preempted" if is_saved else "failed", **fields)
+        # Before any rank exits: srun may end the other tasks of a job when the first one exits.
         requeue_job(reason, session.folder.requeues, step)
     wait_for_all(session.world)
     if is_saved:
@@ -173,7 +173,7 @@ def leave(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
 
 
 def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:
-    """The sums of an interval, lane by lane, and the seconds of work behind them, which the first lane stands for."""
+    """The sums of an interval, lane by lane, with the seconds of work as a column (in the row of the first lane)."""
     column = torch.zeros_like(sums[:, :1])
     column[0] = busy_s
     return torch.cat([sums, column], dim=1)
@@ -182,16 +182,16 @@ def _with_column(sums: torch.Tensor, busy_s: float) -> torch.Tensor:
 def _log_step(
     session: TrainingSession, sums: torch.Tensor, report: StepReport | None, lr: float, interval: Stopwatch
 ) -> None:
-    """Bring an interval's sums to the host, add them up over ranks, and tell."""
+    """Add up an interval's sums over ranks, and log them. Collective."""
     rows = session.components.step.gather(sums)
     loss, correct, samples, _ = tree_sum(rows).tolist()
     state, last_step = session.state, session.components.plan.last_step
     state.epoch_sums.add(loss, correct, samples)
     lanes = rows[:, :3].view(session.world.world_size, -1, 3)
     state.epoch_sums.add_ranks(lanes.sum(1).tolist())
-    session.stragglers.look(rows[:, 3], state.step)
+    session.stragglers.compare(rows[:, 3], state.step)
     if samples == 0:
-        return  # every step since the last line was left out, and told so
+        return  # every step of the interval was left out, with a warning
     memory = read_memory(session.world.device)
     values = {
         "loss": loss / samples,
@@ -205,43 +205,43 @@ def _log_step(
     }
     if session.recorder is not None:
         session.recorder.step(state.step, **values)
-        _tell_status(session)
+        _write_status(session)
     session.console.step(state.step, last_step, values)
 
 
-def _tell_status(session: TrainingSession) -> None:
-    """For whoever looks on from outside, and nobody looks so often. A folder that is lost is noticed at once."""
+def _write_status(session: TrainingSession) -> None:
+    """Update status.json, at most four times a second. A lost run folder is noticed at every call."""
     now = time.monotonic()
-    if now - session.status_told_at < _STATUS_EVERY_S and os.access(session.folder.path, os.W_OK):
+    if now - session.status_written_at_s < _STATUS_INTERVAL_S and os.access(session.folder.path, os.W_OK):
         return
-    session.status_told_at = now
+    session.status_written_at_s = now
     step, last_step = session.state.step, session.components.plan.last_step
     eta_s = round(session.console.remaining_s(step, last_step), 1)
     save_s = round(session.checkpoints.last_save_s, 3)
-    told = {"step": step, "last_step": last_step, "eta_s": eta_s, "save_s": save_s, **describe_console_loss()}
-    session.folder.write_status("running", **told)
+    fields = {"step": step, "last_step": last_step, "eta_s": eta_s, "save_s": save_s, **describe_console_loss()}
+    session.folder.write_status("running", **fields)
 
 
 def is_save_due(step: int, clock: EpochClock, last_step: int, run: RunConfig) -> bool:
-    """Whether any schedule asks for a checkpoint after this step: the one rule, inside an epoch and at its end."""
+    """Whether a checkpoint is due after this step: by --save-steps, --save-epochs, or at the end of the run."""
     if step == last_step or (run.save_steps > 0 and step % run.save_steps == 0):
         return True
     epoch, inside = clock.locate(step)
-    return inside == 0 and (epoch % run.save_epochs == 0 or _is_kept_for_ever(epoch, run))
+    return inside == 0 and (epoch % run.save_epochs == 0 or _is_kept(epoch, run))
 
 
-def _is_kept_for_ever(epoch: int, run: RunConfig) -> bool:
+def _is_kept(epoch: int, run: RunConfig) -> bool:
     return run.save_frequency > 0 and epoch % run.save_frequency == 0
 
 
 def save(session: TrainingSession, *, is_best: bool) -> None:
-    """Hand the whole state to the checkpoint manager. Collective."""
+    """Pass the whole state to the checkpoint manager. Collective."""
     session.guards.enter("save", session.state.step)
     state = session.state
     epoch, inside = session.components.plan.clock.locate(state.step)
     if inside:
         state.validation = None
-    keep = inside == 0 and _is_kept_for_ever(epoch, session.config.run)
+    keep = inside == 0 and _is_kept(epoch, session.config.run)
     session.checkpoints.save(
         session.components.payload(session.world),
         session.components.state_json(state, keep=keep),

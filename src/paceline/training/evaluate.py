@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,28 +13,49 @@ from torch.nn import functional as F
 
 from paceline.data.loader import Loader
 from paceline.metrics.throughput import Stopwatch
-from paceline.parallel.apply import ParallelModel
+from paceline.parallel.apply import ParallelModel, autocast
 from paceline.parallel.collectives import sum_lanes, sum_over_ranks
 from paceline.runtime.detect import World
 from paceline.training.examples import Examples
 from paceline.training.objective import Objective
-from paceline.training.step import autocast
+
+EVALUATION_SCHEMA = 1  # increased when a field of evaluation.json changes its meaning or is removed
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Over all ranks."""
+    """The result of an evaluation, over all ranks."""
 
     loss: float
     accuracy: float
     samples: int
     throughput: float
     confusion: list[list[int]]  # rows: true class, columns: predicted class
-    metrics: dict[str, float] = field(default_factory=dict)  # of the user's own
+    metrics: dict[str, float] = field(default_factory=dict)  # the user's own metrics
 
     def class_accuracy(self) -> list[float | None]:
         """Per class; None for a class without samples."""
         return [row[index] / sum(row) if sum(row) else None for index, row in enumerate(self.confusion)]
+
+    def by_class(self, classes: tuple[str, ...]) -> dict[str, Any]:
+        """The part of an evaluation that needs the names of the classes, for JSON."""
+        return {
+            "samples": self.samples,
+            "class_accuracy": dict(zip(classes, self.class_accuracy(), strict=True)),
+            "confusion_matrix": self.confusion,
+        }
+
+    def to_json(self, classes: tuple[str, ...], *, step: int, checkpoint: str) -> dict[str, Any]:
+        """The content of evaluation.json: the test of one checkpoint."""
+        return {
+            "schema_version": EVALUATION_SCHEMA,
+            "test_accuracy": self.accuracy,
+            "test_loss": self.loss,
+            "test_metrics": self.metrics,
+            "step": step,
+            "checkpoint": checkpoint,
+            **self.by_class(classes),
+        }
 
 
 @torch.no_grad()
@@ -72,7 +94,7 @@ def evaluate(
                 cells = batch.labels * num_classes + logits.argmax(1)
                 confusion += torch.bincount(cells, minlength=len(confusion))
                 if examples is not None:
-                    examples.look(batch.inputs, batch.labels, logits)
+                    examples.collect(batch.inputs, batch.labels, logits)
     finally:
         model.module.train()
         model.release_gathered()

@@ -1,7 +1,6 @@
-"""A few test pictures with their answers, for the run's page: the surest of the wrong ones, and some right ones.
+"""A few test pictures with their predictions, for the run's page: the most confident errors, and some correct ones.
 
-They come from the evaluation that runs anyway, on the primary's share of it, so no rank waits for another. Some
-batches, spread evenly over the share, are looked at.
+They are collected during the test, from some batches of the primary's share. No rank waits for another.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Example:
 
 
 class Examples:
-    """Collects pictures while the test set passes by."""
+    """Collects pictures during the test."""
 
     def __init__(self, pipeline: Pipeline, num_batches: int) -> None:
         self._pipeline = pipeline
@@ -44,8 +43,8 @@ class Examples:
         self._seen = 0
         self._found: list[Example] = []
 
-    def look(self, inputs: Tensor, labels: Tensor, logits: Tensor) -> None:
-        """One evaluated batch. Waits for the device, but in a few batches only."""
+    def collect(self, inputs: Tensor, labels: Tensor, logits: Tensor) -> None:
+        """Called for each evaluated batch. Reads values from the device in a few batches only."""
         self._seen += 1
         channels = inputs.shape[1] if inputs.dim() == 4 else 0
         if channels not in (1, 3) or (self._seen - 1) % self._every:
@@ -64,14 +63,14 @@ class Examples:
         ]
 
     def chosen(self) -> list[Example]:
-        """Wrong ones first, the surest of them in front."""
+        """Errors first, the most confident ones in front."""
         found = sorted(self._found, key=lambda example: -example.confidence)
         wrong = [example for example in found if example.true != example.predicted][:_MOST_WRONG]
         right = [(e.confidence, e.true, e) for e in found if e.true == e.predicted]
         return wrong + [e for *_, e in _many_classes(right)][: MOST_EXAMPLES - len(wrong)]
 
     def write(self, folder: RunFolder, classes: tuple[str, ...]) -> None:
-        """Into examples.json, each picture a PNG in a data URI. A full disk costs the pictures, not the run."""
+        """Write examples.json, each picture a PNG in a data URI. A full disk does not end the run."""
         rows: list[dict[str, Any]] = [
             {
                 "true": classes[example.true],
@@ -87,7 +86,7 @@ class Examples:
             folder.warn_on_write_error(folder.examples.name, error)
 
     def _as_pictures(self, inputs: Tensor) -> Tensor:
-        """Back from what the model sees to what a person sees."""
+        """Undo the normalisation: model inputs to pixels."""
         mean, std = (
             inputs.new_tensor(values).view(1, -1, 1, 1) for values in (self._pipeline.mean, self._pipeline.std)
         )
@@ -95,7 +94,7 @@ class Examples:
 
 
 def open_examples(components: Components, world: World) -> Examples | None:
-    """For the primary; the others need none."""
+    """Only the primary collects examples."""
     if not world.is_primary:
         return None
     config = components.plan.config

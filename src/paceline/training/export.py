@@ -23,16 +23,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import paceline
-from paceline.data.augment import Pipeline, build_pipeline
+from paceline.data.augment import Pipeline
 from paceline.errors import PacelineError, UserError, printable_line
 from paceline.models.external import first_line
-from paceline.models.registry import build_model
 from paceline.runs.file_shapes import ENVIRONMENT, RESULTS
 from paceline.runs.folder import RunFolder, write_atomically, write_json
 from paceline.runs.json_files import read_object
+from paceline.training.header import describe_data
 from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
-from paceline.training.run_summary import describe_data
 
 PROBE_SAMPLES = 8
 TOLERANCE = 1e-4  # of the largest logit (or of 1): another runtime adds in another order
@@ -88,7 +87,6 @@ _FORWARD = "with torch.no_grad():\n    logits = model(torch.from_numpy(inputs))[
 _LOAD_SAFETENSORS = """\
 import torch
 from paceline.settings.schema import ModelConfig
-from paceline.models.registry import build_model
 from safetensors.torch import load_file
 
 # Any other model with these parameter names does as well.
@@ -129,19 +127,18 @@ def export_run(path: Path, format_name: str, output: Path, flags: list[str]) -> 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [
-        f"{path}: weights of {_describe_weights(run)}, {run.components.num_parameters:,} parameters",
+        f"{path}: weights of {_describe_weights(run)}, {run.num_parameters:,} parameters",
         f"{FORMATS[format_name].file}, {size / 1e6:.1f} MB: {verdict}",
         f"everything is in {output}; card.md says how to load it",
     ]
 
 
 def _fill(folder: Path, path: Path, run: OpenRun, format_name: str) -> str:
-    info, file = run.components.plan.info, folder / FORMATS[format_name].file
+    info, file = run.plan.info, folder / FORMATS[format_name].file
     model = _build(run)
-    model.load_state_dict(run.components.model.module.state_dict())
+    model.load_state_dict(run.model.module.state_dict())
     verdict = _write_model(run, format_name, model, file)
-    pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
-    write_json(folder / "preprocessing.json", describe_preprocessing(pipeline))
+    write_json(folder / "preprocessing.json", describe_preprocessing(run.record.pipeline))
     write_json(folder / "labels.json", {str(number): name for number, name in enumerate(info.classes)})
     write_atomically(folder / "labels.txt", "".join(f"{' '.join(name.split())}\n" for name in info.classes))
     shutil.copymode(folder / "labels.txt", file)  # safetensors writes for its owner alone
@@ -159,24 +156,34 @@ def _fill(folder: Path, path: Path, run: OpenRun, format_name: str) -> str:
 
 def _build(run: OpenRun) -> nn.Module:
     """The run's model, plain and not yet filled."""
-    plan = run.components.plan
-    model = build_model(run.config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
-    return model.float().eval()
+    return run.record.build_model().float().eval()
+
+
+def _make_probe(run: OpenRun) -> Tensor:
+    """Inputs to compare logits with: random samples, always the same, prepared like those of the run."""
+    info, generator = run.record.info, torch.Generator().manual_seed(0)
+    shape = (PROBE_SAMPLES, *info.sample_shape)
+    if not info.is_image:
+        return torch.randn(shape, generator=generator)
+    samples = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    return run.record.pipeline.for_evaluation(samples).contiguous()
 
 
 @torch.no_grad()
 def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -> str:
     """Write the model, load it again and compare; returns the verdict in words."""
-    probe = next(iter(run.components.test_data.evaluation_batches(PROBE_SAMPLES))).inputs.contiguous()
+    probe = _make_probe(run)
     # In the plain layout of the file: the layout of a convolution's weights decides in which order it adds.
-    reference = run.components.model.module.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    reference = run.model.module.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     # One sample alone as well: a file that fixed the batch size would give itself away.
     expected = [(inputs, reference(inputs)) for inputs in (probe, probe[:1])]
     try:
         with warnings.catch_warnings():
             # torch.jit and the older ONNX exporter are deprecated, and tracing warns of every `if`.
             warnings.simplefilter("ignore")
-            forward = FORMATS[format_name].write(model, _build(run), torch.cat([probe, probe])[:2], file)
+            blank = _build(run)
+            with run.record.sources.importable():  # exporters import the modules of a model by name
+                forward = FORMATS[format_name].write(model, blank, probe[:2], file)
             pairs = [(forward(inputs), logits) for inputs, logits in expected] if forward else []
     except Exception as error:  # each exporter has its own zoo of refusals
         raise UserError(
@@ -201,7 +208,7 @@ def _judge(format_name: str, pairs: list[tuple[Tensor, Tensor]]) -> str:
             allowed=f"up to {allowed:.2g}",
             hint="another --format",
         )
-    samples = f"on {len(pairs[0][0])} test samples"
+    samples = f"on {len(pairs[0][0])} random samples"
     if difference == 0.0:
         return f"loaded again, it gives the run's logits bit for bit {samples}"
     return f"loaded again, its logits differ from the run's by {difference:.1e} {samples}, allowed {allowed:.1e}"
@@ -286,7 +293,7 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
 
 def make_snippet(format_name: str, run: OpenRun) -> str:
     """Python that labels `picture.png` (or a vector), to be run in the export folder."""
-    plan, model = run.components.plan, run.config.model
+    plan, model = run.plan, run.config.model
     prepare = PREPARE_IMAGE if plan.info.is_image else _PREPARE_VECTOR.format(plan.input_shape[0])
     name = f"{model.model_name!r}, hidden_size={model.hidden_size}, dropout={model.dropout}"
     load = FORMATS[format_name].code.format(model=name, shape=plan.input_shape, classes=plan.info.num_classes)
@@ -312,14 +319,14 @@ def _describe_weights(run: OpenRun) -> str:
 
 
 def _write_card(folder: RunFolder, run: OpenRun, format_name: str, exported: list[tuple[str, str]]) -> str:
-    plan, model = run.components.plan, run.config.model
+    plan, model = run.plan, run.config.model
     name, results = folder.path.resolve().name, _results_of(folder, run)
     environment = read_object(folder.environment, ENVIRONMENT)
     recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)
     shape = "x".join(map(str, plan.input_shape))
     identity = [
         ("recipe", recipe[1] if recipe else f"{NOT_RECORDED}; the run's config.yaml is one"),
-        ("model", f"{model.model_name}, {run.components.num_parameters:,} parameters, input {shape}"),
+        ("model", f"{model.model_name}, {run.num_parameters:,} parameters, input {shape}"),
         *exported,
     ]
     versions = {key: environment[key] for key in ("paceline", "python") if key in environment}
@@ -355,7 +362,7 @@ def _training_rows(run: OpenRun, results: dict[str, Any]) -> list[tuple[str, str
         ("steps", str(results["steps"]) if results else f"{run.checkpoint.step} up to these weights"),
         ("global batch size", f"{train.global_batch_size}"),
         ("optimizer", f"{optim.optimizer}{momentum}, weight decay {optim.weight_decay:g}"),
-        ("learning rate", f"{run.components.plan.peak_lr:g} at its peak, {optim.schedule}"),
+        ("learning rate", f"{run.plan.peak_lr:g} at its peak, {optim.schedule}"),
         ("precision", results["distributed_training"]["precision"] if results else NOT_RECORDED),
         ("world size", f"{about.get('world_size', NOT_RECORDED)}"),
         ("strategy", f"{about.get('strategy', NOT_RECORDED)}"),
@@ -383,7 +390,7 @@ def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
 def _results_of(folder: RunFolder, run: OpenRun) -> dict[str, Any]:
     """results.json if it is whole and tells of the weights at hand; a run that goes on may have left older ones."""
     results, state = read_object(folder.results, RESULTS), run.checkpoint.state
-    test, classes = results.get("test", {}), run.components.plan.info.num_classes
+    test, classes = results.get("test", {}), run.plan.info.num_classes
     figures = [results.get(key) for key in ("test_accuracy", "test_loss", "steps")]
     figures += [test.get("samples"), results.get("distributed_training", {}).get("precision")]
     matrix = test.get("confusion_matrix", [])

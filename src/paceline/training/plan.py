@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.order import split_train_validation
 from paceline.errors import UserError
+from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
-from paceline.settings.schema import Config
-from paceline.training.schedule import learning_rate, peak_learning_rate
+from paceline.settings.schema import Config, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -116,3 +120,91 @@ def _require_equal_parts(config: Config, world_size: int) -> None:
             allowed=f"a multiple of {parts}",
             hint="another --global-batch-size or --accumulate",
         )
+
+
+REFERENCE_BATCH = 256
+_ONECYCLE_START = 1 / 25  # of the peak
+_ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
+
+
+def peak_learning_rate(config: OptimConfig, global_batch_size: int) -> float:
+    """Linear scaling: twice the batch, twice the rate. Muon's updates have one size, whatever the batch."""
+    if config.optimizer == "muon":
+        return config.base_lr
+    return config.base_lr * global_batch_size / REFERENCE_BATCH
+
+
+def learning_rate(step: int, *, config: OptimConfig, peak: float, steps_per_epoch: int, total_steps: int) -> float:
+    """The rate for the update that ends step number `step` (counted from 0)."""
+    warmup = round(config.warmup_epochs * steps_per_epoch)
+    if config.schedule == "onecycle":
+        rise = warmup or max(1, round(_ONECYCLE_RISE * total_steps))
+        if step < rise:
+            return peak * (_ONECYCLE_START + (1 - _ONECYCLE_START) * step / rise)
+        return peak * _half_cosine(step - rise, total_steps - rise)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    if config.schedule == "cosine":
+        return peak * _half_cosine(step - warmup, total_steps - warmup)
+    if config.schedule == "linear":
+        return peak * (total_steps - step) / max(total_steps - warmup, 1)
+    return peak
+
+
+def _half_cosine(step: int, steps: int) -> float:
+    """From 1 at the first step down to nearly 0 at the last."""
+    return 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1.0)))
+
+
+_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes per rank. Activations are the outputs of all layers of one microbatch: an upper guide."""
+
+    num_parameters: int
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEstimate:
+    config = plan.config
+    with torch.device("meta"):
+        model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
+        elements = _count_activations(model, torch.empty(plan.microbatch_size, *plan.input_shape))
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    shards = plan.world_size if strategy == "fsdp" else 1
+    copies = (
+        _OPTIMIZER_COPIES[config.optim.optimizer] if config.optim.momentum or "adam" in config.optim.optimizer else 0
+    )
+    weights = 4 * num_parameters // shards
+    averages = weights if config.optim.ema_decay else 0
+    return MemoryEstimate(
+        num_parameters=num_parameters,
+        weights=weights + averages,
+        gradients=weights,
+        optimizer=weights * copies,
+        activations=elements * (2 if is_mixed else 4),
+    )
+
+
+def _count_activations(model: nn.Module, inputs: Tensor) -> int:
+    """Elements that leave the leaf modules in one forward pass."""
+    elements = [inputs.numel()]
+
+    def count(_module: nn.Module, _inputs: object, output: object) -> None:
+        if isinstance(output, Tensor):
+            elements.append(output.numel())
+
+    for module in model.modules():
+        if not any(True for _ in module.children()):
+            module.register_forward_hook(count)
+    model(inputs)
+    return sum(elements)

@@ -1,7 +1,7 @@
-"""A step of one rank on a GPU, as two recordings: everything up to the gradients' norm, and the update.
+"""A step of one rank on a GPU, as two CUDA graphs: everything up to the norm of the gradients, and the update.
 
-Between the two the host looks at the loss and the norm, as in every other step, so nothing of what guards a run is
-given up. Steps of several ranks, of --exact runs and under fp16 (whose scaler looks at every step) are not recorded.
+The host checks the loss and the norm in between, as in every other step. Steps of several ranks, of --exact runs and
+under fp16 (whose scaler reads values in every step) are not recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.parallel.apply import ParallelModel, PlainAttributes
 from paceline.runtime.detect import World
 from paceline.runtime.recorded import Recorded
 from paceline.settings.schema import Config
+from paceline.training.guards import Guards
 from paceline.training.optim import MovingAverage
-from paceline.training.step import Part, StepReport, TrainStep, cut, total_norm
-from paceline.training.tally import DeviceTally
+from paceline.training.step import DeviceTally, Part, StepReport, TrainStep, cut, total_norm
 
 
 def can_record(model: ParallelModel, config: Config, world: World) -> bool:
@@ -32,13 +32,13 @@ def can_record(model: ParallelModel, config: Config, world: World) -> bool:
         and model.strategy != "fsdp"
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
-        and not config.train.loss  # a function of somebody else's may ask the GPU for values on its way
+        and not config.train.loss  # a user's function may read values from the GPU, which a graph cannot
         and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
     )
 
 
 class RecordedStep(TrainStep):
-    """Turns batches into gradients and gradients into updates, each with one call to the GPU."""
+    """A TrainStep whose halves are one call to the GPU each."""
 
     def __init__(
         self,
@@ -47,11 +47,12 @@ class RecordedStep(TrainStep):
         average: MovingAverage | None,
         config: Config,
         world: World,
+        guards: Guards,
     ) -> None:
-        super().__init__(model, optimizer, average, config, world)
+        super().__init__(model, optimizer, average, config, world, guards)
         self._record_gradients = Recorded(self._make_gradients, self._host_state)
         self._record_update = Recorded(self._apply_gradients)
-        # What changes from step to step lies in the GPU's memory, where recordings find it.
+        # Values that change from step to step are tensors on the GPU, because a graph cannot read the host.
         self._lr, self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(3))
         for group in optimizer.param_groups:
             group["lr"] = self._lr
@@ -64,7 +65,7 @@ class RecordedStep(TrainStep):
         self.seed(step, self._world.rank)
         keys = self.keys_of(batch, step)
         sums, row = self._record_gradients(batch.inputs, batch.labels, *([] if keys is None else [keys]))
-        norm, loss = row.tolist()  # the only moment a step waits for the GPU
+        norm, loss = row.tolist()  # the step waits for the GPU only here
         pulse = self.guards.watchdog.pulse
         pulse.fitted = max(pulse.fitted, len(batch.labels) // self._config.train.accumulate)
         return StepReport(sums, loss, norm, wants_stop, time.perf_counter() - began)
@@ -76,7 +77,7 @@ class RecordedStep(TrainStep):
             self._shrink.fill_(min(1.0, limit / (report.grad_norm + 1e-6)))
         if self._average is not None:
             self._blend.fill_(self._average.weight_at(step))
-        # A recorded update finds gradients where recorded ones lie. Others lie elsewhere at every step.
+        # A recorded update reads the gradients of the recorded pass. Other gradients have new addresses every step.
         (self._record_update if self._record_gradients.is_recorded else self._apply_gradients)()
 
     def drop(self) -> None:
@@ -84,17 +85,17 @@ class RecordedStep(TrainStep):
             torch._foreach_copy_(self._buffers, self._before)
 
     def warm_up(self, inputs: Tensor) -> None:
-        """Compiling, choosing kernels and recording happen here, not in the first steps."""
+        """Compile, choose kernels and record now instead of in the first steps."""
         touched, counts = [*self._buffers, *self._trained], PlainAttributes(self._model.module)
         before = [tensor.detach().clone() for tensor in touched]
-        with suppress(torch.OutOfMemoryError):  # the first step will tell
+        with suppress(torch.OutOfMemoryError):  # the first step then fails with the message
             labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
             self._record_gradients.prepare(inputs, labels, *([labels] if self._model.draws_by_sample else []))
             if self._record_gradients.is_recorded:
                 self._record_update.prepare()
         with torch.no_grad():
             torch._foreach_copy_(touched, before)
-            for state in self._optimizer.state.values():  # an optimizer that has seen nothing remembers zeros
+            for state in self._optimizer.state.values():  # as before the first step
                 for value in state.values():
                     if isinstance(value, Tensor):
                         value.zero_()
@@ -107,7 +108,7 @@ class RecordedStep(TrainStep):
         self._record_update.forget()
 
     def _host_state(self) -> list[Any]:
-        """What a forward pass may draw or count on the host, and so run otherwise than when it was recorded."""
+        """State on the host that a forward pass may change. If it does, the pass cannot be replayed from a graph."""
         counted = PlainAttributes(self._model.module).read()
         present = [parameter.grad is not None for parameter in self._trained]
         drawn = [random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()]
@@ -135,7 +136,14 @@ class RecordedStep(TrainStep):
             self._average.blend(self._blend)
 
 
-def build_step(*parts: Any) -> TrainStep:
-    """Of a model, its optimizer, the moving average, a config and the world."""
-    model, _, _, config, world = parts
-    return (RecordedStep if can_record(model, config, world) else TrainStep)(*parts)
+def build_step(
+    model: ParallelModel,
+    optimizer: torch.optim.Optimizer,
+    average: MovingAverage | None,
+    config: Config,
+    world: World,
+    guards: Guards,
+) -> TrainStep:
+    """A recorded step where that is possible, else a plain one."""
+    kind = RecordedStep if can_record(model, config, world) else TrainStep
+    return kind(model, optimizer, average, config, world, guards)

@@ -1,14 +1,13 @@
-"""A rehearsal: two steps of everything, so that a queue slot is never spent on finding out.
+"""A rehearsal (`--rehearse`): a few steps of everything, to find mistakes before a job waits in a queue.
 
-The first act trains one short epoch, validates, saves and tests; the second starts over from that
-checkpoint, in new objects, and does it again.
+The first part trains two steps, saves and tests. The second part resumes from that checkpoint with new objects and
+does the same again.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import time
-from typing import Any
 
 from paceline.metrics.console import Console
 from paceline.runs.place import RunPlace
@@ -16,12 +15,13 @@ from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 from paceline.training.guards import Guards
 from paceline.training.loop import train
+from paceline.training.results import Results
 
 _STEPS, _EVAL_BATCHES = 2, 2
 
 
-def rehearse(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
-    """Run both acts and say that they went well; anything that fails, fails as in the real run."""
+def rehearse(config: Config, world: World, place: RunPlace, guards: Guards) -> Results:
+    """Run both parts and report success. A failure raises the same error as in the real run."""
     console = Console(is_speaking=world.is_primary)
     started = time.perf_counter()
     short, longer = (_shortened(config, steps, world.world_size) for steps in (_STEPS, 2 * _STEPS))
@@ -35,7 +35,7 @@ def rehearse(config: Config, world: World, place: RunPlace, guards: Guards) -> d
 
 
 def _shortened(config: Config, steps: int, world_size: int) -> Config:
-    """The same run, ended early. Its checkpoint lies inside an epoch, which a resume must bear too."""
+    """The same run, ended early. Its checkpoint is inside an epoch, so such a resume is tested too."""
     rank_batch_size = max(1, config.train.global_batch_size // world_size)
     eval_batch_size = min(config.train.test_batch_size, rank_batch_size)
     return dataclasses.replace(

@@ -1,99 +1,206 @@
-"""A finished run, opened again to be tested or asked."""
+"""A finished run, opened to predict, to be exported or to be evaluated.
+
+Prediction and export use the record in the checkpoint (model_record.py). Evaluation also loads the data, and refuses
+other data than the run was trained with.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from paceline.checkpoints.format import STATE
-from paceline.checkpoints.identity import warn_of_changed_code
-from paceline.checkpoints.named import find_named
+from paceline.checkpoints.named import NamedCheckpoint, find_named
 from paceline.checkpoints.resume import require_checkpoint, restore_weights
-from paceline.checkpoints.store import Checkpoint, open_checkpoint
+from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
+from paceline.data.dataset import LoadedData
+from paceline.data.fingerprint import differences, fingerprint_of
 from paceline.data.known_files import require_data_folder
+from paceline.data.loader import Loader
+from paceline.data.order import split_train_validation
+from paceline.data.registry import load_dataset
 from paceline.data.sources.folder import read_picture
-from paceline.errors import CheckpointError, UserError
-from paceline.runs.trust import TRUST_FLAG, require_trusted_code, require_trusted_run, trusting_code
+from paceline.errors import CheckpointError, DataError, PacelineError, UserError
+from paceline.parallel.apply import ParallelModel, autocast, parallelise
+from paceline.runs.trust import TRUST_FLAG, is_trusting, require_trusted_code, trusting_code
 from paceline.runtime.detect import ALONE, World, build_world
-from paceline.settings.load import LoadedConfig, load_config, load_saved
+from paceline.runtime.seeds import require_determinism
+from paceline.settings.load import load_saved
 from paceline.settings.rules import check_config
-from paceline.settings.schema import Config
-from paceline.training.components import Components, build_components
+from paceline.settings.schema import Config, ParallelConfig
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
-from paceline.training.step import autocast
+from paceline.training.model_record import ModelRecord, make_record, read_record, require_trusted_record
+from paceline.training.objective import build_objective
+from paceline.training.plan import RunPlan, make_plan
+from paceline.training.run_data import RunData
+
+_log = logging.getLogger("paceline")
+_NO_RECORD = "this checkpoint is of an older version: its classes and preprocessing must be read from its data"
+_HINT = "give the data it was trained with (--data-dir PATH), or train the run again"
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint of a run, with everything that is needed to use its weights."""
+
+    config: Config
+    checkpoint: Checkpoint
+    record: ModelRecord
+    folder: Path | None  # the run folder; None for a checkpoint without one
+    is_code_trusted: bool  # the user trusts all code that the run names
 
 
 @dataclass(frozen=True)
 class OpenRun:
+    """A saved run whose model is on its device."""
+
     config: Config
     world: World
     checkpoint: Checkpoint
-    components: Components
-    folder: Path | None  # the run folder; None for a checkpoint without one
+    record: ModelRecord
+    plan: RunPlan
+    model: ParallelModel
+    folder: Path | None
+    is_code_trusted: bool
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        return self.record.info.classes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.module.parameters())
 
 
-def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> OpenRun:
-    """The weights of a run on one process: the best (the latest, if it ended before its first epoch did), or those of
-    `checkpoint`: best, latest or a step. `path` may be a checkpoint folder too, also one without its run.
+def find_saved(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> SavedRun:
+    """The best checkpoint of a run (the latest, if it ended before its first epoch did), or that of `checkpoint`: best,
+    latest or a step. `path` may be a checkpoint folder too, also one without its run.
 
-    Code that the run names is executed only if this user trained the run here, or trusts it.
+    Raises UserError for stored code that is not this user's, unless it is trusted.
     """
     named = find_named(path, checkpoint)
     given = [flag for flag in flags if flag != TRUST_FLAG]
-    with trusting_code(trust_code or TRUST_FLAG in flags):
-        if named.run is not None:
-            require_trusted_run(named.run)
-            loaded = load_config(str(named.run / "config.yaml"), given)
-        else:
-            loaded = _load_config_of(named.source, given)
-            require_trusted_code(named.source, loaded.config)
+    found = _find_checkpoint(named)
+    if not isinstance(found.state.get("config"), dict) or not found.state["config"]:
+        raise CheckpointError("this checkpoint does not record its config", where=str(found.path))
+    loaded = load_saved(found.state["config"], found.path / STATE, given)
     check_config(loaded)
-    require_data_folder(loaded.config.data, where=loaded.where("data_dir"))
-    # Whatever the run was trained on, one process evaluates it.
+    # One process uses the weights, whatever strategy trained them.
     alone = dataclasses.replace(loaded.config.parallel, strategy="single", processes="1", cpu_offload=False)
     config = dataclasses.replace(loaded.config, parallel=alone)
+    with trusting_code(trust_code or TRUST_FLAG in flags):
+        record = read_record(found)
+        if record is None:
+            record = _record_of_data(config, found, named)
+        else:
+            require_trusted_record(record, found)
+        is_trusted = is_trusting()
+    return SavedRun(config, found, record, named.run, is_trusted)
+
+
+def _find_checkpoint(named: NamedCheckpoint) -> Checkpoint:
+    alone = build_world(ParallelConfig(strategy="single", processes="1", device="cpu"), ALONE)
+    return require_checkpoint(named.source, alone, prefer_best=named.prefer_best)
+
+
+def stored_source(path: Path, checkpoint: str | int = "") -> dict[str, str]:
+    """The text of the user's modules in a checkpoint, by module and file name. Nothing is executed."""
+    record = read_record(_find_checkpoint(find_named(path, checkpoint)))
+    modules = record.sources.modules if record is not None else {}
+    return {f"{name} ({module.file})": module.text for name, module in modules.items()}
+
+
+def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> OpenRun:
+    """A saved run with its weights, in this process. Arguments as in `find_saved`."""
+    saved = find_saved(path, flags, checkpoint=checkpoint, trust_code=trust_code)
+    config, record = saved.config, saved.record
     world = build_world(config.parallel, ALONE)
     torch.set_num_threads(world.threads)
-    found = require_checkpoint(named.source, world, prefer_best=named.prefer_best)
-    components = build_components(config, world, load_weights=False)
-    warn_of_changed_code(found, components.code)
-    restore_weights(found, components.model.module)
-    return OpenRun(config, world, found, components, named.run)
+    if config.train.deterministic or config.parallel.exact:
+        require_determinism()
+    else:
+        torch.backends.cudnn.benchmark = True
+    plan = make_plan(config, record.info, world.world_size, record.parts)
+    plan = dataclasses.replace(plan, input_shape=record.pipeline.input_shape)
+    model = parallelise(record.build_model(), config, world)
+    restore_weights(saved.checkpoint, model.module)
+    return OpenRun(config, world, saved.checkpoint, record, plan, model, saved.folder, saved.is_code_trusted)
 
 
-def _load_config_of(folder: Path, flags: list[str]) -> LoadedConfig:
-    """A checkpoint holds the config it was trained with."""
-    config = open_checkpoint(folder).state.get("config")
-    if not isinstance(config, dict):
-        raise CheckpointError("this checkpoint does not say how it was trained", where=str(folder))
-    return load_saved(config, folder / STATE, flags)
+def _record_of_data(config: Config, checkpoint: Checkpoint, named: NamedCheckpoint) -> ModelRecord:
+    """The record of a checkpoint that has none, from its data and the files of its functions."""
+    where = str(checkpoint.path)
+    if "data" not in checkpoint.state:
+        raise CheckpointError(_NO_RECORD, where=where, got="no fingerprint of the data", hint=_HINT)
+    require_trusted_code(named.run or named.source, config)
+    try:
+        data = load_dataset(config.data, config.train.seed)
+    except PacelineError as error:
+        raise CheckpointError(_NO_RECORD, where=where, got=f"no data: {error.what}", hint=_HINT) from error
+    changed = _differences(checkpoint, data)
+    if changed:
+        raise CheckpointError(_NO_RECORD, where=where, got="other data:\n" + "\n".join(changed), hint=_HINT)
+    _log.info("note: %s; they are read from the data, which is the same", _NO_RECORD)
+    pipeline = build_pipeline(config.data, data.info, config.train.seed)
+    train, validation = split_train_validation(len(data.train), config.data.train_split)
+    return make_record(config, data.info, (len(train), len(validation)), pipeline, is_marked=False)
+
+
+def _differences(checkpoint: Checkpoint, data: LoadedData) -> list[str]:
+    """How data differs from that of a checkpoint. Empty if it is the same."""
+    if "data" not in checkpoint.state:
+        return ["the checkpoint has no fingerprint of its data"]
+    saved = RunData.from_json(checkpoint.state["data"], str(checkpoint.path))
+    return differences(saved.fingerprint, fingerprint_of(data))
+
+
+def load_test_data(run: OpenRun) -> Loader:
+    """The run's own test set, or with --accept-new-data another one with the same classes."""
+    config, record = run.config, run.record
+    with trusting_code(run.is_code_trusted):  # the function of a data set is not stored: it is useless without the data
+        require_trusted_code(run.folder or run.checkpoint.path, config, fields=("dataset",))
+    require_data_folder(config.data, where="--data-dir")
+    data = load_dataset(config.data, config.train.seed)
+    changed = _differences(run.checkpoint, data)
+    other_classes = data.info.classes != record.info.classes or data.info.sample_shape != record.info.sample_shape
+    if other_classes or (changed and not config.run.accept_new_data):
+        hint = "--data-dir PATH names the folder of its data"
+        raise DataError(
+            "this is not the data that the run was trained with",
+            where=f"{config.data.dataset}, {config.data.data_dir}",
+            got="\n".join(changed),
+            hint=hint if other_classes else f"{hint}; --accept-new-data evaluates on this data",
+        )
+    return Loader(data.test, torch.arange(len(data.test)), record.pipeline, run.world)
 
 
 def evaluate_run(run: OpenRun) -> Evaluation:
+    """Test the weights on the run's test set. Raises DataError for other data."""
+    config, record = run.config, run.record
     return evaluate(
-        run.components.model,
-        run.components.test_data,
+        run.model,
+        load_test_data(run),
         run.world,
-        num_classes=run.components.plan.info.num_classes,
-        batch_size=run.config.train.test_batch_size,
-        objective=run.components.step.objective,
-        shares_per_rank=run.components.step.lanes_per_rank,
-        views=run.config.train.test_views,
+        num_classes=record.info.num_classes,
+        batch_size=config.train.test_batch_size,
+        objective=build_objective(config, record.sources.resolve),
+        shares_per_rank=(config.parallel.lanes or 1) if config.parallel.exact else 1,
+        views=config.train.test_views,
     )
 
 
 @torch.no_grad()
 def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
-    """Class probabilities of each picture: prepared, cut into batches and averaged over views as evaluation does it."""
-    info = run.components.plan.info
+    """Class probabilities of each picture: prepared, cut into batches and averaged over views as in the evaluation."""
+    info = run.record.info
     if not info.takes_pictures:
         raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
-    pipeline = build_pipeline(run.config.data, info, run.config.train.seed)
-    model, train = run.components.model, run.config.train
+    model, train = run.model, run.config.train
     model.module.eval()
     probabilities: list[list[float]] = []
     for start in range(0, len(pictures), train.test_batch_size):
@@ -101,7 +208,7 @@ def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
         samples = torch.stack([read_picture(picture, info.sample_shape[1]) for picture in batch])
         if info.sample_shape[0] == 1:
             samples = samples.float().mean(1, keepdim=True).round().to(torch.uint8)
-        inputs = pipeline.for_evaluation(samples.to(run.world.device))
+        inputs = run.record.pipeline.for_evaluation(samples.to(run.world.device))
         with autocast(model, run.world):
             logits = average_over_views(model.module, inputs, train.test_views).float()
         probabilities += logits.softmax(1).tolist()

@@ -1,22 +1,22 @@
-"""One optimizer update in two halves: gradients, which are looked at, and the update they are used for.
+"""One optimizer update in two halves: the gradients, which are checked, and the update.
 
 The first half ends with three numbers on the host of every rank, the same on all: the mean loss, the norm of
-the gradients, and whether any rank wants to stop. They are reduced together with the gradients, so they cost no
-collective; reading them is the one moment a step waits for the device.
+the gradients, and whether any rank wants to stop. They are reduced together with the gradients, so they need no
+collective of their own. A step waits for the device only once, to read them.
 """
 
 from __future__ import annotations
 
 import ctypes
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from paceline.data.loader import Batch
-from paceline.parallel.apply import ParallelModel
+from paceline.models.dropout import ShareKeys
+from paceline.parallel.apply import ParallelModel, autocast
 from paceline.parallel.collectives import gather_lanes, sum_over_ranks
 from paceline.parallel.exact import LaneReducer
 from paceline.runtime.detect import World
@@ -25,19 +25,17 @@ from paceline.settings.schema import Config
 from paceline.training.guards import Guards
 from paceline.training.objective import build_objective
 from paceline.training.optim import MovingAverage, bare_step
-from paceline.training.sample_keys import ShareKeys
-from paceline.training.tally import DeviceTally, HostTally
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What came of a step's forward and backward pass, before any weight is changed."""
+    """The result of a step's forward and backward pass, before any weight is changed."""
 
     sums: Tensor  # of this rank's samples, on the device. float64, a row per lane: loss, correct answers, samples
     mean_loss: float  # over all ranks
     grad_norm: float  # over all ranks, before clipping
     is_stop_wanted: bool  # by any rank
-    busy_s: float  # this rank's own work: it waits for nobody in the forward pass
+    busy_s: float  # this rank's own work, without waiting for other ranks
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class Part:
 
     inputs: Tensor
     labels: Tensor
-    keys: Tensor | None  # of the samples: layers draw from them
+    keys: Tensor | None  # of the samples; dropout layers draw from them
     weight: float = 1.0  # of its mean loss in the mean that is minimised
 
 
@@ -60,7 +58,9 @@ class TrainStep:
         average: MovingAverage | None,
         config: Config,
         world: World,
+        guards: Guards,
     ) -> None:
+        self.guards = guards
         self._model = model
         self._optimizer = optimizer
         self._average = average
@@ -74,10 +74,9 @@ class TrainStep:
         self.objective = build_objective(config)
         self._has_user_code = bool(config.train.loss) or ":" in config.model.model_name
         self._keys = ShareKeys(config.train.seed, world.rank, world.device) if model.draws_by_sample else None
-        self.guards = Guards()  # set by the session
         self._bytes_to_sum = model.bytes_to_sum()
         self._busy_s = 0.0
-        # Running statistics move in the forward pass; a step that is dropped must not leave its mark on them.
+        # The forward pass changes running statistics. They are restored if the step is dropped.
         self._trained = [parameter for parameter in model.module.parameters() if parameter.requires_grad]
         self._updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._buffers = list(model.module.buffers())
@@ -85,25 +84,25 @@ class TrainStep:
 
     @property
     def lanes_per_rank(self) -> int:
-        """How many parts a rank runs its share of the batch in."""
+        """The number of lanes of this rank: it runs its share of the batch lane by lane."""
         return self._reducer.lanes_per_rank if self._reducer else 1
 
     @property
     def exchange(self) -> str:
-        """How gradients get from rank to rank."""
+        """How gradients are exchanged: none, shared memory, or the backend of the process group."""
         if self._world.world_size == 1:
             return "none"
         is_shared = self._reducer.is_shared if self._reducer else self._model.shared is not None
         return "shared memory" if is_shared else self._world.backend
 
     def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
-        """Forward, backward, and the sum over ranks. Collective, and the ranks' one moment to agree on anything."""
+        """Forward, backward, and the sum over ranks. Collective: the ranks also agree on a stop here."""
         self._busy_s = 0.0
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
         if self._model.shared is not None:
-            self._tell_waiting()
+            self._record_waiting()
             stop, loss, missing = agreed.tolist()
             if missing:
                 self._model.drop_absent()
@@ -120,11 +119,11 @@ class TrainStep:
             if missing:
                 self._model.drop_absent(summed[1 + len(agreed) :])
         else:
-            # The only moment a step waits for the device.
+            # The step waits for the device only here.
             norm_value, stop, loss, *missing_count = torch.cat([norm.to(agreed).reshape(1), agreed]).tolist()
             if any(missing_count):
                 (self._reducer or self._model).drop_absent()
-        self._tell_waiting()
+        self._record_waiting()
         return StepReport(sums, loss, norm_value, stop > 0, self._busy_s)
 
     def update(self, step: int, lr: float, report: StepReport) -> None:
@@ -139,43 +138,43 @@ class TrainStep:
             self.scaler.update()
         else:
             self._apply_update()
-        self._forget_gradients()
+        self._clear_gradients()
         if self._average is not None:
             self._average.update(step)
 
     def drop(self) -> None:
-        """Forget this step: it changes neither weights nor running statistics."""
+        """Discard this step: weights and running statistics stay as they were before it."""
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._before)
         self.scaler.update()
-        self._forget_gradients()
+        self._clear_gradients()
 
     def gather(self, sums: Tensor) -> Tensor:
-        """Everybody's sums over some steps, lane by lane in the order of ranks. Collective."""
+        """The sums of all ranks over some steps, lane by lane in the order of ranks. Collective."""
         if self._model.shared is not None:
-            return self._model.shared.gather(sums[0])  # there are no lanes then
+            return self._model.shared.gather(sums[0])  # shared gradients are used without lanes only
         return gather_lanes(sums, self._world)
 
-    def _forget_gradients(self) -> None:
-        for parameter in self._updated:  # the optimizer's own way takes as long as ten small operations
+    def _clear_gradients(self) -> None:
+        for parameter in self._updated:  # faster than optimizer.zero_grad, which costs as much as ten small operations
             parameter.grad = None
 
     def keys_of(self, batch: Batch, step: int) -> Tensor | None:
-        """What layers draw from, for each sample of this rank's share; None if the model has no such layer."""
+        """The dropout keys of this rank's samples; None if the model does not draw per sample."""
         return self._keys.of(step, len(batch.labels)) if self._keys is not None else None
 
     def warm_up(self, inputs: Tensor) -> None:
-        """Before the first step, with inputs of its shape: what need be done only once. Leaves no trace."""
+        """Do one-time work before the first step, with inputs of its shape. Weights and state do not change."""
 
     def seed(self, step: int, rank: int) -> None:
-        """Before the forward pass of a rank, or of a lane."""
+        """Seed the random generators. Call it before the forward pass of a rank, or of a lane."""
         seed_step(self._config.train.seed, step, rank, has_user_code=self._has_user_code)
 
     def forget_recordings(self) -> None:
-        """Weights or the optimizer's state were replaced; only recordings know where they lay."""
+        """Weights or optimizer state were replaced by other tensors. A recorded step refers to the old ones."""
 
     def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
-        """The rank's whole share at once; the strategy sums gradients over ranks."""
+        """Run the rank's whole share at once. The strategy sums the gradients over ranks."""
         self.seed(step, self._world.rank)
         part = Part(batch.inputs, batch.labels, self.keys_of(batch, step))
         sums, mine = self._accumulate_gradients(part, step, wants_stop)
@@ -187,7 +186,7 @@ class TrainStep:
         return sums[None], mine if self._model.piggybacked_scalars is None else self._model.take_piggybacked_scalars()
 
     def _run_lanes(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
-        """Lane by lane, as if each were a rank; the reducer sums them in its tree."""
+        """Run the lanes one after the other, as if each were a rank. The reducer sums them in a fixed tree."""
         assert self._reducer is not None
         lanes = self._reducer.lanes_per_rank
         first = self._world.rank * lanes
@@ -224,7 +223,7 @@ class TrainStep:
                 mine = tally.piggybacked_scalars(wants_stop)
             self._busy_s += time.perf_counter() - began
             if self._world.device == "cpu":
-                self._tell_waiting()  # sharded weights were waited for on the way
+                self._record_waiting()  # the forward pass of a sharded model waits for weights
             self.guards.enter("backward", step + 1)
             self._backward(objective, mine)
             self.guards.watchdog.pulse.fitted = max(self.guards.watchdog.pulse.fitted, len(part.labels))
@@ -246,12 +245,12 @@ class TrainStep:
             self._model.exposed.backward_is_over()
             self._model.exposed.count(self._bytes_to_sum)
 
-    def _tell_waiting(self) -> None:
+    def _record_waiting(self) -> None:
         self.guards.phases.waited(*self._model.exposed.take())
 
 
 def cut(whole: Part, parts: int) -> list[Part]:
-    """Lanes or microbatches. Their mean losses are weighted by their samples."""
+    """Cut a batch into lanes or microbatches. Their mean losses are weighted by their samples."""
     if parts == 1:
         return [whole]
     inputs, labels = whole.inputs.tensor_split(parts), whole.labels.tensor_split(parts)
@@ -271,8 +270,45 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     return total
 
 
-def autocast(model: ParallelModel, world: World) -> AbstractContextManager[object]:
-    """Mixed precision for a forward pass. Under FSDP the shards' own policy does the casting."""
-    if model.autocast_dtype is None or model.strategy == "fsdp":
-        return nullcontext()
-    return torch.autocast(torch.device(world.device).type, model.autocast_dtype)
+class HostTally:
+    """What a step on a CPU counts: losses, correct answers, samples. The same float64 bits as on a GPU.
+
+    Plain Python numbers: each operation on a tensor, however small, costs as much as a thousand multiplications.
+    """
+
+    def __init__(self) -> None:
+        self._loss, self._correct, self._samples = 0.0, 0, 0
+
+    def add(self, mean_loss: Tensor, correct: Tensor, samples: int) -> None:
+        self._loss += mean_loss.item() * samples
+        self._correct += int(correct.item())
+        self._samples += samples
+
+    def sums(self) -> Tensor:
+        return torch.tensor([self._loss, self._correct, self._samples], dtype=torch.float64)
+
+    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
+        """What this rank adds to the exchange: whether to stop, and its mean loss."""
+        return torch.tensor([float(wants_stop), self._loss / self._samples])
+
+
+class DeviceTally:
+    """What a step on a GPU counts. The numbers stay on the device, so the host does not wait for them."""
+
+    def __init__(self, device: str) -> None:
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
+
+    @torch.no_grad()
+    def add(self, mean_loss: Tensor, correct: Tensor, samples: int) -> None:
+        count = torch.full((), samples, dtype=torch.float64, device=self._sums.device)
+        self._sums += torch.stack([mean_loss.double() * count, correct.double(), count])
+
+    def sums(self) -> Tensor:
+        return self._sums
+
+    def mean_loss(self) -> Tensor:
+        return (self._sums[0] / self._sums[2]).float()
+
+    def piggybacked_scalars(self, wants_stop: bool) -> Tensor:
+        loss = self.mean_loss()
+        return torch.stack([torch.full_like(loss, float(wants_stop)), loss])

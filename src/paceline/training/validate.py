@@ -1,4 +1,4 @@
-"""The look at an epoch: validation data through the model, a row for it, and whether it is the best so far."""
+"""Validation after an epoch: evaluate the validation set, record it, and decide whether it is the best so far."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def validate_epoch(session: TrainingSession) -> bool:
     epoch, _ = session.components.plan.clock.locate(state.step)
     train_row = epoch_row(session)
     state.validation, state.is_validation_due = None, True
-    if session.is_leaving:
+    if session.is_stopping:
         raise StopAgreed
     validation = _validate(session) if len(session.components.validation_data) else None
     state.is_validation_due = False
@@ -34,7 +34,7 @@ def validate_epoch(session: TrainingSession) -> bool:
         columns = rank_columns(session)
         ranks = {"ranks": columns} if columns else {}
         session.recorder.epoch(state.step, epoch=epoch, phase="train", **train_row, **ranks)
-    _log_own_part(session, epoch, train_row["seconds"])
+    _log_own_samples(session, epoch, train_row["seconds"])
     if validation is None:
         session.console.epoch(epoch, state.step, train_row, None, False)
         return False
@@ -50,7 +50,7 @@ def validate_epoch(session: TrainingSession) -> bool:
     return is_best
 
 
-def _log_own_part(session: TrainingSession, epoch: int, seconds: float) -> None:
+def _log_own_samples(session: TrainingSession, epoch: int, seconds: float) -> None:
     """A line in each rank's own log. The screen has the line of all ranks together."""
     own = {name: values[session.world.rank] for name, values in rank_columns(session).items()}
     if not own:

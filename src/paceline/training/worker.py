@@ -1,4 +1,4 @@
-"""One rank's whole life: find its place, join the others, train, and leave word of how it ended."""
+"""One rank from start to end: find its place, join the process group, train, and record how it ended."""
 
 from __future__ import annotations
 
@@ -54,17 +54,16 @@ from paceline.settings.load import LoadedConfig, to_yaml
 from paceline.settings.schema import Config
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
-from paceline.training.own_code import explain_own_code
+from paceline.training.objective import explain_own_code
 from paceline.training.rehearse import rehearse
-from paceline.training.run_summary import tell_result
-from paceline.training.same_ranks import require_same_ranks
-from paceline.training.shared_folder import require_shared_folder
+from paceline.training.results import Results, print_result
+from paceline.training.same_ranks import require_same_ranks, require_shared_folder
 
 _log = logging.getLogger("paceline")
 
 
-def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, Any]:
-    """Train as this rank; returns the results."""
+def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
+    """Train as this rank."""
     config = loaded.config
     guards = open_guards(config, environment)
     world = build_world(config.parallel, environment)
@@ -79,29 +78,29 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> dict[str, 
             config = require_same_ranks(config, world)
             loaded = dataclasses.replace(loaded, config=config)
             place = _agree_on_place(loaded, world, environment)
-            folder = RunFolder(place.folder)
-            folder.create()
+            RunFolder(place.folder).create()
             require_shared_folder(place, world, environment)
-            guards.member = folder.member = _join_owner(folder, world, environment, held)
+            member = _join_owner(RunFolder(place.folder), world, environment, held)
+            folder = RunFolder(place.folder, member)
             _open_log(folder, world, environment.attempt)
-            guards.open_folder(config, world, folder, environment.attempt)
+            record_start = partial(_write_identity, folder, loaded, place, environment, world)
+            attempt = environment.attempt
+            guards = guards.for_run(config, world, folder, attempt=attempt, record_start=record_start)
             allow_suspension()
-            if world.is_primary:
-                guards.begin = partial(_write_identity, folder, loaded, place, environment)
             if place.resume_from is None or not is_same_folder(place.folder, owner_of(place.resume_from)):
-                guards.begin()  # a new run; one that is there already stays as it is until it goes on
+                guards.record_start()  # a resumed run keeps its files until its checkpoint is accepted
             results = _train_with_status(config, world, place, guards)
-        guards.close()  # a store that is behind holds up nobody but the primary, and is no hang
+        guards.close()  # before the upload to a store ends: only the primary waits for it, and it is no hang
     return results
 
 
-def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> dict[str, Any]:
+def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> Results:
     folder = RunFolder(place.folder, guards.member)
     before = folder.read_status()
 
     def write_failed(reason: str) -> None:
         if world.is_primary and not folder.stays_over(before):
-            with suppress(OSError, OwnerLost):  # the folder may be what failed, or belong to another
+            with suppress(OSError, OwnerLost):  # the folder may be lost, or owned by another process
                 folder.write_status("failed", reason=reason)
 
     try:
@@ -125,22 +124,22 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         except BaseException as error:
             raise explain_exit(error) from error
     except Preempted as stopped:
-        if not world.is_primary:  # the primary's words are for the console, where they stand already
+        if not world.is_primary:  # the primary has printed it already
             _log.info("rank %d: %s", world.rank, stopped.what)
         raise
     except BaseException as error:
-        what = _in_words(error)
+        what = _reason(error)
         _log.error("rank %d failed: %s", world.rank, what, exc_info=error)
         write_failed(what)
         raise
     if world.is_primary:
-        told = {"test_accuracy": results["test_accuracy"], **describe_console_loss()}
-        folder.write_status("finished", step=results["steps"], **told)
-        tell_result(results, folder)
+        fields = {"test_accuracy": results.test.accuracy, **describe_console_loss()}
+        folder.write_status("finished", step=results.steps, **fields)
+        print_result(results, folder)
     return results
 
 
-def _in_words(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, PacelineError):
         return error.what
     if isinstance(error, KeyboardInterrupt):
@@ -149,7 +148,7 @@ def _in_words(error: BaseException) -> str:
 
 
 def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnvironment) -> RunPlace:
-    """The primary decides (its clock names the folder) and everybody follows, into its error too."""
+    """The primary decides, because its clock names the folder. If it fails, all ranks end with its error."""
     answer: dict[str, Any] = {}
     if world.is_primary:
         try:
@@ -183,24 +182,24 @@ def _receive_answer(answer: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def _folder_of_attempt_before(loaded: LoadedConfig, environment: RankEnvironment) -> Path | None:
-    """None for the first attempt, and for one whose attempts before ended before they had a folder."""
+    """None for the first attempt, and if no earlier attempt has made a folder."""
     if environment.attempt == 1:
         return None
-    if environment.is_supervised:  # the supervisor owns the folder, and has named it
+    if environment.is_supervised:  # the supervisor owns the folder and passes its path
         return local_path(loaded.config.run.output_dir)
     return find_folder_of_job(loaded, identify_job())
 
 
 def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, held: ExitStack) -> Member:
-    """This rank becomes a part of the ownership: of its supervisor's, or under another launcher of the primary's.
+    """Make this rank a member of the run's owner: of its supervisor, or under another launcher of the primary.
 
-    The supervisor of the first node tells the id to its own ranks, which pass it on. The lock file is not asked: by now
-    it may carry the id of an owner that has taken over.
+    The ranks of the first node get the owner's id from their supervisor and pass it on. The id is not read from the
+    lock file, which may already belong to another owner.
     """
-    drop_dead_members(folder.path)  # of this machine, before the primary looks for ranks of an earlier attempt
-    told = os.environ.get(OWNER_ID, "") if environment.is_supervised else ""
-    owner_id = next((text for text in gather_texts(told, world) if text), "")
-    on_lost = partial(_end_at_once, is_speaking=world.is_primary)
+    drop_dead_members(folder.path)  # on this machine, before the primary searches for ranks of an earlier attempt
+    given_id = os.environ.get(OWNER_ID, "") if environment.is_supervised else ""
+    owner_id = next((text for text in gather_texts(given_id, world) if text), "")
+    on_lost = partial(_end_at_once, prints=world.is_primary)
     member = None
     if world.is_primary and not environment.is_supervised:
         try:
@@ -218,16 +217,16 @@ def _join_owner(folder: RunFolder, world: World, environment: RankEnvironment, h
     return member
 
 
-def _end_at_once(lost: OwnerLost, *, is_speaking: bool) -> None:
-    """Called by another thread: the rank may wait in a collective, or for a disk."""
+def _end_at_once(lost: OwnerLost, *, prints: bool) -> None:
+    """End this process. Called by another thread, because the rank may wait in a collective or for a disk."""
     leave_error_file(lost.screen(), lost.exit_code)
-    if is_speaking:
+    if prints:
         write_at_once(sys.stderr, f"{lost.screen()}\n".encode())
     os._exit(lost.exit_code)
 
 
 def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
-    """Each rank's own file. All but the primary's output goes there, native libraries' included."""
+    """Open the log file of this rank. The output of all ranks but the primary goes there, also that of native code."""
     path = folder.log_of(world.rank)
     handler = RankLog(path)
     handler.setFormatter(logging.Formatter(f"%(asctime)s {world.host} rank {world.rank} %(levelname)s %(message)s"))
@@ -242,22 +241,27 @@ def _open_log(folder: RunFolder, world: World, attempt: int) -> None:
         send_console_to(path)
 
 
-def _write_identity(folder: RunFolder, loaded: LoadedConfig, place: RunPlace, environment: RankEnvironment) -> None:
+def _write_identity(
+    folder: RunFolder, loaded: LoadedConfig, place: RunPlace, environment: RankEnvironment, world: World
+) -> None:
+    """The primary writes config, environment and status of the run into its folder."""
+    if not world.is_primary:
+        return
     config = loaded.config
-    # A rehearsed fault is not part of the run: its config must not strike again when somebody reuses it.
+    # An injected fault is not part of the run: a reuse of its config must not repeat it.
     plain = dataclasses.replace(
         config,
         guard=dataclasses.replace(config.guard, inject=""),
-        run=dataclasses.replace(config.run, accept_new_data=False),  # it is said once, of one change
+        run=dataclasses.replace(config.run, accept_new_data=False),  # accepts one change, once
     )
-    # A run's own config.yaml, used again, stands for the recipe it was made from.
+    # If the recipe is the config.yaml of a run, the name of that run's recipe is recorded.
     is_copy = loaded.recipe_path.name == folder.config.name
     recipe = recipe_of(loaded.recipe_path.parent) if is_copy else loaded.recipe_name
     job = "" if environment.is_supervised else identify_job()
     source = read_source(folder.path, place.resume_from)
-    story = {"recipe": recipe, "job": job, **({RESUMED_FROM: source} if source else {}), **describe_environment()}
-    # Before config.yaml, which makes it a run: the same command must find what the run was started from.
-    write_json(folder.environment, story)
+    record = {"recipe": recipe, "job": job, **({RESUMED_FROM: source} if source else {}), **describe_environment()}
+    # Before config.yaml, which makes the folder a run: the same command must find what the run was started from.
+    write_json(folder.environment, record)
     write_atomically(folder.config, to_yaml(plain, loaded.settings))
     unsigned = sign_code(folder.path, plain)
     if unsigned:

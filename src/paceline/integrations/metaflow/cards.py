@@ -101,8 +101,9 @@ class TrainingCard:
 
 def fill_test_card(card: Any, title: str, test: dict[str, Any]) -> None:
     """Accuracy and loss, the classes with the least accuracy first, and which class was taken for which."""
-    told = f"**{test['accuracy']:.2%}** of {test['samples']:,} samples, loss {test['loss']:.4f}, step {test['step']}"
-    card.extend([Markdown(f"# {title}\n\n{told}"), Markdown("## Classes"), Markdown(class_table(test))])
+    figures = f"**{test['test_accuracy']:.2%}** of {test['samples']:,} samples, loss {test['test_loss']:.4f}"
+    title_text = f"# {title}\n\n{figures}, step {test['step']}"
+    card.extend([Markdown(title_text), Markdown("## Classes"), Markdown(class_table(test))])
     card.append(VegaChart(confusion_chart(test)))
 
 

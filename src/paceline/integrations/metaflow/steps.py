@@ -258,16 +258,9 @@ def evaluate_model(path: str, flags: str = "") -> dict[str, Any]:
     with one_screen(folder=path):
         run = open_run(Path(path), shlex.split(flags))
         evaluation = evaluate_run(run)
-    classes = run.components.plan.info.classes
-    test = {
-        "accuracy": evaluation.accuracy,
-        "loss": evaluation.loss,
-        "samples": evaluation.samples,
-        "step": run.checkpoint.step,
-        "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
-        "confusion_matrix": evaluation.confusion,
-    }
-    card, config = _own_card(TEST_CARD), run.components.plan.config
+    classes, checkpoint = run.classes, run.checkpoint
+    test = evaluation.to_json(classes, step=checkpoint.step, checkpoint=checkpoint.path.name)
+    card, config = _own_card(TEST_CARD), run.config
     if card is not None:
         fill_test_card(card, f"{config.model.model_name} on {config.data.dataset}", test)
     return test

@@ -220,16 +220,8 @@ def evaluate(training_request: dict[str, Any]) -> float:
     name = BEST_CHECKPOINT if (artifacts() / BEST_CHECKPOINT).is_dir() else CHECKPOINT  # nothing was validated
     run = open_run(artifacts() / name, [], trust_code=True)  # the pipeline's own run, perhaps of another node
     evaluation = evaluate_run(run)
-    classes = run.components.plan.info.classes
-    content = {
-        "test_accuracy": evaluation.accuracy,
-        "test_loss": evaluation.loss,
-        "samples": evaluation.samples,
-        "checkpoint": name,
-        "step": run.checkpoint.step,
-        "class_accuracy": dict(zip(classes, evaluation.class_accuracy(), strict=True)),
-        "confusion_matrix": evaluation.confusion,
-    }
+    classes = run.classes
+    content = evaluation.to_json(classes, step=run.checkpoint.step, checkpoint=name)
     write_json(artifacts() / "evaluation.json", content)
     tell(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
     return evaluation.accuracy

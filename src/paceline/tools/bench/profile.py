@@ -32,13 +32,14 @@ def profile_steps(components: Components, world: World, folder: Path, *, steps: 
         take_step(components.step, next(batches))
     wait_for_all(world)
     recording = Recording(world.device)
-    components.step.guards.watchdog.on_phase = lambda phase, _: recording.mark(phase)
+    observers = components.step.guards.observers
+    observers.append(lambda phase, _: recording.mark(phase))
     recording.begin()
     for _ in range(steps):
         recording.mark("data")
         take_step(components.step, next(batches))
     recording.end()
-    components.step.guards.watchdog.on_phase = None
+    observers.clear()
     recording.write(folder / file_of(world.rank))
     wait_for_all(world)
     files = tuple(file_of(rank) for rank in range(world.world_size))

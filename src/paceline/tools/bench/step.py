@@ -34,6 +34,7 @@ from paceline.runtime.detect import World
 from paceline.runtime.seeds import seed_initial_weights
 from paceline.tools.bench.data import endless_batches
 from paceline.training.components import Components
+from paceline.training.guards import Guards
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.step import TrainStep
 
@@ -161,7 +162,7 @@ def _build_lonely_step(components: Components, world: World) -> tuple[TrainStep 
         whole = parallelise(model, config, nobody_else)
         optimizer = build_optimizer(config.optim, whole.module)
         average = MovingAverage(whole.module, config.optim.ema_decay) if config.optim.ema_decay else None
-        lonely = TrainStep(whole, optimizer, average, config, nobody_else)
+        lonely = TrainStep(whole, optimizer, average, config, nobody_else, Guards())
         take_step(lonely, next(endless_batches(components)))
     except torch.OutOfMemoryError:  # a sharded model may not fit on one rank
         fits = 0.0
@@ -205,12 +206,12 @@ class _PhaseClock:
 def _time_phases(step: TrainStep, batch: Batch, world: World) -> tuple[float, float, float]:
     """Mean seconds over ranks of forward, backward (with the exchange) and update."""
     clock = _PhaseClock(world.device)
-    step.guards.watchdog.on_phase = clock.enter
+    step.guards.observers.append(clock.enter)
     wait_for_all(world)
     for _ in range(_PHASE_STEPS):
         take_step(step, batch)
         clock.stop()
-    step.guards.watchdog.on_phase = None
+    step.guards.observers.remove(clock.enter)
     found = clock.seconds
     forward, backward, update = found["forward"], found["backward"] + found["reduce"], found["update"]
     rows = gather_numbers([forward, backward, update], world)
