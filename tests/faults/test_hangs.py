@@ -11,6 +11,7 @@ import pytest
 from faults.ride import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import started
+from paceline.errors import Cause
 
 DEADLINE_S = 4
 HANGS = {
@@ -43,7 +44,7 @@ def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:
     assert len(faults_struck(folder / "run")) == 1
     assert recovered_s <= DEADLINE_S + 10
     (failure,) = read_failures(folder / "run")
-    assert (failure["cause"], failure["rank"], failure["phase"]) == ("hang", rank, phase), run.err
+    assert (failure["cause"], failure["rank"], failure["phase"]) == (Cause.HANG, rank, phase), run.err
     assert re.search(r"training/inject\.py:\d+ in _carry_out", failure["stands_at"])
     for number in (0, 1):
         assert "File " in (folder / "run" / "stacks" / f"attempt-1-rank-{number}.txt").read_text()

@@ -17,6 +17,7 @@ import pytest
 from faults.ride import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import started
+from paceline.errors import Cause
 
 RECOVERIES: list[float] = []
 PROMPT = "--no-async-save"  # written beside training, a checkpoint may not be there yet two steps later
@@ -61,7 +62,7 @@ def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> lis
     failures = read_failures(folder / "run")
     assert len(failures) == kills
     for failure in failures:
-        assert failure["cause"] == "killed"
+        assert failure["cause"] == Cause.RANK_KILLED
         # Five between two checkpoints, and a save that was under way when the rank died.
         assert failure["lost_steps"] <= 10
     return recoveries

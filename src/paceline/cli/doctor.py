@@ -15,6 +15,7 @@ from paceline.cli.train import rank_main
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
 from paceline.runs.folder import write_atomically
 from paceline.runtime.detect import ALONE, RankEnvironment, read_rank_environment
+from paceline.runtime.pulse import open_pulse
 from paceline.settings.processes import parse_processes
 from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import examine_node
@@ -70,6 +71,7 @@ _VALUES = {
     "--plant": "'slow rank=1'",  # for tests, and in the guide
 }
 _MOST_NODES = 10_000
+_ALLOWED_S = 120.0  # for a rank; the session's own deadline is shorter
 _WHOLE_S, _LEAST_S = 57.0, 30.0  # for everything; for the ranks, however slow this machine was by itself
 # Without these there is no point in starting ranks.
 _STOPPERS = ("packages", "torch", "devices", "temporary folder", "shared memory", "host name")
@@ -286,7 +288,6 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
             hint="leave --launch out to join; or unset RANK and WORLD_SIZE",
         )
     from paceline.tools.doctor.session import Session
-    from paceline.tools.doctor.stay import Stay
 
     session = Session(asked.request, environment)
 
@@ -296,7 +297,7 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
         elif environment.rank == 0:
             _speak(session, asked, environment, started)
 
-    with Stay(environment):
+    with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_ALLOWED_S):
         session.run(on_late)
         if has_listener():
             send_report(session.report)

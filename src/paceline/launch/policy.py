@@ -5,13 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER
+from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER, Cause
 
 if TYPE_CHECKING:  # `paceline submit --help` must not wait for it
     from paceline.settings.schema import Config
 
 # These would fail again in the same way.
-FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)
+FINAL_CAUSES = (
+    *(Cause.USER_INPUT, Cause.USER_CODE, Cause.NOT_SHARED, Cause.DATA, Cause.CHECKPOINT, Cause.BAD_NUMBERS),
+    Cause.OWNER_LOST,
+)
+FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)  # their exit codes
 _MOST_AT_ONE_STEP = 3
 _FAILURES_TO_SHRINK = 2
 _LONGEST_PAUSE_S = 30.0
@@ -21,12 +25,11 @@ _LONGEST_PAUSE_S = 30.0
 class Failure:
     """One failed attempt, as far as it matters here."""
 
-    exit_code: int
+    cause: Cause
     rank: int
     step: int  # where it failed
     saved_step: int  # the newest checkpoint when it failed
     processes: int
-    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,9 @@ def decide(
 ) -> Decision:
     """After the last of these failures. `worlds` are the numbers of ranks that are allowed, smallest first."""
     last = failures[-1]
-    if last.exit_code in FINAL_CODES:
+    if last.cause in FINAL_CAUSES:
         return Decision(False, "it would fail again in the same way")
-    if last.is_out_of_memory and auto_microbatch and can_halve:
+    if last.cause is Cause.OUT_OF_MEMORY and auto_microbatch and can_halve:
         return Decision(True, "", last.processes, 0.0, halve_microbatch=True)
     stuck = _failures_without_progress(failures)
     if len(stuck) >= _MOST_AT_ONE_STEP and len({failure.step for failure in stuck[-_MOST_AT_ONE_STEP:]}) == 1:

@@ -21,10 +21,10 @@ from types import FrameType
 
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
-from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost, UserError
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, Cause, OwnerLost, UserError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.child import report_error
-from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
+from paceline.launch.policy import FINAL_CAUSES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.safe_output import keep_console_in, write_at_once
 from paceline.metrics.screen import erase_live_line, fit_to
@@ -39,7 +39,6 @@ from paceline.settings.schema import GuardConfig
 from paceline.settings.small_files import write_plain
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
-_OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class Supervisor:
                     attempts=attempts,
                     oom_kills=_count_oom_kills() - oom_kills,
                 )
-                if self._stop is not None and report.cause == "peer-lost":
+                if self._stop is not None and report.cause is Cause.PEER_LOST:
                     return self._tell_stop(end)  # the ranks of another node were stopped before they had begun
                 worlds = self._job.read_worlds()
                 decision = self._decide(report, worlds, processes)
@@ -174,12 +173,11 @@ class Supervisor:
             return Decision(False, f"{self._stop.name} had asked for the end")
         self._failures.append(
             Failure(
-                exit_code=report.exit_code,
+                cause=report.cause,
                 rank=report.rank,
                 step=report.step,
                 saved_step=self._saved_step(),
                 processes=processes,
-                is_out_of_memory=report.cause in _OUT_OF_MEMORY,
             )
         )
         return decide(
@@ -224,11 +222,11 @@ class Supervisor:
                 report.done += f"; {now} microbatches instead of {before} on every rank"
         else:
             report.done = f"not started again: {decision.reason}"
-            can_go_on = saved and folder.resume_flag and report.exit_code != EXIT_CHECKPOINT
+            can_go_on = saved and folder.resume_flag and report.cause is not Cause.CHECKPOINT
             report.done += f"; {folder.resume_flag} goes on from step {saved}" if can_go_on else ""
             if self._is_first and not folder.stays_over(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
-        if self._job.nodes.count > 1 and report.cause == "peer-lost":
+        if self._job.nodes.count > 1 and report.cause is Cause.PEER_LOST:
             print(f"node {report.host}: attempt {number} ended, because another node's did", file=sys.stderr)
             return  # that node has more to tell
         erase_live_line()
@@ -236,20 +234,20 @@ class Supervisor:
             report.write(folder)
         if not decision.restart:
             self._write_page()
-        if report.exit_code in FINAL_CODES and number == 1:
+        if report.cause in FINAL_CAUSES and number == 1:
             if not report_error(report.error):
                 print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
         else:
-            has_no_file = folder.is_temporary and report.cause is None
+            has_no_file = folder.is_temporary and report.cause is Cause.INTERNAL
             print(fit_to(sys.stderr, report.text(with_traceback=has_no_file)), file=sys.stderr)
         sys.stderr.flush()
 
     def _is_stopped(self, end: AttemptEnd) -> bool:
-        has_begun = any(sight.beat is not None or sight.words is not None for sight in end.ranks.values())
+        has_begun = any(state.beat is not None or state.exit is not None for state in end.ranks.values())
         if self._stop is not None and (end.is_cut_short or not has_begun):
             return True
-        left = [sight.words is not None and sight.words.exit_code == EXIT_PREEMPTED for sight in end.ranks.values()]
-        return (bool(left) and all(left)) or self._stop is signal.SIGINT
+        stopped = [state.exit is not None and state.exit.cause is Cause.PREEMPTED for state in end.ranks.values()]
+        return (bool(stopped) and all(stopped)) or self._stop is signal.SIGINT
 
     def _tell_stop(self, end: AttemptEnd) -> int:
         folder = self._job.folder

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import time
 
-from paceline.errors import PacelineError
+from paceline.errors import Cause, PacelineError
 from paceline.runtime.detect import World
 from paceline.runtime.node_memory import HEADER_BYTES, NodeMemory
 
@@ -84,7 +84,7 @@ class NodeBarrier:
     def _look_for_the_lost(self) -> None:
         for rank in range(self._ranks):
             if rank != self._rank and not self._shared.is_held(rank):
-                raise PacelineError(f"local rank {rank} went away: remote process exited")
+                raise PacelineError(f"local rank {rank} has exited", cause=Cause.PEER_LOST)
 
     def _semaphore(self, rank: int, turn: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(_address(self._shared) + (rank * _rounds(self._ranks) + turn) * _LINE_BYTES)

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from paceline.errors import UserError
+from paceline.errors import Cause, UserError
 
 _reports: list[Callable[[str], None]] = []
 
@@ -60,4 +60,5 @@ def _explain(status: int, caller: traceback.FrameSummary) -> UserError:
         where=f"{caller.filename}, line {caller.lineno}",
         got=f"os._exit({status})",
         hint="raise an exception if a function cannot continue",
+        cause=Cause.USER_CODE,
     )

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from paceline.errors import PacelineError, UserError
+from paceline.errors import Cause, PacelineError, UserError
 from paceline.runtime.detect import RankEnvironment, World
 from paceline.runtime.peers import loopback_interface
 from paceline.runtime.pulse import ATTEMPT_DIR, PEERS_FAILED
@@ -96,7 +96,10 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
         what = "it cannot be opened here" if is_server else "what listens there is not rank 0 of this run"
         reason = str(error).splitlines()[0][:200]
         raise PacelineError(
-            f"the ranks cannot meet at {address}: {what}", got=reason, hint="another MASTER_PORT"
+            f"the ranks cannot meet at {address}: {what}",
+            got=reason,
+            hint="another MASTER_PORT",
+            cause=Cause.RENDEZVOUS,
         ) from error
     # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
     store = PrefixStore(_prefix(environment.attempt), server)
@@ -165,6 +168,7 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
                     f"the ranks cannot meet: {what}",
                     got=str(error),
                     hint="MASTER_ADDR and MASTER_PORT must name rank 0's node and a free port there",
+                    cause=Cause.RENDEZVOUS,
                 ) from error
         time.sleep(_POLL_S)
 
@@ -193,7 +197,7 @@ def _refuse_if_peers_failed(error: Exception) -> None:
     """Stop waiting if ranks of another node have failed. The supervisor then creates the file PEERS_FAILED."""
     folder = os.environ.get(ATTEMPT_DIR)
     if folder is not None and (Path(folder) / PEERS_FAILED).exists():
-        raise PacelineError("another rank went away before all had arrived", got="socket closed") from error
+        raise PacelineError("another rank exited before all had arrived", cause=Cause.PEER_LOST) from error
 
 
 def _prefix(attempt: int) -> str:
@@ -212,7 +216,7 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
         except dist.DistError as error:
             _refuse_if_peers_failed(error)
             if isinstance(error, dist.DistNetworkError):
-                raise PacelineError("rank 0 went away before all had arrived", got="socket closed") from error
+                raise PacelineError("rank 0 exited before all had arrived", cause=Cause.PEER_LOST) from error
             if clock.seconds < timeout_s:
                 continue
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
@@ -221,6 +225,7 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
                 where=address,
                 got="missing: rank " + ", ".join(map(str, missing)),
                 hint="look at the logs of those ranks' nodes, and check that they can reach that address",
+                cause=Cause.RENDEZVOUS,
             ) from error
 
 

@@ -16,13 +16,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.data.reference import resolve_reference
-from paceline.errors import PacelineError, UserError
+from paceline.errors import Cause, PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.settings.schema import Config
 
 
 class FunctionFailed(UserError):
     """A function of the user's own raised an exception."""
+
+    cause = Cause.USER_CODE
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.errors import PacelineError, UserError
+from paceline.errors import Cause, PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.settings.schema import Config
 
@@ -37,6 +37,7 @@ def explain_own_code(error: Exception, config: Config) -> UserError | None:
             where=where,
             got=first_line(error),
             allowed="a loss computed from the logits by differentiable operations (no argmax, no detach, no .item())",
+            cause=Cause.USER_CODE,
         )
     if not _DOES_NOT_FIT.search(text):
         return None
@@ -46,6 +47,7 @@ def explain_own_code(error: Exception, config: Config) -> UserError | None:
         got=first_line(error),
         allowed="a model that takes a batch of samples and returns one value per class for each of them",
         hint="does the model function use num_classes and input_shape?",
+        cause=Cause.USER_CODE,
     )
 
 

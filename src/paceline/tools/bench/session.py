@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -22,8 +20,7 @@ from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import RankEnvironment, World, build_world
 from paceline.runtime.group import process_group
 from paceline.runtime.heap import keep_freed_memory
-from paceline.runtime.pulse import ATTEMPT_DIR, Pulse, pulse_path
-from paceline.runtime.signals import SUPERVISOR_PID, StopRequest
+from paceline.runtime.pulse import Pulse, open_pulse
 from paceline.tools.bench import collectives
 from paceline.tools.bench.data import DataResult, measure_data
 from paceline.tools.bench.limits import MachineLimits, find_link, measure_copy_bandwidth
@@ -80,7 +77,11 @@ Tell = Callable[[str, Report], None]  # called with a finished part and the repo
 
 def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Report:
     """Measure as this rank, together with all others."""
-    pulse = _open_pulse(environment)
+    with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
+        return _join_and_measure(request, environment, tell, pulse)
+
+
+def _join_and_measure(request: Request, environment: RankEnvironment, tell: Tell, pulse: Pulse) -> Report:
     config = request.config
     world = build_world(config.parallel, environment)
     torch.set_num_threads(world.threads)
@@ -91,23 +92,7 @@ def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Repo
     needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
     with process_group(world, environment, needed=needs_group):
         require_same_ranks(config, world)
-        report = _measure(request, world, pulse, tell)
-    pulse.beat("left", 0, _START_S)
-    return report
-
-
-def _open_pulse(environment: RankEnvironment) -> Pulse:
-    """Our own launcher reads the rank's heartbeat. The rank exits when its launcher exits."""
-    if not environment.is_supervised:
-        return Pulse(None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C and ends the ranks
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    at_once = threading.Event()
-    at_once.set()  # there is nothing to save
-    StopRequest().watch_launcher(os.environ[SUPERVISOR_PID], at_once)
-    pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), environment.rank))
-    pulse.beat("start", 0, _START_S)
-    return pulse
+        return _measure(request, world, pulse, tell)
 
 
 def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report:
