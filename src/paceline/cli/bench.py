@@ -26,8 +26,7 @@ from paceline.runtime.detect import (
 from paceline.settings.load import LoadedConfig
 from paceline.settings.processes import parse_processes
 from paceline.settings.rules import check_world
-from paceline.tools.bench.request import PARTS, Request, parse_parts, parse_seconds
-from paceline.tools.bench.units import DEFAULT_SIZES, parse_sizes
+from paceline.tools.bench.request import DEFAULT_SIZES, PARTS, BenchRequest, parse_parts, parse_seconds, parse_sizes
 
 if TYPE_CHECKING:
     from paceline.tools.bench.session import Report
@@ -92,7 +91,7 @@ def _split_own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def _read(own: dict[str, str], rest: list[str]) -> tuple[Request, LoadedConfig, int]:
+def _read(own: dict[str, str], rest: list[str]) -> tuple[BenchRequest, LoadedConfig, int]:
     """Everything the user said, checked; and the number of ranks per node."""
     parts = parse_parts(own.get("--what", _VALUES["--what"]))
     sizes = parse_sizes(own.get("--sizes", _VALUES["--sizes"]))
@@ -104,7 +103,7 @@ def _read(own: dict[str, str], rest: list[str]) -> tuple[Request, LoadedConfig, 
     else:
         loaded = read_request(rest)
         processes = decide_processes(loaded)
-    request = Request(loaded.recipe_name, loaded.config, parts, sizes, seconds, profile)
+    request = BenchRequest(loaded.recipe_name, loaded.config, parts, sizes, seconds, profile)
     return request, loaded, processes
 
 
@@ -134,7 +133,7 @@ def _read_without_batch(rest: list[str]) -> tuple[LoadedConfig, int]:
     return replace(loaded, config=config), processes or decide_processes(loaded)
 
 
-def _check_world(request: Request, loaded: LoadedConfig, local: int, world_size: int, *, is_asked: bool) -> None:
+def _check_world(request: BenchRequest, loaded: LoadedConfig, local: int, world_size: int, *, is_asked: bool) -> None:
     if request.needs_recipe:
         check_world(loaded, world_size)
     if world_size == 1 and request.parts == ("collectives",) and is_asked:
@@ -150,12 +149,12 @@ def _check_world(request: Request, loaded: LoadedConfig, local: int, world_size:
         )
 
 
-def _check_joined(request: Request, loaded: LoadedConfig, environment: RankEnvironment) -> None:
+def _check_joined(request: BenchRequest, loaded: LoadedConfig, environment: RankEnvironment) -> None:
     if request.needs_recipe:
         check_joined_world(loaded, environment)
 
 
-def _be_a_rank(request: Request, environment: RankEnvironment, own: dict[str, str]) -> int:
+def _be_a_rank(request: BenchRequest, environment: RankEnvironment, own: dict[str, str]) -> int:
     from rich.console import Console
 
     from paceline.tools.bench.screen import lines_of

@@ -19,12 +19,11 @@ from paceline.runtime.pulse import open_pulse
 from paceline.settings.processes import parse_processes
 from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import examine_node
-from paceline.tools.doctor.findings import EXIT_FAILED, Finding, is_healthy, nodes_to_exclude, skipped, verdict
+from paceline.tools.doctor.findings import EXIT_FAILED, DoctorFinding, is_healthy, nodes_to_exclude, skipped, verdict
 from paceline.tools.doctor.plant import Planted, parse_plants
 from paceline.tools.doctor.rank_report import RankReport, has_listener, send_report
-from paceline.tools.doctor.report import to_json, write_markdown
-from paceline.tools.doctor.request import DEVICES, LAUNCHES, Request, Surroundings
-from paceline.tools.doctor.screen import Screen
+from paceline.tools.doctor.report import Screen, to_json, write_markdown
+from paceline.tools.doctor.request import DEVICES, LAUNCHES, DoctorRequest, NodeRole
 from paceline.tools.doctor.start import (
     LocalStart,
     SlurmStart,
@@ -82,7 +81,7 @@ class Asked:
     """The command line, understood."""
 
     launch: str
-    request: Request
+    request: DoctorRequest
     nodes: int
     exclude_to: str
     report: str
@@ -141,11 +140,11 @@ def _read(arguments: list[str]) -> Asked:
         raise UserError("one number of ranks is needed", where="flag --processes", got=given["--processes"])
     _check_files(given)
     plants = parse_plants(given.get("--plant", ""))
-    request = Request(
+    request = DoctorRequest(
         processes=0 if processes.is_open else processes.high,
         device=_word(given, "--device", DEVICES, "auto"),
-        output_dir=Path(given.get("--output-dir", Request.output_dir)),
-        data_dir=Path(given.get("--data-dir", Request.data_dir)),
+        output_dir=Path(given.get("--output-dir", DoctorRequest.output_dir)),
+        data_dir=Path(given.get("--data-dir", DoctorRequest.data_dir)),
         plants=plants,
     )
     for_ranks = [
@@ -222,7 +221,7 @@ def _examine_here(asked: Asked, started: float) -> int:
         if not obstacles:
             screen.say(f"\nnow {processes} rank{'s' if processes > 1 else ''} together")
     if obstacles:
-        alone.findings.append(Finding(**{**vars(_not_tried(obstacles)), "group": "RANKS"}))
+        alone.findings.append(DoctorFinding(**{**vars(_not_tried(obstacles)), "group": "RANKS"}))
         whole = alone
     else:
         arguments = ["doctor", *asked.for_ranks, f"--processes={processes}"]
@@ -233,15 +232,15 @@ def _examine_here(asked: Asked, started: float) -> int:
     return _deliver(whole, asked, started, already_told=told)
 
 
-def _not_tried(obstacles: list[str]) -> Finding:
+def _not_tried(obstacles: list[str]) -> DoctorFinding:
     return skipped("ranks", f"not tried: first of all {', '.join(obstacles)}")
 
 
-def _surroundings(request: Request) -> Surroundings:
+def _surroundings(request: DoctorRequest) -> NodeRole:
     """Told where to meet, though by no launcher: MASTER_ADDR and MASTER_PORT, for a job that is about to start."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     is_told = bool(host) or port.isdecimal()
-    return Surroundings(
+    return NodeRole(
         local_ranks=request.processes or default_processes(0, request.device),
         meets_at=(host, int(port) if port.isdecimal() else 0) if is_told else None,
         serves=port.isdecimal(),
@@ -304,7 +303,7 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
             code = EXIT_FINISHED if session.is_clean else EXIT_INTERNAL
         else:
             code = _speak(session, asked, environment, started)
-        session.part()
+        session.close()
     return code
 
 

@@ -25,9 +25,9 @@ from paceline.tools.bench import collectives
 from paceline.tools.bench.data import DataResult, measure_data
 from paceline.tools.bench.limits import MachineLimits, find_link, measure_copy_bandwidth
 from paceline.tools.bench.profile import ProfileResult, profile_steps
-from paceline.tools.bench.request import Request
+from paceline.tools.bench.request import BenchRequest
 from paceline.tools.bench.step import StepResult, measure_step
-from paceline.tools.bench.verdict import Verdict, judge_data, judge_links, judge_step, judge_sums
+from paceline.tools.bench.verdict import BenchVerdict, judge_data, judge_links, judge_step, judge_sums
 from paceline.training.components import Components, build_components
 from paceline.training.same_ranks import require_same_ranks
 
@@ -48,7 +48,7 @@ class Report:
     data: DataResult | None = None
     step: StepResult | None = None
     profile: ProfileResult | None = None
-    verdict: Verdict | None = None
+    verdict: BenchVerdict | None = None
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,13 +75,13 @@ class Report:
 Tell = Callable[[str, Report], None]  # called with a finished part and the report so far
 
 
-def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Report:
+def run_rank(request: BenchRequest, environment: RankEnvironment, tell: Tell) -> Report:
     """Measure as this rank, together with all others."""
     with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
         return _join_and_measure(request, environment, tell, pulse)
 
 
-def _join_and_measure(request: Request, environment: RankEnvironment, tell: Tell, pulse: Pulse) -> Report:
+def _join_and_measure(request: BenchRequest, environment: RankEnvironment, tell: Tell, pulse: Pulse) -> Report:
     config = request.config
     world = build_world(config.parallel, environment)
     torch.set_num_threads(world.threads)
@@ -95,7 +95,7 @@ def _join_and_measure(request: Request, environment: RankEnvironment, tell: Tell
         return _measure(request, world, pulse, tell)
 
 
-def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report:
+def _measure(request: BenchRequest, world: World, pulse: Pulse, tell: Tell) -> Report:
     piece_s = _PIECE_S + 5 * _STEP_TIMES * request.seconds_per_size
 
     def go_on(_: object = None, allowed_s: float = piece_s) -> None:
@@ -120,7 +120,7 @@ def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report
     return report
 
 
-def _measure_recipe(request: Request, world: World, report: Report, go_on: Callable[[], None], tell: Tell) -> None:
+def _measure_recipe(request: BenchRequest, world: World, report: Report, go_on: Callable[[], None], tell: Tell) -> None:
     components: Components = build_components(
         request.config, world, load_weights=False
     )  # any weights take the same time
@@ -141,7 +141,7 @@ def _measure_recipe(request: Request, world: World, report: Report, go_on: Calla
         tell("profile", report)
 
 
-def judge(report: Report, request: Request) -> Verdict | None:
+def judge(report: Report, request: BenchRequest) -> BenchVerdict | None:
     wrong = judge_sums(report.rows)
     if wrong is not None:
         return wrong
@@ -152,7 +152,7 @@ def judge(report: Report, request: Request) -> Verdict | None:
     return judge_data(report.data) if report.data is not None else None
 
 
-def _notes(request: Request, world: World) -> list[str]:
+def _notes(request: BenchRequest, world: World) -> list[str]:
     notes = []
     if world.device == "cpu" and world.local_world_size * world.threads > usable_cores():
         notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: each is slower")

@@ -12,26 +12,26 @@ from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 from paceline.tools.bench.collectives import Fit, Row
 from paceline.tools.bench.data import DataResult
-from paceline.tools.bench.links import Limit
+from paceline.tools.bench.limits import Limit
 from paceline.tools.bench.step import StepResult
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BenchVerdict:
     kind: str  # wrong-sums, communication-bound, data-bound, compute-bound, links, data
     text: str
 
 
-def judge_sums(rows: Sequence[Row]) -> Verdict | None:
+def judge_sums(rows: Sequence[Row]) -> BenchVerdict | None:
     """Wrong results come before any speed."""
     wrong = [row for row in rows if not row.is_right]
     if not wrong:
         return None
     first = f"{wrong[0].operation} of {format_size(wrong[0].size_bytes)}"
-    return Verdict("wrong-sums", f"wrong sums: {first} gave a wrong result ({len(wrong)} of {len(rows)} did)")
+    return BenchVerdict("wrong-sums", f"wrong sums: {first} gave a wrong result ({len(wrong)} of {len(rows)} did)")
 
 
-def judge_step(step: StepResult, config: Config, world: World, *, cores: int) -> Verdict:
+def judge_step(step: StepResult, config: Config, world: World, *, cores: int) -> BenchVerdict:
     strategy = resolve_strategy(config, world.world_size)
     setting = Setting(config, world, strategy, step.precision, cores, step_ms=1000 * step.step_s)
     whole_s = step.step_s + step.data_s
@@ -50,11 +50,11 @@ def judge_step(step: StepResult, config: Config, world: World, *, cores: int) ->
     return _verdict("compute-bound", text, faster_arithmetic(setting, is_dense=is_dense))
 
 
-def _verdict(kind: str, text: str, tips: list[str]) -> Verdict:
-    return Verdict(kind, f"{kind}: {text}; try {', or '.join(tips)}")
+def _verdict(kind: str, text: str, tips: list[str]) -> BenchVerdict:
+    return BenchVerdict(kind, f"{kind}: {text}; try {', or '.join(tips)}")
 
 
-def judge_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -> Verdict:
+def judge_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -> BenchVerdict:
     best = max((row for row in rows if row.operation == rows[0].operation), key=lambda row: row.bus_bytes_per_s)
     text = f"{best.operation} reaches {format_rate(best.bus_bytes_per_s)} at {format_size(best.size_bytes)}"
     if limit is not None and limit.bytes_per_s:
@@ -65,9 +65,9 @@ def judge_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -
         text += (
             f"; below {format_size(fit.latency_s * fit.bytes_per_s)} latency dominates ({format_time(fit.latency_s)})"
         )
-    return Verdict("links", f"links: {text}")
+    return BenchVerdict("links", f"links: {text}")
 
 
-def judge_data(data: DataResult) -> Verdict:
+def judge_data(data: DataResult) -> BenchVerdict:
     text = f"the pipeline alone delivers {data.samples_per_s:,.0f} images/s, {data.of_copy:.0%} of a plain copy"
-    return Verdict("data", f"data: {text}; add --what data,step to see whether a step waits for it")
+    return BenchVerdict("data", f"data: {text}; add --what data,step to see whether a step waits for it")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.tools.doctor.examine import NodeReport
-from paceline.tools.doctor.findings import Finding, failed, merge_nodes
+from paceline.tools.doctor.findings import DoctorFinding, failed, merge_nodes
 from paceline.tools.doctor.rank_report import DONE, RankReport
 
 GROUPS = ("SOFTWARE", "MACHINE", "DISK", "NETWORK", "NODES", "RANKS")
@@ -18,7 +18,7 @@ GROUPS = ("SOFTWARE", "MACHINE", "DISK", "NETWORK", "NODES", "RANKS")
 class Examination:
     """The complete result of the doctor."""
 
-    findings: list[Finding]
+    findings: list[DoctorFinding]
     hosts: list[str]
     world_size: int
     launcher: str
@@ -60,7 +60,7 @@ def assemble(
     return Examination(findings, seen, expected.world_size, expected.launcher, facts, struck)
 
 
-def _who_is_missing(reports: Sequence[RankReport], expected: Expected) -> list[Finding]:
+def _who_is_missing(reports: Sequence[RankReport], expected: Expected) -> list[DoctorFinding]:
     found = []
     if expected.missing:
         nodes = list(expected.missing)

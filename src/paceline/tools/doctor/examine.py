@@ -14,19 +14,43 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.tools.doctor.checks.disk import check_clock, check_data, check_place
-from paceline.tools.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
-from paceline.tools.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
-from paceline.tools.doctor.checks.software import check_devices, check_packages, check_python, check_torch
-from paceline.tools.doctor.findings import Finding, failed
-from paceline.tools.doctor.gather.disk import Place, gather_place
-from paceline.tools.doctor.gather.machine import Memory, gather_cores, gather_memory
-from paceline.tools.doctor.gather.network import Names, Ports, gather_names, gather_network, gather_ports, own_address
-from paceline.tools.doctor.gather.software import Software, Torch, gather_software, gather_torch
+from paceline.tools.doctor.disk import Place, check_clock, check_data, check_place, gather_place
+from paceline.tools.doctor.findings import DoctorFinding, failed
+from paceline.tools.doctor.machine import (
+    Memory,
+    check_cores,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+    gather_cores,
+    gather_memory,
+)
+from paceline.tools.doctor.network import (
+    Names,
+    Ports,
+    check_host_name,
+    check_interfaces,
+    check_meeting_name,
+    check_ports,
+    gather_names,
+    gather_network,
+    gather_ports,
+    own_address,
+)
 from paceline.tools.doctor.plant import Planted
-from paceline.tools.doctor.request import Request, Surroundings
+from paceline.tools.doctor.request import DoctorRequest, NodeRole
+from paceline.tools.doctor.software import (
+    Software,
+    Torch,
+    check_devices,
+    check_packages,
+    check_python,
+    check_torch,
+    gather_software,
+    gather_torch,
+)
 
-Judge = Callable[[Any], list[Finding | None]]
+Judge = Callable[[Any], list[DoctorFinding | None]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +67,7 @@ class Exam:
 
 @dataclass(frozen=True)
 class NodeReport:
-    findings: list[Finding]
+    findings: list[DoctorFinding]
     facts: dict[str, Any]  # for the report; JSON
 
     @property
@@ -51,10 +75,10 @@ class NodeReport:
         return len((self.facts.get("torch") or {}).get("devices", ()))
 
 
-def examine_node(request: Request, around: Surroundings, planted: Planted) -> NodeReport:
+def examine_node(request: DoctorRequest, around: NodeRole, planted: Planted) -> NodeReport:
     exams = _exams(request, around, planted)
     answers = _gather_all(exams)
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
     facts: dict[str, Any] = {}
     for exam, answer in zip(exams, answers, strict=True):
         if isinstance(answer, Exception):
@@ -65,7 +89,7 @@ def examine_node(request: Request, around: Surroundings, planted: Planted) -> No
     return NodeReport(findings, facts)
 
 
-def _exams(request: Request, around: Surroundings, planted: Planted) -> list[Exam]:
+def _exams(request: DoctorRequest, around: NodeRole, planted: Planted) -> list[Exam]:
     return [
         *_software_exams(request),
         *_machine_exams(around.local_ranks),
@@ -74,11 +98,11 @@ def _exams(request: Request, around: Surroundings, planted: Planted) -> list[Exa
     ]
 
 
-def _software_exams(request: Request) -> list[Exam]:
-    def judge_torch(facts: Torch) -> list[Finding | None]:
+def _software_exams(request: DoctorRequest) -> list[Exam]:
+    def judge_torch(facts: Torch) -> list[DoctorFinding | None]:
         return [check_torch(facts), check_devices(facts, request.device, request.processes)]
 
-    def judge_software(facts: Software) -> list[Finding | None]:
+    def judge_software(facts: Software) -> list[DoctorFinding | None]:
         return [check_python(facts), check_packages(facts)]
 
     hangs = "try python -c 'import torch' and nvidia-smi: one of the two hangs"
@@ -89,7 +113,7 @@ def _software_exams(request: Request) -> list[Exam]:
 
 
 def _machine_exams(ranks: int) -> list[Exam]:
-    def judge_memory(facts: Memory) -> list[Finding | None]:
+    def judge_memory(facts: Memory) -> list[DoctorFinding | None]:
         return [check_shared_memory(facts, ranks), check_open_files(facts), check_memory(facts, ranks)]
 
     return [
@@ -98,15 +122,15 @@ def _machine_exams(ranks: int) -> list[Exam]:
     ]
 
 
-def _disk_exams(request: Request, planted: Planted) -> list[Exam]:
+def _disk_exams(request: DoctorRequest, planted: Planted) -> list[Exam]:
     began = (time.time(), time.monotonic())
 
-    def judge_run_folder(place: Place) -> list[Finding | None]:
+    def judge_run_folder(place: Place) -> list[DoctorFinding | None]:
         drift_s = (time.time() - began[0]) - (time.monotonic() - began[1])
         run = check_place("run folder", place, flag="--output-dir")
         return [run, check_clock(place, planted.wall_clock(), drift_s)]
 
-    def judge_temporary(place: Place) -> list[Finding | None]:
+    def judge_temporary(place: Place) -> list[DoctorFinding | None]:
         return [check_place("temporary folder", place, flag="TMPDIR=")]
 
     run = partial(gather_place, request.output_dir, planted.wall_clock)
@@ -120,13 +144,13 @@ def _disk_exams(request: Request, planted: Planted) -> list[Exam]:
     ]
 
 
-def _network_exams(around: Surroundings) -> list[Exam]:
+def _network_exams(around: NodeRole) -> list[Exam]:
     host, port = around.meets_at or ("", 0)
 
     def look_at_ports() -> Ports:
         return gather_ports(own_address(host), port if around.serves else None)
 
-    def judge_names(facts: Names) -> list[Finding | None]:
+    def judge_names(facts: Names) -> list[DoctorFinding | None]:
         return [check_host_name(facts, around), check_meeting_name(facts)]
 
     dns = "name lookups hang: does a DNS server in /etc/resolv.conf not answer? an entry in /etc/hosts helps"
@@ -158,7 +182,7 @@ def _gather_all(exams: list[Exam]) -> list[Any]:
     return [answers[number] for number in range(len(exams))]
 
 
-def _no_answer(exam: Exam, error: Exception) -> Finding:
+def _no_answer(exam: Exam, error: Exception) -> DoctorFinding:
     if isinstance(error, TimeoutError):
         return replace(failed(exam.name, str(error), exam.if_silent), group=exam.group)
     what = f"the check failed: {type(error).__name__}: {error}"

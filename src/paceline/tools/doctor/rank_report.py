@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.runs.folder import write_json
-from paceline.tools.doctor.findings import Finding
+from paceline.tools.doctor.findings import DoctorFinding
 
 TO = "PACELINE_DOCTOR_TO"  # set for ranks that we start: a folder, or "output" for lines of standard output
 _MARK = "paceline-doctor: "
@@ -28,9 +28,9 @@ class RankReport:
     world_size: int
     host: str
     phase: str = "start"  # the current phase; DONE at the end
-    node: list[Finding] | None = None  # part one, from the rank that did it for its node
+    node: list[DoctorFinding] | None = None  # part one, from the rank that did it for its node
     facts: dict[str, Any] = field(default_factory=dict)
-    shared: list[Finding] = field(default_factory=list)  # part two; equal on all ranks that got equally far
+    shared: list[DoctorFinding] = field(default_factory=list)  # part two; equal on all ranks that got equally far
     hosts: list[str] = field(default_factory=list)  # of all ranks, when known
     struck: dict[str, int] = field(default_factory=dict)  # injected faults
 
@@ -38,7 +38,7 @@ class RankReport:
         reports = [[finding.to_json() for finding in part] if part is not None else None for part in self._parts()]
         return {**vars(self), "node": reports[0], "shared": reports[1]}
 
-    def _parts(self) -> tuple[list[Finding] | None, list[Finding]]:
+    def _parts(self) -> tuple[list[DoctorFinding] | None, list[DoctorFinding]]:
         return self.node, self.shared
 
     @classmethod
@@ -47,8 +47,8 @@ class RankReport:
         return cls(
             **{
                 **content,
-                "node": None if node is None else [Finding.from_json(finding) for finding in node],
-                "shared": [Finding.from_json(finding) for finding in shared],
+                "node": None if node is None else [DoctorFinding.from_json(finding) for finding in node],
+                "shared": [DoctorFinding.from_json(finding) for finding in shared],
             }
         )
 
