@@ -70,8 +70,9 @@ def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
     answer = paceline(*FLAGS, *flags, cwd=tmp_path)
     assert answer.code == 6, answer
     assert faults_struck(tmp_path / "run") == ["hang (rank 1, step 12)"]
-    assert "rank 1 made no progress for" in answer.err
-    assert "others:  rank 0: reduce of step 12" in answer.err
+    (failure,) = read_failures(tmp_path / "run")
+    assert (failure["cause"], failure["rank"], failure["exit_code"]) == (Cause.HANG, 1, 6)
+    assert failure["others"]["0"].startswith("reduce of step 12")
 
 
 # Fault 12

@@ -1,7 +1,7 @@
-"""A process that must not be started again says so in a file that the job's script reads.
+"""Writes the exit code of a failure that would repeat into a file that the job's script reads.
 
-`srun` ends the other tasks when one has failed, and then returns their signal instead of the exit code that explains
-the failure. Without this file the script would take a user's mistake for a task that was killed, and requeue the job.
+`srun` ends the other tasks when one has failed, and then returns their signal instead of the first exit code. Without
+this file the script would requeue a job that has a user's mistake.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ FINAL_CODE_FILE = "PACELINE_FINAL_CODE_FILE"  # set by job.sbatch
 
 
 def note_final_code(code: int) -> None:
-    """The first process counts. Does nothing outside of such a job, and for ends after which a retry may help.
+    """Write the code, if no process has. Does nothing outside of such a job, and if a retry may help.
 
-    A rank of our supervisor leaves it to the supervisor, which may start the ranks again.
+    A rank of our supervisor writes nothing: the supervisor may restart it.
     """
     from paceline.runtime.detect import OWN_LAUNCHER  # here: `paceline submit --help` must not wait for it
 

@@ -44,10 +44,11 @@ class FailureReport:
     traceback: str
     screen: str  # of an error that explains itself
     error: dict[str, Any] | None  # the same in parts
-    stands_at: str | None  # the line a hung rank stands on
+    stands_at: str | None  # the line of code at which a hung rank waits
     log: list[str]
     others: dict[int, str]
     done: str = ""
+    is_restarted: bool = False
     lost_steps: int = 0
     time: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="milliseconds"))
 

@@ -72,16 +72,16 @@ class Report:
         }
 
 
-Tell = Callable[[str, Report], None]  # called with a finished part and the report so far
+ShowPart = Callable[[str, Report], None]  # called with a finished part and the report so far
 
 
-def run_rank(request: BenchRequest, environment: RankEnvironment, tell: Tell) -> Report:
+def run_rank(request: BenchRequest, environment: RankEnvironment, show: ShowPart) -> Report:
     """Measure as this rank, together with all others."""
     with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
-        return _join_and_measure(request, environment, tell, pulse)
+        return _join_and_measure(request, environment, show, pulse)
 
 
-def _join_and_measure(request: BenchRequest, environment: RankEnvironment, tell: Tell, pulse: Pulse) -> Report:
+def _join_and_measure(request: BenchRequest, environment: RankEnvironment, show: ShowPart, pulse: Pulse) -> Report:
     config = request.config
     world = build_world(config.parallel, environment)
     torch.set_num_threads(world.threads)
@@ -92,10 +92,10 @@ def _join_and_measure(request: BenchRequest, environment: RankEnvironment, tell:
     needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
     with process_group(world, environment, needed=needs_group):
         require_same_ranks(config, world)
-        return _measure(request, world, pulse, tell)
+        return _measure(request, world, pulse, show)
 
 
-def _measure(request: BenchRequest, world: World, pulse: Pulse, tell: Tell) -> Report:
+def _measure(request: BenchRequest, world: World, pulse: Pulse, show: ShowPart) -> Report:
     piece_s = _PIECE_S + 5 * _STEP_TIMES * request.seconds_per_size
 
     def go_on(_: object = None, allowed_s: float = piece_s) -> None:
@@ -106,21 +106,23 @@ def _measure(request: BenchRequest, world: World, pulse: Pulse, tell: Tell) -> R
     rates = gather_numbers([measure_copy_bandwidth(world.device)], world)
     copy = sum(row[0] for row in rates) / world.world_size
     report = Report(request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world))
-    tell("start", report)
+    show("start", report)
     if "collectives" in request.parts and world.world_size > 1:
         measure = partial(collectives.measure, world, request.sizes, on_row=go_on)
         report.rows = measure(seconds_per_size=request.seconds_per_size)
         report.fits = collectives.fit_rows(report.rows, world.world_size)
-        tell("collectives", report)
+        show("collectives", report)
     if request.needs_recipe:
         go_on(allowed_s=_START_S)
-        _measure_recipe(request, world, report, go_on, tell)
+        _measure_recipe(request, world, report, go_on, show)
     report.verdict = judge(report, request)
-    tell("verdict", report)
+    show("verdict", report)
     return report
 
 
-def _measure_recipe(request: BenchRequest, world: World, report: Report, go_on: Callable[[], None], tell: Tell) -> None:
+def _measure_recipe(
+    request: BenchRequest, world: World, report: Report, go_on: Callable[[], None], show: ShowPart
+) -> None:
     components: Components = build_components(
         request.config, world, load_weights=False
     )  # any weights take the same time
@@ -128,17 +130,17 @@ def _measure_recipe(request: BenchRequest, world: World, report: Report, go_on: 
     if "data" in request.parts:
         seconds = _DATA_TIMES * request.seconds_per_size
         report.data = measure_data(components, world, report.limits.copy_bytes_per_s, seconds=seconds)
-        tell("data", report)
+        show("data", report)
         go_on()
     if "step" in request.parts:
         report.step = measure_step(components, world, seconds=_STEP_TIMES * request.seconds_per_size)
-        tell("step", report)
+        show("step", report)
         go_on()
     if request.profile is not None:
         # The folder's name is made from rank 0's clock.
         folder = Path(broadcast_text(str(request.profile), world))
         report.profile = profile_steps(components, world, folder)
-        tell("profile", report)
+        show("profile", report)
 
 
 def judge(report: Report, request: BenchRequest) -> BenchVerdict | None:

@@ -38,9 +38,9 @@ class Probe:
     """The result of one rank's connection to another."""
 
     error: str = ""
-    is_large_lost: bool = False  # small messages arrive, large ones do not
     clock_ahead_s: float = 0.0  # the server's clock minus ours
     round_trip_s: float = 0.0
+    is_large_lost: bool = False  # small messages arrive, large ones do not
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
