@@ -123,9 +123,7 @@ def _measure(request: BenchRequest, world: World, pulse: Pulse, show: ShowPart) 
 def _measure_recipe(
     request: BenchRequest, world: World, report: Report, go_on: Callable[[], None], show: ShowPart
 ) -> None:
-    components: Components = build_components(
-        request.config, world, load_weights=False
-    )  # any weights take the same time
+    components: Components = build_components(request.config, world, load_weights=False)  # weights cost no time
     go_on()
     if "data" in request.parts:
         seconds = _DATA_TIMES * request.seconds_per_size
