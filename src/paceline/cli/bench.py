@@ -57,13 +57,14 @@ def run(arguments: list[str]) -> int:
         return _be_a_rank(request, environment, own)
     nodes = read_nodes()
     _check_world(request, loaded, processes, processes * nodes.count, is_asked="--what" in own)
-    from paceline.launch.single_attempt import LocalRanks, run_single_attempt
+    from paceline.launch.single_attempt import run_single_attempt
 
     threads = threads_per_rank(request.config.parallel, processes)
     # Folders and files are named here, once: the clocks of several ranks would name several.
     names = {**own, **({"--profile": str(request.profile)} if request.profile else {})}
     again = [f"{name}={value}" if value else name for name, value in names.items()]
-    outcome = run_single_attempt(LocalRanks(processes, threads, nodes, rank_main, ["bench", *rest, *again]))
+    given = ["bench", *rest, *again]
+    outcome = run_single_attempt(rank_main, given, processes=processes, threads=threads, nodes=nodes)
     outcome.print_error(with_traceback="--debug" in sys.argv)
     return outcome.exit_code
 

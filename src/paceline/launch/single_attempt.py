@@ -26,17 +26,6 @@ class _Stopped(BaseException):
 
 
 @dataclass(frozen=True)
-class LocalRanks:
-    """The ranks to start on this node. Each runs the same command."""
-
-    processes: int
-    threads: int
-    nodes: Nodes
-    rank_main: RankMain
-    arguments: list[str]
-
-
-@dataclass(frozen=True)
 class Outcome:
     """How the ranks of this node ended. Finished if nothing else is set."""
 
@@ -63,9 +52,17 @@ class Outcome:
         print(self.failure.screen or f"error: {self.failure.what}\n  where:   {where}", file=sys.stderr)
 
 
-def run_single_attempt(ranks: LocalRanks, *, limit_s: float | None = None) -> Outcome:
-    """Run the ranks to their end. limit_s: end them after this time."""
-    attempts = Attempts(ranks.threads)
+def run_single_attempt(
+    rank_main: RankMain,
+    arguments: list[str],
+    *,
+    processes: int,
+    threads: int,
+    nodes: Nodes | None = None,
+    limit_s: float | None = None,
+) -> Outcome:
+    """Run the same command on the ranks of this node, to its end. limit_s: end them after this time."""
+    attempts = Attempts(threads)
     received: list[int] = []
     late = threading.Event()
 
@@ -90,11 +87,8 @@ def run_single_attempt(ranks: LocalRanks, *, limit_s: float | None = None) -> Ou
             timer.start()
         with tempfile.TemporaryDirectory(prefix="paceline-ranks-") as scratch:
             folder = RunFolder(Path(scratch))
-            end = attempts.run(
-                Attempt(
-                    *(1, ranks.processes, ranks.rank_main, ranks.arguments, folder.log_of, ranks.nodes), can_save=False
-                )
-            )
+            attempt = Attempt(1, processes, rank_main, arguments, folder.log_of, nodes or Nodes(), can_save=False)
+            end = attempts.run(attempt)
             if not received:
                 if end.is_finished:
                     return Outcome()

@@ -86,12 +86,21 @@ def allow_suspension() -> None:
 def _meet(world: World, environment: RankEnvironment) -> Store:
     """The store of this attempt, with every rank present."""
     timeout_s = read_number(START_TIMEOUT, _START_TIMEOUT_S)
+    server = connect_store(environment, timeout_s)
+    # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
+    store = PrefixStore(_prefix(environment.attempt), server)
+    _call_the_roll(store, world, f"{environment.store_host}:{environment.store_port}", timeout_s)
+    return store
+
+
+def connect_store(environment: RankEnvironment, timeout_s: float, name_timeout_s: float = _NAME_TIMEOUT_S) -> TCPStore:
+    """The store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless the launcher has; the others wait for it."""
     address = f"{environment.store_host}:{environment.store_port}"
-    is_server = world.is_primary and not environment.has_store_server
+    is_server = environment.rank == 0 and not environment.has_store_server
     if not is_server:
-        _wait_for_server(environment, address, timeout_s)
+        _wait_for_server(environment, address, timeout_s, name_timeout_s)
     try:
-        server = open_store(environment, is_server=is_server)
+        return _open_store(environment, is_server=is_server)
     except (dist.DistError, TimeoutError) as error:
         what = "it cannot be opened here" if is_server else "what listens there is not rank 0 of this run"
         reason = str(error).splitlines()[0][:200]
@@ -101,13 +110,9 @@ def _meet(world: World, environment: RankEnvironment) -> Store:
             hint="another MASTER_PORT",
             cause=Cause.RENDEZVOUS,
         ) from error
-    # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
-    store = PrefixStore(_prefix(environment.attempt), server)
-    _call_the_roll(store, world, address, timeout_s)
-    return store
 
 
-def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
+def _open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
     """Open the store in a thread: a foreign server that accepts and sends nothing would block the caller for ever."""
     answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=ANSWER_TIMEOUT_S)}
@@ -151,7 +156,7 @@ def _store_listener(environment: RankEnvironment) -> int | None:
         raise TimeoutError(str(error)) from error
 
 
-def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
+def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float, name_timeout_s: float) -> None:
     """Wait until a process listens at the address."""
     clock = RunningClock(2 * ANSWER_TIMEOUT_S)
     where = (environment.store_host, environment.store_port)
@@ -162,7 +167,7 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
         except OSError as error:
             _refuse_if_peers_failed(error)
             is_name = isinstance(error, socket.gaierror)
-            if clock.seconds > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
+            if clock.seconds > (min(timeout_s, name_timeout_s) if is_name else timeout_s):
                 what = f"there is no host {where[0]!r}" if is_name else f"there is no answer at {address}"
                 raise PacelineError(
                     f"the ranks cannot meet: {what}",

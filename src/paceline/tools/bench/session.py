@@ -24,9 +24,8 @@ from paceline.runtime.pulse import Pulse, open_pulse
 from paceline.tools.bench import collectives
 from paceline.tools.bench.data import DataResult, measure_data
 from paceline.tools.bench.limits import MachineLimits, find_link, measure_copy_bandwidth
-from paceline.tools.bench.profile import ProfileResult, profile_steps
 from paceline.tools.bench.request import BenchRequest
-from paceline.tools.bench.step import StepResult, measure_step
+from paceline.tools.bench.step import ProfileResult, StepResult, measure_step, profile_steps
 from paceline.tools.bench.verdict import BenchVerdict, judge_data, judge_links, judge_step, judge_sums
 from paceline.training.components import Components, build_components
 from paceline.training.same_ranks import require_same_ranks

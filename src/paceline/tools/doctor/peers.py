@@ -1,4 +1,4 @@
-"""Nodes before torch connects them: plain TCP connections, versions, clocks, MTUs. Imports no torch.
+"""Nodes before torch connects them: connections, versions, clocks, MTUs, a shared folder. Imports no torch.
 
 A rank listens on a port that the system chooses, as gloo and NCCL do. A client asks several times for the server's
 clock, and sends a message as large as gradients, which the server counts. This finds networks that lose only large
@@ -7,6 +7,8 @@ packets.
 
 from __future__ import annotations
 
+import json
+import os
 import socket
 import socketserver
 import statistics
@@ -17,9 +19,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from paceline.runs.shared_token import shared_hint
+from paceline.runs.shared_token import find_token, remove_token, shared_hint, write_token
 from paceline.tools.doctor.findings import DoctorFinding, failed, passed, warned
 
 # --- Connections ------------------------------------------------------------------------------------------------------
@@ -224,3 +227,46 @@ def check_clocks(probes: Sequence[Sequence[Probe]], hosts: Sequence[str]) -> Doc
 
 def _ranks(count: int) -> str:
     return f"{count} rank" + ("s" if count > 1 else "")
+
+
+# --- The folder of runs, seen by all nodes ----------------------------------------------------------------------------
+
+
+_TOKEN = "PACELINE_DOCTOR_TOKEN"  # set for ranks that we start on other machines
+
+
+@dataclass(frozen=True)
+class LeftToken:
+    """Which host wrote the file, and its path."""
+
+    folder: str
+    name: str
+    writer: str
+
+    def find(self) -> str:
+        """Empty if this node sees the file, otherwise the reason."""
+        return find_token(Path(self.folder), self.name)
+
+    def remove(self) -> None:
+        remove_token(Path(self.folder), self.name)
+
+
+def leave_token(output_dir: Path) -> LeftToken | None:
+    """Write the file into the folder of runs, or its nearest existing parent. None if nothing can be written."""
+    whole = output_dir.expanduser().absolute()
+    folder = next((place for place in (whole, *whole.parents) if place.is_dir()), Path("/"))
+    try:
+        name = write_token(folder)
+    except OSError:
+        return None
+    return LeftToken(str(folder), name, socket.gethostname()) if name else None
+
+
+def read_token() -> LeftToken | None:
+    """The file that the starting command has written."""
+    text = os.environ.get(_TOKEN)
+    return LeftToken(**json.loads(text)) if text else None
+
+
+def token_variables(token: LeftToken | None) -> dict[str, str]:
+    return {_TOKEN: json.dumps(asdict(token))} if token else {}

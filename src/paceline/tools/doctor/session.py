@@ -29,12 +29,11 @@ from paceline.tools.doctor.exchange import Sums, measure_pace, try_pairs, try_su
 from paceline.tools.doctor.findings import DoctorFinding, failed, skipped
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
 from paceline.tools.doctor.network import gather_network, own_address
-from paceline.tools.doctor.peers import Listener, Probe, probe_all
+from paceline.tools.doctor.peers import LeftToken, Listener, Probe, leave_token, probe_all, read_token
 from paceline.tools.doctor.plant import Planted
 from paceline.tools.doctor.rank_report import DONE, RankReport
 from paceline.tools.doctor.rendezvous import Rendezvous, RendezvousError
 from paceline.tools.doctor.request import DoctorRequest, NodeRole
-from paceline.tools.doctor.shared import LeftToken, leave_token, read_token
 from paceline.training.same_ranks import hash_code
 
 _DEADLINE_S = 48.0  # for everything a rank does

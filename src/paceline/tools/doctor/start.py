@@ -20,15 +20,15 @@ from paceline.integrations.slurm.facts import ask_slurm
 from paceline.integrations.slurm.fit import require_possible
 from paceline.integrations.slurm.request import as_srun_reads
 from paceline.launch.attempt import RankMain
-from paceline.launch.single_attempt import LocalRanks, run_single_attempt
+from paceline.launch.single_attempt import run_single_attempt
 from paceline.runs.interpreter import python_command
 from paceline.runtime.cores import usable_cores
-from paceline.runtime.detect import Nodes, threads_per_rank
+from paceline.runtime.detect import threads_per_rank
 from paceline.runtime.slurm import expand_hosts
 from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import NodeReport
+from paceline.tools.doctor.peers import leave_token, token_variables
 from paceline.tools.doctor.rank_report import TO, read_folder, read_lines
-from paceline.tools.doctor.shared import leave_token, token_variables
 
 _MOST_CPU_RANKS = 4
 _SRUN_S = 58.0  # longer than the time limit of a rank
@@ -68,8 +68,9 @@ def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) ->
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as scratch:
         os.environ[TO] = scratch
         threads = threads_per_rank(ParallelConfig(), start.processes)
-        ranks = LocalRanks(start.processes, threads, Nodes(), start.rank_main, start.arguments)
-        outcome = run_single_attempt(ranks, limit_s=limit_s)
+        outcome = run_single_attempt(
+            start.rank_main, start.arguments, processes=start.processes, threads=threads, limit_s=limit_s
+        )
         reports = read_folder(Path(scratch))
     if outcome.stopped_by is not None:
         outcome.print_error()
