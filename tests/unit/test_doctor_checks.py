@@ -23,7 +23,6 @@ from paceline.runtime.detect import World
 from paceline.tools.bench.collectives import Row
 from paceline.tools.bench.limits import Limit
 from paceline.tools.doctor import report
-from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.disk import Place, check_clock, check_data, check_place, gather_place
 from paceline.tools.doctor.examine import Exam, _gather_all, _no_answer
 from paceline.tools.doctor.exchange import (
@@ -74,7 +73,7 @@ from paceline.tools.doctor.peers import (
     probe,
 )
 from paceline.tools.doctor.plant import Plant, Planted, parse_plants
-from paceline.tools.doctor.rank_report import RankReport, _as_lines, read_lines
+from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, _as_lines, assemble, read_lines
 from paceline.tools.doctor.report import Screen
 from paceline.tools.doctor.request import NodeRole
 from paceline.tools.doctor.software import Software, Torch, check_devices, check_packages, check_python, check_torch

@@ -17,11 +17,10 @@ from paceline.runs.folder import write_atomically
 from paceline.runtime.detect import ALONE, RankEnvironment, read_rank_environment
 from paceline.runtime.pulse import open_pulse
 from paceline.settings.processes import parse_processes
-from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import examine_node
 from paceline.tools.doctor.findings import EXIT_FAILED, DoctorFinding, is_healthy, nodes_to_exclude, skipped, verdict
 from paceline.tools.doctor.plant import Planted, parse_plants
-from paceline.tools.doctor.rank_report import RankReport, has_listener, send_report
+from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, assemble, has_listener, send_report
 from paceline.tools.doctor.report import Screen, to_json, write_markdown
 from paceline.tools.doctor.request import DEVICES, LAUNCHES, DoctorRequest, NodeRole
 from paceline.tools.doctor.start import (

@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _note_code(code: int) -> int:
     if code != EXIT_FINISHED:
-        from paceline.launch.final_code import note_final_code  # which --help must not wait for
+        from paceline.launch.policy import note_final_code  # which --help must not wait for
 
         note_final_code(code)
     return code

@@ -1,8 +1,11 @@
-"""What to do after a failed attempt. A pure function of what happened so far."""
+"""What to do after a failure: which ones would repeat, and `decide`, a pure function of the failures so far."""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER, Cause
@@ -16,6 +19,7 @@ FINAL_CAUSES = (
     Cause.OWNER_LOST,
 )
 FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)  # their exit codes
+FINAL_CODE_FILE = "PACELINE_FINAL_CODE_FILE"  # set by job.sbatch
 _MOST_AT_ONE_STEP = 3
 _FAILURES_TO_SHRINK = 2
 _LONGEST_PAUSE_S = 30.0
@@ -57,6 +61,20 @@ def decide(
         return Decision(False, f"{max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0")
     pause = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
     return Decision(True, "", _choose_world(stuck, worlds), pause)
+
+
+def note_final_code(code: int) -> None:
+    """Write the exit code of a failure that would repeat into the file that the job's script reads.
+
+    `srun` ends the other tasks when one has failed, and then returns their signal instead of the first exit code. The
+    script would requeue a job that has a user's mistake. A rank of our supervisor writes nothing: it may be restarted.
+    """
+    from paceline.runtime.detect import OWN_LAUNCHER  # not above: `paceline submit --help` does not need it
+
+    path = os.environ.get(FINAL_CODE_FILE)
+    if path and code in FINAL_CODES and OWN_LAUNCHER not in os.environ:
+        with suppress(OSError), Path(path).open("x") as file:  # the first process counts
+            file.write(f"{code}\n")
 
 
 def samples_to_cut(config: Config, ranks: int) -> int:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import paceline
-from paceline.tools.doctor.assemble import Examination
 from paceline.tools.doctor.findings import DoctorFinding, count_by_status, is_healthy, nodes_to_exclude, verdict
+from paceline.tools.doctor.rank_report import Examination
 
 # --- JSON and Markdown ------------------------------------------------------------------------------------------------
 

@@ -25,10 +25,9 @@ from paceline.runs.interpreter import python_command
 from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import threads_per_rank
 from paceline.runtime.slurm import expand_hosts
-from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import NodeReport
 from paceline.tools.doctor.peers import leave_token, token_variables
-from paceline.tools.doctor.rank_report import TO, read_folder, read_lines
+from paceline.tools.doctor.rank_report import TO, Examination, Expected, assemble, read_folder, read_lines
 
 _MOST_CPU_RANKS = 4
 _SRUN_S = 58.0  # longer than the time limit of a rank
