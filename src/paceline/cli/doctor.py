@@ -24,7 +24,6 @@ from paceline.tools.doctor.rank_report import Examination, Expected, RankReport,
 from paceline.tools.doctor.report import Screen, to_json, write_markdown
 from paceline.tools.doctor.request import DEVICES, LAUNCHES, DoctorRequest, NodeRole
 from paceline.tools.doctor.start import (
-    LocalStart,
     SlurmStart,
     Stopped,
     default_processes,
@@ -225,7 +224,7 @@ def _examine_here(asked: Asked, started: float) -> int:
     else:
         arguments = ["doctor", *asked.for_ranks, f"--processes={processes}"]
         left_s = max(_LEAST_S, _WHOLE_S - (time.monotonic() - started))
-        whole = run_local(LocalStart(processes, arguments, rank_main), node, host, left_s)
+        whole = run_local(rank_main, arguments, processes, node, host, left_s)
     whole.world_size = processes
     told = len(node.findings)
     return _deliver(whole, asked, started, already_told=told)

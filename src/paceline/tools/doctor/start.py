@@ -53,23 +53,16 @@ def default_processes(gpus: int, device: str) -> int:
     return gpus if gpus and device != "cpu" else min(usable_cores(), _MOST_CPU_RANKS)
 
 
-@dataclass(frozen=True)
-class LocalStart:
-    processes: int
-    arguments: list[str]
-    rank_main: RankMain
-
-
-def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) -> Examination:
+def run_local(
+    rank_main: RankMain, arguments: list[str], processes: int, node: NodeReport, host: str, limit_s: float
+) -> Examination:
     """Start ranks on this machine, with the launcher of training."""
     from paceline.settings.schema import ParallelConfig
 
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as scratch:
         os.environ[TO] = scratch
-        threads = threads_per_rank(ParallelConfig(), start.processes)
-        outcome = run_single_attempt(
-            start.rank_main, start.arguments, processes=start.processes, threads=threads, limit_s=limit_s
-        )
+        threads = threads_per_rank(ParallelConfig(), processes)
+        outcome = run_single_attempt(rank_main, arguments, processes=processes, threads=threads, limit_s=limit_s)
         reports = read_folder(Path(scratch))
     if outcome.stopped_by is not None:
         outcome.print_error()
@@ -77,7 +70,7 @@ def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) ->
     trouble = outcome.failure.what if outcome.failure is not None else ""
     if outcome.is_late:
         trouble = f"the ranks were not done after {limit_s:.0f} s"
-    return assemble(reports, Expected(start.processes, "paceline", (host,), trouble), node, host)
+    return assemble(reports, Expected(processes, "paceline", (host,), trouble), node, host)
 
 
 @dataclass(frozen=True)
