@@ -23,6 +23,7 @@ from unittest import mock
 
 from paceline import errors
 from paceline.cli.main import VERBS, main
+from paceline.launch.policy import FINAL_CAUSES
 from paceline.runs.folder import RunFolder
 from paceline.settings import schema
 from paceline.settings.fields import FieldSpec, field_table
@@ -73,7 +74,8 @@ RUN_FILES = {
     "logs/": "`rank-N.log`, one per rank, for all attempts; `supervisor.log`: output after the console was lost",
     "checkpoints/": "see below",
     "stacks/": "`attempt-A-rank-R.txt`: the Python stack of every rank at a hang",
-    "failure.json": "the newest failure: rank, host, step, phase, traceback, the last lines of its log",
+    "failure.json": "the newest failure: [cause](exit-codes.md#causes), rank, host, step, phase, `is_restarted`, "
+    "traceback, the last lines of its log",
     "failures.jsonl": "all failures",
     "faults.jsonl": "the faults that `--inject` has caused so far",
     "requeues.jsonl": "each requeue of the Slurm job",
@@ -236,10 +238,24 @@ def exit_codes() -> str:
                 "| code | | meaning | error |\n|---|---|---|---|\n" + "\n".join(rows),
                 "Every error is one screen on standard error: what is wrong, `where`, `got`, `allowed` and what "
                 "to `try`. `--debug` adds the traceback. The numbers are constants in `paceline.errors`.",
+                "## Causes",
+                "`cause` in `failure.json` and in the error of a child process. The supervisor restarts a run unless "
+                "the failure would repeat.",
+                "| cause | meaning | restart |\n|---|---|---|\n" + "\n".join(_cause_rows()),
             ]
         )
         + "\n"
     )
+
+
+def _cause_rows() -> Iterator[str]:
+    """The comment beside each cause is its description. Python itself does not keep it."""
+    source = inspect.getsource(errors.Cause)
+    texts = dict(re.findall(r'^    \w+ = "([a-z-]+)"  # (.+)$', source, re.MULTILINE))
+    _same("causes", {str(cause) for cause in errors.Cause}, set(texts))
+    for cause in errors.Cause:
+        is_final = cause in FINAL_CAUSES or cause is errors.Cause.PREEMPTED
+        yield f"| `{cause}` | {_cell(texts[cause])} | {'no' if is_final else 'yes'} |"
 
 
 def _facts(spec: FieldSpec) -> str:

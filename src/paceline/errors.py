@@ -1,14 +1,15 @@
-"""Every way a run can end badly, and the one screen a person sees when it does.
+"""The errors of Paceline: causes, exit codes and the error screen.
 
-A message answers five questions in a fixed order: what is wrong, where it stands, what was found,
-what would have been right, and what to do next. The class decides the process's exit code. Imports
-no other module of the package, so that every layer may raise these.
+An error screen has five parts in a fixed order: what is wrong, where, what was found, what is allowed, and what to try.
+The class of an error decides the exit code, its cause decides about restarts. This module imports no other module of
+the package, so every layer can raise these errors.
 """
 
 from __future__ import annotations
 
 import re
 import traceback
+from enum import StrEnum
 from typing import Any
 
 EXIT_FINISHED = 0
@@ -22,6 +23,32 @@ EXIT_OWNER_LOST = 7
 EXIT_INTERNAL = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130
+
+
+class Cause(StrEnum):
+    """Why a run has failed: `cause` in failure.json. The restart policy decides by it (launch/policy.py)."""
+
+    USER_INPUT = "user-input"  # a flag, a recipe or a path is wrong
+    USER_CODE = "user-code"  # a function of the user's own failed, or ended the process
+    NOT_SHARED = "not-shared"  # the nodes of the run do not see the same folder
+    DATA = "data"  # a data set or a weights file is missing, truncated or unreadable
+    CHECKPOINT = "checkpoint"  # a checkpoint cannot be written, found or trusted
+    BAD_NUMBERS = "bad-numbers"  # the loss or a gradient is not finite
+    OWNER_LOST = "owner-lost"  # another process owns the run folder now
+    PREEMPTED = "preempted"  # a person or a scheduler asked for the end
+    RENDEZVOUS = "rendezvous"  # ranks or nodes did not find each other at the start
+    PEER_LOST = "peer-lost"  # another rank has exited; never the first cause
+    TIMEOUT = "timeout"  # a collective of torch did not end in time
+    HANG = "hang"  # a rank made no progress before its deadline
+    OUT_OF_MEMORY = "out-of-memory"  # an allocation failed, or the kernel killed the rank for its memory
+    SHARED_MEMORY = "shared-memory"  # /dev/shm is too small, or a mapped file became shorter
+    STORAGE = "storage"  # a disk or a quota is full
+    OPEN_FILES = "open-files"  # the process may open no more files
+    PORT_TAKEN = "port-taken"  # another program listens at the port
+    RANK_KILLED = "rank-killed"  # by a SIGKILL that Paceline has not sent
+    RANK_CRASHED = "rank-crashed"  # by another signal, such as SIGSEGV
+    RANK_EXITED = "rank-exited"  # without an error and before the run was finished
+    INTERNAL = "internal"  # an exception that Paceline does not expect; the traceback says more
 
 
 # C0 and C1 control characters (but tab and newline), line and paragraph separators, bidirectional embeddings, overrides
@@ -50,6 +77,7 @@ class PacelineError(Exception):
     """An expected failure: explained on one screen, without a traceback."""
 
     exit_code = EXIT_INTERNAL
+    cause = Cause.INTERNAL  # of the class; an error can have another one
 
     def __init__(
         self,
@@ -59,8 +87,11 @@ class PacelineError(Exception):
         got: object | None = None,
         allowed: str | None = None,
         hint: str | None = None,
+        cause: Cause | None = None,
     ) -> None:
         super().__init__(what)
+        if cause is not None:
+            self.cause = cause
         self.what = what
         self.where = where
         self.got = got
@@ -81,50 +112,56 @@ class PacelineError(Exception):
         """For another process; `error_from_json` makes the same error of it."""
         got = None if self.got is None else str(self.got)
         parts = {"what": self.what, "where": self.where, "got": got, "allowed": self.allowed, "hint": self.hint}
-        return {"kind": type(self).__name__, "exit_code": self.exit_code, **parts}
+        return {"kind": type(self).__name__, "exit_code": self.exit_code, "cause": self.cause, **parts}
 
 
 class UserError(PacelineError):
     """A flag, a recipe or a path is wrong. Found before any work starts."""
 
     exit_code = EXIT_USER
+    cause = Cause.USER_INPUT
 
 
 class DataError(PacelineError):
     """A data set or a weights file is missing, truncated or unreadable."""
 
     exit_code = EXIT_DATA
+    cause = Cause.DATA
 
 
 class CheckpointError(PacelineError):
     """A checkpoint cannot be written, found or trusted."""
 
     exit_code = EXIT_CHECKPOINT
+    cause = Cause.CHECKPOINT
 
 
 class Preempted(PacelineError):
     """The run was asked to stop, and has saved."""
 
     exit_code = EXIT_PREEMPTED
+    cause = Cause.PREEMPTED
 
 
 class NonFiniteError(PacelineError):
     """The loss or a gradient stopped being a number."""
 
     exit_code = EXIT_NON_FINITE
+    cause = Cause.BAD_NUMBERS
 
 
 class OwnerLost(PacelineError):
     """Another process owns the run now. Nothing more may be written."""
 
     exit_code = EXIT_OWNER_LOST
+    cause = Cause.OWNER_LOST
 
 
 _KINDS = {kind.__name__: kind for kind in (UserError, DataError, CheckpointError, Preempted, NonFiniteError, OwnerLost)}
 
 
 def error_kind(exit_code: int) -> type[PacelineError]:
-    """The class of errors with this exit code."""
+    """The class of errors with this exit code; PacelineError if there is none."""
     return next((kind for kind in _KINDS.values() if kind.exit_code == exit_code), PacelineError)
 
 
@@ -132,7 +169,7 @@ def error_from_json(content: dict[str, Any]) -> PacelineError:
     """The error that a process of ours has written with `to_json`."""
     kind = _KINDS.get(content["kind"], PacelineError)
     parts = {name: content[name] for name in ("where", "got", "allowed", "hint")}
-    error = kind(content["what"], **parts)
+    error = kind(content["what"], **parts, cause=Cause(content["cause"]))
     error.exit_code = int(content["exit_code"])
     return error
 
@@ -143,12 +180,13 @@ class EndsWithPrimary(SystemExit):
     def __init__(self, code: int, screen: str) -> None:
         super().__init__(code)
         self.screen = screen  # of the primary's error
+        self.cause = error_kind(code).cause
 
 
 def explain_exit(error: BaseException) -> UserError:
-    """A function of the user's own calls `sys.exit`, or raises what Python keeps for its own use, as GeneratorExit.
+    """For a user's function that calls `sys.exit` or raises an exception of the interpreter, such as GeneratorExit.
 
-    Such a code or exception says nothing about the run.
+    Its exit code does not describe the run.
     """
     frames = traceback.extract_tb(error.__traceback__)
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else None
@@ -159,4 +197,5 @@ def explain_exit(error: BaseException) -> UserError:
         where=where,
         got=f"{name}: {error.code}" if isinstance(error, SystemExit) else f"{name}: {error}".removesuffix(": "),
         hint="a function that cannot go on raises an exception" + ("" if is_exit else ", a subclass of Exception"),
+        cause=Cause.USER_CODE,
     )

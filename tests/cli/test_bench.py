@@ -24,11 +24,10 @@ from paceline.metrics.units import format_flops, format_size, format_time
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config, DataConfig, ParallelConfig
 from paceline.tools.bench.collectives import OPERATIONS, Exchange, Row, bus_factor, fit_line, measure
-from paceline.tools.bench.limits import find_link, measure_copy_bandwidth
-from paceline.tools.bench.links import network_link, read_nvlink, read_pcie
+from paceline.tools.bench.limits import find_link, measure_copy_bandwidth, network_link, read_nvlink, read_pcie
+from paceline.tools.bench.request import parse_sizes
+from paceline.tools.bench.session import judge_step, judge_sums
 from paceline.tools.bench.step import Blocks, StepResult
-from paceline.tools.bench.units import parse_sizes
-from paceline.tools.bench.verdict import judge_step, judge_sums
 
 TINY = ["--num-samples=160", "--global-batch-size=16", "--seconds-per-size=0.01"]
 

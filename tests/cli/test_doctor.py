@@ -242,7 +242,7 @@ def test_a_stranger_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> 
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stranger.getsockname()[1])}
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         found = findings_of(paceline("doctor", "--json", cwd=tmp_path, **place, **rank))
-    assert found["rendezvous"]["what"].endswith("is not rank 0 of this job")
+    assert found["rendezvous"]["details"] == {"missing": [0]}
     assert "ranks" not in found
 
 

@@ -71,7 +71,7 @@ def test_a_fault_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("fault", "cause"), [("kill", "killed"), ("exit", "exited")])
+@pytest.mark.parametrize(("fault", "cause"), [("kill", "rank-killed"), ("exit", "rank-exited")])
 def test_a_rehearsed_end_is_reported_as_rehearsed(fault: str, cause: str, tmp_path: Path) -> None:
     """The report does not send anybody to dmesg for a signal that --inject has asked for."""
     answer = train(tmp_path, f"--inject={fault} rank=1 step=3", "--max-restarts=0")

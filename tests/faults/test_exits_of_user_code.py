@@ -86,7 +86,7 @@ def test_a_rank_that_exits_with_0_before_the_end_has_failed(processes: int, tmp_
     status = read_json(tmp_path / "run" / "status.json")
     assert status["status"] == "failed"
     failures = read_failures(tmp_path / "run")
-    assert [failure["cause"] for failure in failures] == ["exited", "exited"]
+    assert [failure["cause"] for failure in failures] == ["rank-exited", "rank-exited"]
     assert not (tmp_path / "run" / "results.json").exists()
 
 

@@ -1,7 +1,7 @@
-"""Run a function on real gloo ranks, each its own process, and bring the results back.
+"""Run a function on real gloo ranks, each its own process, and return the results.
 
-The processes come from a `forkserver` that has torch preloaded: a two-rank test costs a tenth of a second.
-A rank that raises, dies or hangs fails the test with every rank's story.
+The launcher of training starts them, from a fork server that has torch loaded: a two-rank test takes a tenth of a
+second. A rank that raises, dies or hangs fails the test, with the tracebacks of all ranks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from paceline.launch.rank_processes import RankProcesses
 from paceline.runtime.detect import World
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.training.loop", "paceline.parallel.sharding"])
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed", "paceline.training.loop", "paceline.parallel.sharding"]
+)
 _DEADLINE_S = 100
 
 
@@ -39,29 +41,23 @@ def make_world(rank: int, world_size: int) -> World:
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`function(world, *arguments)` on every rank; results by rank. It must be importable by name."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, RankProcesses() as ranks:
         store = str(Path(folder) / "store")
-        readers, processes = [], []
+        readers = []
         for rank in range(world_size):
-            reader, writer = _CONTEXT.Pipe(duplex=False)
-            process = _CONTEXT.Process(target=_rank_main, args=(rank, world_size, store, writer, function, arguments))
-            process.start()
+            reader, writer = multiprocessing.Pipe(duplex=False)
+            ranks.start(rank, _rank_main, rank, world_size, store, writer, function, arguments)
             writer.close()
             readers.append(reader)
-            processes.append(process)
         answers = _collect(readers)
-        for process in processes:
-            # After one failure the others may sit in a collective for ever.
-            process.join(timeout=10 if all(ok for ok, _ in answers.values()) else 0.5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        # After one failure the others may wait in a collective for ever.
+        ranks.end(grace_s=10 if all(ok for ok, _ in answers.values()) else 0.5)
     missing = [rank for rank in range(world_size) if rank not in answers]
     failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
     if failed or missing:
-        stories = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
-        codes = {rank: processes[rank].exitcode for rank in missing}
-        raise AssertionError(f"ranks failed: {sorted(failed)}, no answer (exit codes): {codes}\n{stories}")
+        tracebacks = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
+        codes = {rank: ranks.exit_codes()[rank] for rank in missing}
+        raise AssertionError(f"ranks failed: {sorted(failed)}, no answer (exit codes): {codes}\n{tracebacks}")
     return [answers[rank][1] for rank in range(world_size)]
 
 
@@ -74,8 +70,8 @@ def _collect(readers: list[multiprocessing.connection.Connection]) -> dict[int, 
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
             try:
                 answers[rank] = waiting[rank].recv()
-            except EOFError:  # the rank died without a word
-                answers[rank] = (False, "died without a word")
+            except EOFError:
+                answers[rank] = (False, "the rank exited without an answer")
             del waiting[rank]
     return answers
 

@@ -21,28 +21,62 @@ from paceline.data.draws import draw_below
 from paceline.errors import UserError
 from paceline.runtime.detect import World
 from paceline.tools.bench.collectives import Row
-from paceline.tools.bench.links import Limit
+from paceline.tools.bench.limits import Limit
 from paceline.tools.doctor import report
-from paceline.tools.doctor.assemble import Examination, Expected, assemble
-from paceline.tools.doctor.checks.disk import check_clock, check_data, check_place
-from paceline.tools.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
-from paceline.tools.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
-from paceline.tools.doctor.checks.peers import check_clocks, check_mtu, check_reach, check_versions, fewest_to_leave_out
-from paceline.tools.doctor.checks.ranks import check_links, check_pace, check_pairs, check_sums, check_training
-from paceline.tools.doctor.checks.software import check_devices, check_packages, check_python, check_torch
+from paceline.tools.doctor.disk import Place, check_clock, check_data, check_place, gather_place
 from paceline.tools.doctor.examine import Exam, _gather_all, _no_answer
-from paceline.tools.doctor.exchange import Sums, measure_pace, partners, try_pairs, try_sums
-from paceline.tools.doctor.findings import Finding, failed, merge_nodes, nodes_to_exclude, passed, verdict, warned
-from paceline.tools.doctor.gather.disk import Place, gather_place
-from paceline.tools.doctor.gather.machine import Cores, Memory, gather_cores, gather_memory
-from paceline.tools.doctor.gather.network import Interface, Names, Network, Ports, gather_ports, resolve, who_has
-from paceline.tools.doctor.gather.software import Software, Torch
+from paceline.tools.doctor.exchange import (
+    Sums,
+    check_links,
+    check_pace,
+    check_pairs,
+    check_sums,
+    check_training,
+    measure_pace,
+    partners,
+    try_pairs,
+    try_sums,
+)
+from paceline.tools.doctor.findings import DoctorFinding, failed, merge_nodes, nodes_to_exclude, passed, verdict, warned
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
+from paceline.tools.doctor.machine import (
+    Cores,
+    Memory,
+    check_cores,
+    check_memory,
+    check_open_files,
+    check_shared_memory,
+    gather_cores,
+    gather_memory,
+)
+from paceline.tools.doctor.network import (
+    Interface,
+    Names,
+    Network,
+    Ports,
+    check_host_name,
+    check_interfaces,
+    check_meeting_name,
+    check_ports,
+    gather_ports,
+    resolve,
+    who_has,
+)
+from paceline.tools.doctor.peers import (
+    Listener,
+    Probe,
+    check_clocks,
+    check_mtu,
+    check_reach,
+    check_versions,
+    fewest_to_leave_out,
+    probe,
+)
 from paceline.tools.doctor.plant import Plant, Planted, parse_plants
-from paceline.tools.doctor.rank_report import RankReport, _as_lines, read_lines
-from paceline.tools.doctor.reach import Listener, Visit, visit
-from paceline.tools.doctor.request import Surroundings
-from paceline.tools.doctor.screen import Screen
+from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, _as_lines, assemble, read_lines
+from paceline.tools.doctor.report import Screen
+from paceline.tools.doctor.request import NodeRole
+from paceline.tools.doctor.software import Software, Torch, check_devices, check_packages, check_python, check_torch
 
 GB, MB = 2**30, 2**20
 SOFTWARE = Software("0.1.0", "3.11.7", ">=3.11", {"torch": "2.13.0+cpu"}, {"torch": ">=2.11"}, "Linux")
@@ -55,7 +89,7 @@ PLACE = Place("runs", "/data", True, True, "", 10**12, 10**6, "ext4", 5e8, 0.001
 PORTS = Ports(True, "", None, None, None, 32768, 60999)
 
 
-def tell(finding: Finding | None) -> tuple[str, str]:
+def tell(finding: DoctorFinding | None) -> tuple[str, str]:
     """Status and text; what is bad has a remedy, what is good needs none."""
     assert finding is not None
     assert bool(finding.remedy) == (finding.status in ("warn", "fail"))
@@ -190,7 +224,7 @@ def test_the_clock_is_held_against_the_disk_and_against_itself() -> None:
 
 
 def test_names() -> None:
-    alone, several = Surroundings(), Surroundings(num_nodes=2)
+    alone, several = NodeRole(), NodeRole(num_nodes=2)
     good = Names("n1", ("10.0.0.1",), "", 0.0)
     assert tell(check_host_name(good, several))[0] == "pass"
     assert tell(check_host_name(replace(good, addresses=(), error="not known"), alone))[0] == "fail"
@@ -264,17 +298,17 @@ def test_the_odd_version_and_mtu_are_named() -> None:
     assert (tell(jumbo)[0], jumbo.nodes) == ("warn", ("n3",))
 
 
-def visits(ranks: int, shut: set[tuple[int, int]] = frozenset(), ahead: dict[int, float] | None = None) -> Any:  # type: ignore[assignment]
+def probes(ranks: int, shut: set[tuple[int, int]] = frozenset(), ahead: dict[int, float] | None = None) -> Any:  # type: ignore[assignment]
     offsets = ahead or {}
     return [
-        [Visit("timed out") if (a, b) in shut else Visit("", offsets.get(b, 0.0), 1e-4) for b in range(ranks)]
+        [Probe("timed out") if (a, b) in shut else Probe("", offsets.get(b, 0.0), 1e-4) for b in range(ranks)]
         for a in range(ranks)
     ]
 
 
 def test_shut_ways_leave_out_as_few_nodes_as_possible() -> None:
-    assert tell(check_reach(visits(4), HOSTS))[0] == "pass"
-    one = check_reach(visits(4, {(0, 2), (2, 0)}), HOSTS)
+    assert tell(check_reach(probes(4), HOSTS))[0] == "pass"
+    one = check_reach(probes(4, {(0, 2), (2, 0)}), HOSTS)
     assert tell(one)[0] == "fail"
     assert "2 of 12" in one.what
     assert "rank 0 on n1 does not reach rank 2 on n2 (timed out)" in one.what
@@ -284,23 +318,23 @@ def test_shut_ways_leave_out_as_few_nodes_as_possible() -> None:
 
 
 def test_a_wrong_clock_is_named() -> None:
-    assert tell(check_clocks(visits(4), HOSTS))[0] == "pass"
-    late = check_clocks(visits(4, ahead={2: -100.0}), HOSTS)
+    assert tell(check_clocks(probes(4), HOSTS))[0] == "pass"
+    late = check_clocks(probes(4, ahead={2: -100.0}), HOSTS)
     assert tell(late) == ("fail", "the clock of rank 2 on n2 is 100.0 s behind the others")
     assert late.nodes == ("n2",)
-    assert tell(check_clocks(visits(2, ahead={1: 5.0}), HOSTS[:2]))[0] == "warn"
+    assert tell(check_clocks(probes(2, ahead={1: 5.0}), HOSTS[:2]))[0] == "warn"
     # Rank 0 is the odd one: everybody else seems off to it.
-    first = check_clocks(visits(4, ahead={1: 50.0, 2: 50.0, 3: 50.0}), ["n0", "n1", "n2", "n3"])
+    first = check_clocks(probes(4, ahead={1: 50.0, 2: 50.0, 3: 50.0}), ["n0", "n1", "n2", "n3"])
     assert (tell(first)[1], first.nodes) == ("the clock of rank 0 on n0 is 50.0 s behind the others", ("n0",))
 
 
-def test_a_visit_tells_the_other_clock_and_carries_large_messages() -> None:
+def test_a_probe_reads_the_other_clock_and_carries_large_messages() -> None:
     with Listener(Planted((Plant("clock"),)).wall_clock) as listener:
-        found = visit(("127.0.0.1", listener.port))
+        found = probe(("127.0.0.1", listener.port))
     assert found.error == ""
     assert 99 < found.clock_ahead_s < 101
     assert 0 < found.round_trip_s < 1
-    assert visit(("127.0.0.1", listener.port)).error == "Connection refused"
+    assert probe(("127.0.0.1", listener.port)).error == "Connection refused"
 
 
 # --- Ranks together ---------------------------------------------------------------------------------------------------

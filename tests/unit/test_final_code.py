@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.errors import EXIT_INTERNAL, EXIT_USER
-from paceline.launch.final_code import FINAL_CODE_FILE, note_final_code
+from paceline.launch.policy import FINAL_CODE_FILE, note_final_code
 from paceline.runtime.detect import OWN_LAUNCHER
 
 

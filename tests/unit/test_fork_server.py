@@ -12,7 +12,7 @@ from harness.processes import seconds_until_empty
 BROKEN_OFF = """
 import multiprocessing, os, signal
 from multiprocessing import forkserver, process
-from paceline.launch.attempt import end_fork_server
+from paceline.launch.rank_processes import end_fork_server
 
 end_fork_server()  # there is none yet
 context = multiprocessing.get_context("forkserver")

@@ -22,13 +22,13 @@ from paceline.training.components import build_components
 # In a process of its own: ranks come from the server of whoever asks first.
 A_RANK = """
 import gc, multiprocessing
-from paceline.launch.attempt import _start_fork_server
+from paceline.launch.rank_processes import start_fork_server
 
 def look(answers):
     answers.send((gc.isenabled(), gc.get_freeze_count()))
 
 if __name__ == "__main__":
-    _start_fork_server()
+    start_fork_server(["paceline.training.worker"])
     answers, theirs = multiprocessing.Pipe()
     rank = multiprocessing.get_context("forkserver").Process(target=look, args=(theirs,))
     rank.start()

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from paceline.launch.causes import is_peer_loss, name_cause
-from paceline.launch.policy import Decision, Failure, decide
+import errno
+
+import pytest
+
+from paceline.errors import Cause, EndsWithPrimary, PacelineError, UserError, error_from_json, error_kind
+from paceline.launch.causes import cause_of, explain_error, explain_exit_code, is_consequence
+from paceline.launch.policy import FINAL_CAUSES, FINAL_CODES, Decision, Failure, decide
 
 
 def after(*failures: Failure, max_restarts: int = 3, worlds: tuple[int, ...] = (2,), auto: bool = False) -> Decision:
     return decide(list(failures), max_restarts=max_restarts, worlds=list(worlds), auto_microbatch=auto, can_halve=True)
 
 
-def failure(step: int, saved: int, *, rank: int = 0, code: int = 70, processes: int = 2, oom: bool = False) -> Failure:
-    return Failure(code, rank, step, saved, processes, oom)
+def failure(step: int, saved: int, *, rank: int = 0, cause: Cause = Cause.RANK_KILLED, processes: int = 2) -> Failure:
+    return Failure(cause, rank, step, saved, processes)
 
 
 def test_a_crash_is_worth_another_try_at_once() -> None:
@@ -19,8 +24,14 @@ def test_a_crash_is_worth_another_try_at_once() -> None:
 
 
 def test_what_would_fail_again_is_not_tried() -> None:
-    for code in (2, 3, 4, 5):
-        assert not after(failure(12, 10, code=code)).restart
+    for cause in Cause:
+        assert after(failure(12, 10, cause=cause)).restart == (cause not in FINAL_CAUSES)
+
+
+def test_exit_codes_and_causes_agree() -> None:
+    """A scheduler decides by the exit code, our supervisor by the cause."""
+    for code in range(256):
+        assert (code in FINAL_CODES) == (error_kind(code).cause in FINAL_CAUSES)
 
 
 def test_without_progress_pauses_grow() -> None:
@@ -54,31 +65,59 @@ def test_the_world_shrinks_below_a_rank_that_keeps_failing_and_grows_back() -> N
 
 
 def test_out_of_memory_halves_the_microbatch_if_asked_to() -> None:
-    assert after(failure(12, 10, oom=True), auto=True).halve_microbatch
-    assert not after(failure(12, 10, oom=True)).halve_microbatch
+    assert after(failure(12, 10, cause=Cause.OUT_OF_MEMORY), auto=True).halve_microbatch
+    assert not after(failure(12, 10, cause=Cause.OUT_OF_MEMORY)).halve_microbatch
 
 
-def test_known_causes_have_a_hint() -> None:
-    def cause(text: str, code: int | None = 70, memory: tuple[float, ...] = (), oom_kills: int = 0) -> str | None:
-        found = name_cause(text, code, memory_mb=list(memory), fitted=8, oom_kills=oom_kills, is_hung=False)
-        assert found is None or found.hint
-        return found.name if found else None
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (RuntimeError("CUDA out of memory. Tried to allocate 2 GiB"), Cause.OUT_OF_MEMORY),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), Cause.OUT_OF_MEMORY),
+        (MemoryError(), Cause.OUT_OF_MEMORY),
+        (OSError(errno.ENOSPC, "translated text"), Cause.STORAGE),
+        (RuntimeError("unable to write to file </torch_123> in /dev/shm"), Cause.SHARED_MEMORY),
+        (RuntimeError("Address already in use"), Cause.PORT_TAKEN),
+        (RuntimeError("Timed out waiting 10000ms for recv operation to complete"), Cause.TIMEOUT),
+        (RuntimeError("Connection closed by peer [127.0.0.1]:20683"), Cause.PEER_LOST),
+        (RuntimeError("[pair.cc:537] Read error: Connection reset by peer."), Cause.PEER_LOST),
+        (OSError(errno.ECONNRESET, "translated text"), Cause.PEER_LOST),
+    ],
+)
+def test_causes_of_errors_of_others(error: Exception, cause: Cause) -> None:
+    assert cause_of(error) is cause
+    assert explain_error(cause, fitted=8).hint
+    assert is_consequence(error) == (cause is Cause.PEER_LOST)
+    wrapped = ValueError("not known")
+    wrapped.__cause__ = error
+    assert cause_of(wrapped) is cause
 
-    assert cause("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB") == "out-of-memory"
-    assert cause("RuntimeError: DefaultCPUAllocator: can't allocate memory") == "out-of-memory"
-    assert cause("OSError: [Errno 28] No space left on device") == "disk-full"
-    assert cause("RuntimeError: unable to write to file </torch_123> in /dev/shm") == "shared-memory"
-    assert cause("RuntimeError: Address already in use") == "port-taken"
-    assert cause("RuntimeError: Timed out waiting 10000ms for recv operation to complete") == "timeout"
-    assert cause("RuntimeError: Connection closed by peer [127.0.0.1]:20683") == "peer-lost"
-    assert cause("", -9) == "killed"
-    assert cause("", -9, (300.0, 900.0, 4000.0)) == "oom-killed"
-    assert cause("", -9, oom_kills=1) == "oom-killed"
-    assert cause("", -7) == "shared-memory"
-    assert cause("", -11) == "crashed"
-    assert cause("ValueError: something new") is None
+
+def test_our_own_errors_carry_their_cause() -> None:
+    """Whatever they say: no pattern reads our text."""
+    error = UserError("broken pipe, out of memory, address already in use")
+    assert cause_of(error) is Cause.USER_INPUT
+    lost = PacelineError("rank 1", cause=Cause.PEER_LOST)
+    assert cause_of(error_from_json(lost.to_json())) is cause_of(lost) is Cause.PEER_LOST
+    assert (cause_of(EndsWithPrimary(3, "screen")), is_consequence(EndsWithPrimary(3, ""))) == (Cause.DATA, True)
+    assert cause_of(ValueError("bad label")) is Cause.INTERNAL
+    assert not is_consequence(ValueError("bad label"))
 
 
-def test_a_lost_peer_is_never_the_first_cause() -> None:
-    assert is_peer_loss("RuntimeError: [pair.cc:537] Read error: Connection reset by peer.")
-    assert not is_peer_loss("ValueError: bad label")
+@pytest.mark.parametrize(
+    ("code", "memory_mb", "oom_kills", "cause"),
+    [
+        (-9, [], 0, Cause.RANK_KILLED),
+        (-9, [300.0, 900.0, 4000.0], 0, Cause.OUT_OF_MEMORY),
+        (-9, [], 1, Cause.OUT_OF_MEMORY),
+        (-7, [], 0, Cause.SHARED_MEMORY),
+        (-11, [], 0, Cause.RANK_CRASHED),
+        (0, [], 0, Cause.RANK_EXITED),
+    ],
+)
+def test_causes_of_ranks_without_an_exit_record(
+    code: int, memory_mb: list[float], oom_kills: int, cause: Cause
+) -> None:
+    found = explain_exit_code(code, memory_mb=memory_mb, fitted=8, oom_kills=oom_kills)
+    assert found.cause is cause
+    assert found.hint

@@ -93,22 +93,21 @@ def test_the_watch_does_not_signal_a_recycled_number(tmp_path: Path, child: subp
     rank = context.Process(target=os.getpid)
     rank.start()
     assert rank.pid is not None
-    pids = {0: rank.pid}
+    handles = {0: find_forked(rank.pid)}
     Pulse(pulse_path(tmp_path, 0))
-    watch = Watch(tmp_path, lambda number: tmp_path / "stacks", lambda: dict(pids))
+    watch = Watch(tmp_path, lambda number: tmp_path / "stacks", lambda: dict(handles))
     watch._look()
     rank.join()
     while find_forked(rank.pid) is not None:
         pass
-    sight = watch.ranks[0]
-    if sight.process is not None:
-        sight.process.pid = child.pid
-    pids[0] = pids[1] = child.pid  # one that was seen before it ended, and one that was not
+    if handles[0] is not None:
+        handles[0].pid = child.pid
+    handles[1] = find_forked(child.pid)  # a rank that had exited before its handle was opened
     watch._look()
     watch._signal_all(signal.SIGKILL)
     watch.stop_all(signal.SIGKILL)
     assert [watch.ranks[number].is_alive for number in (0, 1)] == [False, False]
-    assert not any(sight.was_ended_by_us for sight in watch.ranks.values())
+    assert not any(state.was_ended_by_us for state in watch.ranks.values())
     assert child.poll() is None
 
 

@@ -26,8 +26,7 @@ from paceline.runtime.detect import (
 from paceline.settings.load import LoadedConfig
 from paceline.settings.processes import parse_processes
 from paceline.settings.rules import check_world
-from paceline.tools.bench.request import PARTS, Request, parse_parts, parse_seconds
-from paceline.tools.bench.units import DEFAULT_SIZES, parse_sizes
+from paceline.tools.bench.request import DEFAULT_SIZES, PARTS, BenchRequest, parse_parts, parse_seconds, parse_sizes
 
 if TYPE_CHECKING:
     from paceline.tools.bench.session import Report
@@ -58,13 +57,16 @@ def run(arguments: list[str]) -> int:
         return _be_a_rank(request, environment, own)
     nodes = read_nodes()
     _check_world(request, loaded, processes, processes * nodes.count, is_asked="--what" in own)
-    from paceline.tools.bench.ranks import LocalRanks, run_ranks
+    from paceline.launch.single_attempt import run_single_attempt
 
     threads = threads_per_rank(request.config.parallel, processes)
     # Folders and files are named here, once: the clocks of several ranks would name several.
     names = {**own, **({"--profile": str(request.profile)} if request.profile else {})}
     again = [f"{name}={value}" if value else name for name, value in names.items()]
-    return run_ranks(LocalRanks(processes, threads, nodes, rank_main, ["bench", *rest, *again]))
+    given = ["bench", *rest, *again]
+    outcome = run_single_attempt(rank_main, given, processes=processes, threads=threads, nodes=nodes)
+    outcome.print_error(with_traceback="--debug" in sys.argv)
+    return outcome.exit_code
 
 
 def _split_own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -90,7 +92,7 @@ def _split_own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
     return own, rest
 
 
-def _read(own: dict[str, str], rest: list[str]) -> tuple[Request, LoadedConfig, int]:
+def _read(own: dict[str, str], rest: list[str]) -> tuple[BenchRequest, LoadedConfig, int]:
     """Everything the user said, checked; and the number of ranks per node."""
     parts = parse_parts(own.get("--what", _VALUES["--what"]))
     sizes = parse_sizes(own.get("--sizes", _VALUES["--sizes"]))
@@ -102,7 +104,7 @@ def _read(own: dict[str, str], rest: list[str]) -> tuple[Request, LoadedConfig, 
     else:
         loaded = read_request(rest)
         processes = decide_processes(loaded)
-    request = Request(loaded.recipe_name, loaded.config, parts, sizes, seconds, profile)
+    request = BenchRequest(loaded.recipe_name, loaded.config, parts, sizes, seconds, profile)
     return request, loaded, processes
 
 
@@ -132,7 +134,7 @@ def _read_without_batch(rest: list[str]) -> tuple[LoadedConfig, int]:
     return replace(loaded, config=config), processes or decide_processes(loaded)
 
 
-def _check_world(request: Request, loaded: LoadedConfig, local: int, world_size: int, *, is_asked: bool) -> None:
+def _check_world(request: BenchRequest, loaded: LoadedConfig, local: int, world_size: int, *, is_asked: bool) -> None:
     if request.needs_recipe:
         check_world(loaded, world_size)
     if world_size == 1 and request.parts == ("collectives",) and is_asked:
@@ -148,12 +150,12 @@ def _check_world(request: Request, loaded: LoadedConfig, local: int, world_size:
         )
 
 
-def _check_joined(request: Request, loaded: LoadedConfig, environment: RankEnvironment) -> None:
+def _check_joined(request: BenchRequest, loaded: LoadedConfig, environment: RankEnvironment) -> None:
     if request.needs_recipe:
         check_joined_world(loaded, environment)
 
 
-def _be_a_rank(request: Request, environment: RankEnvironment, own: dict[str, str]) -> int:
+def _be_a_rank(request: BenchRequest, environment: RankEnvironment, own: dict[str, str]) -> int:
     from rich.console import Console
 
     from paceline.tools.bench.screen import lines_of

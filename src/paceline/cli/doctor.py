@@ -15,17 +15,15 @@ from paceline.cli.train import rank_main
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
 from paceline.runs.folder import write_atomically
 from paceline.runtime.detect import ALONE, RankEnvironment, read_rank_environment
+from paceline.runtime.pulse import open_pulse
 from paceline.settings.processes import parse_processes
-from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import examine_node
-from paceline.tools.doctor.findings import EXIT_FAILED, Finding, is_healthy, nodes_to_exclude, skipped, verdict
+from paceline.tools.doctor.findings import EXIT_FAILED, DoctorFinding, is_healthy, nodes_to_exclude, skipped, verdict
 from paceline.tools.doctor.plant import Planted, parse_plants
-from paceline.tools.doctor.rank_report import RankReport, has_listener, send_report
-from paceline.tools.doctor.report import to_json, write_markdown
-from paceline.tools.doctor.request import DEVICES, LAUNCHES, Request, Surroundings
-from paceline.tools.doctor.screen import Screen
+from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, assemble, has_listener, send_report
+from paceline.tools.doctor.report import Screen, to_json, write_markdown
+from paceline.tools.doctor.request import DEVICES, LAUNCHES, DoctorRequest, NodeRole
 from paceline.tools.doctor.start import (
-    LocalStart,
     SlurmStart,
     Stopped,
     default_processes,
@@ -70,6 +68,7 @@ _VALUES = {
     "--plant": "'slow rank=1'",  # for tests, and in the guide
 }
 _MOST_NODES = 10_000
+_ALLOWED_S = 120.0  # for a rank; the session's own deadline is shorter
 _WHOLE_S, _LEAST_S = 57.0, 30.0  # for everything; for the ranks, however slow this machine was by itself
 # Without these there is no point in starting ranks.
 _STOPPERS = ("packages", "torch", "devices", "temporary folder", "shared memory", "host name")
@@ -80,7 +79,7 @@ class Asked:
     """The command line, understood."""
 
     launch: str
-    request: Request
+    request: DoctorRequest
     nodes: int
     exclude_to: str
     report: str
@@ -139,11 +138,11 @@ def _read(arguments: list[str]) -> Asked:
         raise UserError("one number of ranks is needed", where="flag --processes", got=given["--processes"])
     _check_files(given)
     plants = parse_plants(given.get("--plant", ""))
-    request = Request(
+    request = DoctorRequest(
         processes=0 if processes.is_open else processes.high,
         device=_word(given, "--device", DEVICES, "auto"),
-        output_dir=Path(given.get("--output-dir", Request.output_dir)),
-        data_dir=Path(given.get("--data-dir", Request.data_dir)),
+        output_dir=Path(given.get("--output-dir", DoctorRequest.output_dir)),
+        data_dir=Path(given.get("--data-dir", DoctorRequest.data_dir)),
         plants=plants,
     )
     for_ranks = [
@@ -220,26 +219,26 @@ def _examine_here(asked: Asked, started: float) -> int:
         if not obstacles:
             screen.say(f"\nnow {processes} rank{'s' if processes > 1 else ''} together")
     if obstacles:
-        alone.findings.append(Finding(**{**vars(_not_tried(obstacles)), "group": "RANKS"}))
+        alone.findings.append(DoctorFinding(**{**vars(_not_tried(obstacles)), "group": "RANKS"}))
         whole = alone
     else:
         arguments = ["doctor", *asked.for_ranks, f"--processes={processes}"]
         left_s = max(_LEAST_S, _WHOLE_S - (time.monotonic() - started))
-        whole = run_local(LocalStart(processes, arguments, rank_main), node, host, left_s)
+        whole = run_local(rank_main, arguments, processes, node, host, left_s)
     whole.world_size = processes
     told = len(node.findings)
     return _deliver(whole, asked, started, already_told=told)
 
 
-def _not_tried(obstacles: list[str]) -> Finding:
+def _not_tried(obstacles: list[str]) -> DoctorFinding:
     return skipped("ranks", f"not tried: first of all {', '.join(obstacles)}")
 
 
-def _surroundings(request: Request) -> Surroundings:
+def _surroundings(request: DoctorRequest) -> NodeRole:
     """Told where to meet, though by no launcher: MASTER_ADDR and MASTER_PORT, for a job that is about to start."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     is_told = bool(host) or port.isdecimal()
-    return Surroundings(
+    return NodeRole(
         local_ranks=request.processes or default_processes(0, request.device),
         meets_at=(host, int(port) if port.isdecimal() else 0) if is_told else None,
         serves=port.isdecimal(),
@@ -286,7 +285,6 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
             hint="leave --launch out to join; or unset RANK and WORLD_SIZE",
         )
     from paceline.tools.doctor.session import Session
-    from paceline.tools.doctor.stay import Stay
 
     session = Session(asked.request, environment)
 
@@ -296,14 +294,14 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
         elif environment.rank == 0:
             _speak(session, asked, environment, started)
 
-    with Stay(environment):
+    with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_ALLOWED_S):
         session.run(on_late)
         if has_listener():
             send_report(session.report)
             code = EXIT_FINISHED if session.is_clean else EXIT_INTERNAL
         else:
             code = _speak(session, asked, environment, started)
-        session.part()
+        session.close()
     return code
 
 

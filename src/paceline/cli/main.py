@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _note_code(code: int) -> int:
     if code != EXIT_FINISHED:
-        from paceline.launch.final_code import note_final_code  # which --help must not wait for
+        from paceline.launch.policy import note_final_code  # which --help must not wait for
 
         note_final_code(code)
     return code
@@ -139,7 +139,7 @@ def _run(arguments: list[str] | None) -> int:
 
         code = int(error.code or EXIT_INTERNAL)
         leave_error_file(error.screen, code, is_consequence=True)
-        # Without a word its supervisor would take it for a rank that was killed, and start it again.
+        # Without an exit record the supervisor would assume that this rank was killed, and restart it.
         write_rank_exit("rank 0 has failed, and says why", code, error)
         return code
     except KeyboardInterrupt as error:
@@ -233,7 +233,7 @@ def _dispatch(given: list[str]) -> int:
 
 def _tell(screen: str, error: BaseException, code: int) -> int:
     """Print the screen, unless the launcher of this rank does: our supervisor, or torchrun in its summary."""
-    from paceline.launch.causes import is_peer_loss
+    from paceline.launch.causes import is_consequence
     from paceline.launch.child import report_error
     from paceline.launch.rank_exit import write_rank_exit
     from paceline.metrics.screen import fit_to
@@ -244,7 +244,7 @@ def _tell(screen: str, error: BaseException, code: int) -> int:
     if report_error(error.to_json() if isinstance(error, PacelineError) else None):
         return code
     was_stopped = isinstance(error, Preempted | KeyboardInterrupt)  # torchrun prints no summary if it was asked to stop
-    is_left = leave_error_file(screen, code, is_consequence=was_stopped or is_peer_loss(screen))
+    is_left = leave_error_file(screen, code, is_consequence=was_stopped or is_consequence(error))
     if was_stopped or not (is_left and is_summary_expected()):
         print(fit_to(sys.stderr, screen), file=sys.stderr)
     return code

@@ -146,9 +146,8 @@ def _name_of(folder: RunFolder) -> str:
     return note.url if note is not None else str(folder.path)
 
 
-def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:
-    """What a rank of our own supervisor runs: the same command, knowing its place."""
-    os.environ.update(surroundings)
+def rank_main(arguments: list[str]) -> None:
+    """What a rank of our own supervisor runs: the same command. The environment says which rank it is."""
     code = main(arguments)
     finish_console()
     if code != EXIT_FINISHED:

@@ -1,8 +1,8 @@
-"""Python's own compiled modules, kept by us where nobody else keeps them.
+"""Keeps Python's bytecode in our cache if it is not kept elsewhere.
 
-Container images tend to forbid Python its __pycache__ folders (PYTHONDONTWRITEBYTECODE), and some installers leave none
-behind. Torch then compiles its modules from source - 3,500 of them with its compiler - in every process of every run,
-which takes a rank about ten seconds.
+Container images often set PYTHONDONTWRITEBYTECODE, and some installers write no __pycache__ folders. Python then
+compiles the modules of torch (3,500 with its compiler) in every process of every run, which takes a rank about ten
+seconds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def keep_bytecode() -> None:
     folder = cache_folder() / "bytecode"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except OSError:  # then it takes as long as it takes
+    except OSError:  # every process compiles, as before
         return
     if os.access(folder, os.W_OK):
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)

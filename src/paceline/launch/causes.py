@@ -1,94 +1,135 @@
-"""Known causes of failure, recognised by what they leave behind, each with one hint. Pure text."""
+"""Finds the cause of a failure: from an exception, or from the exit code of a rank that left no exit record.
+
+Our own errors carry their cause. Exceptions of Python have a type and an errno. Only the text of other libraries is
+matched by pattern, in one table.
+"""
 
 from __future__ import annotations
 
+import errno
 import re
 import signal
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+from paceline.errors import Cause, EndsWithPrimary, PacelineError
 from paceline.runtime.open_files import OPEN_FILES_HINT
+
+_OF_ERRNO = {
+    errno.ENOMEM: Cause.OUT_OF_MEMORY,
+    errno.ENOSPC: Cause.STORAGE,
+    errno.EDQUOT: Cause.STORAGE,
+    errno.EMFILE: Cause.OPEN_FILES,
+    errno.ENFILE: Cause.OPEN_FILES,
+    errno.EADDRINUSE: Cause.PORT_TAKEN,
+    errno.EPIPE: Cause.PEER_LOST,
+    errno.ECONNRESET: Cause.PEER_LOST,
+}
+# What torch, gloo, NCCL and the C library write. The first match counts.
+_OF_TEXT = tuple(
+    (re.compile(pattern, re.IGNORECASE), cause)
+    for pattern, cause in (
+        (r"out of memory|can't allocate memory|cannot allocate memory", Cause.OUT_OF_MEMORY),
+        (r"no space left|disk quota exceeded", Cause.STORAGE),
+        (r"too many open files", Cause.OPEN_FILES),
+        (r"bus error|/dev/shm|shared memory|unable to (open|write|mmap).*shm", Cause.SHARED_MEMORY),
+        (r"address already in use|eaddrinuse", Cause.PORT_TAKEN),
+        (
+            r"connection (closed|reset) by peer|broken pipe|connection was likely closed|socket closed"
+            r"|remote process exited|did the remote (server|peer) shutdown|gloo.*(closed|reset)"
+            r"|nccl.*(remote|unhandled system) error",
+            Cause.PEER_LOST,
+        ),
+        (r"timed out waiting|wait timeout|watchdog.*timeout|collective operation timeout", Cause.TIMEOUT),
+    )
+)
+_MEMORY_HINT = "--auto-microbatch, a larger --accumulate, or --strategy fsdp"
+# For the report: one sentence and one hint. The other causes come with an error that explains itself.
+_EXPLANATIONS = {
+    Cause.OUT_OF_MEMORY: ("the rank ran out of memory", _MEMORY_HINT),
+    Cause.STORAGE: ("a disk is full", "make room, then --resume auto; --keep-last 1 takes less"),
+    Cause.OPEN_FILES: ("a process may open no more files", OPEN_FILES_HINT),
+    Cause.SHARED_MEMORY: ("shared memory is too small", "a larger /dev/shm (docker run --shm-size=8g)"),
+    Cause.PORT_TAKEN: ("another program uses the port", "start again: another port is chosen"),
+    Cause.PEER_LOST: ("another rank has exited", "look at the logs of the other nodes"),
+    Cause.TIMEOUT: ("a collective did not end in time", "is one node slow, or disconnected?"),
+}
+_LONGEST_CHAIN = 20
 
 
 @dataclass(frozen=True)
-class Cause:
-    """What happened, in words, and what to do about it."""
+class Explanation:
+    """A cause, as the report describes it."""
 
-    name: str  # a short word for failure.json
-    words: str
+    cause: Cause
+    what: str = ""  # empty: the rank's own error says it
     hint: str | None = None
 
 
-_PEER_LOST = re.compile(
-    r"connection (closed|reset) by peer|broken pipe|connection was likely closed|socket closed|remote process exited"
-    r"|did the remote (server|peer) shutdown|gloo.*(closed|reset)|nccl.*(remote|unhandled system) error",
-    re.IGNORECASE,
-)
-_TIMED_OUT = re.compile(r"timed out waiting|wait timeout|watchdog.*timeout|collective operation timeout", re.IGNORECASE)
-_OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|cannot allocate memory|memoryerror", re.IGNORECASE)
-_SHARED_MEMORY = re.compile(r"bus error|/dev/shm|shared memory|unable to (open|write|mmap).*shm", re.IGNORECASE)
-_PORT_TAKEN = re.compile(r"address already in use|eaddrinuse", re.IGNORECASE)
-_FILES_OPEN = re.compile(r"too many open files|emfile|enfile", re.IGNORECASE)
-_DISK_FULL = re.compile(r"no space left|disk quota exceeded|enospc", re.IGNORECASE)
+def cause_of(error: BaseException) -> Cause:
+    """The first known cause among the error and the errors that it was raised from."""
+    if isinstance(error, PacelineError | EndsWithPrimary):
+        return error.cause
+    if isinstance(error, KeyboardInterrupt):
+        return Cause.PREEMPTED
+    return next((cause for link in _chain(error) if (cause := _own_cause(link)) is not None), Cause.INTERNAL)
 
 
-def is_peer_loss(text: str) -> bool:
-    """An error that only says another rank is gone: a consequence, never the cause."""
-    return _PEER_LOST.search(text) is not None
+def is_consequence(error: BaseException) -> bool:
+    """Whether another rank has failed before, and this error only says so."""
+    return isinstance(error, EndsWithPrimary) or cause_of(error) is Cause.PEER_LOST
 
 
-def name_cause(
-    text: str, exit_code: int | None, *, memory_mb: list[float], fitted: int, oom_kills: int, is_hung: bool
-) -> Cause | None:
-    """The cause behind a rank's last words and exit code; None where nothing is known.
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    link: BaseException | None = error
+    for _ in range(_LONGEST_CHAIN):
+        if link is None:
+            return
+        yield link
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
 
-    memory_mb: the rank's resident memory over its last seconds. fitted: the largest microbatch that went through.
-    oom_kills: processes the kernel killed for memory in this container during the attempt.
+
+def _own_cause(error: BaseException) -> Cause | None:
+    if isinstance(error, PacelineError):
+        return error.cause
+    if isinstance(error, MemoryError):
+        return Cause.OUT_OF_MEMORY
+    if isinstance(error, OSError) and error.errno in _OF_ERRNO:
+        return _OF_ERRNO[error.errno]
+    text = str(error)
+    return next((cause for pattern, cause in _OF_TEXT if pattern.search(text)), None)
+
+
+def explain_error(cause: Cause, *, fitted: int) -> Explanation:
+    """For a rank that has left an exit record. fitted: samples of the largest microbatch that fitted into memory."""
+    what, hint = _EXPLANATIONS.get(cause, ("", None))
+    return Explanation(cause, what + (_describe_fitted(fitted) if cause is Cause.OUT_OF_MEMORY else ""), hint)
+
+
+def explain_exit_code(code: int | None, *, memory_mb: list[float], fitted: int, oom_kills: int) -> Explanation:
+    """For a rank without an exit record. A negative code is the signal that has ended it; None: it never started.
+
+    memory_mb: its resident memory over its last seconds. oom_kills: processes that the kernel killed for memory in this
+    container during the attempt.
     """
-    batch = f"; the largest microbatch that fitted had {fitted} samples" if fitted else ""
-    memory_hint = "--auto-microbatch, a larger --accumulate, or --strategy fsdp"
-    if is_hung:
-        return None  # the report says where every rank stands
-    if exit_code is not None and exit_code < 0 and not text:
-        return _killed(-exit_code, memory_mb, oom_kills, batch, memory_hint)
-    if exit_code is not None and not text:
+    if code is None:
+        return Explanation(Cause.INTERNAL)
+    if code >= 0:
         hint = "does a function or a library of yours call os._exit?"
-        return Cause("exited", "the process was ended from inside, before the run was finished", hint)
-    if _OUT_OF_MEMORY.search(text):
-        return Cause("out-of-memory", f"the rank ran out of memory{batch}", memory_hint)
-    table = (
-        (_DISK_FULL, "disk-full", "a disk is full", "make room, then --resume auto; --keep-last 1 takes less"),
-        (_FILES_OPEN, "open-files", "a process may open no more files", OPEN_FILES_HINT),
-        (_SHARED_MEMORY, "shared-memory", "shared memory is too small", "a larger /dev/shm (docker run --shm-size=8g)"),
-        (_PORT_TAKEN, "port-taken", "a port was taken by another program", "start again: another one is chosen"),
-        (_PEER_LOST, "peer-lost", "another rank went away", "look at the logs of the other nodes"),
-        (
-            _TIMED_OUT,
-            "timeout",
-            "ranks waited for each other in vain",
-            "is one node slow, or cut off?",
-        ),
-    )
-    for pattern, name, words, hint in table:
-        if pattern.search(text):
-            return Cause(name, words, hint)
-    return None
+        return Explanation(Cause.RANK_EXITED, "the process exited before the run was finished", hint)
+    if -code == signal.SIGBUS:
+        what = "shared memory is too small, or a mapped file became shorter"
+        return Explanation(Cause.SHARED_MEMORY, what, "a larger /dev/shm; for packed data: paceline data check")
+    if -code != signal.SIGKILL:
+        hint = "the stack may be in the rank's log; PYTHONFAULTHANDLER=1 shows it"
+        return Explanation(Cause.RANK_CRASHED, f"crashed with {signal.Signals(-code).name}", hint)
+    trend = f" (memory went from {memory_mb[0]:,.0f} to {memory_mb[-1]:,.0f} MB)" if len(memory_mb) > 1 else ""
+    if oom_kills or (len(memory_mb) > 1 and memory_mb[-1] > 2 * memory_mb[0] + 256):
+        killer = "by the kernel, out of memory" if oom_kills else "likely out of memory"
+        what = f"killed, {killer}{trend}{_describe_fitted(fitted)}"
+        return Explanation(Cause.OUT_OF_MEMORY, what, _MEMORY_HINT + ", or more memory for the job")
+    return Explanation(Cause.RANK_KILLED, f"not sent by paceline{trend}", "see dmesg or the log of the scheduler")
 
 
-def _killed(number: int, memory_mb: list[float], oom_kills: int, batch: str, memory_hint: str) -> Cause:
-    name = signal.Signals(number).name
-    if number == signal.SIGKILL:
-        trend = _trend(memory_mb)
-        if oom_kills or (len(memory_mb) > 1 and memory_mb[-1] > 2 * memory_mb[0] + 256):
-            sure = "by the kernel, out of memory" if oom_kills else "likely out of memory"
-            return Cause("oom-killed", f"killed, {sure}{trend}{batch}", memory_hint + ", or more memory for the job")
-        return Cause("killed", f"not sent by paceline{trend}", "dmesg or the scheduler's log may say who")
-    if number == signal.SIGBUS:
-        what = "ended by SIGBUS: shared memory is too small, or a mapped file was cut short"
-        return Cause("shared-memory", what, "a larger /dev/shm; for packed data: paceline data check")
-    return Cause("crashed", f"crashed with {name}", "the stack may be in the rank's log; PYTHONFAULTHANDLER=1 shows it")
-
-
-def _trend(memory_mb: list[float]) -> str:
-    if len(memory_mb) < 2:
-        return ""
-    return f" (memory went from {memory_mb[0]:,.0f} to {memory_mb[-1]:,.0f} MB)"
+def _describe_fitted(samples: int) -> str:
+    return f"; the largest microbatch that fitted had {samples} samples" if samples else ""

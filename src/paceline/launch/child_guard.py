@@ -18,13 +18,13 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import IO
 
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
-from paceline.runs.process_handle import find_process
-from paceline.runtime.signals import HEAR_SIGNALS_S
+from paceline.runtime.signals import HEAR_SIGNALS_S, when_process_ends
 
 # The parent starts the guard with these blocked, so that none is lost before the guard can pass it on.
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -69,8 +69,11 @@ def main(arguments: list[str]) -> int:
         for source, screen in ((child.stdout, sys.stdout.buffer), (child.stderr, sys.stderr.buffer))
         if source is not None
     ]
-    for thread in (*printers, *_watchers(child, options["--parent"])):
+    end = partial(_end, child)
+    for thread in (*printers, threading.Thread(target=_wait_for_end_of_input, args=(end,), daemon=True)):
         thread.start()
+    if options["--parent"]:
+        when_process_ends(options["--parent"], end)
     code = None
     while code is None:
         with suppress(subprocess.TimeoutExpired):
@@ -81,7 +84,7 @@ def main(arguments: list[str]) -> int:
 
 
 def without_folder(text: str, folder: Path) -> str:
-    """A text for people who will not find this folder."""
+    """The text without the path of this folder, which is temporary."""
     return text.replace(f"{folder}/run", "the run folder").replace(f"{folder}/", "")
 
 
@@ -100,30 +103,19 @@ def _make_stop_with_guard() -> Callable[[], None]:
 
 
 def _print_on(source: IO[bytes], screen: IO[bytes], folder: Path) -> None:
-    """Line by line, to the end: a command whose pipe is full would stand still."""
+    """Copy line by line, to the end: a command with a full pipe would wait."""
     for line in source:
         text = without_folder(line.decode(errors="surrogateescape"), folder)
-        with suppress(OSError, ValueError):  # a screen that is gone ends nothing
+        with suppress(OSError, ValueError):  # the screen may be closed
             screen.write(text.encode(errors="surrogateescape"))
             screen.flush()
 
 
-def _watchers(child: subprocess.Popen[bytes], parent: str) -> list[threading.Thread]:
-    """Two signs that the parent is gone. A process that it has forked may hold its end of the pipe."""
-
-    def wait_for_end_of_input() -> None:
-        while os.read(0, 1024):
-            pass
-        _end(child)
-
-    def wait_for_end_of_parent() -> None:
-        process = find_process(parent)
-        if process is not None:
-            process.wait()
-        _end(child)
-
-    waits = [wait_for_end_of_input, *([wait_for_end_of_parent] if parent else [])]
-    return [threading.Thread(target=wait, daemon=True) for wait in waits]
+def _wait_for_end_of_input(then: Callable[[], None]) -> None:
+    """The parent closes the pipe to stop the command. Its end alone may not close it: forked processes have copies."""
+    while os.read(0, 1024):
+        pass
+    then()
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -1,17 +1,25 @@
-"""What to do after a failed attempt. A pure function of what happened so far."""
+"""What to do after a failure: which ones would repeat, and `decide`, a pure function of the failures so far."""
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER
+from paceline.errors import EXIT_CHECKPOINT, EXIT_DATA, EXIT_NON_FINITE, EXIT_OWNER_LOST, EXIT_USER, Cause
 
 if TYPE_CHECKING:  # `paceline submit --help` must not wait for it
     from paceline.settings.schema import Config
 
 # These would fail again in the same way.
-FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)
+FINAL_CAUSES = (
+    *(Cause.USER_INPUT, Cause.USER_CODE, Cause.NOT_SHARED, Cause.DATA, Cause.CHECKPOINT, Cause.BAD_NUMBERS),
+    Cause.OWNER_LOST,
+)
+FINAL_CODES = (EXIT_USER, EXIT_DATA, EXIT_CHECKPOINT, EXIT_NON_FINITE, EXIT_OWNER_LOST)  # their exit codes
+FINAL_CODE_FILE = "PACELINE_FINAL_CODE_FILE"  # set by job.sbatch
 _MOST_AT_ONE_STEP = 3
 _FAILURES_TO_SHRINK = 2
 _LONGEST_PAUSE_S = 30.0
@@ -21,12 +29,11 @@ _LONGEST_PAUSE_S = 30.0
 class Failure:
     """One failed attempt, as far as it matters here."""
 
-    exit_code: int
+    cause: Cause
     rank: int
     step: int  # where it failed
     saved_step: int  # the newest checkpoint when it failed
     processes: int
-    is_out_of_memory: bool = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +50,9 @@ def decide(
 ) -> Decision:
     """After the last of these failures. `worlds` are the numbers of ranks that are allowed, smallest first."""
     last = failures[-1]
-    if last.exit_code in FINAL_CODES:
+    if last.cause in FINAL_CAUSES:
         return Decision(False, "it would fail again in the same way")
-    if last.is_out_of_memory and auto_microbatch and can_halve:
+    if last.cause is Cause.OUT_OF_MEMORY and auto_microbatch and can_halve:
         return Decision(True, "", last.processes, 0.0, halve_microbatch=True)
     stuck = _failures_without_progress(failures)
     if len(stuck) >= _MOST_AT_ONE_STEP and len({failure.step for failure in stuck[-_MOST_AT_ONE_STEP:]}) == 1:
@@ -54,6 +61,20 @@ def decide(
         return Decision(False, f"{max_restarts} restarts are used up" if max_restarts else "--max-restarts is 0")
     pause = 0.0 if len(stuck) == 1 else min(0.5 * 2.0 ** (len(stuck) - 1), _LONGEST_PAUSE_S)
     return Decision(True, "", _choose_world(stuck, worlds), pause)
+
+
+def note_final_code(code: int) -> None:
+    """Write the exit code of a failure that would repeat into the file that the job's script reads.
+
+    `srun` ends the other tasks when one has failed, and then returns their signal instead of the first exit code. The
+    script would requeue a job that has a user's mistake. A rank of our supervisor writes nothing: it may be restarted.
+    """
+    from paceline.runtime.detect import OWN_LAUNCHER  # not above: `paceline submit --help` does not need it
+
+    path = os.environ.get(FINAL_CODE_FILE)
+    if path and code in FINAL_CODES and OWN_LAUNCHER not in os.environ:
+        with suppress(OSError), Path(path).open("x") as file:  # the first process counts
+            file.write(f"{code}\n")
 
 
 def samples_to_cut(config: Config, ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""A rank's last words: why it ends, left where its supervisor looks for them."""
+"""The exit record of a rank: why it ends, as JSON in the folder of the attempt. The supervisor reads it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import EndsWithPrimary, PacelineError
+from paceline.errors import Cause, EndsWithPrimary, PacelineError
+from paceline.launch.causes import cause_of, is_consequence
 from paceline.runtime.detect import OWN_LAUNCHER
 from paceline.runtime.own_rank import own_rank
 from paceline.runtime.pulse import ATTEMPT_DIR
@@ -21,50 +22,53 @@ _MOST_TRACEBACK_LINES = 30
 @dataclass(frozen=True)
 class RankExit:
     exit_code: int
+    cause: Cause
+    is_consequence: bool  # another rank has failed before
     kind: str  # the exception's class
     what: str
     screen: str
     error: dict[str, Any] | None  # the same in parts, of an error of ours
     traceback: str
-    said_at_s: float  # monotonic, so that the first of several can be told
+    time_s: float  # monotonic: of several, the first counts
 
 
-def write_rank_exit(screen: str, code: int, error: BaseException | None = None) -> bool:
-    """Tell the supervisor why this rank ends; False when none is listening."""
+def write_rank_exit(screen: str, code: int, error: BaseException) -> bool:
+    """Tell the supervisor why this rank ends; False if there is none."""
     folder = os.environ.get(ATTEMPT_DIR)
     if folder is None or OWN_LAUNCHER not in os.environ:
         return False
-    lines: list[str] = []
-    if error is not None:
-        lines = "".join(traceback.format_exception(error)).splitlines()[-_MOST_TRACEBACK_LINES:]
-    words = RankExit(
+    lines = "".join(traceback.format_exception(error)).splitlines()[-_MOST_TRACEBACK_LINES:]
+    record = RankExit(
         exit_code=code,
-        kind=type(error).__name__ if error is not None else "",
+        cause=cause_of(error),
+        is_consequence=is_consequence(error),
+        kind=type(error).__name__,
         what=_what(error, screen),
         screen=screen,
         error=error.to_json() if isinstance(error, PacelineError) else None,
         traceback="\n".join(lines),
-        said_at_s=time.monotonic(),
+        time_s=time.monotonic(),
     )
-    path = words_path(Path(folder), own_rank() or 0)
+    path = _path(Path(folder), own_rank() or 0)
     draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(asdict(words)))
+    draft.write_text(json.dumps(asdict(record)))
     draft.rename(path)
     return True
 
 
-def _what(error: BaseException | None, screen: str) -> str:
+def _what(error: BaseException, screen: str) -> str:
     if isinstance(error, PacelineError):
         return error.what
-    return screen if isinstance(error, EndsWithPrimary) else str(error or screen)
+    return screen if isinstance(error, EndsWithPrimary) else str(error) or screen
 
 
-def words_path(attempt_dir: Path, rank: int) -> Path:
-    return attempt_dir / f"rank-{rank}.words"
+def _path(attempt_dir: Path, rank: int) -> Path:
+    return attempt_dir / f"rank-{rank}.exit"
 
 
-def read_last_words(attempt_dir: Path, rank: int) -> RankExit | None:
+def read_rank_exit(attempt_dir: Path, rank: int) -> RankExit | None:
     try:
-        return RankExit(**json.loads(words_path(attempt_dir, rank).read_text()))
-    except (OSError, ValueError, TypeError):
+        content = json.loads(_path(attempt_dir, rank).read_text())
+        return RankExit(**{**content, "cause": Cause(content["cause"])})
+    except (OSError, ValueError, TypeError, KeyError):
         return None

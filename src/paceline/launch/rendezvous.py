@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
-from paceline.errors import PacelineError
+from paceline.errors import Cause, PacelineError
 from paceline.runtime.detect import Nodes
 from paceline.runtime.peers import (
     MalformedMessage,
@@ -120,7 +120,10 @@ class _Leader:
             server = PeerServer(listen_on_all_addresses(request.port), self._secret, request.context, self._admit)
         except OSError as error:
             raise PacelineError(
-                f"port {request.port} cannot be opened on node 0", where=request.nodes.host, got=error.strerror
+                f"port {request.port} cannot be opened on node 0",
+                where=request.nodes.host,
+                got=error.strerror,
+                cause=Cause.RENDEZVOUS,
             ) from error
         try:
             self._gather()
@@ -262,4 +265,5 @@ def _not_met(request: Request, got: str) -> PacelineError:
         where=f"{request.nodes.host}:{request.port}",
         got=got,
         hint="does a supervisor run on every node, do all of them reach that address, and is the secret the same?",
+        cause=Cause.RENDEZVOUS,
     )

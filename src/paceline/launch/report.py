@@ -8,17 +8,16 @@ import signal
 import socket
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import EXIT_HANG, EXIT_INTERNAL, EndsWithPrimary, UserError
+from paceline.errors import EXIT_HANG, EXIT_INTERNAL, Cause, UserError
 from paceline.launch.attempt import AttemptEnd
-from paceline.launch.causes import Cause, is_peer_loss, name_cause
-from paceline.launch.rank_exit import RankExit
-from paceline.launch.watch import RankSight
+from paceline.launch.causes import Explanation, explain_error, explain_exit_code
+from paceline.launch.watch import RankState
 from paceline.runs.folder import ATTEMPT_MARK, RunFolder, write_json
 from paceline.settings.faults import read_ledger
 from paceline.settings.small_files import write_plain
@@ -39,16 +38,17 @@ class FailureReport:
     phase: str
     exit_code: int
     what: str
-    cause: str | None
+    cause: Cause
     hint: str | None
     kind: str
     traceback: str
     screen: str  # of an error that explains itself
     error: dict[str, Any] | None  # the same in parts
-    stands_at: str | None  # the line a hung rank stands on
+    stands_at: str | None  # the line of code at which a hung rank waits
     log: list[str]
     others: dict[int, str]
     done: str = ""
+    is_restarted: bool = False
     lost_steps: int = 0
     time: str = field(default_factory=lambda: datetime.now().astimezone().isoformat(timespec="milliseconds"))
 
@@ -57,7 +57,7 @@ class FailureReport:
         parts: list[tuple[str, str | None]] = [
             ("where", f"rank {self.rank} on {self.host}, {self.phase} of step {self.step}"),
             ("line", self.stands_at),
-            ("others", "\n".join(f"rank {rank}: {words}" for rank, words in self.others.items()) or None),
+            ("others", "\n".join(f"rank {rank}: {doing}" for rank, doing in self.others.items()) or None),
             ("log", "\n".join(self.log[-3:]) or None),
             ("trace", self.traceback.strip() or None if with_traceback else None),
             ("done", self.done or None),
@@ -71,7 +71,7 @@ class FailureReport:
     def write(self, folder: RunFolder) -> None:
         """The newest failure, and a line for each of the run."""
         content: dict[str, Any] = asdict(self)
-        # A disk that is full or gone may be the failure: then the screen has to do.
+        # If the disk has failed, only the screen shows the report.
         with suppress(OSError, UserError):
             write_json(folder.failure, content)
             write_plain(folder.failures, (json.dumps(content) + "\n").encode(), appends=True)
@@ -80,28 +80,19 @@ class FailureReport:
 def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts: int, oom_kills: int) -> FailureReport:
     stacks_of = partial(folder.stacks_of, attempt)
     culprit = _find_culprit(end, stacks_of)
-    beat, words = culprit.beat, culprit.words
-    is_hung = bool(end.hung)
+    beat, record = culprit.beat, culprit.exit
     code = end.exit_codes.get(culprit.rank)
-    text = f"{words.kind}: {words.what}\n{words.traceback}" if words else ""
-    cause = name_cause(
-        text,
-        code,
-        memory_mb=list(culprit.memory_mb),
-        fitted=beat.fitted if beat else 0,
-        oom_kills=oom_kills,
-        is_hung=is_hung,
-    )
-    if cause is not None and cause.name in ("killed", "exited"):
-        cause = _injected(folder.faults, attempt, culprit.rank) or cause
-    stands_at = _line_of(stacks_of(culprit.rank)) if is_hung else None
-    if is_hung:
-        what = f"rank {culprit.rank} made no progress for {_age(culprit):.0f} s"
+    stands_at = None
+    if end.hung:
+        stands_at = _line_of(stacks_of(culprit.rank))
         stacks = "" if folder.is_temporary else f"every rank's stack is in {folder.stacks}; "
-        hint: str | None = f"{stacks}--hang-timeout sets the deadline"
+        found = Explanation(Cause.HANG, hint=f"{stacks}--hang-timeout sets the deadline")
     else:
-        what = _in_words(culprit, code) + (f": {cause.words}" if cause else "")
-        hint = cause.hint if cause else None if folder.is_temporary else f"{folder.failure} has the traceback"
+        found = _explain(culprit, code, oom_kills)
+        if found.cause in (Cause.RANK_KILLED, Cause.RANK_EXITED):
+            found = _injected(folder.faults, attempt, culprit.rank, found.cause) or found
+        if found.cause is Cause.INTERNAL and not folder.is_temporary:
+            found = replace(found, hint=found.hint or f"{folder.failure} has the traceback")
     return FailureReport(
         attempt=attempt,
         attempts=attempts,
@@ -109,69 +100,76 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
         host=socket.gethostname(),
         step=beat.step if beat else 0,
         phase=beat.phase if beat else "start",
-        exit_code=EXIT_HANG if is_hung else words.exit_code if words else EXIT_INTERNAL,
-        what=what,
-        cause="hang" if is_hung else cause.name if cause else None,
-        hint=hint,
-        kind=words.kind if words else "",
-        traceback=words.traceback if words else "",
-        screen=words.screen if words else "",
-        error=words.error if words else None,
+        exit_code=EXIT_HANG if end.hung else record.exit_code if record else EXIT_INTERNAL,
+        what=_describe_end(culprit, code, is_hung=bool(end.hung)) + (f": {found.what}" if found.what else ""),
+        cause=found.cause,
+        hint=found.hint,
+        kind=record.kind if record else "",
+        traceback=record.traceback if record else "",
+        screen=record.screen if record else "",
+        error=record.error if record else None,
         stands_at=stands_at,
         log=_last_lines(folder.log_of(culprit.rank)),
-        others={sight.rank: _doing(sight) for sight in end.ranks.values() if sight.rank != culprit.rank},
+        others={state.rank: _doing(state) for state in end.ranks.values() if state.rank != culprit.rank},
     )
 
 
-def _injected(ledger: Path, attempt: int, rank: int) -> Cause | None:
-    """A rank that a rehearsed fault has ended."""
-    struck = [row for row in read_ledger(ledger) if (row.get("attempt"), row.get("rank")) == (attempt, rank)]
-    what = str(struck[-1].get("what", "")) if struck else ""
-    names = {"kill": "killed", "exit": "exited"}
-    name = names.get(what.partition(" ")[0])
-    return Cause(name, f"--inject has asked for it: {what}") if name else None
+def _explain(culprit: RankState, code: int | None, oom_kills: int) -> Explanation:
+    fitted = culprit.beat.fitted if culprit.beat else 0
+    if culprit.exit is None:
+        return explain_exit_code(code, memory_mb=list(culprit.memory_mb), fitted=fitted, oom_kills=oom_kills)
+    found = explain_error(culprit.exit.cause, fitted=fitted)
+    own_hint = culprit.exit.error["hint"] if culprit.exit.error else None
+    return replace(found, hint=own_hint or found.hint)
 
 
-def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankSight:
-    """The rank behind the failure: hung and behind all others; else gone without a word; else first to speak."""
+def _injected(ledger: Path, attempt: int, rank: int, cause: Cause) -> Explanation | None:
+    """If `--inject` has killed this rank or let it exit."""
+    struck = [row for row in read_ledger(ledger) if (row["attempt"], row["rank"]) == (attempt, rank)]
+    if not struck or struck[-1].get("kind") not in ("kill", "exit"):
+        return None
+    return Explanation(cause, f"--inject has asked for it: {struck[-1].get('what', '')}")
+
+
+def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankState:
+    """The rank behind the failure: hung and behind the others; else without an exit record; else the first to fail."""
     ranks = list(end.ranks.values())
     if end.hung:
-        behind = min(sight.beat.place for sight in ranks if sight.beat)
-        candidates = [sight for sight in ranks if sight.beat and sight.beat.place == behind]
-        # Of several in one place, those that wait for others stand inside a collective.
-        alone = [sight for sight in candidates if not _is_waiting(stacks_of(sight.rank))]
+        behind = min(state.beat.place for state in ranks if state.beat)
+        candidates = [state for state in ranks if state.beat and state.beat.place == behind]
+        # Of several in one place, those that wait for others are inside a collective.
+        alone = [state for state in candidates if not _is_waiting(stacks_of(state.rank))]
         return (alone or candidates)[0]
-    silent = [sight for sight in ranks if sight.words is None and not sight.was_ended_by_us]
-    speechless = [sight for sight in silent if sight.is_lost or end.exit_codes.get(sight.rank) != 0]
-    if speechless:
-        return speechless[0]
-    speakers = sorted((s for s in ranks if s.words is not None), key=lambda s: s.words.said_at_s if s.words else 0.0)
-    causes = [s for s in speakers if s.words and not _is_consequence(s.words)]
-    return (causes or speakers or ranks)[0]
+    silent = [state for state in ranks if state.exit is None and not state.was_ended_by_us]
+    lost = [state for state in silent if state.is_lost or end.exit_codes.get(state.rank) != 0]
+    if lost:
+        return lost[0]
+    records = sorted((state.exit.time_s, state.rank) for state in ranks if state.exit is not None)
+    failed = [end.ranks[rank] for _, rank in records]
+    first = [state for state in failed if state.exit is not None and not state.exit.is_consequence]
+    return (first or failed or ranks)[0]
 
 
-def _is_consequence(words: RankExit) -> bool:
-    return words.kind == EndsWithPrimary.__name__ or is_peer_loss(f"{words.what}\n{words.traceback}")
-
-
-def _in_words(sight: RankSight, code: int | None) -> str:
-    if sight.words is not None:
-        what = sight.words.what.splitlines()[0][:200] if sight.words.what else "no message"
-        kind = f"{sight.words.kind}: " if sight.words.kind and not sight.words.kind.endswith("Error") else ""
-        return f"rank {sight.rank} ended with {kind}{what}"
+def _describe_end(state: RankState, code: int | None, *, is_hung: bool) -> str:
+    if is_hung:
+        return f"rank {state.rank} made no progress for {_age(state):.0f} s"
+    if state.exit is not None:
+        what = state.exit.what.splitlines()[0][:200] if state.exit.what else "no message"
+        kind = f"{state.exit.kind}: " if state.exit.kind and not state.exit.kind.endswith("Error") else ""
+        return f"rank {state.rank} ended with {kind}{what}"
     if code is not None and code < 0:
-        return f"rank {sight.rank} was ended by {signal.Signals(-code).name}"
-    return f"rank {sight.rank} ended without a word (exit code {code})"
+        return f"rank {state.rank} was ended by {signal.Signals(-code).name}"
+    return f"rank {state.rank} exited with code {code}"
 
 
-def _doing(sight: RankSight) -> str:
-    if sight.beat is None:
+def _doing(state: RankState) -> str:
+    if state.beat is None:
         return "had not started yet"
-    return f"{sight.beat.phase} of step {sight.beat.step}, for {_age(sight):.1f} s"
+    return f"{state.beat.phase} of step {state.beat.step}, for {_age(state):.1f} s"
 
 
-def _age(sight: RankSight) -> float:
-    return max(0.0, sight.seen_at_s - sight.beat.since_s) if sight.beat else 0.0
+def _age(state: RankState) -> float:
+    return max(0.0, state.seen_at_s - state.beat.since_s) if state.beat else 0.0
 
 
 def _main_stack(path: Path) -> list[str]:

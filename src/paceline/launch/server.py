@@ -1,10 +1,10 @@
-"""Loaded first by the server that forks the ranks, and by nothing else.
+"""The fork server loads this module first. No other process loads it.
 
-A scheduler sends its signals to every process of a job. This server has nothing to save, and ranks start out
-deaf until they have handlers of their own; it ends when the last process that knows it has ended.
+A scheduler sends its signals to every process of a job. The server ignores them, and so do ranks until they have their
+own handlers. The server exits when its launcher and all ranks have exited.
 
-Nor does it look for garbage: loading torch makes hundreds of thousands of objects that stay. A rank looks for its own
-garbage and leaves those alone, which also keeps their memory shared.
+The garbage collector is off in the server: loading torch makes hundreds of thousands of objects that stay. A rank
+collects only its own objects, which also keeps the memory of the others shared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The supervisor: attempt after attempt until the run is finished, stopped, or beyond help.
+"""The supervisor: runs attempts until the run is finished, stopped, or cannot continue.
 
-It owns the run folder, passes stop signals on to the ranks, and after a failure writes the report, finds the
-newest checkpoint and starts again. A person reads one screen; a scheduler reads the exit code.
+It owns the run folder and passes stop signals on to the ranks. After a failure it writes the report, finds the newest
+checkpoint and starts the next attempt. A person reads one screen; a scheduler reads the exit code.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from types import FrameType
 
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.mirror import mirrored
-from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, OwnerLost, UserError
+from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, Cause, OwnerLost, UserError
 from paceline.launch.attempt import Attempt, AttemptEnd, Attempts, RankMain
 from paceline.launch.child import report_error
-from paceline.launch.policy import FINAL_CODES, Decision, Failure, decide, fewest_microbatches
+from paceline.launch.policy import FINAL_CAUSES, Decision, Failure, decide, fewest_microbatches
 from paceline.launch.report import FailureReport, report_failure
 from paceline.metrics.safe_output import keep_console_in, write_at_once
 from paceline.metrics.screen import erase_live_line, fit_to
@@ -39,12 +39,11 @@ from paceline.settings.schema import GuardConfig
 from paceline.settings.small_files import write_plain
 
 _INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
-_OUT_OF_MEMORY = ("out-of-memory", "oom-killed")
 
 
 @dataclass(frozen=True)
 class Job:
-    """A run to see through."""
+    """A run to supervise."""
 
     folder: RunFolder
     guard: GuardConfig
@@ -58,7 +57,7 @@ class Job:
 
 
 class _InterruptibleMachine(Machine):
-    """A start that waits for the ranks of an earlier one ends at Ctrl-C."""
+    """Ctrl-C ends the wait for the ranks of an earlier start."""
 
     def __init__(self, is_interrupted: Callable[[], bool]) -> None:
         self._is_interrupted = is_interrupted
@@ -91,7 +90,7 @@ class Supervisor:
         """Returns the exit code for the shell."""
         worlds = self._job.read_worlds()
         processes = worlds[-1]
-        # Of several nodes, the first one's supervisor owns the folder and speaks for all.
+        # Of several nodes, the supervisor of the first owns the folder and prints for all.
         with self._listening(), self._owning() if self._is_first else nullcontext():
             for number in itertools.count(1):
                 oom_kills = _count_oom_kills()
@@ -101,7 +100,7 @@ class Supervisor:
                 if end.is_finished:
                     return EXIT_FINISHED
                 if self._is_stopped(end):
-                    return self._tell_stop(end)
+                    return self._show_stop(end)
                 attempts = self._job.guard.max_restarts + 1
                 report = report_failure(
                     end,
@@ -110,11 +109,11 @@ class Supervisor:
                     attempts=attempts,
                     oom_kills=_count_oom_kills() - oom_kills,
                 )
-                if self._stop is not None and report.cause == "peer-lost":
-                    return self._tell_stop(end)  # the ranks of another node were stopped before they had begun
+                if self._stop is not None and report.cause is Cause.PEER_LOST:
+                    return self._show_stop(end)  # the ranks of another node were stopped before they had begun
                 worlds = self._job.read_worlds()
                 decision = self._decide(report, worlds, processes)
-                self._tell_failure(report, decision, number, processes)
+                self._show_failure(report, decision, number, processes)
                 if not decision.restart:
                     return report.exit_code
                 self._wait_before_restart(decision.pause_s)
@@ -130,7 +129,7 @@ class Supervisor:
 
     @contextmanager
     def _owning(self) -> Iterator[None]:
-        """The folder, and its mirror in a store if it has one. After Ctrl-C nobody waits for a store."""
+        """The folder, and its mirror in a store if it has one. After Ctrl-C the store is not waited for."""
         folder = self._job.folder
         machine = _InterruptibleMachine(lambda: self._stop is signal.SIGINT)
         with folder.owned(self._lose, machine) as owner:
@@ -139,7 +138,7 @@ class Supervisor:
                 yield
 
     def _lose(self, lost: OwnerLost) -> None:
-        """Another host owns the folder now, which shares no locks with this one: these ranks end at once."""
+        """Another host owns the folder now; it shares no locks with this host. Kill the ranks of this node."""
         self._lost = lost
         self._pause.set()
         self._attempts.stop_ranks(signal.SIGKILL)
@@ -147,7 +146,7 @@ class Supervisor:
     def _require_owner(self) -> None:
         if self._lost is not None:
             raise self._lost
-        with suppress(OSError):  # a lock file that cannot be read now says nothing
+        with suppress(OSError):  # the lock file cannot be read now
             self._job.folder.require_owner()
 
     # --- An attempt
@@ -174,12 +173,11 @@ class Supervisor:
             return Decision(False, f"{self._stop.name} had asked for the end")
         self._failures.append(
             Failure(
-                exit_code=report.exit_code,
+                cause=report.cause,
                 rank=report.rank,
                 step=report.step,
                 saved_step=self._saved_step(),
                 processes=processes,
-                is_out_of_memory=report.cause in _OUT_OF_MEMORY,
             )
         )
         return decide(
@@ -191,7 +189,7 @@ class Supervisor:
         )
 
     def _accumulate(self, processes: int) -> int:
-        """Microbatches of a rank or lane: as the user says, or as few as fit into memory."""
+        """Microbatches of a rank or lane: the setting of the user, or as few as fit into memory."""
         if self._largest_microbatch is None:
             return self._job.accumulate
         return fewest_microbatches(self._job.samples_to_cut(processes), self._largest_microbatch)
@@ -209,9 +207,10 @@ class Supervisor:
 
     # --- What a person reads
 
-    def _tell_failure(self, report: FailureReport, decision: Decision, number: int, processes: int) -> None:
+    def _show_failure(self, report: FailureReport, decision: Decision, number: int, processes: int) -> None:
         saved = self._saved_step()
         report.lost_steps = max(0, report.step - saved)
+        report.is_restarted = decision.restart
         folder = self._job.folder
         if decision.restart:
             start = f"from step {saved}" if saved else "from the beginning"
@@ -224,43 +223,43 @@ class Supervisor:
                 report.done += f"; {now} microbatches instead of {before} on every rank"
         else:
             report.done = f"not started again: {decision.reason}"
-            can_go_on = saved and folder.resume_command and report.exit_code != EXIT_CHECKPOINT
+            can_go_on = saved and folder.resume_command and report.cause is not Cause.CHECKPOINT
             report.done += f"; {folder.resume_command} goes on from step {saved}" if can_go_on else ""
             if self._is_first and not folder.stays_over(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
-        if self._job.nodes.count > 1 and report.cause == "peer-lost":
+        if self._job.nodes.count > 1 and report.cause is Cause.PEER_LOST:
             print(f"node {report.host}: attempt {number} ended, because another node's did", file=sys.stderr)
-            return  # that node has more to tell
+            return  # that node prints the report
         erase_live_line()
         if folder.path.is_dir():
             report.write(folder)
         if not decision.restart:
             self._write_page()
-        if report.exit_code in FINAL_CODES and number == 1:
+        if report.cause in FINAL_CAUSES and number == 1:
             if not report_error(report.error):
                 print(fit_to(sys.stderr, report.screen), file=sys.stderr)  # it explains itself, and nothing was tried
         else:
-            has_no_file = folder.is_temporary and report.cause is None
+            has_no_file = folder.is_temporary and report.cause is Cause.INTERNAL
             print(fit_to(sys.stderr, report.text(with_traceback=has_no_file)), file=sys.stderr)
         sys.stderr.flush()
 
     def _is_stopped(self, end: AttemptEnd) -> bool:
-        has_begun = any(sight.beat is not None or sight.words is not None for sight in end.ranks.values())
+        has_begun = any(state.beat is not None or state.exit is not None for state in end.ranks.values())
         if self._stop is not None and (end.is_cut_short or not has_begun):
             return True
-        left = [sight.words is not None and sight.words.exit_code == EXIT_PREEMPTED for sight in end.ranks.values()]
-        return (bool(left) and all(left)) or self._stop is signal.SIGINT
+        stopped = [state.exit is not None and state.exit.cause is Cause.PREEMPTED for state in end.ranks.values()]
+        return (bool(stopped) and all(stopped)) or self._stop is signal.SIGINT
 
-    def _tell_stop(self, end: AttemptEnd) -> int:
+    def _show_stop(self, end: AttemptEnd) -> int:
         folder = self._job.folder
         status = folder.read_status()
         saved, step = status.get("status") == "preempted", self._saved_step()
         asked = self._stop.name if self._stop is not None else ""
-        is_told = status != self._status_before  # else the ranks had not begun to write
-        reason = status.get("reason", asked) if is_told else asked
+        is_written = status != self._status_before  # else the ranks had not begun to write
+        reason = status.get("reason", asked) if is_written else asked
         if self._stop is signal.SIGINT:
             reason = "interrupted by the user"
-        if saved and is_told:
+        if saved and is_written:
             what = f"stopped at step {status.get('step')} and saved ({reason})"
         else:
             newest = f"the newest checkpoint is of step {step}" if step else "nothing was saved"
@@ -268,7 +267,7 @@ class Supervisor:
         if not self._is_first:
             return EXIT_PREEMPTED
         kept = {name: status[name] for name in ("step", "save_s", "console") if name in status}
-        if not (saved and is_told):
+        if not (saved and is_written):
             kept["step"] = step  # where it goes on
         if not folder.stays_over(self._status_before):
             folder.write_status("preempted", **kept, reason=reason)
@@ -289,7 +288,7 @@ class Supervisor:
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """Stop signals go on to the ranks, as one that they all understand."""
+        """Pass stop signals on to the ranks, as a signal that all of them handle."""
         stops = {signal.Signals[name] for name in (*self._job.guard.stop_signals, "SIGTERM")}
         before = {number: signal.signal(number, self._pass_on) for number in stops}
         if signal.SIGHUP not in stops:
@@ -314,7 +313,7 @@ class Supervisor:
         self._attempts.stop_ranks(number if name in self._job.guard.stop_signals else signal.SIGTERM)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        """Ctrl-C: save if that takes no longer than a moment; a second one does not wait."""
+        """Ctrl-C: save if it takes less than a second. A second Ctrl-C does not wait."""
         is_second = self._stop is signal.SIGINT
         self._stop = signal.SIGINT
         self._pause.set()

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from paceline.errors import PacelineError
+from paceline.errors import Cause, PacelineError
 from paceline.parallel.collectives import gather_texts
 from paceline.runtime.detect import World
 from paceline.runtime.node_memory import HEADER_BYTES, NodeMemory, share_memory
@@ -183,7 +183,7 @@ class NodeBarrier:
     def _look_for_the_lost(self) -> None:
         for rank in range(self._ranks):
             if rank != self._rank and not self._shared.is_held(rank):
-                raise PacelineError(f"local rank {rank} went away: remote process exited")
+                raise PacelineError(f"local rank {rank} has exited", cause=Cause.PEER_LOST)
 
     def _semaphore(self, rank: int, turn: int) -> ctypes.c_void_p:
         return ctypes.c_void_p(_address(self._shared) + (rank * _rounds(self._ranks) + turn) * _LINE_BYTES)

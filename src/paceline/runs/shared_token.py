@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.errors import UserError
+from paceline.errors import Cause, UserError
 from paceline.runs.drafts import draft_of
 
 NODE_LOCAL = "PACELINE_NODE_LOCAL_FOLDER"  # set where a store brings every node its checkpoints, as under Metaflow
@@ -84,6 +84,7 @@ def not_shared(troubles: Mapping[str, Mapping[str, str]], writer: str) -> UserEr
         got="\n".join(seen[:_MOST_NODES_NAMED]),
         allowed="one folder that all nodes of the run share",
         hint=shared_hint(folders),
+        cause=Cause.NOT_SHARED,
     )
 
 

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
-from paceline.errors import UserError
+from paceline.errors import Cause, UserError
 
 _reports: list[Callable[[str], None]] = []
 
@@ -28,30 +28,30 @@ def reported_to(report: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def early_exits_fail(tell: Callable[[UserError], int]) -> Iterator[None]:
-    """In this context, `os._exit` called by other code ends this process with the code that `tell` returns."""
-    process, leave_now = os.getpid(), os._exit
+def early_exits_fail(show: Callable[[UserError], int]) -> Iterator[None]:
+    """In this context, `os._exit` called by other code ends this process with the code that `show` returns."""
+    process, exit_now = os.getpid(), os._exit
 
-    def leave(status: int) -> None:
+    def exit_with_error(status: int) -> None:
         caller = sys._getframe(1)
         is_ours = str(caller.f_globals.get("__name__", "")).partition(".")[0] == "paceline"
         if is_ours or os.getpid() != process:  # forked processes, for example of multiprocessing, end like this
-            leave_now(status)
+            exit_now(status)
         error = _explain(status, traceback.extract_stack(caller)[-1])
         code = error.exit_code
         try:
             for report in _reports:
                 with suppress(Exception):
                     report(error.what)
-            code = tell(error)
+            code = show(error)
         finally:
-            leave_now(code)
+            exit_now(code)
 
-    os._exit = leave  # type: ignore[assignment]
+    os._exit = exit_with_error  # type: ignore[assignment]
     try:
         yield
     finally:
-        os._exit = leave_now
+        os._exit = exit_now
 
 
 def _explain(status: int, caller: traceback.FrameSummary) -> UserError:
@@ -60,4 +60,5 @@ def _explain(status: int, caller: traceback.FrameSummary) -> UserError:
         where=f"{caller.filename}, line {caller.lineno}",
         got=f"os._exit({status})",
         hint="raise an exception if a function cannot continue",
+        cause=Cause.USER_CODE,
     )

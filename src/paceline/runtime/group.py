@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
-from paceline.errors import PacelineError, UserError
+from paceline.errors import Cause, PacelineError, UserError
 from paceline.runtime.detect import RankEnvironment, World
 from paceline.runtime.peers import loopback_interface
 from paceline.runtime.pulse import ATTEMPT_DIR, PEERS_FAILED
@@ -86,25 +86,33 @@ def allow_suspension() -> None:
 def _meet(world: World, environment: RankEnvironment) -> Store:
     """The store of this attempt, with every rank present."""
     timeout_s = read_number(START_TIMEOUT, _START_TIMEOUT_S)
+    server = connect_store(environment, timeout_s)
+    # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
+    store = PrefixStore(_prefix(environment.attempt), server)
+    _call_the_roll(store, world, f"{environment.store_host}:{environment.store_port}", timeout_s)
+    return store
+
+
+def connect_store(environment: RankEnvironment, timeout_s: float, name_timeout_s: float = _NAME_TIMEOUT_S) -> TCPStore:
+    """The store at MASTER_ADDR and MASTER_PORT. Rank 0 opens it, unless the launcher has; the others wait for it."""
     address = f"{environment.store_host}:{environment.store_port}"
-    is_server = world.is_primary and not environment.has_store_server
+    is_server = environment.rank == 0 and not environment.has_store_server
     if not is_server:
-        _wait_for_server(environment, address, timeout_s)
+        _wait_for_server(environment, address, timeout_s, name_timeout_s)
     try:
-        server = open_store(environment, is_server=is_server)
+        return _open_store(environment, is_server=is_server)
     except (dist.DistError, TimeoutError) as error:
         what = "it cannot be opened here" if is_server else "what listens there is not rank 0 of this run"
         reason = str(error).splitlines()[0][:200]
         raise PacelineError(
-            f"the ranks cannot meet at {address}: {what}", got=reason, hint="another MASTER_PORT"
+            f"the ranks cannot meet at {address}: {what}",
+            got=reason,
+            hint="another MASTER_PORT",
+            cause=Cause.RENDEZVOUS,
         ) from error
-    # A prefix per attempt: keys of an earlier attempt in the launcher's store must not be read.
-    store = PrefixStore(_prefix(environment.attempt), server)
-    _call_the_roll(store, world, address, timeout_s)
-    return store
 
 
-def open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
+def _open_store(environment: RankEnvironment, *, is_server: bool) -> TCPStore:
     """Open the store in a thread: a foreign server that accepts and sends nothing would block the caller for ever."""
     answers: SimpleQueue[TCPStore | BaseException] = SimpleQueue()
     options: dict[str, Any] = {"wait_for_workers": False, "timeout": timedelta(seconds=ANSWER_TIMEOUT_S)}
@@ -148,7 +156,7 @@ def _store_listener(environment: RankEnvironment) -> int | None:
         raise TimeoutError(str(error)) from error
 
 
-def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float) -> None:
+def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: float, name_timeout_s: float) -> None:
     """Wait until a process listens at the address."""
     clock = RunningClock(2 * ANSWER_TIMEOUT_S)
     where = (environment.store_host, environment.store_port)
@@ -159,12 +167,13 @@ def _wait_for_server(environment: RankEnvironment, address: str, timeout_s: floa
         except OSError as error:
             _refuse_if_peers_failed(error)
             is_name = isinstance(error, socket.gaierror)
-            if clock.seconds > (min(timeout_s, _NAME_TIMEOUT_S) if is_name else timeout_s):
+            if clock.seconds > (min(timeout_s, name_timeout_s) if is_name else timeout_s):
                 what = f"there is no host {where[0]!r}" if is_name else f"there is no answer at {address}"
                 raise PacelineError(
                     f"the ranks cannot meet: {what}",
                     got=str(error),
                     hint="MASTER_ADDR and MASTER_PORT must name rank 0's node and a free port there",
+                    cause=Cause.RENDEZVOUS,
                 ) from error
         time.sleep(_POLL_S)
 
@@ -193,7 +202,7 @@ def _refuse_if_peers_failed(error: Exception) -> None:
     """Stop waiting if ranks of another node have failed. The supervisor then creates the file PEERS_FAILED."""
     folder = os.environ.get(ATTEMPT_DIR)
     if folder is not None and (Path(folder) / PEERS_FAILED).exists():
-        raise PacelineError("another rank went away before all had arrived", got="socket closed") from error
+        raise PacelineError("another rank exited before all had arrived", cause=Cause.PEER_LOST) from error
 
 
 def _prefix(attempt: int) -> str:
@@ -212,7 +221,7 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
         except dist.DistError as error:
             _refuse_if_peers_failed(error)
             if isinstance(error, dist.DistNetworkError):
-                raise PacelineError("rank 0 went away before all had arrived", got="socket closed") from error
+                raise PacelineError("rank 0 exited before all had arrived", cause=Cause.PEER_LOST) from error
             if clock.seconds < timeout_s:
                 continue
             missing = [rank for rank, name in enumerate(names) if not store.check([name])]
@@ -221,6 +230,7 @@ def _call_the_roll(store: Store, world: World, address: str, timeout_s: float) -
                 where=address,
                 got="missing: rank " + ", ".join(map(str, missing)),
                 hint="look at the logs of those ranks' nodes, and check that they can reach that address",
+                cause=Cause.RENDEZVOUS,
             ) from error
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from paceline.errors import EXIT_HANG, PacelineError
+from paceline.errors import EXIT_HANG, Cause, PacelineError
 from paceline.runs.process_handle import find_process, identity_of_this_process, is_stopped, stat_fields
 from paceline.runtime.own_rank import own_rank
 from paceline.runtime.pulse import OPEN_FILES, Beat, read_pulse
@@ -64,6 +64,7 @@ def _leave_error_file(beat: Beat, stacks: Path) -> None:
         what,
         where=f"{beat.phase} of step {beat.step}",
         hint=f"every rank's stack is in {stacks.parent} (this one's: {stacks.name}); --hang-timeout sets the deadline",
+        cause=Cause.HANG,
     )
     # In "reduce" this rank waits for another one.
     leave_error_file(error.screen(), EXIT_HANG, is_consequence=beat.phase == "reduce")

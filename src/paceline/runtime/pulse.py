@@ -12,6 +12,8 @@ import os
 import struct
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +74,15 @@ class Pulse:
 
 def pulse_path(attempt_dir: Path, rank: int) -> Path:
     return attempt_dir / f"rank-{rank}.pulse"
+
+
+@contextmanager
+def open_pulse(rank: int, *, is_supervised: bool, allowed_s: float) -> Iterator[Pulse]:
+    """The pulse of a rank of `bench` or `doctor`. Under our launcher, which reads it, the rank is done at the end."""
+    pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), rank) if is_supervised else None)
+    pulse.beat("start", 0, allowed_s)
+    yield pulse
+    pulse.beat("left", 0, allowed_s)
 
 
 def private_pulse_path() -> Path:

@@ -10,9 +10,10 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import FrameType
 
+from paceline.errors import EXIT_PREEMPTED
 from paceline.runs.process_handle import find_process
 from paceline.runtime.running_clock import RunningClock
 
@@ -54,14 +55,28 @@ class StopRequest:
     def watch_launcher(self, identity: str, after_that: threading.Event, name: str = "the supervisor") -> None:
         """Request a stop when the launcher dies. If the ranks do not stop in time, end the process."""
 
-        def watch() -> None:
-            launcher = find_process(identity)
-            if launcher is not None:
-                launcher.wait()
+        def save_and_exit() -> None:
             self.ask(f"{name} died")
             clock = RunningClock()
             while clock.seconds < _ORPHAN_GRACE_S and not after_that.wait(_LOOK_S):
                 pass  # short waits: a suspended rank gets the rest of its time when it continues
-            os._exit(75)
+            os._exit(EXIT_PREEMPTED)
 
-        threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
+        when_process_ends(identity, save_and_exit)
+
+
+def exit_with_process(identity: str) -> None:
+    """Exit immediately when this process has ended. For ranks that have nothing to save."""
+    when_process_ends(identity, lambda: os._exit(EXIT_PREEMPTED))
+
+
+def when_process_ends(identity: str, then: Callable[[], None]) -> None:
+    """Call `then` in a thread when the process with this identity has ended, in any way."""
+
+    def watch() -> None:
+        process = find_process(identity)
+        if process is not None:
+            process.wait()
+        then()
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()

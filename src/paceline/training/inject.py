@@ -104,7 +104,8 @@ class Faults:
 
     def _note(self, fault: Fault) -> None:
         self._struck[fault.number] += 1
-        row = {"fault": fault.number, "what": str(fault), "rank": self._rank, "attempt": self._attempt}
+        what = {"fault": fault.number, "kind": fault.kind, "what": str(fault)}
+        row = {**what, "rank": self._rank, "attempt": self._attempt}
         write_plain(self._ledger, (json.dumps({**row, "time": time.time()}) + "\n").encode(), appends=True)
         flush(self._ledger)
 

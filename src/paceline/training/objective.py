@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.data.reference import Resolve, resolve_reference
-from paceline.errors import PacelineError, UserError
+from paceline.errors import Cause, PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.parallel.apply import ParallelModel, autocast
 from paceline.runtime.detect import World
@@ -35,6 +35,8 @@ from paceline.training.plan import RunPlan
 
 class FunctionFailed(UserError):
     """A function of the user's own raised an exception."""
+
+    cause = Cause.USER_CODE
 
 
 @dataclass(frozen=True)
@@ -330,6 +332,7 @@ def explain_own_code(error: Exception, config: Config) -> UserError | None:
             got=first_line(error),
             allowed="a loss computed from the logits by differentiable operations",
             hint="leave out argmax, detach() and .item()",
+            cause=Cause.USER_CODE,
         )
     if not _DOES_NOT_FIT.search(text):
         return None
@@ -339,6 +342,7 @@ def explain_own_code(error: Exception, config: Config) -> UserError | None:
         got=first_line(error),
         allowed="a model that takes a batch of samples and returns one value per class for each of them",
         hint="does the model function use num_classes and input_shape?",
+        cause=Cause.USER_CODE,
     )
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import EXIT_PREEMPTED, EXIT_USER
-from paceline.launch.final_code import FINAL_CODE_FILE
 from paceline.launch.job import JobSpec, count_gres_gpus
+from paceline.launch.policy import FINAL_CODE_FILE
 from paceline.runs.interpreter import OURS, SAFE_PATH
 from paceline.runtime.secret import RUN_SECRET
 from paceline.settings.text import check_fields, check_text

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from paceline.metrics.units import format_flops, format_rate, format_size, format_time, gigabytes
 from paceline.tools.bench.collectives import Row
 from paceline.tools.bench.data import DataResult
-from paceline.tools.bench.profile import ProfileResult
 from paceline.tools.bench.session import Report
-from paceline.tools.bench.step import StepResult
+from paceline.tools.bench.step import ProfileResult, StepResult
 
 _HEAD = f"{'median':>8} {'p95':>8} {'alg':>6} {'bus':>6}"
 _NAME = 36  # width of an operator's name

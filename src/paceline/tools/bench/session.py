@@ -1,11 +1,9 @@
-"""One rank of a benchmark: joins the others, measures, and returns a report."""
+"""One rank of a benchmark: joins the others, measures, and returns a report with a verdict."""
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
@@ -16,21 +14,22 @@ import torch
 
 import paceline
 from paceline.metrics.timing import gather_numbers
+from paceline.metrics.units import format_rate, format_size, format_time
+from paceline.metrics.verdict import DENSE, MUCH, Setting, faster_arithmetic, faster_data, less_exchange
 from paceline.parallel.apply import resolve_strategy
 from paceline.parallel.collectives import broadcast_text, wait_for_all
 from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import RankEnvironment, World, build_world
 from paceline.runtime.group import process_group
 from paceline.runtime.heap import keep_freed_memory
-from paceline.runtime.pulse import ATTEMPT_DIR, Pulse, pulse_path
-from paceline.runtime.signals import SUPERVISOR_PID, StopRequest
+from paceline.runtime.pulse import Pulse, open_pulse
+from paceline.settings.schema import Config
 from paceline.tools.bench import collectives
+from paceline.tools.bench.collectives import Fit, Row
 from paceline.tools.bench.data import DataResult, measure_data
-from paceline.tools.bench.limits import MachineLimits, find_link, measure_copy_bandwidth
-from paceline.tools.bench.profile import ProfileResult, profile_steps
-from paceline.tools.bench.request import Request
-from paceline.tools.bench.step import StepResult, measure_step
-from paceline.tools.bench.verdict import Verdict, judge_data, judge_links, judge_step, judge_sums
+from paceline.tools.bench.limits import Limit, MachineLimits, find_link, measure_copy_bandwidth
+from paceline.tools.bench.request import BenchRequest
+from paceline.tools.bench.step import ProfileResult, StepResult, measure_step, profile_steps
 from paceline.training.components import Components, build_components
 from paceline.training.same_ranks import require_same_ranks
 
@@ -51,7 +50,7 @@ class Report:
     data: DataResult | None = None
     step: StepResult | None = None
     profile: ProfileResult | None = None
-    verdict: Verdict | None = None
+    verdict: BenchVerdict | None = None
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -75,12 +74,16 @@ class Report:
         }
 
 
-Tell = Callable[[str, Report], None]  # called with a finished part and the report so far
+ShowPart = Callable[[str, Report], None]  # called with a finished part and the report so far
 
 
-def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Report:
+def run_rank(request: BenchRequest, environment: RankEnvironment, show: ShowPart) -> Report:
     """Measure as this rank, together with all others."""
-    pulse = _open_pulse(environment)
+    with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_START_S) as pulse:
+        return _join_and_measure(request, environment, show, pulse)
+
+
+def _join_and_measure(request: BenchRequest, environment: RankEnvironment, show: ShowPart, pulse: Pulse) -> Report:
     config = request.config
     world = build_world(config.parallel, environment)
     torch.set_num_threads(world.threads)
@@ -91,26 +94,10 @@ def run_rank(request: Request, environment: RankEnvironment, tell: Tell) -> Repo
     needs_group = request.needs_recipe and resolve_strategy(config, world.world_size) == "fsdp"
     with process_group(world, environment, needed=needs_group):
         require_same_ranks(config, world)
-        report = _measure(request, world, pulse, tell)
-    pulse.beat("left", 0, _START_S)
-    return report
+        return _measure(request, world, pulse, show)
 
 
-def _open_pulse(environment: RankEnvironment) -> Pulse:
-    """Our own launcher reads the rank's heartbeat. The rank exits when its launcher exits."""
-    if not environment.is_supervised:
-        return Pulse(None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher handles Ctrl-C and ends the ranks
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    at_once = threading.Event()
-    at_once.set()  # there is nothing to save
-    StopRequest().watch_launcher(os.environ[SUPERVISOR_PID], at_once)
-    pulse = Pulse(pulse_path(Path(os.environ[ATTEMPT_DIR]), environment.rank))
-    pulse.beat("start", 0, _START_S)
-    return pulse
-
-
-def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report:
+def _measure(request: BenchRequest, world: World, pulse: Pulse, show: ShowPart) -> Report:
     piece_s = _PIECE_S + 5 * _STEP_TIMES * request.seconds_per_size
 
     def go_on(_: object = None, allowed_s: float = piece_s) -> None:
@@ -121,42 +108,44 @@ def _measure(request: Request, world: World, pulse: Pulse, tell: Tell) -> Report
     rates = gather_numbers([measure_copy_bandwidth(world.device)], world)
     copy = sum(row[0] for row in rates) / world.world_size
     report = Report(request.recipe, world, MachineLimits(copy, find_link(world, copy)), notes=_notes(request, world))
-    tell("start", report)
+    show("start", report)
     if "collectives" in request.parts and world.world_size > 1:
         measure = partial(collectives.measure, world, request.sizes, on_row=go_on)
         report.rows = measure(seconds_per_size=request.seconds_per_size)
         report.fits = collectives.fit_rows(report.rows, world.world_size)
-        tell("collectives", report)
+        show("collectives", report)
     if request.needs_recipe:
         go_on(allowed_s=_START_S)
-        _measure_recipe(request, world, report, go_on, tell)
+        _measure_recipe(request, world, report, go_on, show)
     report.verdict = judge(report, request)
-    tell("verdict", report)
+    show("verdict", report)
     return report
 
 
-def _measure_recipe(request: Request, world: World, report: Report, go_on: Callable[[], None], tell: Tell) -> None:
+def _measure_recipe(
+    request: BenchRequest, world: World, report: Report, go_on: Callable[[], None], show: ShowPart
+) -> None:
     components: Components = build_components(
         request.config, world, load_weights=False
-    )  # any weights take the same time
+    )  # any weights: the time is the same
     go_on()
     if "data" in request.parts:
         seconds = _DATA_TIMES * request.seconds_per_size
         report.data = measure_data(components, world, report.limits.copy_bytes_per_s, seconds=seconds)
-        tell("data", report)
+        show("data", report)
         go_on()
     if "step" in request.parts:
         report.step = measure_step(components, world, seconds=_STEP_TIMES * request.seconds_per_size)
-        tell("step", report)
+        show("step", report)
         go_on()
     if request.profile is not None:
         # The folder's name is made from rank 0's clock.
         folder = Path(broadcast_text(str(request.profile), world))
         report.profile = profile_steps(components, world, folder)
-        tell("profile", report)
+        show("profile", report)
 
 
-def judge(report: Report, request: Request) -> Verdict | None:
+def judge(report: Report, request: BenchRequest) -> BenchVerdict | None:
     wrong = judge_sums(report.rows)
     if wrong is not None:
         return wrong
@@ -167,7 +156,7 @@ def judge(report: Report, request: Request) -> Verdict | None:
     return judge_data(report.data) if report.data is not None else None
 
 
-def _notes(request: Request, world: World) -> list[str]:
+def _notes(request: BenchRequest, world: World) -> list[str]:
     notes = []
     if world.device == "cpu" and world.local_world_size * world.threads > usable_cores():
         notes.append(f"{world.local_world_size} ranks share {usable_cores()} cores: each is slower")
@@ -181,3 +170,63 @@ def _notes(request: Request, world: World) -> list[str]:
 
 def _gpu_name(world: World) -> str | None:
     return torch.cuda.get_device_name(world.device) if world.device.startswith("cuda") else None
+
+
+# --- What limits this recipe on this machine, in one sentence. Pure functions -----------------------------------------
+
+
+@dataclass(frozen=True)
+class BenchVerdict:
+    kind: str  # wrong-sums, communication-bound, data-bound, compute-bound, links, data
+    text: str
+
+
+def judge_sums(rows: Sequence[Row]) -> BenchVerdict | None:
+    """Wrong results come before any speed."""
+    wrong = [row for row in rows if not row.is_right]
+    if not wrong:
+        return None
+    first = f"{wrong[0].operation} of {format_size(wrong[0].size_bytes)}"
+    return BenchVerdict("wrong-sums", f"wrong sums: {first} gave a wrong result ({len(wrong)} of {len(rows)} did)")
+
+
+def judge_step(step: StepResult, config: Config, world: World, *, cores: int) -> BenchVerdict:
+    strategy = resolve_strategy(config, world.world_size)
+    setting = Setting(config, world, strategy, step.precision, cores, step_ms=1000 * step.step_s)
+    whole_s = step.step_s + step.data_s
+    data_share = step.data_s / whole_s
+    peers_share = (step.exposed_s or 0.0) / whole_s
+    if peers_share >= MUCH and peers_share >= data_share:
+        text = f"{peers_share:.0%} of a step ({format_time(step.exposed_s or 0.0)}) goes into exchanging"
+        text += f" {format_size(step.gradient_bytes)} of gradients"
+        return _verdict("communication-bound", text, less_exchange(setting))
+    if data_share >= MUCH:
+        text = f"{data_share:.0%} of a step ({format_time(step.data_s)}) waits for its batch"
+        return _verdict("data-bound", text, faster_data(setting))
+    at = f", at {step.mfu:.0%} of the matrix ceiling" if step.mfu is not None else ""
+    text = f"{1 - data_share - peers_share:.0%} of a step is arithmetic{at}"
+    is_dense = step.mfu is None or step.mfu >= DENSE
+    return _verdict("compute-bound", text, faster_arithmetic(setting, is_dense=is_dense))
+
+
+def _verdict(kind: str, text: str, tips: list[str]) -> BenchVerdict:
+    return BenchVerdict(kind, f"{kind}: {text}; try {', or '.join(tips)}")
+
+
+def judge_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -> BenchVerdict:
+    best = max((row for row in rows if row.operation == rows[0].operation), key=lambda row: row.bus_bytes_per_s)
+    text = f"{best.operation} reaches {format_rate(best.bus_bytes_per_s)} at {format_size(best.size_bytes)}"
+    if limit is not None and limit.bytes_per_s:
+        text += f", {best.bus_bytes_per_s / limit.bytes_per_s:.0%} of the limit"
+    fit = next((fit for fit in fits if fit.operation == best.operation), None)
+    if fit is not None and fit.bytes_per_s is not None:
+        # At this size, transfer time and latency are equal.
+        text += (
+            f"; below {format_size(fit.latency_s * fit.bytes_per_s)} latency dominates ({format_time(fit.latency_s)})"
+        )
+    return BenchVerdict("links", f"links: {text}")
+
+
+def judge_data(data: DataResult) -> BenchVerdict:
+    text = f"the pipeline alone delivers {data.samples_per_s:,.0f} images/s, {data.of_copy:.0%} of a plain copy"
+    return BenchVerdict("data", f"data: {text}; add --what data,step to see whether a step waits for it")

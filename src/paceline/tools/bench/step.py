@@ -1,7 +1,7 @@
 """Measures the training step alone, on a batch that is already on the device: its speed and its phases.
 
 Every rank also runs the same step without exchange. The difference is exposed communication, and waiting for slower
-ranks.
+ranks. `profile_steps` records a few steps with torch's profiler.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from paceline.data.loader import Batch
 from paceline.metrics.ceiling import measure_matmul_flops, name_precision
 from paceline.metrics.flops import count_flops
+from paceline.metrics.profile import Operator, Recording, file_of
 from paceline.metrics.timing import (
     Rounds,
     Work,
@@ -221,3 +223,39 @@ def _time_phases(step: TrainStep, batch: Batch, world: World) -> tuple[float, fl
 
 def _mean(value: float, world: World) -> float:
     return sum(row[0] for row in gather_numbers([value], world)) / world.world_size
+
+
+_WARM_UP_STEPS, _STEPS = 3, 10
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """The operators are those of rank 0."""
+
+    folder: str
+    files: tuple[str, ...]  # by rank
+    steps: int
+    top: tuple[Operator, ...]
+
+
+def profile_steps(components: Components, world: World, folder: Path, *, steps: int = _STEPS) -> ProfileResult:
+    """Collective. Batches come from the pipeline, as in training. Weights do not change."""
+    batches = endless_batches(components)
+    for _ in range(_WARM_UP_STEPS):
+        take_step(components.step, next(batches))
+    wait_for_all(world)
+    recording = Recording(world.device)
+    observers = components.step.guards.observers
+    observers.append(lambda phase, _: recording.mark(phase))
+    recording.begin()
+    for _ in range(steps):
+        recording.mark("data")
+        take_step(components.step, next(batches))
+    recording.end()
+    observers.clear()
+    recording.write(folder / file_of(world.rank))
+    wait_for_all(world)
+    files = tuple(file_of(rank) for rank in range(world.world_size))
+    # This takes seconds, and only one rank prints the table.
+    top = recording.top_operators() if world.is_primary else ()
+    return ProfileResult(str(folder), files, steps, top)

@@ -11,8 +11,6 @@ import linecache
 import multiprocessing
 import multiprocessing.connection
 import os
-import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -22,19 +20,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import forkserver
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-from paceline.runs.interpreter import safe_path
-from paceline.runs.process_handle import find_forked
+from paceline.errors import Cause
+from paceline.launch.causes import cause_of
+from paceline.launch.rank_processes import RankProcesses, start_fork_server
+from paceline.runtime.detect import STORE_FD
 from paceline.runtime.peers import listen_on_loopback
 from paceline.tools.course.verdict import Failed
 
 Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
 
-_CONTEXT = multiprocessing.get_context("forkserver")
 _QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
 _QUIET_CPU_S = 0.06
 _TICK_S = 0.25
@@ -45,10 +43,13 @@ _COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # never reached: a hang is seen lon
 
 @dataclass(frozen=True)
 class Ending:
-    """How a rank ended: value, error, missing (a name), died - or how it was found: stuck, endless."""
+    """How a rank ended: value, error, missing (a name), died, peer-lost; or its state at the end: stuck, endless.
+
+    peer-lost: the rank waited in a collective for a rank that had closed the group. This is a hang that ended early.
+    """
 
     kind: str
-    value: Any = None  # of an error, stuck or endless: in words
+    value: Any = None  # of error, peer-lost, stuck or endless: a description
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class _Start:
     path: Path
     rank: int
     world_size: int
-    local_world_size: int
     store: str  # a file; "" where the person opens the group
     port: int  # for those who do
     probe: Probe
@@ -65,13 +65,11 @@ class _Start:
 
 def warm_up(modules: tuple[str, ...]) -> None:
     """Let the server that forks the ranks load torch and more while this process does the same."""
-    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "paceline.tools.course.ranks", *modules])
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     # The ranks use CPUs. fully_shard would move a model to a GPU that it sees; gloo cannot gather there.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        with safe_path():
-            forkserver.ensure_running()
+        start_fork_server(["torch", "torch.distributed", "paceline.tools.course.ranks", *modules])
     finally:
         del os.environ["CUDA_VISIBLE_DEVICES"]
         if before is not None:
@@ -95,42 +93,41 @@ def try_ranks(
     kill_after_s: float | None = None,
 ) -> list[Ending]:
     """The same, whatever comes of it. `per_node`: how many ranks believe to share a node; 0: all of them."""
-    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
+    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder, RankProcesses() as ranks:
         store = str(Path(folder) / "store") if has_group else ""
         listener = None if has_group else listen_on_loopback()
         port = listener.getsockname()[1] if listener is not None else 0
-        processes, lines = [], []
+        local_world_size = per_node or world_size
+        lines = []
         for rank in range(world_size):
-            ours, theirs = _CONTEXT.Pipe()
-            start = _Start(path.resolve(), rank, world_size, per_node or world_size, store, port, probe, arguments)
-            given = (start, theirs, listener if rank == 0 else None)
-            process = _CONTEXT.Process(target=_be_a_rank, args=given, daemon=True)
-            process.start()
+            ours, theirs = multiprocessing.Pipe()
+            start = _Start(path.resolve(), rank, world_size, store, port, probe, arguments)
+            variables = {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(world_size),
+                "LOCAL_RANK": str(rank % local_world_size),
+                "LOCAL_WORLD_SIZE": str(local_world_size),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+            }
+            own_listener = listener if rank == 0 else None
+            ranks.start(rank, _be_a_rank, start, theirs, environment=variables, listener=own_listener)
             theirs.close()
-            processes.append(process)
             lines.append(ours)
         if listener is not None:
             listener.close()  # rank 0 has its own copy
         try:
-            return _follow(lines, processes, kill_after_s)
+            return _follow(lines, ranks, kill_after_s)
         finally:
-            for process, line in zip(processes, lines, strict=True):
-                _kill(process)
-                process.join()
+            ranks.end()
+            for line in lines:
                 line.close()
-
-
-def _kill(process: Any) -> None:
-    """Not `process.kill()`: it signals the bare number, which may belong to another process after the rank ended."""
-    rank = find_forked(process.pid)
-    if rank is not None:
-        rank.send(signal.SIGKILL)
 
 
 def require_values(endings: list[Ending]) -> list[Any]:
     """The first bad ending as a failure with its story."""
     for rank, ending in enumerate(endings):
-        if ending.kind == "error" and not _is_left_alone(ending):
+        if ending.kind == "error":
             raise Failed(
                 "exception",
                 f"rank {rank}: {ending.value}",
@@ -152,7 +149,7 @@ def require_values(endings: list[Ending]) -> list[Any]:
             _positions(endings),
             f"A loop that does not end? An exercise needs less than a second; this one was given {_DEADLINE_S:.0f}.",
         )
-    if any(ending.kind == "stuck" or _is_left_alone(ending) for ending in endings):
+    if any(ending.kind in ("stuck", "peer-lost") for ending in endings):
         raise Failed(
             "hang",
             _positions(endings),
@@ -162,18 +159,13 @@ def require_values(endings: list[Ending]) -> list[Any]:
     return [ending.value for ending in endings]
 
 
-def _is_left_alone(ending: Ending) -> bool:
-    """It waited for a peer that closed the group meanwhile: a hang, cut short."""
-    return ending.kind == "error" and ("Connection closed by peer" in ending.value or "reset by peer" in ending.value)
-
-
 def _positions(endings: list[Ending]) -> str:
     """Where each rank stood, one line each."""
     told = []
     for rank, ending in enumerate(endings):
         if ending.kind == "value":
             told.append(f"rank {rank} has left: it was through with its part")
-        elif _is_left_alone(ending):
+        elif ending.kind == "peer-lost":
             told.append(f"rank {rank} waited in {ending.value.splitlines()[0]}")
         else:
             told.append(f"rank {rank} {ending.value}")
@@ -183,7 +175,7 @@ def _positions(endings: list[Ending]) -> str:
 # --- The watching side ------------------------------------------------------------------------------------------------
 
 
-def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) -> list[Ending]:
+def _follow(lines: list[Any], ranks: RankProcesses, kill_after_s: float | None) -> list[Ending]:
     endings: dict[int, Ending] = {}
     quiet: dict[int, str] = {}  # where those stand that do not move
     busy: dict[int, str] = {}  # where the others were last
@@ -191,7 +183,7 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
     deadline = begin + _DEADLINE_S
     while len(endings) < len(lines) and time.monotonic() < deadline:
         if kill_after_s is not None and time.monotonic() - begin >= kill_after_s:
-            _kill(processes[0])
+            ranks.kill(0)
             kill_after_s = None
         open_lines = [line for rank, line in enumerate(lines) if rank not in endings]
         for line in multiprocessing.connection.wait(open_lines, timeout=0.05 if kill_after_s is not None else _TICK_S):
@@ -205,11 +197,8 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
                 (quiet if kind == "quiet" else busy)[rank] = value
                 continue
             endings[rank] = Ending(kind, value)
-            if kind in (
-                "error",
-                "missing",
-                "died",
-            ):  # the others may now wait for ever; they get a moment for errors of their own
+            if kind in ("error", "peer-lost", "missing", "died"):
+                # The others may now wait for ever. Wait briefly for their own errors.
                 deadline = min(deadline, time.monotonic() + _AFTER_AN_ERROR_S)
         missing = [rank for rank in range(len(lines)) if rank not in endings]
         if missing and all(rank in quiet for rank in missing):
@@ -222,7 +211,7 @@ def _follow(lines: list[Any], processes: list[Any], kill_after_s: float | None) 
 # --- The side of a rank -----------------------------------------------------------------------------------------------
 
 
-def _be_a_rank(start: _Start, line: Any, listener: socket.socket | None) -> None:
+def _be_a_rank(start: _Start, line: Any) -> None:
     import torch
     import torch.distributed as dist
 
@@ -230,7 +219,7 @@ def _be_a_rank(start: _Start, line: Any, listener: socket.socket | None) -> None
 
     torch.set_num_threads(1)
     stay_on_loopback()
-    if listener is not None:
+    if STORE_FD in os.environ:
         # torch reuses a store's server of the same process and port. By itself it would listen at every address.
         server = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1",
@@ -238,17 +227,9 @@ def _be_a_rank(start: _Start, line: Any, listener: socket.socket | None) -> None
             is_master=True,
             wait_for_workers=False,
             multi_tenant=True,
-            master_listen_fd=listener.detach(),
+            master_listen_fd=int(os.environ[STORE_FD]),
         )
         assert server.port == start.port
-    os.environ.update(
-        RANK=str(start.rank),
-        WORLD_SIZE=str(start.world_size),
-        LOCAL_RANK=str(start.rank % start.local_world_size),
-        LOCAL_WORLD_SIZE=str(start.local_world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(start.port),
-    )
     if start.store:
         store = dist.FileStore(start.store, start.world_size)  # type: ignore[attr-defined]
         dist.init_process_group(
@@ -270,7 +251,8 @@ def _be_a_rank(start: _Start, line: Any, listener: socket.socket | None) -> None
         is_missing = person is not None and error.obj is person
         say("missing" if is_missing else "error", error.name if is_missing else describe_error(error, start.path))
     except BaseException as error:
-        say("error", describe_error(error, start.path))
+        kind = "peer-lost" if cause_of(error) is Cause.PEER_LOST else "error"
+        say(kind, describe_error(error, start.path))
     sys.stdout.flush()
     # Stay until all have ended: a process that leaves would turn its peers' hang into a broken connection.
     with suppress(EOFError, ConnectionResetError):
@@ -293,15 +275,12 @@ def load_person(path: Path) -> ModuleType:
 def _watch(path: Path, say: Callable[[str, Any], None]) -> None:
     """Tells when this rank has come to a standstill or moves again, and now and then where it is."""
     main = threading.main_thread().ident or 0
-    parent = multiprocessing.parent_process()
     ticks = round(_QUIET_S / _TICK_S)
     used = [time.process_time()]
     turn = still_for = 0
     is_quiet = False
     while True:
         time.sleep(_TICK_S)
-        if parent is not None and not parent.is_alive():
-            os._exit(1)
         used = [*used[-ticks:], time.process_time()]
         still_for = 0 if _wants_processor() else still_for + 1
         was_quiet, is_quiet = is_quiet, still_for > ticks and used[-1] - used[0] < _QUIET_CPU_S

@@ -14,19 +14,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from paceline.tools.doctor.checks.disk import check_clock, check_data, check_place
-from paceline.tools.doctor.checks.machine import check_cores, check_memory, check_open_files, check_shared_memory
-from paceline.tools.doctor.checks.network import check_host_name, check_interfaces, check_meeting_name, check_ports
-from paceline.tools.doctor.checks.software import check_devices, check_packages, check_python, check_torch
-from paceline.tools.doctor.findings import Finding, failed
-from paceline.tools.doctor.gather.disk import Place, gather_place
-from paceline.tools.doctor.gather.machine import Memory, gather_cores, gather_memory
-from paceline.tools.doctor.gather.network import Names, Ports, gather_names, gather_network, gather_ports, own_address
-from paceline.tools.doctor.gather.software import Software, Torch, gather_software, gather_torch
+from paceline.tools.doctor import disk, machine, network, software
+from paceline.tools.doctor.findings import DoctorFinding, failed
 from paceline.tools.doctor.plant import Planted
-from paceline.tools.doctor.request import Request, Surroundings
+from paceline.tools.doctor.request import DoctorRequest, NodeRole
 
-Judge = Callable[[Any], list[Finding | None]]
+Judge = Callable[[Any], list[DoctorFinding | None]]
 
 
 @dataclass(frozen=True)
@@ -43,7 +36,7 @@ class Exam:
 
 @dataclass(frozen=True)
 class NodeReport:
-    findings: list[Finding]
+    findings: list[DoctorFinding]
     facts: dict[str, Any]  # for the report; JSON
 
     @property
@@ -51,10 +44,10 @@ class NodeReport:
         return len((self.facts.get("torch") or {}).get("devices", ()))
 
 
-def examine_node(request: Request, around: Surroundings, planted: Planted) -> NodeReport:
+def examine_node(request: DoctorRequest, around: NodeRole, planted: Planted) -> NodeReport:
     exams = _exams(request, around, planted)
     answers = _gather_all(exams)
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
     facts: dict[str, Any] = {}
     for exam, answer in zip(exams, answers, strict=True):
         if isinstance(answer, Exception):
@@ -65,7 +58,7 @@ def examine_node(request: Request, around: Surroundings, planted: Planted) -> No
     return NodeReport(findings, facts)
 
 
-def _exams(request: Request, around: Surroundings, planted: Planted) -> list[Exam]:
+def _exams(request: DoctorRequest, around: NodeRole, planted: Planted) -> list[Exam]:
     return [
         *_software_exams(request),
         *_machine_exams(around.local_ranks),
@@ -74,67 +67,79 @@ def _exams(request: Request, around: Surroundings, planted: Planted) -> list[Exa
     ]
 
 
-def _software_exams(request: Request) -> list[Exam]:
-    def judge_torch(facts: Torch) -> list[Finding | None]:
-        return [check_torch(facts), check_devices(facts, request.device, request.processes)]
+def _software_exams(request: DoctorRequest) -> list[Exam]:
+    def judge_torch(facts: software.Torch) -> list[DoctorFinding | None]:
+        return [software.check_torch(facts), software.check_devices(facts, request.device, request.processes)]
 
-    def judge_software(facts: Software) -> list[Finding | None]:
-        return [check_python(facts), check_packages(facts)]
+    def judge_software(facts: software.Software) -> list[DoctorFinding | None]:
+        return [software.check_python(facts), software.check_packages(facts)]
 
+    dead = "is the Python environment on a dead mount?"
     hangs = "try python -c 'import torch' and nvidia-smi: one of the two hangs"
     return [
-        Exam("software", "SOFTWARE", gather_software, judge_software, 10, "is the Python environment on a dead mount?"),
-        Exam("torch", "SOFTWARE", gather_torch, judge_torch, 46, hangs),
+        Exam("software", "SOFTWARE", software.gather_software, judge_software, 10, dead),
+        Exam("torch", "SOFTWARE", software.gather_torch, judge_torch, 46, hangs),
     ]
 
 
 def _machine_exams(ranks: int) -> list[Exam]:
-    def judge_memory(facts: Memory) -> list[Finding | None]:
-        return [check_shared_memory(facts, ranks), check_open_files(facts), check_memory(facts, ranks)]
+    def judge_memory(facts: machine.Memory) -> list[DoctorFinding | None]:
+        return [
+            machine.check_shared_memory(facts, ranks),
+            machine.check_open_files(facts),
+            machine.check_memory(facts, ranks),
+        ]
 
     return [
-        Exam("memory", "MACHINE", gather_memory, judge_memory, 5, "ls /dev/shm"),
-        Exam("cores", "MACHINE", gather_cores, lambda facts: [check_cores(facts, ranks)], 5, "lscpu"),
+        Exam("memory", "MACHINE", machine.gather_memory, judge_memory, 5, "ls /dev/shm"),
+        Exam("cores", "MACHINE", machine.gather_cores, lambda facts: [machine.check_cores(facts, ranks)], 5, "lscpu"),
     ]
 
 
-def _disk_exams(request: Request, planted: Planted) -> list[Exam]:
+def _disk_exams(request: DoctorRequest, planted: Planted) -> list[Exam]:
     began = (time.time(), time.monotonic())
 
-    def judge_run_folder(place: Place) -> list[Finding | None]:
+    def judge_run_folder(place: disk.Place) -> list[DoctorFinding | None]:
         drift_s = (time.time() - began[0]) - (time.monotonic() - began[1])
-        run = check_place("run folder", place, flag="--output-dir")
-        return [run, check_clock(place, planted.wall_clock(), drift_s)]
+        run = disk.check_place("run folder", place, flag="--output-dir")
+        return [run, disk.check_clock(place, planted.wall_clock(), drift_s)]
 
-    def judge_temporary(place: Place) -> list[Finding | None]:
-        return [check_place("temporary folder", place, flag="TMPDIR=")]
+    def judge_temporary(place: disk.Place) -> list[DoctorFinding | None]:
+        return [disk.check_place("temporary folder", place, flag="TMPDIR=")]
 
-    run = partial(gather_place, request.output_dir, planted.wall_clock)
-    data = partial(gather_place, request.data_dir, measures=False)
-    temporary = partial(gather_place, Path(tempfile.gettempdir()), measures=False)
+    run = partial(disk.gather_place, request.output_dir, planted.wall_clock)
+    data = partial(disk.gather_place, request.data_dir, measures=False)
+    temporary = partial(disk.gather_place, Path(tempfile.gettempdir()), measures=False)
     dead = "does a mount hang? df and mount show which; use another --output-dir or --data-dir"
     return [
         Exam("run folder", "DISK", run, judge_run_folder, 20, dead),
-        Exam("data folder", "DISK", data, lambda facts: [check_data(facts)], 20, dead),
+        Exam("data folder", "DISK", data, lambda facts: [disk.check_data(facts)], 20, dead),
         Exam("temporary folder", "DISK", temporary, judge_temporary, 20, dead),
     ]
 
 
-def _network_exams(around: Surroundings) -> list[Exam]:
+def _network_exams(around: NodeRole) -> list[Exam]:
     host, port = around.meets_at or ("", 0)
 
-    def look_at_ports() -> Ports:
-        return gather_ports(own_address(host), port if around.serves else None)
+    def look_at_ports() -> network.Ports:
+        return network.gather_ports(network.own_address(host), port if around.serves else None)
 
-    def judge_names(facts: Names) -> list[Finding | None]:
-        return [check_host_name(facts, around), check_meeting_name(facts)]
+    def judge_names(facts: network.Names) -> list[DoctorFinding | None]:
+        return [network.check_host_name(facts, around), network.check_meeting_name(facts)]
 
     dns = "name lookups hang: does a DNS server in /etc/resolv.conf not answer? an entry in /etc/hosts helps"
     firewall = "does a firewall on this host drop packets? see iptables -L, nft list ruleset"
     return [
-        Exam("host name", "NETWORK", partial(gather_names, host), judge_names, 12, dns),
-        Exam("ports", "NETWORK", look_at_ports, lambda facts: [check_ports(facts)], 15, firewall),
-        Exam("interfaces", "NETWORK", gather_network, lambda facts: [check_interfaces(facts)], 5, "ip link"),
+        Exam("host name", "NETWORK", partial(network.gather_names, host), judge_names, 12, dns),
+        Exam("ports", "NETWORK", look_at_ports, lambda facts: [network.check_ports(facts)], 15, firewall),
+        Exam(
+            "interfaces",
+            "NETWORK",
+            network.gather_network,
+            lambda facts: [network.check_interfaces(facts)],
+            5,
+            "ip link",
+        ),
     ]
 
 
@@ -158,7 +163,7 @@ def _gather_all(exams: list[Exam]) -> list[Any]:
     return [answers[number] for number in range(len(exams))]
 
 
-def _no_answer(exam: Exam, error: Exception) -> Finding:
+def _no_answer(exam: Exam, error: Exception) -> DoctorFinding:
     if isinstance(error, TimeoutError):
         return replace(failed(exam.name, str(error), exam.if_silent), group=exam.group)
     what = f"the check failed: {type(error).__name__}: {error}"

@@ -1,11 +1,12 @@
-"""Exchanges between ranks: checks correctness for each pair, and measures bandwidth and compute speed."""
+"""Exchanges between ranks: correctness for each pair, bandwidth, compute speed, and the checks on them."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,14 @@ from torch import Tensor
 from paceline.metrics.timing import synchronise
 from paceline.parallel.collectives import sum_over_ranks, wait_for_all
 from paceline.runtime.detect import World
+from paceline.tools.bench.collectives import Fit, Row
+from paceline.tools.bench.limits import Limit
+from paceline.tools.doctor.findings import DoctorFinding, failed, passed, warned
+from paceline.tools.doctor.peers import blame, name_ranks
 from paceline.tools.doctor.plant import Planted
+
+# --- Measurements -----------------------------------------------------------------------------------------------------
+
 
 _NUMBERS = 2**18  # a megabyte of float32
 _PATTERN = 251  # a prime, so misplaced parts are detected
@@ -126,3 +134,137 @@ def _measure_pace_of_one_thread(world: World, planted: Planted) -> float:
         planted.burn(time.perf_counter() - started)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
+
+
+# --- Checks -----------------------------------------------------------------------------------------------------------
+
+
+SLOW_WARN, SLOW_FAIL = 1.5, 2.0  # ratio to the time of the others
+_SLOW_PAIR = 4.0
+_LEAST_OF_LINK = {True: 0.02, False: 0.15}  # by whether the limit was measured: memory copies are much faster than gloo
+_SLOW_LATENCY_S = 0.02
+Pairs = Sequence[Mapping[int, tuple[bool, float]]]  # by rank, by partner: is correct, seconds
+_SUSPECT = "exclude that node (--exclude) or GPU (CUDA_VISIBLE_DEVICES); test its memory, GPU and network card"
+
+
+def check_sums(sums: Sequence[Sums], pairs: Pairs, hosts: Sequence[str]) -> DoctorFinding:
+    """Whether all-reduce is correct. If not, names the faulty rank."""
+    arrived_wrong = [
+        (sender, rank) for rank, row in enumerate(pairs) for sender, (right, _) in row.items() if not right
+    ]
+    if all(one.is_own_right and one.is_sum_right for one in sums) and not arrived_wrong:
+        return passed("all-reduce", f"correct on {len(sums)} ranks, and between every pair")
+    wrong = wrong_ranks(sums, arrived_wrong)
+    if wrong:
+        what = f"wrong sums: the numbers of {name_ranks(wrong, hosts)} are wrong"
+        return failed("all-reduce", what, _SUSPECT, nodes=blame(wrong, hosts), wrong_ranks=wrong)
+    if arrived_wrong:
+        sender, rank = arrived_wrong[0]
+        what = f"data from {name_ranks([sender], hosts)} arrives corrupted at {name_ranks([rank], hosts)}"
+        guilty = sorted({sender, rank})
+        remedy = "exclude one of the two nodes, then the other, to find the faulty one; check its network card, cable"
+        return failed("all-reduce", what, remedy, nodes=blame(guilty, hosts), wrong_ranks=guilty)
+    got = [rank for rank, one in enumerate(sums) if not one.is_sum_right]
+    what = f"every pair exchanges correctly, but the sum over all is wrong at {name_ranks(got, hosts)}"
+    return failed("all-reduce", what, "try another torch or NCCL, or NCCL_ALGO=Ring; do not use results from here")
+
+
+def wrong_ranks(sums: Sequence[Sums], arrived_wrong: Sequence[tuple[int, int]]) -> list[int]:
+    """Ranks whose own numbers are wrong; otherwise the common sender or receiver of all wrong messages.
+
+    With one wrong message between two ranks, sender and receiver cannot be distinguished: then none is named.
+    """
+    own = [rank for rank, one in enumerate(sums) if not one.is_own_right]
+    if own or len(sums) < 3:
+        return own
+    for end in (0, 1):
+        ends = {pair[end] for pair in arrived_wrong}
+        others = {pair[1 - end] for pair in arrived_wrong}
+        if len(ends) == 1 and len(others) > 1:
+            return sorted(ends)
+    return []
+
+
+def slowness(seconds: Sequence[float]) -> list[float]:
+    """How many times longer each rank takes than the median of the others."""
+    if len(seconds) == 1:
+        return [1.0]
+    rest = [statistics.median([*seconds[:rank], *seconds[rank + 1 :]]) for rank in range(len(seconds))]
+    return [mine / max(others, 1e-9) for mine, others in zip(seconds, rest, strict=True)]
+
+
+def check_pace(seconds: Sequence[float], hosts: Sequence[str]) -> DoctorFinding:
+    factors = slowness(seconds)
+    slow = [rank for rank, factor in enumerate(factors) if factor >= SLOW_WARN]
+    details = {"seconds": list(seconds)}
+    if not slow:
+        slowest = f"; the slowest takes {max(factors):.2f} times the others' time" if len(seconds) > 1 else ""
+        work = statistics.median(seconds)
+        what = f"{1000 * work:.2f} ms for a matrix product on {len(seconds)} rank{'s' if len(seconds) > 1 else ''}"
+        return passed("pace", what + slowest, **details)
+    worst = max(slow, key=lambda rank: factors[rank])
+    is_failure = factors[worst] >= SLOW_FAIL
+    if is_failure:  # exclude only failed nodes, not those that are a little slow
+        slow = [rank for rank in slow if factors[rank] >= SLOW_FAIL]
+    report = failed if is_failure else warned
+    what = f"{name_ranks([worst], hosts)} is slow: {factors[worst]:.1f} times the others' time for the same work"
+    remedy = "on that node check other programs (top), throttling (nvidia-smi -q -d PERFORMANCE), the CPU governor and "
+    remedy += "cores bound twice; or exclude it (--exclude)"
+    return report("pace", what, remedy, nodes=blame(slow, hosts), slow_ranks=slow, **details)
+
+
+def check_pairs(pairs: Pairs, hosts: Sequence[str]) -> DoctorFinding:
+    """Finds slow links. Links inside a node and between nodes are compared separately."""
+    by_kind: dict[bool, dict[tuple[int, int], float]] = {True: {}, False: {}}
+    for rank, row in enumerate(pairs):
+        for partner, (_, seconds) in row.items():
+            by_kind[hosts[rank] == hosts[partner]][rank, partner] = seconds
+    slow = {}
+    for ways in by_kind.values():
+        usual = statistics.median(ways.values()) if len(ways) > 2 else float("inf")
+        # A slow link is slow in both directions; a random delay is not.
+        best = {(a, b): min(seconds, ways.get((b, a), seconds)) for (a, b), seconds in ways.items()}
+        slow.update({pair: seconds / usual for pair, seconds in best.items() if seconds > _SLOW_PAIR * usual})
+    if not slow:
+        longest = max(seconds for ways in by_kind.values() for seconds in ways.values())
+        return passed("pairs", f"every pair exchanges 1 MB, in {1000 * longest:.1f} ms at most")
+    (first, second), factor = max(slow.items(), key=lambda item: item[1])
+    what = f"the link between {name_ranks([first], hosts)} and {name_ranks([second], hosts)} takes {factor:.1f} times "
+    what += f"as long as others ({len(slow)} slow of {sum(map(len, by_kind.values()))})"
+    remedy = "check cable, port, duplex of that link (ethtool, ibstat), and the PCIe root of GPUs (nvidia-smi topo -m)"
+    return warned("pairs", what, remedy, nodes=blame([first, second], hosts))
+
+
+def check_links(rows: Sequence[Row], fits: Sequence[Fit], limit: Limit | None) -> DoctorFinding:
+    best = max(row.bus_bytes_per_s for row in rows)
+    latency = min(row.median_s for row in rows)
+    what = f"all-reduce {best / 1e9:.2f} GB/s, {1e6 * latency:,.0f} us for a small one"
+    details: dict[str, Any] = {"bytes_per_s": best, "latency_s": latency}
+    if any(not row.is_right for row in rows):
+        return failed("links", f"{what}, and some of its sums are wrong", _SUSPECT, **details)
+    if latency > _SLOW_LATENCY_S:
+        return warned("links", what, "the network is slow, or ranks share cores", **details)
+    if limit is None or limit.bytes_per_s is None:
+        return passed("links", f"{what} ({limit.name if limit else 'no limit known'})", **details)
+    share = best / limit.bytes_per_s
+    what += f"; {share:.0%} of {limit.bytes_per_s / 1e9:.1f} GB/s ({limit.name})"
+    if share < _LEAST_OF_LINK[limit.is_measured]:
+        remedy = "NCCL_DEBUG=INFO shows the chosen interface; NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME select another one"
+        return warned("links", what, f"{remedy}; paceline bench --what collectives shows more", **details)
+    return passed("links", what, **details)
+
+
+def check_training(alone: Sequence[str], together: Sequence[str], known: str, hosts: Sequence[str]) -> DoctorFinding:
+    """Hashes of the weights, by rank: of the training of each rank alone, and of the training together."""
+    wrong = [rank for rank, found in enumerate(alone) if found != known]
+    details = {"known": known, "alone": list(alone), "together": list(together)}
+    if wrong:
+        what = f"30 steps of training give wrong weights on {name_ranks(wrong, hosts)}: {alone[wrong[0]][:12]}, not "
+        return failed("training", what + known[:12], _SUSPECT, nodes=blame(wrong, hosts), wrong_ranks=wrong, **details)
+    astray = [rank for rank, found in enumerate(together) if found != known]
+    if astray:
+        what = f"each rank alone trains correctly, but together {name_ranks(astray, hosts)} get wrong weights: "
+        what += f"{together[astray[0]][:12]}, not {known[:12]}"
+        return failed("training", what, "data is corrupted between ranks: see all-reduce and pairs", **details)
+    how = f"by each of {len(alone)} ranks alone and by all together" if together else "by one rank"
+    return passed("training", f"30 steps {how}: the known weights, bit for bit ({known[:12]})", **details)

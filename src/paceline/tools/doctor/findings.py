@@ -11,7 +11,7 @@ EXIT_FAILED = 1  # exit code of the command if a check failed
 
 
 @dataclass(frozen=True)
-class Finding:
+class DoctorFinding:
     """The result of one check. `nodes` are the faulty hosts, for the exclude list."""
 
     name: str
@@ -30,33 +30,33 @@ class Finding:
         return {**asdict(self), "nodes": list(self.nodes)}
 
     @classmethod
-    def from_json(cls, content: dict[str, Any]) -> Finding:
+    def from_json(cls, content: dict[str, Any]) -> DoctorFinding:
         return cls(**{**content, "nodes": tuple(content["nodes"])})
 
 
-def passed(name: str, what: str, **details: Any) -> Finding:
-    return Finding(name, "pass", what, details=details)
+def passed(name: str, what: str, **details: Any) -> DoctorFinding:
+    return DoctorFinding(name, "pass", what, details=details)
 
 
-def skipped(name: str, what: str, **details: Any) -> Finding:
-    return Finding(name, "skip", what, details=details)
+def skipped(name: str, what: str, **details: Any) -> DoctorFinding:
+    return DoctorFinding(name, "skip", what, details=details)
 
 
-def warned(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **details: Any) -> Finding:
-    return Finding(name, "warn", what, remedy, nodes=tuple(nodes), details=details)
+def warned(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **details: Any) -> DoctorFinding:
+    return DoctorFinding(name, "warn", what, remedy, nodes=tuple(nodes), details=details)
 
 
-def failed(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **details: Any) -> Finding:
-    return Finding(name, "fail", what, remedy, nodes=tuple(nodes), details=details)
+def failed(name: str, what: str, remedy: str, *, nodes: Iterable[str] = (), **details: Any) -> DoctorFinding:
+    return DoctorFinding(name, "fail", what, remedy, nodes=tuple(nodes), details=details)
 
 
-def merge_nodes(by_host: dict[str, list[Finding]]) -> list[Finding]:
+def merge_nodes(by_host: dict[str, list[DoctorFinding]]) -> list[DoctorFinding]:
     """Merge the findings of all nodes. A finding of all nodes is listed once; a finding of some names these nodes."""
-    merged: list[Finding] = []
+    merged: list[DoctorFinding] = []
     names = list(dict.fromkeys(finding.name for findings in by_host.values() for finding in findings))
     for name in names:
         alike: dict[tuple[str, str], list[str]] = {}
-        samples: dict[tuple[str, str], Finding] = {}
+        samples: dict[tuple[str, str], DoctorFinding] = {}
         for host, findings in by_host.items():
             for finding in findings:
                 if finding.name == name:
@@ -68,36 +68,36 @@ def merge_nodes(by_host: dict[str, list[Finding]]) -> list[Finding]:
     return merged
 
 
-def _kind(finding: Finding) -> tuple[str, str]:
+def _kind(finding: DoctorFinding) -> tuple[str, str]:
     """Findings of one kind are merged. Passed checks may differ in their figures; others must have the same text."""
     return finding.status, "" if finding.status == "pass" else finding.what
 
 
-def _on(finding: Finding, hosts: list[str], count: int) -> Finding:
+def _on(finding: DoctorFinding, hosts: list[str], count: int) -> DoctorFinding:
     if count == 1:
-        return Finding(**{**vars(finding), "nodes": tuple(hosts) if finding.badness > 1 else ()})
+        return DoctorFinding(**{**vars(finding), "nodes": tuple(hosts) if finding.badness > 1 else ()})
     where = f"{len(hosts)} nodes" if len(hosts) > 3 or len(hosts) == count else ", ".join(hosts)
     if finding.status == "pass" and len(hosts) > 1:
         where = f"{hosts[0]}; {len(hosts)} nodes pass"
     text = f"{finding.what} ({where})"
-    return Finding(**{**vars(finding), "what": text, "nodes": tuple(hosts) if finding.badness > 1 else ()})
+    return DoctorFinding(**{**vars(finding), "what": text, "nodes": tuple(hosts) if finding.badness > 1 else ()})
 
 
-def count_by_status(findings: Sequence[Finding]) -> dict[str, int]:
+def count_by_status(findings: Sequence[DoctorFinding]) -> dict[str, int]:
     return {status: sum(finding.status == status for finding in findings) for status in STATUSES}
 
 
-def is_healthy(findings: Sequence[Finding]) -> bool:
+def is_healthy(findings: Sequence[DoctorFinding]) -> bool:
     return not any(finding.status == "fail" for finding in findings)
 
 
-def nodes_to_exclude(findings: Sequence[Finding], hosts: Sequence[str]) -> list[str]:
+def nodes_to_exclude(findings: Sequence[DoctorFinding], hosts: Sequence[str]) -> list[str]:
     """The nodes that failed. Empty if all failed: the cause is then elsewhere, and a job needs nodes."""
     blamed = {host for finding in findings if finding.status == "fail" for host in finding.nodes}
     return [host for host in hosts if host in blamed] if not blamed.issuperset(hosts) else []
 
 
-def verdict(findings: Sequence[Finding], seconds: float) -> str:
+def verdict(findings: Sequence[DoctorFinding], seconds: float) -> str:
     """The last line of the output."""
     counts = count_by_status(findings)
     took = f"in {seconds:.1f} s"

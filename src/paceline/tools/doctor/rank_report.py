@@ -1,18 +1,20 @@
-"""Rank reports: a rank sends its findings by file, by output line or through the store. Imports no torch."""
+"""Rank reports: sent by file, by output line or through the store, and combined to one result. Imports no torch."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import sys
 import zlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.runs.folder import write_json
-from paceline.tools.doctor.findings import Finding
+from paceline.tools.doctor.examine import NodeReport
+from paceline.tools.doctor.findings import DoctorFinding, failed, merge_nodes
 
 TO = "PACELINE_DOCTOR_TO"  # set for ranks that we start: a folder, or "output" for lines of standard output
 _MARK = "paceline-doctor: "
@@ -28,9 +30,9 @@ class RankReport:
     world_size: int
     host: str
     phase: str = "start"  # the current phase; DONE at the end
-    node: list[Finding] | None = None  # part one, from the rank that did it for its node
+    node: list[DoctorFinding] | None = None  # part one, from the rank that did it for its node
     facts: dict[str, Any] = field(default_factory=dict)
-    shared: list[Finding] = field(default_factory=list)  # part two; equal on all ranks that got equally far
+    shared: list[DoctorFinding] = field(default_factory=list)  # part two; equal on all ranks that got equally far
     hosts: list[str] = field(default_factory=list)  # of all ranks, when known
     struck: dict[str, int] = field(default_factory=dict)  # injected faults
 
@@ -38,7 +40,7 @@ class RankReport:
         reports = [[finding.to_json() for finding in part] if part is not None else None for part in self._parts()]
         return {**vars(self), "node": reports[0], "shared": reports[1]}
 
-    def _parts(self) -> tuple[list[Finding] | None, list[Finding]]:
+    def _parts(self) -> tuple[list[DoctorFinding] | None, list[DoctorFinding]]:
         return self.node, self.shared
 
     @classmethod
@@ -47,8 +49,8 @@ class RankReport:
         return cls(
             **{
                 **content,
-                "node": None if node is None else [Finding.from_json(finding) for finding in node],
-                "shared": [Finding.from_json(finding) for finding in shared],
+                "node": None if node is None else [DoctorFinding.from_json(finding) for finding in node],
+                "shared": [DoctorFinding.from_json(finding) for finding in shared],
             }
         )
 
@@ -98,3 +100,89 @@ def read_lines(lines: Iterable[str]) -> tuple[list[RankReport], list[str]]:
             packed = base64.b64decode("".join(found[number] for number in sorted(found)))
             reports.append(RankReport.from_json(json.loads(zlib.decompress(packed))))
     return reports, rest
+
+
+# --- Combine ----------------------------------------------------------------------------------------------------------
+
+
+GROUPS = ("SOFTWARE", "MACHINE", "DISK", "NETWORK", "NODES", "RANKS")
+
+
+@dataclass
+class Examination:
+    """The complete result of the doctor."""
+
+    findings: list[DoctorFinding]
+    hosts: list[str]
+    world_size: int
+    launcher: str
+    facts: dict[str, Any] = field(default_factory=dict)  # by host
+    struck: dict[str, int] = field(default_factory=dict)  # how often each injected fault took effect
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The ranks and nodes that should report."""
+
+    world_size: int
+    launcher: str
+    hosts: tuple[str, ...] = ()  # of the nodes, if known in advance
+    trouble: str = ""  # the error message of the launcher
+    missing: Mapping[str, str] = field(default_factory=dict)  # nodes on which paceline cannot start, and why
+
+
+def assemble(
+    reports: Sequence[RankReport], expected: Expected, node: NodeReport | None = None, host: str = ""
+) -> Examination:
+    """`node` is the report of part one, if the launcher made it."""
+    by_host = {report.host: report.node for report in reports if report.node is not None}
+    facts = {report.host: report.facts for report in reports if report.facts}
+    if node is not None:
+        by_host, facts = {host: node.findings}, {host: node.facts}
+    findings = merge_nodes(by_host)
+    furthest = max(reports, key=lambda report: (len(report.shared), -report.rank), default=None)
+    if furthest is not None:
+        findings += furthest.shared
+    seen = list(dict.fromkeys([*expected.hosts, *by_host, *(report.host for report in reports)]))
+    findings += _who_is_missing(reports, expected)
+    findings.sort(key=lambda finding: GROUPS.index(finding.group))
+    struck: dict[str, int] = {}
+    for report in reports:
+        for kind, count in report.struck.items():
+            struck[kind] = struck.get(kind, 0) + count
+    return Examination(findings, seen, expected.world_size, expected.launcher, facts, struck)
+
+
+def _who_is_missing(reports: Sequence[RankReport], expected: Expected) -> list[DoctorFinding]:
+    found = []
+    if expected.missing:
+        nodes = list(expected.missing)
+        what = f"{sys.executable} cannot import paceline on {', '.join(nodes[:8])}: {expected.missing[nodes[0]]}"
+        remedy = "install paceline in a folder that all nodes share, or on every node"
+        found.append(failed("installation", what, remedy, nodes=nodes))
+    stuck = [report for report in reports if report.phase != DONE]
+    if stuck:
+        places = ", ".join(f"rank {report.rank} on {report.host} in {report.phase}" for report in stuck[:8])
+        remedy = "check the rank whose phase differs from the others; leave its node out (--exclude)"
+        found.append(failed("ranks", f"not done within the time limit: {places}", remedy, nodes=_apart(stuck)))
+    here = {report.rank for report in reports}
+    silent = [rank for rank in range(expected.world_size) if rank not in here]
+    if silent:
+        hosts_seen = {report.host for report in reports}
+        hosts = [host for host in expected.hosts if host not in hosts_seen]
+        where = f" (node {', '.join(hosts)})" if hosts else ""
+        said = f": {expected.trouble}" if expected.trouble else ""
+        what = f"no report from rank {', '.join(map(str, silent[:16]))}{where}{said}"
+        found.append(failed("ranks", what, "check that node: is it up, does Python start, was it killed?", nodes=hosts))
+    elif expected.trouble and not stuck:
+        found.append(failed("ranks", expected.trouble, "paceline doctor --processes 1 checks this machine alone"))
+    return [replace(finding, group="RANKS") for finding in found]
+
+
+def _apart(stuck: Sequence[RankReport]) -> list[str]:
+    """The hosts of ranks whose phase differs, if most ranks are in the same phase."""
+    phases = [report.phase for report in stuck]
+    usual = max(set(phases), key=phases.count)
+    alone = [report.host for report in stuck if report.phase != usual]
+    return sorted(set(alone)) if 2 * phases.count(usual) > len(phases) else []

@@ -6,24 +6,21 @@ Errors name the ranks that do not arrive, and a foreign server at the address.
 from __future__ import annotations
 
 import json
-import socket
-import time
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
-from torch.distributed.rendezvous import TCPStore  # type: ignore[attr-defined]
 
+from paceline.errors import PacelineError
 from paceline.runtime.detect import RankEnvironment
-from paceline.runtime.group import ANSWER_TIMEOUT_S, open_store
+from paceline.runtime.group import ANSWER_TIMEOUT_S, connect_store
 
 _ARRIVE_S = 25.0  # for ranks that import torch on a slow disk
-_POLL_S = 0.1
 
 
-class MeetingError(Exception):
+class RendezvousError(Exception):
     """The rendezvous failed. `missing` are the ranks that did not arrive, if known."""
 
     def __init__(self, what: str, remedy: str, missing: tuple[int, ...] = ()) -> None:
@@ -48,7 +45,7 @@ class Rendezvous:
         except dist.DistError:
             missing = tuple(rank for rank, key in enumerate(keys) if not self._has(key))
             who = ", ".join(map(str, missing)) or "0, which keeps the store"
-            raise MeetingError(
+            raise RendezvousError(
                 f"rank {who} did not answer within {timeout_s:.0f} s ({topic})",
                 "look at the output of those ranks: is one of them still starting, or has it exited?",
                 missing,
@@ -60,55 +57,25 @@ class Rendezvous:
             return bool(self.store.check([key]))
         return False
 
-    def part(self) -> None:
-        """Wait for rank 0, which leaves last because it may hold the store.
+    def close(self) -> None:
+        """Wait for rank 0, which exits last because it may hold the store.
 
         A launcher may end all ranks when the first one exits: rank 0 calls this after it has printed everything.
         """
         with suppress(dist.DistError):
             if self._rank == 0:
-                self.store.set("told", "")
-                self.store.wait([f"bye/{rank}" for rank in range(1, self._size)], timedelta(seconds=ANSWER_TIMEOUT_S))
+                self.store.set("printed", "")
+                self.store.wait(
+                    [f"closing/{rank}" for rank in range(1, self._size)], timedelta(seconds=ANSWER_TIMEOUT_S)
+                )
             else:
-                self.store.wait(["told"], timedelta(seconds=ANSWER_TIMEOUT_S))
-                self.store.set(f"bye/{self._rank}", "")
+                self.store.wait(["printed"], timedelta(seconds=ANSWER_TIMEOUT_S))
+                self.store.set(f"closing/{self._rank}", "")
 
 
-def _open(environment: RankEnvironment) -> TCPStore:
-    is_server = environment.rank == 0 and not environment.has_store_server
-    address = f"{environment.store_host}:{environment.store_port}"
-    if not is_server:
-        _wait_for_listener(environment, address)
+def _open(environment: RankEnvironment) -> Store:
     try:
-        return open_store(environment, is_server=is_server)
-    except (dist.DistError, TimeoutError) as error:
-        if is_server:
-            raise MeetingError(
-                f"rank 0 cannot open {address}: {str(error).splitlines()[0][:160]}", "another MASTER_PORT"
-            ) from error
-        raise MeetingError(
-            f"what listens at {address} is not rank 0 of this job",
-            "use another MASTER_PORT, or end the process that uses it",
-            missing=(0,),
-        ) from error
-
-
-def _wait_for_listener(environment: RankEnvironment, address: str) -> None:
-    deadline = time.monotonic() + _ARRIVE_S
-    while True:
-        try:
-            socket.create_connection((environment.store_host, environment.store_port), timeout=ANSWER_TIMEOUT_S).close()
-            return
-        except socket.gaierror as error:
-            raise MeetingError(
-                f"MASTER_ADDR {environment.store_host} does not resolve here: {error.strerror}",
-                "add it to DNS or to /etc/hosts on every node; MASTER_ADDR must name rank 0's node",
-            ) from error
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise MeetingError(
-                    f"no answer at {address}: {error.strerror or error}",
-                    "does rank 0 run? is there a firewall? MASTER_ADDR and MASTER_PORT must name rank 0's node",
-                    missing=(0,),
-                ) from error
-        time.sleep(_POLL_S)
+        return connect_store(environment, _ARRIVE_S, name_timeout_s=0.0)
+    except PacelineError as error:
+        what = f"{error.what} ({error.got})"
+        raise RendezvousError(what, error.hint or "", missing=(0,) if environment.rank > 0 else ()) from error

@@ -12,7 +12,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 @dataclass(frozen=True)
-class Request:
+class DoctorRequest:
     processes: int = 0  # ranks per node; 0: one per GPU, or without GPUs one per core, at most 4
     device: str = "auto"
     output_dir: Path = Path("runs")
@@ -21,7 +21,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Surroundings:
+class NodeRole:
     """The node's role in the job, as far as known in advance. It decides how strict the checks are."""
 
     local_ranks: int = 1

@@ -23,18 +23,17 @@ from paceline.runtime.group import stay_on_loopback
 from paceline.settings.schema import ParallelConfig
 from paceline.tools.bench import collectives
 from paceline.tools.bench.limits import find_link, measure_copy_bandwidth
-from paceline.tools.doctor.checks import peers, ranks
+from paceline.tools.doctor import exchange, peers
 from paceline.tools.doctor.examine import examine_node
 from paceline.tools.doctor.exchange import Sums, measure_pace, try_pairs, try_sums
-from paceline.tools.doctor.findings import Finding, failed, skipped
-from paceline.tools.doctor.gather.network import gather_network, own_address
+from paceline.tools.doctor.findings import DoctorFinding, failed, skipped
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
+from paceline.tools.doctor.network import gather_network, own_address
+from paceline.tools.doctor.peers import LeftToken, Listener, Probe, leave_token, probe_all, read_token
 from paceline.tools.doctor.plant import Planted
 from paceline.tools.doctor.rank_report import DONE, RankReport
-from paceline.tools.doctor.reach import Listener, Visit, visit_all
-from paceline.tools.doctor.rendezvous import MeetingError, Rendezvous
-from paceline.tools.doctor.request import Request, Surroundings
-from paceline.tools.doctor.shared import LeftToken, leave_token, read_token
+from paceline.tools.doctor.rendezvous import Rendezvous, RendezvousError
+from paceline.tools.doctor.request import DoctorRequest, NodeRole
 from paceline.training.same_ranks import hash_code
 
 _DEADLINE_S = 48.0  # for everything a rank does
@@ -48,14 +47,14 @@ _TOGETHER = ("all-reduce", "pairs", "pace", "links", "training")
 class Session:
     """The findings so far are in `report`. If the rank hangs, this report is sent."""
 
-    def __init__(self, request: Request, environment: RankEnvironment) -> None:
+    def __init__(self, request: DoctorRequest, environment: RankEnvironment) -> None:
         self._request = request
         self._environment = environment
         self._planted = Planted(request.plants, environment.rank)
         self._world: World | None = None
         self.report = RankReport(environment.rank, environment.world_size, socket.gethostname())
         self.reports: list[RankReport] = []  # of all ranks, if all finished
-        self.part: Callable[[], None] = lambda: None  # call it after everything is printed
+        self.close: Callable[[], None] = lambda: None  # call it after everything is printed
         self.is_clean = True  # False if torch's process group was not closed
 
     def run(self, on_late: Callable[[RankReport], None], begin: Callable[[], None] = lambda: None) -> None:
@@ -83,7 +82,7 @@ class Session:
         self.report.phase = DONE
         self.report.struck = self._planted.struck
 
-    def _find(self, group: str, *findings: Finding) -> None:
+    def _find(self, group: str, *findings: DoctorFinding) -> None:
         self.report.shared += [replace(finding, group=group) for finding in findings]
 
     # --- Before the rendezvous ----------------------------------------------------------------------------------------
@@ -94,7 +93,7 @@ class Session:
         if environment.is_supervised or environment.local_rank != 0:
             return
         self.report.phase = "this node alone"
-        around = Surroundings(
+        around = NodeRole(
             local_ranks=environment.local_world_size,
             num_nodes=environment.world_size // environment.local_world_size,
             meets_at=(environment.store_host, environment.store_port) if environment.store_host else None,
@@ -106,7 +105,7 @@ class Session:
 
     def _choose_device(self) -> None:
         try:
-            config = ParallelConfig(device=self._request.device)  # type: ignore[arg-type]  # one of its words
+            config = ParallelConfig(device=self._request.device)  # type: ignore[arg-type]  # one of its values
             self._world = build_world(config, self._environment)
         except UserError:  # part one reports this in more detail
             return
@@ -123,8 +122,8 @@ class Session:
         self.report.phase = "training"
         self._find(
             "RANKS",
-            ranks.check_pace([measure_pace(world, self._planted)], [world.host]),
-            ranks.check_training([train_alone(world.device, self._planted)], [], KNOWN_HASH, [world.host]),
+            exchange.check_pace([measure_pace(world, self._planted)], [world.host]),
+            exchange.check_training([train_alone(world.device, self._planted)], [], KNOWN_HASH, [world.host]),
         )
 
     # --- With the other ranks -----------------------------------------------------------------------------------------
@@ -143,8 +142,8 @@ class Session:
             self._finish()
             reports = rendezvous.exchange("report", self.report.to_json())
             self.reports = [RankReport.from_json(report) for report in reports]
-            self.part = rendezvous.part
-        except MeetingError as error:
+            self.close = rendezvous.close
+        except RendezvousError as error:
             nodes = [self.report.hosts[rank] for rank in error.missing if rank < len(self.report.hosts)]
             self._find(
                 "NODES", failed("rendezvous", str(error), error.remedy, nodes=nodes, missing=list(error.missing))
@@ -159,13 +158,13 @@ class Session:
             hosts = self.report.hosts = [identity["host"] for identity in everyone]
             self.report.phase = "reach"
             places = [(identity["address"], identity["port"]) for identity in everyone]
-            mine = visit_all(places, self._planted.wall_clock)
-            rows = rendezvous.exchange("visits", [visit.to_json() for visit in mine])
-        visits = [[Visit(**visit) for visit in row] for row in rows]
-        versions, reach = peers.check_versions(everyone), peers.check_reach(visits, hosts)
+            mine = probe_all(places, self._planted.wall_clock)
+            rows = rendezvous.exchange("probes", [probe.to_json() for probe in mine])
+        probes = [[Probe(**probe) for probe in row] for row in rows]
+        versions, reach = peers.check_versions(everyone), peers.check_reach(probes, hosts)
         found = [versions, reach]
         if reach.status == "pass":
-            found.append(peers.check_clocks(visits, hosts))
+            found.append(peers.check_clocks(probes, hosts))
         self._find("NODES", *found, peers.check_mtu(everyone), *self._check_shared_folder(rendezvous))
         if any(identity["device"] is None for identity in everyone):
             return "a rank has no device to compute on"
@@ -173,7 +172,7 @@ class Session:
             return "ranks of different versions may hang"
         return "not every rank can reach every other" if reach.status == "fail" else ""
 
-    def _check_shared_folder(self, rendezvous: Rendezvous) -> list[Finding]:
+    def _check_shared_folder(self, rendezvous: Rendezvous) -> list[DoctorFinding]:
         """Runs are written to one folder. Rank 0, or the command that started all ranks, writes a file there."""
         hosts, mine = self.report.hosts, read_token()
         if mine is None and len(set(hosts)) == 1:
@@ -243,7 +242,7 @@ class Session:
         self.report.phase = "pairs"
         rows = rendezvous.exchange("pairs", list(try_pairs(world, self._planted).items()))
         pairs = [{partner: (right, seconds) for partner, (right, seconds) in row} for row in rows]
-        self._find("RANKS", ranks.check_sums(sums, pairs, hosts), ranks.check_pairs(pairs, hosts))
+        self._find("RANKS", exchange.check_sums(sums, pairs, hosts), exchange.check_pairs(pairs, hosts))
         self.report.phase = "pace"
         self._find("RANKS", self._check_pace(rendezvous, world))
         self.report.phase = "links"
@@ -251,25 +250,25 @@ class Session:
         self.report.phase = "training"
         alone = rendezvous.exchange("alone", train_alone(world.device, self._planted))
         together = rendezvous.exchange("together", train_together(world, self._planted))
-        self._find("RANKS", ranks.check_training(alone, together, KNOWN_HASH, hosts))
+        self._find("RANKS", exchange.check_training(alone, together, KNOWN_HASH, hosts))
         wait_for_all(world)
         dist.destroy_process_group()
 
-    def _check_pace(self, rendezvous: Rendezvous, world: World) -> Finding:
+    def _check_pace(self, rendezvous: Rendezvous, world: World) -> DoctorFinding:
         """Measure again if a rank seems slow: on a busy machine any rank may be slow once."""
         best = [float("inf")] * world.world_size
         for attempt in range(_PACE_TRIES):
             found = rendezvous.exchange(f"pace-{attempt}", measure_pace(world, self._planted))
             best = [min(pair) for pair in zip(best, found, strict=True)]
-            if max(ranks.slowness(best)) < ranks.SLOW_WARN:
+            if max(exchange.slowness(best)) < exchange.SLOW_WARN:
                 break
-        return ranks.check_pace(best, self.report.hosts)
+        return exchange.check_pace(best, self.report.hosts)
 
-    def _check_links(self, rendezvous: Rendezvous, world: World) -> Finding:
+    def _check_links(self, rendezvous: Rendezvous, world: World) -> DoctorFinding:
         wait_for_all(world)  # all ranks measure at the same time: they share the memory bandwidth
         rates = rendezvous.exchange("copy", measure_copy_bandwidth(world.device))
         rows = collectives.measure(
             world, _SIZES, seconds_per_size=_SECONDS_PER_SIZE, operations=collectives.OPERATIONS[:1]
         )
         fits = collectives.fit_rows(rows, world.world_size)
-        return ranks.check_links(rows, fits, find_link(world, sum(rates) / len(rates)))
+        return exchange.check_links(rows, fits, find_link(world, sum(rates) / len(rates)))

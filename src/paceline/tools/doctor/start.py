@@ -5,33 +5,29 @@ On Slurm the reports are sent through srun's output. The nodes need to share onl
 
 from __future__ import annotations
 
-import io
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Sequence
-from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
+from paceline.errors import UserError
 from paceline.integrations.slurm.facts import ask_slurm
 from paceline.integrations.slurm.fit import require_possible
 from paceline.integrations.slurm.request import as_srun_reads
 from paceline.launch.attempt import RankMain
+from paceline.launch.single_attempt import run_single_attempt
 from paceline.runs.interpreter import python_command
 from paceline.runtime.cores import usable_cores
-from paceline.runtime.detect import Nodes, threads_per_rank
+from paceline.runtime.detect import threads_per_rank
 from paceline.runtime.slurm import expand_hosts
-from paceline.tools.doctor.assemble import Examination, Expected, assemble
 from paceline.tools.doctor.examine import NodeReport
-from paceline.tools.doctor.rank_report import TO, read_folder, read_lines
-from paceline.tools.doctor.shared import leave_token, token_variables
+from paceline.tools.doctor.peers import leave_token, token_variables
+from paceline.tools.doctor.rank_report import TO, Examination, Expected, assemble, read_folder, read_lines
 
 _MOST_CPU_RANKS = 4
 _SRUN_S = 58.0  # longer than the time limit of a rank
@@ -42,7 +38,6 @@ _ON_NODE = (
     'said=$("$0" -c "import paceline" 2>&1) || '
     f'{{ echo "{_MISSING}${{SLURMD_NODENAME:-$(hostname)}} ${{said##*: }}"; exit 2; }}; exec "$0" "$@"'
 )
-_SIGNALLED = 128  # a shell's exit code for "ended by signal N" is this plus N
 
 
 class Stopped(Exception):
@@ -58,43 +53,24 @@ def default_processes(gpus: int, device: str) -> int:
     return gpus if gpus and device != "cpu" else min(usable_cores(), _MOST_CPU_RANKS)
 
 
-@dataclass(frozen=True)
-class LocalStart:
-    processes: int
-    arguments: list[str]
-    rank_main: RankMain
-
-
-def run_local(start: LocalStart, node: NodeReport, host: str, limit_s: float) -> Examination:
+def run_local(
+    rank_main: RankMain, arguments: list[str], processes: int, node: NodeReport, host: str, limit_s: float
+) -> Examination:
     """Start ranks on this machine, with the launcher of training."""
     from paceline.settings.schema import ParallelConfig
-    from paceline.tools.bench.ranks import LocalRanks, run_ranks
 
-    said = io.StringIO()
-    late = threading.Event()
-    timer = threading.Timer(limit_s, _stop_ourselves, (late,))
-    timer.daemon = True
     with tempfile.TemporaryDirectory(prefix="paceline-doctor-") as scratch:
         os.environ[TO] = scratch
-        threads = threads_per_rank(ParallelConfig(), start.processes)
-        timer.start()
-        with redirect_stderr(said):
-            code = run_ranks(LocalRanks(start.processes, threads, Nodes(), start.rank_main, start.arguments))
-        timer.cancel()
+        threads = threads_per_rank(ParallelConfig(), processes)
+        outcome = run_single_attempt(rank_main, arguments, processes=processes, threads=threads, limit_s=limit_s)
         reports = read_folder(Path(scratch))
-    if not late.is_set() and (code == EXIT_INTERRUPTED or code > _SIGNALLED):
-        print(said.getvalue(), end="", file=sys.stderr)
-        raise Stopped(code)
-    trouble = "" if code == EXIT_FINISHED else _first_line(said.getvalue())
-    if late.is_set():
+    if outcome.stopped_by is not None:
+        outcome.print_error()
+        raise Stopped(outcome.exit_code)
+    trouble = outcome.failure.what if outcome.failure is not None else ""
+    if outcome.is_late:
         trouble = f"the ranks were not done after {limit_s:.0f} s"
-    return assemble(reports, Expected(start.processes, "paceline", (host,), trouble), node, host)
-
-
-def _stop_ourselves(late: threading.Event) -> None:
-    """Stop the launcher by a signal at the time limit: it may wait for ever."""
-    late.set()
-    os.kill(os.getpid(), signal.SIGTERM)
+    return assemble(reports, Expected(processes, "paceline", (host,), trouble), node, host)
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""The checks, as pure functions of facts."""

@@ -1,1 +1,0 @@
-"""Gathers facts about one node, without other nodes. Nothing here imports torch: torch may be broken."""
