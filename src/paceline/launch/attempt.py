@@ -20,7 +20,7 @@ from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
-from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open_meeting
+from paceline.launch.rendezvous import Assignment, Rendezvous, StoppedWaiting
 from paceline.launch.watch import RankSight, Watch
 from paceline.runs.interpreter import safe_path
 from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of_this_process
@@ -84,28 +84,26 @@ class Attempts:
         attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
         ranks = _Ranks()
         self._watch = watch = Watch(attempt_dir, attempt.stacks_of, ranks.read_pids)
-        meeting = open_meeting(
-            Request(
-                attempt.nodes,
-                attempt.number,
-                attempt.processes,
-                secret,
-                is_stopped=lambda: self._is_asked_to_stop,
-                on_failure=lambda: _mark(attempt_dir / PEERS_FAILED),
-            )
+        rendezvous = Rendezvous(
+            attempt.nodes,
+            attempt.number,
+            attempt.processes,
+            secret,
+            is_stopped=lambda: self._is_asked_to_stop,
+            on_failure=lambda: _mark(attempt_dir / PEERS_FAILED),
         )
         watch.start()
         try:
             with suppress(StoppedWaiting):
-                self._start(ranks, attempt, meeting.join(), attempt_dir)
+                self._start(ranks, attempt, rendezvous.join(), attempt_dir)
                 ranks.wait()
         finally:
             ranks.end()
             watch.stop()
             self._watch = None
             if any(sight.is_lost for sight in watch.ranks.values()):
-                meeting.announce_failure()
-            meeting.close()
+                rendezvous.announce_failure()
+            rendezvous.close()
             shutil.rmtree(attempt_dir, ignore_errors=True)
         exit_codes = {**dict.fromkeys(watch.ranks), **ranks.exit_codes()}
         return AttemptEnd(watch.ranks, exit_codes, watch.hung, watch.is_cut_short)
