@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
+from weakref import WeakSet
 
 from paceline.errors import EXIT_FINISHED, PacelineError
 from paceline.launch.gang_messages import (
@@ -90,6 +91,7 @@ class Gang:
         self._codes: dict[int, int] = {}  # on the leader, in the order in which nodes ended
         self._arrived: dict[int, tuple[Peer, Hello]] = {}  # on the leader: nodes for the next attempt
         self._peers: dict[int, Peer] = {}  # of this attempt: all other nodes, or the leader
+        self._known: WeakSet[Peer] = WeakSet()  # the leader, or peers that have sent `Hello`
         self._hosts: dict[int, str] = {}  # on the leader
         self._lost_early: int | None = None
         self._changed = threading.Condition(threading.RLock())
@@ -150,6 +152,7 @@ class Gang:
                     reason = str(error)
                     continue
                 self._peers = {0: peer}
+                self._known.add(peer)
                 self._listen_to(peer, self._receive_from_leader)
                 peer.send(encode(own))
                 start = self._wait_for_start(deadline_s, is_stopped)
@@ -204,7 +207,7 @@ class Gang:
         with self._changed:
             if self.member.is_leader:
                 self._record_end(self.member.node, ended)
-            else:
+            elif self.outcome is None:
                 self._broadcast(ended)
 
     def wait_for_outcome(self) -> Outcome:
@@ -266,19 +269,17 @@ class Gang:
                     self._changed.notify_all()
             except MalformedMessage as error:
                 log_drop(peer.address, error.what)
-                if not self._is_known(peer):
+                if peer not in self._known:
                     peer.close()
 
         peer.listen(read, partial(self._lose, peer))
 
-    def _is_known(self, peer: Peer) -> bool:
-        return peer in self._peers.values() or any(peer is other for other, _ in self._arrived.values())
-
     def _receive_from_node(self, peer: Peer, message: GangMessage) -> None:
-        node = next((node for node, other in self._peers.items() if other is peer), None)
-        if isinstance(message, Ended) and node is not None:
-            self._record_end(node, message)
-        elif isinstance(message, Hello) and not self._is_known(peer) and 0 < message.node < self.member.nodes:
+        if isinstance(message, Ended) and peer in self._known:
+            for node in [node for node, other in self._peers.items() if other is peer]:  # not of an earlier attempt
+                self._record_end(node, message)
+        elif isinstance(message, Hello) and peer not in self._known and 0 < message.node < self.member.nodes:
+            self._known.add(peer)
             before = self._arrived.pop(message.node, None)
             if before is not None:
                 log_drop(before[0].address, f"node {message.node} has connected again, from {peer.address}")
@@ -306,7 +307,7 @@ class Gang:
         if node in self._codes:
             return
         self._codes[node] = ended.code
-        if ended.error:
+        if ended.error and node != self.member.node:
             self.errors[node] = ended.error
         outcome = decide(self._codes, self.member.nodes)
         if outcome is not None:
