@@ -1,4 +1,4 @@
-"""The rendezvous of the supervisors of several nodes: two `paceline train` on this machine, each as one of two nodes."""
+"""The rendezvous of the supervisors of several nodes: two `paceline train` on this machine, one per node."""
 
 from __future__ import annotations
 

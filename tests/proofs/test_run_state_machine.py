@@ -39,7 +39,8 @@ from paceline.checkpoints import fetch as fetch_module
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import store
 from paceline.checkpoints.listing import list_checkpoints
-from paceline.checkpoints.mirror import Mirror, TakenOver
+from paceline.checkpoints.mirror import StoreMirror
+from paceline.checkpoints.uploader import CheckpointUploader, TakenOver
 from paceline.errors import OwnerLost, PacelineError, UserError
 from paceline.runs import lock, patience, stores
 from paceline.runs.folder import RunFolder
@@ -83,8 +84,12 @@ class Supervisor:
     machine: SimulatedMachine
     held: Any  # the lock
     member: Member
-    mirror: Mirror
+    uploader: CheckpointUploader
     ranks: list[Rank] = field(default_factory=list)
+
+
+def uploader_of(folder: RunFolder, note: MirrorNote) -> CheckpointUploader:
+    return CheckpointUploader(folder, StoreMirror(folder, note))
 
 
 class TwoSupervisors(RuleBasedStateMachine):
@@ -231,14 +236,14 @@ class TwoSupervisors(RuleBasedStateMachine):
             return
         member = Member(self.run, owner_id, machine=machine)
         folder = RunFolder(self.run, member)
-        supervisor = Supervisor(machine, held, member, Mirror(folder, MirrorNote(URL)))
+        supervisor = Supervisor(machine, held, member, uploader_of(folder, MirrorNote(URL)))
         self.supervisors.append(supervisor)
         try:
             member.join(beats=False)
             with suppress(stores.StoreTrouble):
                 there = stores.open_store(URL, "here")
                 note = fetch_module._write_token(there, folder, MirrorNote(URL, keep_last=2))
-                supervisor.mirror = Mirror(folder, note)
+                supervisor.uploader = uploader_of(folder, note)
             self.start_rank(supervisor, goes_back_to)
         except (OSError, PacelineError):  # the disk fails: nothing is lost, and the start says so
             self.kill(supervisor)
@@ -359,7 +364,7 @@ class TwoSupervisors(RuleBasedStateMachine):
         is_owner = self.owns(supervisor)
         before = dict(MemoryFileSystem.store)
         try:
-            supervisor.mirror._round(everything=True)
+            supervisor.uploader.upload_new(is_last=True)
         except (TakenOver, stores.StoreTrouble, OwnerLost):
             pass
         else:

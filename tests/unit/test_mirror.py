@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoints import fetch, mirror, remote
+from paceline.checkpoints import fetch, mirror, remote, uploader
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.fetch import fetch_run, prepare_store, push
 from paceline.checkpoints.format import FileSeal, Manifest, add_checksum, parse_manifest
@@ -33,7 +33,7 @@ def in_an_empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     from fsspec.implementations.memory import MemoryFileSystem
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(mirror.PATIENCE, "5")
+    monkeypatch.setenv(uploader.PATIENCE, "5")
     MemoryFileSystem.store.clear()
     yield
     MemoryFileSystem.store.clear()
@@ -133,7 +133,7 @@ def test_payload_goes_before_the_manifest_and_the_pointers_last(monkeypatch: pyt
     ]
     assert stored()["config.yaml"] == b"epochs: 3\n"
     assert read_note(folder.path) == replace(
-        read_note(folder.path) or MirrorNote(""), says="in step, checkpoints up to step 7"
+        read_note(folder.path) or MirrorNote(""), says="up to date, checkpoints up to step 7"
     )
 
 
@@ -175,7 +175,7 @@ def test_nothing_is_dropped_before_its_successor_is_whole(
         if name.endswith("/manifest.json"):
             raise StoreTrouble("full")
 
-    monkeypatch.setenv(mirror.PATIENCE, "0.2")
+    monkeypatch.setenv(uploader.PATIENCE, "0.2")
     with monkeypatch.context() as failing:
         watch(failing, fail)
         assert not push(folder, nothing)
@@ -216,7 +216,7 @@ def test_a_disk_without_hard_links_keeps_its_checkpoints(monkeypatch: pytest.Mon
     def refuse(*names: Path) -> None:
         raise PermissionError(1, "no hard links here")
 
-    monkeypatch.setattr(mirror.os, "link", refuse)
+    monkeypatch.setattr(uploader.os, "link", refuse)
     assert push(folder, nothing)
     assert steps_stored() == [1]
     assert disk.open_checkpoint(folder.checkpoints / "latest").step == 1
@@ -234,7 +234,7 @@ def test_half_of_another_line_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) 
         if name.endswith("step-00000002/state.json"):
             raise StoreTrouble("full")
 
-    monkeypatch.setenv(mirror.PATIENCE, "0.2")
+    monkeypatch.setenv(uploader.PATIENCE, "0.2")
     watch(monkeypatch, fail)
     assert not push(folder, nothing)
     assert steps_stored() == [1]
@@ -347,7 +347,7 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
     folder = new_run()
     MirrorNote(URL).write(folder.path)
     save(folder, 1)
-    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
     said: list[str] = []
     failures = 3
 
@@ -361,10 +361,10 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
 
     watch(monkeypatch, fail)
     with mirrored(folder):
-        while read_note(folder.path).says != "in step, checkpoints up to step 1":  # type: ignore[union-attr]
+        while read_note(folder.path).says != "up to date, checkpoints up to step 1":  # type: ignore[union-attr]
             time.sleep(0.005)
     err = capsys.readouterr().err
-    assert err.count("memory://run is behind: busy; training goes on") == 1
+    assert err.count("memory://run is behind: busy; training continues") == 1
     assert err.count("memory://run has caught up, checkpoints up to step 1") == 1
     assert said[0].startswith("behind 1 checkpoint since 20")
     assert said[-1].endswith(": busy")
@@ -380,11 +380,11 @@ def test_what_goes_missing_in_the_store_is_sent_again_at_the_end(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """ "The store has everything" is said of what is there at the end, not of what was sent."""
-    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
     folder = new_run()
     save(folder, 1, is_best=True)
     with mirrored(folder):
-        wait_until(lambda: read_note(folder.path).says == "in step, checkpoints up to step 1")  # type: ignore[union-attr]
+        wait_until(lambda: read_note(folder.path).says == "up to date, checkpoints up to step 1")  # type: ignore[union-attr]
         wait_until(lambda: "metrics.jsonl" in stored())
         before = stored()
         for name in before:
@@ -401,7 +401,7 @@ def test_a_store_that_loses_what_was_just_sent_is_behind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last look comes after the last file."""
-    monkeypatch.setenv(mirror.PATIENCE, "0.5")
+    monkeypatch.setenv(uploader.PATIENCE, "0.5")
     folder = new_run()
     save(folder, 1)
     put = Store.put
@@ -431,7 +431,7 @@ def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytes
             callback.relative_update(1)
         put_file(self, source, target, **options)
 
-    monkeypatch.setenv(mirror.PATIENCE, "0.4")
+    monkeypatch.setenv(uploader.PATIENCE, "0.4")
     monkeypatch.setattr(MemoryFileSystem, "put_file", crawl)
     assert push(folder, nothing)
 
@@ -448,7 +448,7 @@ def test_nobody_waits_for_a_stalled_store_after_giving_up(
         assert may_go_on.wait(30)
 
     watch(monkeypatch, stall)
-    monkeypatch.setenv(mirror.PATIENCE, "30")
+    monkeypatch.setenv(uploader.PATIENCE, "30")
     started_s = time.monotonic()
     with mirrored(folder, gives_up=is_stalled.is_set):
         assert is_stalled.wait(30)
@@ -477,7 +477,7 @@ def test_a_suspension_is_no_delay_of_the_store_with_a_forged_clock(monkeypatch: 
 
     watch(monkeypatch, suspend)
     monkeypatch.setattr(time, "monotonic", lambda: read_clock() + suspended_s[0])
-    monkeypatch.setenv(mirror.PATIENCE, "30")
+    monkeypatch.setenv(uploader.PATIENCE, "30")
     with mirrored(folder, gives_up=look):
         pass
     assert steps_stored() == [1]

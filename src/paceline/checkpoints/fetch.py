@@ -10,8 +10,9 @@ from pathlib import Path
 
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.format import DamagedCheckpoint, NewerSchema, step_folders, step_of
-from paceline.checkpoints.mirror import Mirror
+from paceline.checkpoints.mirror import StoreMirror
 from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoints
+from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import CheckpointError, UserError, printable_line
 from paceline.runs.drafts import draft_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
@@ -85,9 +86,9 @@ def push(folder: RunFolder, tell: _Tell) -> bool:
         except StoreTrouble as trouble:
             raise explain(store, str(folder.path / MIRROR_NOTE), trouble) from trouble
         tell(f"sending {folder.path} to {note.url}")
-        mirror = Mirror(folder, note)
-        mirror.start()
-        return mirror.close()
+        uploader = CheckpointUploader(folder, StoreMirror(folder, note))
+        uploader.start()
+        return uploader.close()
 
 
 def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None:

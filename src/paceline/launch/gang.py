@@ -315,13 +315,13 @@ class Gang:
 
     def _lose(self, peer: Peer) -> None:
         """The other end of a connection is closed."""
+        peer.end_sending()
         with self._changed:
             for node in [node for node, (other, _) in self._arrived.items() if other is peer]:
                 del self._arrived[node]
                 self._lost_early = node
             for node in [node for node, other in self._peers.items() if other is peer]:
                 del self._peers[node]
-                peer.end_sending()
                 if self._start is None:
                     self._lost_early = node
                 if self._start is not None or self.member.is_leader:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from paceline.errors import EXIT_FINISHED, EXIT_PREEMPTED
 from paceline.launch.policy import FINAL_CODES
@@ -20,19 +20,27 @@ LONGEST_TEXT = 4000
 _T = TypeVar("_T")
 
 
-def _within(low: int, high: int) -> Any:
-    return field(metadata={"low": low, "high": high})
+@dataclass(frozen=True)
+class _Within:
+    """The range of a number."""
+
+    low: int
+    high: int
+
+
+_Count = Annotated[int, _Within(0, 1 << 20)]
+_ExitCode = Annotated[int, _Within(0, 255)]
 
 
 @dataclass(frozen=True)
 class Hello:
     """A node describes itself."""
 
-    node: int = _within(0, 1 << 20)
+    node: _Count
     host: str
     machine: str  # equal for nodes that share a machine
-    cores: int = _within(1, 1 << 20)
-    processes: int = _within(0, 1 << 20)  # ranks it starts; 0: the plan decides
+    cores: Annotated[int, _Within(1, 1 << 20)]
+    processes: _Count  # ranks it starts; 0: the plan decides
 
 
 @dataclass(frozen=True)
@@ -40,7 +48,7 @@ class Start:
     """All nodes are connected."""
 
     nodes: tuple[Hello, ...]  # in the order of their numbers
-    port: int = _within(0, 65535)  # of the leader, for what is started next
+    port: Annotated[int, _Within(0, 65535)]  # of the leader, for what is started next
     plan: dict[str, Any]  # what the integration has decided on the leader
 
 
@@ -48,7 +56,7 @@ class Start:
 class Ended:
     """The command of a node has ended."""
 
-    code: int = _within(0, 255)
+    code: _ExitCode
     error: str  # the end of its standard error, if it has failed
 
 
@@ -69,8 +77,8 @@ class Outcome:
     """
 
     action: Literal["end", "replace", "restart"]
-    code: int = _within(0, 255)
-    node: int = _within(-1, 1 << 20)
+    code: _ExitCode
+    node: Annotated[int, _Within(-1, 1 << 20)]
     reason: str
 
     @property
@@ -96,34 +104,31 @@ def decode(message: Message) -> GangMessage:
 
 def build(kind: type[_T], values: Any) -> _T:
     """A dataclass from JSON. Every field must be present and have its type. Raises MalformedMessage."""
-    hints = get_type_hints(kind)
+    hints = get_type_hints(kind, include_extras=True)
     if not isinstance(values, dict) or values.keys() != hints.keys():
         raise MalformedMessage(f"{kind.__name__} has other fields")
-    limits = {item.name: item.metadata for item in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: _check(name, values[name], hint, limits[name]) for name, hint in hints.items()})
+    return kind(**{name: _check(name, values[name], hint) for name, hint in hints.items()})
 
 
-def _check(name: str, value: Any, hint: Any, limits: Mapping[str, int]) -> Any:
+def _check(name: str, value: Any, hint: Any) -> Any:
     origin, arguments = get_origin(hint), get_args(hint)
-    if hint is int and type(value) is int:  # JSON's `true` is not a number
-        if limits and not limits["low"] <= value <= limits["high"]:
-            raise MalformedMessage(f"{name!r} of a message is not from {limits['low']} to {limits['high']}")
+    if origin is Annotated and type(value) is int:  # JSON's `true` is not a number
+        if arguments[1].low <= value <= arguments[1].high:
+            return value
+        raise MalformedMessage(f"{name!r} of a message is not from {arguments[1].low} to {arguments[1].high}")
+    if hint is str and isinstance(value, str) and len(value) <= LONGEST_TEXT:
         return value
-    if hint is str and isinstance(value, str):
-        if len(value) > LONGEST_TEXT:
-            raise MalformedMessage(f"{name!r} of a message is longer than {LONGEST_TEXT} characters")
+    if origin is Literal and isinstance(value, str) and value in arguments:
         return value
-    if origin is Literal and value in arguments:
-        return value
-    if origin is tuple and isinstance(value, list):
-        return tuple(_check(name, item, arguments[0], {}) for item in value)
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(_check(name, item, arguments[0]) for item in value)
     if origin is dict and isinstance(value, dict):
-        return {key: _check(name, item, arguments[1], {}) for key, item in value.items()}
+        return {key: _check(name, item, arguments[1]) for key, item in value.items()}
     if hint is Any:
         return value
-    if isinstance(hint, type) and hasattr(hint, "__dataclass_fields__"):
+    if isinstance(hint, type) and is_dataclass(hint):
         return build(hint, value)
-    raise MalformedMessage(f"{name!r} of a message has another type")
+    raise MalformedMessage(f"{name!r} of a message has another type, or is too long")
 
 
 def decide(codes: Mapping[int, int], nodes: int) -> Outcome | None:

@@ -68,8 +68,8 @@ class Rendezvous:
             raise StoppedWaiting
         processes = [node.processes for node in start.nodes]
         host = "127.0.0.1" if listeners else self.nodes.host
-        first_rank, listener = sum(processes[: self.nodes.own]), listeners[0] if listeners else None
-        return Assignment(first_rank, sum(processes), host, start.port, listener)
+        first_rank = sum(processes[: self.nodes.own])
+        return Assignment(first_rank, sum(processes), host, start.port, *listeners)
 
     def announce_failure(self) -> None:
         if self._gang is not None:
