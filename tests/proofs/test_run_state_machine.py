@@ -113,7 +113,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             mock.patch.object(store, "RETRY_PAUSE_S", 0.0),
             mock.patch.dict(os.environ, {patience.PATIENCE: "0"}),
             mock.patch.object(stores, "_PAUSES_S", ()),
-            mock.patch.object(stores, "_ask", self.ask_store(stores._ask)),
+            mock.patch.object(stores, "_request", self.ask_store(stores._request)),
             mock.patch("builtins.print"),
         ):
             self.patches.enter_context(patch)
@@ -137,7 +137,7 @@ class TwoSupervisors(RuleBasedStateMachine):
     def ask_store(self, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def ask(question: Any) -> Any:
             if self.is_store_down:
-                raise stores.StoreTrouble("the store is away")
+                raise stores.StoreError("the store is away")
             return real(question)
 
         return ask
@@ -240,7 +240,7 @@ class TwoSupervisors(RuleBasedStateMachine):
         self.supervisors.append(supervisor)
         try:
             member.join(beats=False)
-            with suppress(stores.StoreTrouble):
+            with suppress(stores.StoreError):
                 there = stores.open_store(URL, "here")
                 note = fetch_module._write_token(there, folder, MirrorNote(URL, keep_last=2))
                 supervisor.uploader = uploader_of(folder, note)
@@ -365,7 +365,7 @@ class TwoSupervisors(RuleBasedStateMachine):
         before = dict(MemoryFileSystem.store)
         try:
             supervisor.uploader.upload_new(is_last=True)
-        except (TakenOver, stores.StoreTrouble, OwnerLost):
+        except (TakenOver, stores.StoreError, OwnerLost):
             pass
         else:
             self.arrived = max([step for step in self.steps_on_disk() if step <= self.newest], default=0)

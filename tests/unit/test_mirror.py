@@ -22,7 +22,7 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
-from paceline.runs.stores import Store, StoreTrouble, local_path, open_store, split_checkpoint
+from paceline.runs.stores import Store, StoreError, local_path, open_store, split_checkpoint
 from paceline.settings.load import load_config
 
 URL = "memory://run"
@@ -110,7 +110,7 @@ def test_a_url_has_one_working_copy() -> None:
     assert local_path("s3://bucket/a/b/") == Path("runs/s3/bucket/a/b")
     assert local_path("some/where") == Path("some/where")
     for wrong in ("s3://bucket", "s3://", "s3://bucket/../x", "a::s3://bucket/x", "/x://y/z"):
-        with pytest.raises(UserError, match="names no place"):
+        with pytest.raises(UserError, match="names no run"):
             local_path(wrong)
     assert split_checkpoint("s3://b/run/") == ("s3://b/run", "")
     assert split_checkpoint("s3://b/run/checkpoints/best") == ("s3://b/run", "best")
@@ -173,7 +173,7 @@ def test_nothing_is_dropped_before_its_successor_is_whole(
 
     def fail(name: str) -> None:
         if name.endswith("/manifest.json"):
-            raise StoreTrouble("full")
+            raise StoreError("full")
 
     monkeypatch.setenv(uploader.PATIENCE, "0.2")
     with monkeypatch.context() as failing:
@@ -232,7 +232,7 @@ def test_half_of_another_line_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) 
 
     def fail(name: str) -> None:
         if name.endswith("step-00000002/state.json"):
-            raise StoreTrouble("full")
+            raise StoreError("full")
 
     monkeypatch.setenv(uploader.PATIENCE, "0.2")
     watch(monkeypatch, fail)
@@ -337,7 +337,7 @@ def test_another_start_takes_over_and_the_first_one_stops_writing(
     assert steps_stored() == [1, 2]
     assert "another start of this run writes to memory://run now" in capsys.readouterr().err
     shutil.rmtree(folder.checkpoints / "step-00000003")
-    with pytest.raises(UserError, match="gone on elsewhere"):
+    with pytest.raises(UserError, match="continued elsewhere"):
         push(folder, nothing)
 
 
@@ -357,7 +357,7 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
             failures -= 1
             folder.write_status("running", step=1)
             said.append(str(folder.read_status().get("mirror")))
-            raise StoreTrouble("busy")
+            raise StoreError("busy")
 
     watch(monkeypatch, fail)
     with mirrored(folder):
@@ -568,7 +568,7 @@ def test_an_unreachable_store_stops_only_those_who_have_nothing_to_go_on_from(mo
     assert token in stored()["mirror.json"].decode()
 
     def fail(self: Store, below: str = "") -> None:
-        raise StoreTrouble("unplugged")
+        raise StoreError("unplugged")
 
     monkeypatch.setattr(Store, "list", fail)
     with pytest.raises(UserError, match="does not answer"):

@@ -17,7 +17,7 @@ from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
 from paceline.runs.owner import new_owner
-from paceline.runs.stores import Store, StoreTrouble, local_path, open_store
+from paceline.runs.stores import Store, StoreError, local_path, open_store
 from unit.test_mirror import (
     URL,
     believe_every_note,
@@ -185,7 +185,7 @@ def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pyte
             files += 1
             if files > last:
                 target.write_bytes(b"half of i")
-                raise StoreTrouble("unplugged")
+                raise StoreError("unplugged")
             get(self, name, target)
 
         with monkeypatch.context() as unplugged:
@@ -193,7 +193,7 @@ def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pyte
             is_complete = True
             try:
                 fetch_run(open_store(URL, "here"), here, "", nothing)
-            except StoreTrouble:
+            except StoreError:
                 is_complete = False
         if (here.checkpoints / "step-00000003").exists():
             assert here.metrics_jsonl.read_text() == rows

@@ -22,7 +22,7 @@ from paceline.checkpoints.uploader import CheckpointUploader, TakenOver, id_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
-from paceline.runs.stores import Store, StoreTrouble, open_store
+from paceline.runs.stores import Store, StoreError, open_store
 
 _SMALL_FILES_EVERY_S = 10.0
 _OWN_FILES = (MIRROR_NOTE, LOCK, OWNER_FILE)
@@ -148,7 +148,7 @@ class StoreMirror:
         lost = [name for name, to in self._pointers().items() if self._pointed.get(name) != to]
         lost += [name for name in _small_files(self._folder.path) if name not in self._sent]
         if lost:
-            raise StoreTrouble(f"{lost[0]} is no longer in the store, though it was uploaded")
+            raise StoreError(f"{lost[0]} is no longer in the store, though it was uploaded")
 
     def _require_own_token(self, store: Store) -> None:
         raw = store.read(MIRROR_NOTE)
@@ -183,7 +183,7 @@ class StoreMirror:
             del self._uploaded[newest]
             if newest not in own:
                 return  # pruned here meanwhile; a newer one follows
-            raise StoreTrouble(f"{newest} is not complete in the store, though it was uploaded")
+            raise StoreError(f"{newest} is not complete in the store, though it was uploaded")
         self._must_prune = False
 
     def _send_small_files(self, store: Store, only: str = "") -> None:
