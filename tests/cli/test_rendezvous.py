@@ -1,4 +1,4 @@
-"""The supervisors of several nodes meet: two `paceline train` on this machine, each as one of two nodes."""
+"""The rendezvous of the supervisors of several nodes: two `paceline train` on this machine, one per node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import pytest
 from faults.ride import FLAGS
 from harness.cli import environment, paceline
 from harness.runs import read_results
-from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open_meeting
+from paceline.launch.gang_messages import Hello, encode
+from paceline.launch.rendezvous import Assignment, Rendezvous, StoppedWaiting
 from paceline.runtime import peers
 from paceline.runtime.detect import Nodes, agent_variables
 from paceline.runtime.peers import PROOF_TIMEOUT_S, connect
@@ -50,7 +51,7 @@ def started_node(own: int, port: int, folder: Path, secret: str) -> Iterator[sub
 
 
 def test_two_nodes_train_while_others_knock(tmp_path: Path) -> None:
-    """SECURITY.md: peers without the secret are closed and logged, and disturb neither the meeting nor the run."""
+    """SECURITY.md: peers without the secret are closed and logged, and disturb neither the rendezvous nor the run."""
     port, secret = free_port(), create_secret()
     with ExitStack() as stack:
         first = stack.enter_context(started_node(0, port, tmp_path, secret))
@@ -76,7 +77,7 @@ def knock(port: int, stack: ExitStack) -> None:
     for _ in range(3):
         stack.enter_context(socket.create_connection(("127.0.0.1", port)))
     plain = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-    plain.sendall(json.dumps({"node": 1, "processes": 7}).encode() + b"\n")
+    plain.sendall(json.dumps(encode(Hello(1, "a", "a", 1, 7))).encode() + b"\n")
     with suppress(ConnectionResetError):
         assert plain.recv(1) == b""
 
@@ -92,9 +93,11 @@ def test_several_nodes_without_a_secret_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "run").exists()
 
 
-def request(own: int, port: int, secret: bytes, count: int = 3, stopped: threading.Event | None = None) -> Request:
+def rendezvous(
+    own: int, port: int, secret: bytes, count: int = 3, stopped: threading.Event | None = None
+) -> Rendezvous:
     is_stopped = (stopped or threading.Event()).is_set
-    return Request(Nodes(count, own, "127.0.0.1", port), 1, own + 1, secret, is_stopped, on_failure=lambda: None)
+    return Rendezvous(Nodes(count, own, "127.0.0.1", port), 1, own + 1, secret, is_stopped, on_failure=lambda: None)
 
 
 def port_of(part: Assignment) -> int:
@@ -108,58 +111,55 @@ def port_of(part: Assignment) -> int:
 def test_ranks_follow_the_number_of_the_node(tmp_path: Path) -> None:
     """Node 0 has rank 0, and each node as many ranks as it said."""
     port, secret = free_port(), create_secret().encode()
-    meetings = [open_meeting(request(own, port, secret)) for own in range(3)]
-    parts: dict[int, Assignment] = {}
-    threads = [
-        threading.Thread(target=lambda own=own: parts.update({own: meetings[own].join()}), daemon=True)
-        for own in (2, 1, 0)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    for meeting in meetings:
-        meeting.close()
+    nodes = [rendezvous(own, port, secret) for own in range(3)]
+    parts = joined(nodes)
+    for node in nodes:
+        node.close()
     assert {own: (part.first_rank, part.world_size) for own, part in parts.items()} == {0: (0, 6), 1: (1, 6), 2: (3, 6)}
     assert {part.store_port for part in parts.values()} == {port_of(parts[0])}
 
 
-def test_a_node_whose_ranks_have_failed_is_heard_of_by_all_others() -> None:
-    """Nobody waits at the roll call for ranks that will not come."""
-    port, secret = free_port(), create_secret().encode()
-    heard = [threading.Event() for _ in range(3)]
-    meetings = [open_meeting(replace(request(own, port, secret), on_failure=heard[own].set)) for own in range(3)]
+def joined(nodes: list[Rendezvous]) -> dict[int, Assignment]:
     parts: dict[int, Assignment] = {}
     threads = [
-        threading.Thread(target=lambda own=own: parts.update({own: meetings[own].join()}), daemon=True)
-        for own in range(3)
+        threading.Thread(target=lambda node=node: parts.update({node.nodes.own: node.join()}), daemon=True)
+        for node in reversed(nodes)
     ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    meetings[2].announce_failure()
-    assert heard[0].wait(10)
-    assert heard[1].wait(10)
-    assert not heard[2].is_set()
-    heard[0].clear()
-    heard[1].clear()
-    meetings[0].announce_failure()
-    assert heard[1].wait(10)
-    assert heard[2].wait(10)
-    assert not heard[0].is_set()
-    for meeting in meetings:
-        meeting.close()
+    return parts
+
+
+@pytest.mark.parametrize("failed", [0, 2])
+@pytest.mark.parametrize("how", ["ranks", "supervisor"])
+def test_a_failed_node_is_reported_to_all_others(failed: int, how: str) -> None:
+    """The others do not wait for its ranks. If the supervisor itself ends, its connection closes."""
+    port, secret = free_port(), create_secret().encode()
+    reported = [threading.Event() for _ in range(3)]
+    nodes = [replace(rendezvous(own, port, secret), on_failure=reported[own].set) for own in range(3)]
+    parts = joined(nodes)
+    if how == "ranks":
+        nodes[failed].announce_failure()
+    else:
+        nodes[failed].close()
+    others = {0, 1, 2} - {failed}
+    assert all(reported[own].wait(10) for own in others)
+    assert how == "supervisor" or not reported[failed].is_set()
+    for node in nodes:
+        node.close()
     assert port_of(parts[0]) == parts[1].store_port
 
 
 @pytest.mark.parametrize(
-    "message", [{"node": 0, "processes": 1}, {"node": 3, "processes": 1}, {"node": "1", "processes": 1}, {"node": 1}]
+    "change",
+    [{"node": 0}, {"node": 3}, {"node": "1"}, {"processes": None}, {"cores": 0}, {"host": 3}, {"extra": 1}],
 )
-def test_a_malformed_hello_takes_no_place(message: dict[str, object]) -> None:
-    """Also of a peer that knows the secret: it is dropped, and the real node takes its place."""
+def test_a_malformed_hello_is_dropped(change: dict[str, object]) -> None:
+    """Also of a peer that knows the secret. The real node then joins."""
     port, secret = free_port(), create_secret().encode()
-    leader, follower = (open_meeting(request(own, port, secret, count=2)) for own in range(2))
+    leader, follower = (rendezvous(own, port, secret, count=2) for own in range(2))
     parts: list[Assignment] = []
     thread = threading.Thread(target=lambda: parts.append(leader.join()), daemon=True)
     thread.start()
@@ -169,25 +169,25 @@ def test_a_malformed_hello_takes_no_place(message: dict[str, object]) -> None:
             break
         except ConnectionRefusedError:
             continue
-    peer.send(message)
+    peer.send({**encode(Hello(1, "a", "a", 1, 7)), **change})
     assert peer.receive() is None  # closed
     assert follower.join().first_rank == 1
     thread.join(PROOF_TIMEOUT_S)
     assert [(part.first_rank, part.world_size) for part in parts] == [(0, 3)]
     assert port_of(parts[0]) == parts[0].store_port
     peer.close()
-    for meeting in (leader, follower):
-        meeting.close()
+    for node in (leader, follower):
+        node.close()
 
 
 def test_silent_connections_hold_up_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of connections that say nothing do not keep a real node out, even if none of them ever timed out."""
     monkeypatch.setattr(peers, "PROOF_TIMEOUT_S", 600.0)
     port, secret = free_port(), create_secret().encode()
-    meetings = [open_meeting(request(own, port, secret, count=2)) for own in range(2)]
+    all_nodes = [rendezvous(own, port, secret, count=2) for own in range(2)]
     parts: dict[int, Assignment] = {}
     threads = [
-        threading.Thread(target=lambda own=own: parts.update({own: meetings[own].join()}), daemon=True)
+        threading.Thread(target=lambda own=own: parts.update({own: all_nodes[own].join()}), daemon=True)
         for own in range(2)
     ]
     threads[0].start()
@@ -204,8 +204,8 @@ def test_silent_connections_hold_up_no_node(monkeypatch: pytest.MonkeyPatch) -> 
             thread.join(30)
     assert sorted(parts) == [0, 1]
     assert port_of(parts[0]) == parts[1].store_port
-    for meeting in meetings:
-        meeting.close()
+    for node in all_nodes:
+        node.close()
 
 
 def test_a_stop_ends_the_waiting() -> None:
@@ -215,4 +215,4 @@ def test_a_stop_ends_the_waiting() -> None:
     port = free_port()
     for own in range(2):
         with pytest.raises(StoppedWaiting):
-            open_meeting(request(own, port, create_secret().encode(), stopped=stopped)).join()
+            rendezvous(own, port, create_secret().encode(), stopped=stopped).join()

@@ -22,9 +22,11 @@ from hypothesis import strategies as st
 from harness.cli import environment
 from harness.fake_slurm import clean_home
 from paceline.cli.main import main
+from paceline.errors import UserError
 from paceline.integrations.kubernetes.flags import kubernetes_settings
-from paceline.integrations.kubernetes.gang import Verdict, judge, read_go, read_place, read_verdict
 from paceline.integrations.kubernetes.job import Api, as_name, longest_name
+from paceline.integrations.kubernetes.pod import read_member
+from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, decide, decode, encode
 from paceline.runtime.peers import MalformedMessage, Peer, connect
 from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
 from paceline.settings.fields import find_field
@@ -276,7 +278,7 @@ def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str])
     ]
     variables = {item["name"]: item for item in container["env"]}
     assert variables["PACELINE_NODES"]["value"] == "2"
-    assert variables["PACELINE_MEET"]["value"] == "ride-0.ride:29400"
+    assert variables["PACELINE_LEADER"]["value"] == "ride-0.ride:29400"
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert variables["PACELINE_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == index
 
@@ -657,42 +659,43 @@ def test_a_rehearsal_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("codes", "nodes", "verdict"),
+    ("codes", "nodes", "outcome"),
     [
         ({}, 2, None),
-        ({0: 0}, 2, None),  # whoever is done waits: a pod that has left does not come back
-        ({1: 0, 0: 0}, 2, Verdict("end", 0)),
-        ({1: USER}, 2, Verdict("end", USER)),
-        ({0: INTERNAL, 1: DATA}, 3, Verdict("end", DATA)),
-        ({1: INTERNAL, 0: 6}, 2, Verdict("fail", INTERNAL, 1)),  # the first, not the lowest
+        ({0: 0}, 2, None),  # a pod that has finished waits: Kubernetes does not start it again
+        ({1: 0, 0: 0}, 2, ("end", 0, -1)),
+        ({1: USER}, 2, ("end", USER, 1)),
+        ({0: INTERNAL, 1: DATA}, 3, ("end", DATA, 1)),
+        ({1: INTERNAL, 0: 6}, 2, ("replace", INTERNAL, 1)),  # the first, not the lowest
         ({1: PREEMPTED}, 2, None),  # others may still be saving
-        ({1: PREEMPTED, 0: PREEMPTED}, 2, Verdict("again")),
-        ({1: PREEMPTED, 0: 143}, 2, Verdict("again")),
-        ({1: 0, 0: PREEMPTED}, 2, Verdict("again")),
-        ({1: 137}, 2, Verdict("fail", 137, 1)),
+        ({1: PREEMPTED, 0: PREEMPTED}, 2, ("restart", 0, -1)),
+        ({1: PREEMPTED, 0: 143}, 2, ("restart", 0, -1)),
+        ({1: 0, 0: PREEMPTED}, 2, ("restart", 0, -1)),
+        ({1: 137}, 2, ("replace", 137, 1)),
     ],
 )
-def test_what_follows_from_how_pods_end(codes: dict[int, int], nodes: int, verdict: Verdict | None) -> None:
-    assert judge(codes, nodes) == verdict
+def test_exit_codes_have_an_outcome(codes: dict[int, int], nodes: int, outcome: tuple[str, int, int] | None) -> None:
+    found = decide(codes, nodes)
+    assert (None if found is None else (found.action, found.code, found.node)) == outcome
 
 
-def test_a_pod_that_does_not_know_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_pod_are_checked() -> None:
     secret = {RUN_SECRET: create_secret()}
-    place = read_place({"PACELINE_NODES": "2", "PACELINE_NODE": "1", "PACELINE_MEET": "a-0.a:29400", **secret})
-    assert (place.host, place.port, place.leads) == ("a-0.a", 29400, False)
-    for wrong in ({}, {"PACELINE_NODES": "2", "PACELINE_NODE": "2", "PACELINE_MEET": "a:1"}):
-        with pytest.raises(Exception, match="does not know its place"):
-            read_place({**wrong, **secret})
+    member = read_member({"PACELINE_NODES": "2", "PACELINE_NODE": "1", "PACELINE_LEADER": "a-0.a:29400", **secret})
+    assert (member.host, member.ports, member.is_leader) == ("a-0.a", (29400,), False)
+    for wrong in ({}, {"PACELINE_NODES": "2", "PACELINE_NODE": "2", "PACELINE_LEADER": "a:1"}):
+        with pytest.raises(UserError):
+            read_member({**wrong, **secret})
 
 
 POD = """
 import os, sys
 from paceline.errors import PacelineError
 from paceline.integrations.kubernetes import pod as kubernetes_pod
-from paceline.integrations.kubernetes.pod import Pod, read_place
+from paceline.integrations.kubernetes.pod import Pod, read_member
 kubernetes_pod._FAILURE_IS_REPORTED_WITHIN_S = float(os.environ["REPORTED_WITHIN_S"])
 try:
-    code = Pod(read_place(), sys.argv[1:]).run()
+    code = Pod(read_member(), sys.argv[1:]).run()
 except PacelineError as error:
     print(error.screen(), file=sys.stderr, flush=True)
     code = error.exit_code
@@ -714,7 +717,7 @@ class Gang:
     def start(
         self, node: int, timeout_s: float = 20, nodes: int = 2, reported_within_s: float = 0.1
     ) -> subprocess.Popen[str]:
-        place = {"PACELINE_NODES": str(nodes), "PACELINE_NODE": str(node), "PACELINE_MEET": f"127.0.0.1:{self.port}"}
+        place = {"PACELINE_NODES": str(nodes), "PACELINE_NODE": str(node), "PACELINE_LEADER": f"127.0.0.1:{self.port}"}
         place[RUN_SECRET] = self.secret
         place["REPORTED_WITHIN_S"] = str(reported_within_s)
         pod = subprocess.Popen(
@@ -783,7 +786,7 @@ def test_the_log_of_node_0_outlives_a_mistake_in_a_stand_in_training(gangs: list
     first, second = gang.start(0), gang.start(1, reported_within_s=60)
     _, words = first.communicate(timeout=20)
     assert first.returncode == DATA
-    assert "node 1 ended with 3 and said:\nno data on node 1" in words
+    assert "no data on node 1" in words
     assert second.poll() is None
     second.send_signal(signal.SIGTERM)  # as the controller does
     _, words = second.communicate(timeout=20)
@@ -841,14 +844,14 @@ def test_a_gang_that_is_not_complete_says_who_is_missing(gangs: list[Gang], tmp_
     assert " of 3 nodes did not arrive within 1 s" in words
     assert re.search(r"missing: node (1, )?2\n", words)  # node 1 may have given up before
     _, words = follower.communicate(timeout=15)
-    assert "node 0 did not say go within 1 s" in words
+    assert "within 1 s" in words
     assert not (tmp_path / "starts").exists()
 
 
 def test_strangers_at_the_door_change_nothing_for_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
     gang = make_gang(gangs, tmp_path, WAIT)
     first = gang.start(0)
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": [1]}\n', b'{"hello": 7}\n', b"[]\n", b""):
+    for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"type": "hello", "node": [1]}\n', b"[]\n", b""):
         for _ in range(500):
             try:
                 stranger = socket.create_connection(("127.0.0.1", gang.port), timeout=5)
@@ -859,7 +862,7 @@ def test_strangers_at_the_door_change_nothing_for_a_stand_in_training(gangs: lis
         with stranger:
             stranger.sendall(words)
             if words:
-                assert stranger.recv(10) == b""  # shown the door
+                assert stranger.recv(10) == b""  # closed
     second = gang.start(1)
     gang.wait_for("0", "1")
     (tmp_path / "go").touch()
@@ -877,6 +880,11 @@ def reach(gang: Gang, leader: subprocess.Popen[str], secret: str) -> Peer:
     raise AssertionError("the leader does not listen")
 
 
+HELLO = encode(Hello(1, "a", "a", 1, 0))
+ENDED = encode(Ended(USER, ""))
+PLAIN_TEXT = [json.dumps(message).encode() + b"\n" for message in (HELLO, ENDED)]
+
+
 def test_a_hello_without_the_secret_does_nothing_to_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
     """SECURITY.md: `hello` and `ended` of a client without the secret neither take a place nor end the leader."""
     gang = make_gang(gangs, tmp_path, WAIT)
@@ -884,7 +892,7 @@ def test_a_hello_without_the_secret_does_nothing_to_a_stand_in_training(gangs: l
     gang.wait_for("0", "1")
     with pytest.raises(NotProved):
         reach(gang, first, create_secret())
-    for words in (b'{"hello": 1}\n{"ended": 2}\n', b'{"hello": 1}\n{"ended": "x"}\n', b"x" * (1 << 20)):
+    for words in (*PLAIN_TEXT, b"x" * (1 << 20)):
         with socket.create_connection(("127.0.0.1", gang.port), timeout=10) as stranger, suppress(ConnectionError):
             stranger.sendall(words)
             assert stranger.recv(10) == b""
@@ -902,38 +910,71 @@ def test_malformed_messages_of_a_pod_are_dropped_by_a_stand_in_training(gangs: l
     gang = make_gang(gangs, tmp_path, WAIT)
     first = gang.start(0, nodes=3)
     gang.start(1, nodes=3)
-    for hello in ({"hello": 0}, {"hello": 3}, {"hello": "1"}, {"hello": True}, {"ended": 2}, {}):
+    for hello in (
+        {**HELLO, "node": 0},
+        {**HELLO, "node": 3},
+        {**HELLO, "node": "1"},
+        {**HELLO, "node": True},
+        ENDED,
+        {},
+    ):
         peer = reach(gang, first, gang.secret)
         peer.send(hello)
         assert peer.receive() is None  # closed
         peer.close()
     peer = reach(gang, first, gang.secret)
-    peer.send({"hello": 2})
+    peer.send({**HELLO, "node": 2})
     gang.wait_for("0", "1")
-    assert read_go(peer.receive() or {}) > 0
-    for message in (
-        {"ended": "x"},
-        {"ended": -1},
-        {"ended": 256},
-        {"ended": None},
-        {"hello": 2},
-        {"hello": 1},
-        {"a": []},
-    ):
+    start = decode(peer.receive() or {})
+    assert isinstance(start, Start)
+    assert [node.node for node in start.nodes] == [0, 1, 2]
+    for code in ("x", -1, 256, None, True):
+        peer.send({**ENDED, "code": code})
+    for message in ({**HELLO, "node": 2}, HELLO, {"a": []}, encode(Upload("k", "")), {**ENDED, "more": 1}):
         peer.send(message)
-    peer.send({"ended": 0})
-    peer.send({"ended": 2})  # a pod ends once
+    peer.send(encode(Ended(0, "")))
+    peer.send(ENDED)  # a pod ends once
     (tmp_path / "go").touch()
-    assert read_verdict(peer.receive() or {}, 3) == Verdict("end")
+    outcome = decode(peer.receive() or {})
+    assert isinstance(outcome, Outcome)
+    assert (outcome.action, outcome.code) == ("end", 0)
     assert first.wait(10) == 0
     peer.close()
 
 
+OUTCOME = encode(Outcome("replace", 1, 0, "a reason"))
+
+
 @pytest.mark.parametrize(
     "message",
-    [{}, {"do": "rm"}, {"do": "end"}, {"do": "end", "code": "x", "node": 0}, {"do": "fail", "code": 1, "node": 2}],
+    [
+        {},
+        {"type": "outcome"},
+        {**OUTCOME, "type": ["outcome"]},
+        {**OUTCOME, "action": "rm"},
+        {**OUTCOME, "code": "x"},
+        {**OUTCOME, "node": -2},
+        {**OUTCOME, "reason": "x" * 5000},
+        {**encode(Start((Hello(0, "a", "a", 1, 0),), 1, {})), "nodes": [{"node": 0}]},
+        {**encode(Start((), 1, {})), "plan": []},
+        {**encode(Start((), 1, {})), "nodes": 3},
+    ],
 )
-def test_a_verdict_that_cannot_be_read_is_our_own_error(message: dict[str, Any]) -> None:
-    """A malformed verdict is refused by our own error, not by a TypeError."""
+def test_a_malformed_message_is_our_own_error(message: dict[str, Any]) -> None:
+    """Not a TypeError or a KeyError."""
     with pytest.raises(MalformedMessage):
-        read_verdict(message, 2)
+        decode(message)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(1, "host", "machine", 8, 2),
+        Start((Hello(0, "a", "b", 1, 0),), 29500, {"keys": ["k"]}),
+        Ended(75, "text"),
+        Upload("key", ""),
+        Outcome("end", 0, -1, "all nodes have finished"),
+    ],
+)
+def test_messages_are_decoded_as_they_were_encoded(message: Any) -> None:
+    assert decode(json.loads(json.dumps(encode(message)))) == message

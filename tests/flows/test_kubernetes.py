@@ -127,9 +127,9 @@ def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert ("FailJobSet", ["PodFailurePolicy"]) in [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]]
     assert replicated["template"]["spec"]["backoffLimitPerIndex"] == 0
     env = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
-    meet = next(item["value"] for item in env if item["name"] == "PACELINE_MEET")
+    leader = next(item["value"] for item in env if item["name"] == "PACELINE_LEADER")
     network = jobset["spec"]["network"]
-    assert meet.partition(":")[0] == f"ride-{replicated['name']}-0-0.{network['subdomain']}"
+    assert leader.partition(":")[0] == f"ride-{replicated['name']}-0-0.{network['subdomain']}"
     assert network["enableDNSHostnames"] is True
 
 

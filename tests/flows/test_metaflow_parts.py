@@ -1,4 +1,4 @@
-"""The parts of the Metaflow integration by themselves: parameters, the gang of nodes, checkpoints on their way."""
+"""The parts of the Metaflow integration: parameters, the gang of nodes, uploads and fetches."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +19,15 @@ from typing import Any
 import pytest
 
 from harness.cli import paceline
+from paceline.checkpoints import uploader as uploader_module
 from paceline.checkpoints.format import step_folders, verify
+from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import CheckpointError, PacelineError, UserError
-from paceline.integrations.metaflow.courier import Courier
-from paceline.integrations.metaflow.gang import Gang, Message, Place, meet, read_answer
+from paceline.integrations.metaflow.datastore import MetaflowDatastore
+from paceline.integrations.metaflow.node import Plan, member_of
 from paceline.integrations.metaflow.request import StartPoint, check_request
+from paceline.launch.gang import Gang, Member
+from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, build, encode
 from paceline.launch.request import check_loaded
 from paceline.runs.folder import RunFolder
 from paceline.runtime.peers import MalformedMessage, connect
@@ -55,9 +59,9 @@ SECRET = create_secret().encode()
         ({"flags": "--optimiser adam"}, "unknown", "--optimizer"),
         ({"flags": "--optimizer adaam"}, "not valid", "adam"),
         ({"flags": "--epochs 3", "epochs": 2}, "given twice", "--epochs and --flags"),
-        ({"flags": "--processes 2"}, "the flow decides", "--processes-per-node"),
-        ({"flags": "--resume auto"}, "the flow decides", "--load-policy"),
-        ({"flags": "--output-dir here"}, "the flow decides", "--work-dir"),
+        ({"flags": "--processes 2"}, "the flow sets it", "--processes-per-node"),
+        ({"flags": "--resume auto"}, "the flow sets it", "--load-policy"),
+        ({"flags": "--output-dir here"}, "the flow sets it", "--work-dir"),
         ({"flags": "--inject 'kil step=3'"}, "", "kill"),
         ({"flags": "--optimizer 'adam"}, "cannot be read", "--flags"),
         ({"flags": "--track mlflow"}, "mlflow is not installed", "flag --track"),
@@ -124,168 +128,183 @@ def test_a_gang_starts_again_by_metaflow_and_a_lone_node_by_itself() -> None:
 # --- The gang
 
 
-def places(name: str, count: int) -> list[Place]:
-    return [Place(count, own, "127.0.0.1", name, SECRET) for own in range(count)]
+def members(name: str, count: int, timeout_s: float = 20) -> list[Member]:
+    return [
+        member_of(name, node=node, nodes=count, host="127.0.0.1", timeout_s=timeout_s, secret=SECRET)
+        for node in range(count)
+    ]
 
 
-def meet_all(name: str, count: int) -> list[Gang]:
+def meet(member: Member) -> tuple[Gang, Start]:
+    gang = Gang(member)
+    try:
+        start = gang.meet(make_plan=lambda nodes: (1, {"of": len(nodes)}))
+    finally:
+        gang.close()
+    assert start is not None
+    return gang, start
+
+
+def meet_all(name: str, count: int) -> tuple[list[Gang], list[Start]]:
     """All nodes in this process, each in a thread."""
-    gangs: dict[int, Gang] = {}
-
-    def join(place: Place) -> None:
-        gangs[place.own] = meet(place, {"cores": 1}, lambda layout: {"of": len(layout)}, timeout_s=20)
-
-    threads = [threading.Thread(target=join, args=(place,)) for place in places(name, count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return [gangs[own] for own in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        met = list(pool.map(meet, members(name, count)))
+    return [gang for gang, _ in met], [start for _, start in met]
 
 
-def wait_for_loss(gang: Gang) -> str:
-    deadline = time.monotonic() + 20
-    while gang.lost is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return gang.lost
-
-
-def test_all_nodes_follow_the_main_ones_plan(tmp_path: Path) -> None:
-    gangs = meet_all(str(tmp_path), 3)
-    assert [gang.plan for gang in gangs] == [{"of": 3}] * 3
-    assert [node["node"] for node in gangs[2].layout] == [0, 1, 2]
-    heard: list[Message] = []
-    is_heard = threading.Event()
-    gangs[1].on_news = lambda message: (heard.append(message), is_heard.set())[0]
-    gangs[0].tell({"key": "k"})
-    assert is_heard.wait(20)
-    assert heard == [{"key": "k"}]
+def disconnect(gangs: list[Gang]) -> None:
     for gang in gangs:
-        gang.leave(0)
+        gang.disconnect()
+
+
+def test_all_nodes_get_the_plan_of_the_leader(tmp_path: Path) -> None:
+    gangs, starts = meet_all(str(tmp_path), 3)
+    assert [start.plan for start in starts] == [{"of": 3}] * 3
+    assert [node.node for node in starts[2].nodes] == [0, 1, 2]
+    gangs[0].send_upload(Upload("k", ""))
+    assert [gang.uploads.get(timeout=20) for gang in gangs[1:]] == [Upload("k", "")] * 2
     for gang in gangs:
-        gang.wait_for_others(20)
-    assert [gang.lost for gang in gangs] == [None] * 3
+        gang.report_end(0)
+    assert {gang.wait_for_outcome() for gang in gangs} == {Outcome("end", 0, -1, "all nodes have finished")}
+    disconnect(gangs)
 
 
-def test_a_node_that_fails_is_heard_of(tmp_path: Path) -> None:
-    gangs = meet_all(str(tmp_path), 2)
-    gangs[1].leave(70)
-    assert wait_for_loss(gangs[0]) == "node 1 ended with exit code 70"
-    gangs[0].leave(70)
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_failed_node_ends_the_gang(failed: int, tmp_path: Path) -> None:
+    gangs, _ = meet_all(str(tmp_path), 2)
+    gangs[failed].report_end(70)
+    outcomes = [gang.wait_for_outcome() for gang in gangs]
+    assert [(outcome.action, outcome.code, outcome.node) for outcome in outcomes] == [("replace", 70, failed)] * 2
+    disconnect(gangs)
 
 
-def test_a_killed_node_is_heard_of_at_once(tmp_path: Path) -> None:
-    main, other = places(str(tmp_path), 2)
-    place = f"Place(2, 1, {other.main_host!r}, {other.name!r}, {SECRET!r})"
-    code = f"from {Place.__module__} import *; meet({place}, {{}}, dict, 20); print('here', flush=True); input()"
+def test_a_killed_node_is_lost_at_once(tmp_path: Path) -> None:
+    leader, _ = members(str(tmp_path), 2)
+    code = (
+        "from paceline.integrations.metaflow.node import *\n"
+        f"member = member_of({str(tmp_path)!r}, node=1, nodes=2, host='127.0.0.1', timeout_s=20, secret={SECRET!r})\n"
+        "Gang(member).meet(); print('here', flush=True); input()"
+    )
     words = [sys.executable, "-c", code]
     with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        gang = meet(main, {}, lambda layout: {}, timeout_s=20)
+        gang, _ = meet(leader)
         assert process.stdout is not None
         assert process.stdout.readline() == "here\n"
         process.kill()
-        killed_at = time.monotonic()
-        assert wait_for_loss(gang).startswith("node 1 on ")
-        assert time.monotonic() - killed_at < 2
-        gang.leave(70)
+        killed_at_s = time.monotonic()
+        outcome = gang.wait_for_outcome()
+        assert (outcome.action, outcome.node) == ("restart", 1)
+        assert time.monotonic() - killed_at_s < 2
+        gang.disconnect()
 
 
 def test_a_missing_node_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match="1 of 2 nodes did not arrive within 0 s") as raised:
-        meet(places(str(tmp_path), 2)[0], {}, lambda layout: {}, timeout_s=0.3)
-    assert "missing: node 1" in raised.value.screen()
+    with pytest.raises(PacelineError) as raised:
+        meet(members(str(tmp_path), 2, timeout_s=0.3)[0])
+    assert raised.value.got == "missing: node 1"
 
 
-def test_a_missing_main_node_is_named(tmp_path: Path) -> None:
-    with pytest.raises(PacelineError, match="the main node did not answer"):
-        meet(places(str(tmp_path), 2)[1], {}, lambda layout: {}, timeout_s=0.3)
+def test_a_missing_leader_is_named(tmp_path: Path) -> None:
+    with pytest.raises(PacelineError) as raised:
+        meet(members(str(tmp_path), 2, timeout_s=0.3)[1])
+    assert str(raised.value.where).startswith("127.0.0.1:")
 
 
-def test_strangers_on_the_first_port_are_passed_over(tmp_path: Path) -> None:
-    with socket.create_server(("", places(str(tmp_path), 2)[0].ports()[0])):
-        gangs = meet_all(str(tmp_path), 2)
-    assert gangs[1].plan == {"of": 2}
-    for gang in gangs:
-        gang.leave(0)
+def test_a_node_that_leaves_before_all_have_arrived_ends_the_step(tmp_path: Path) -> None:
+    """It returns only in the next attempt, so the others do not wait for the deadline."""
+    leader, other, _ = members(str(tmp_path), 3, timeout_s=60)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(meet, leader)
+        peer = connect("127.0.0.1", port_of_leader(leader), SECRET, other.context)
+        peer.send(encode(Hello(1, "host-1", "machine", 1, 0)))
+        peer.close()
+        with pytest.raises(PacelineError) as raised:
+            waiting.result(20)
+    assert raised.value.got == "host-1"
 
 
-def test_strangers_do_not_take_a_place(tmp_path: Path) -> None:
-    """SECURITY.md: a node without the secret is not heard; silent connections hold up nobody."""
-    main, other = places(str(tmp_path), 2)
-    gangs: list[Gang] = []
-    thread = threading.Thread(target=lambda: gangs.append(meet(main, {}, lambda layout: {"of": 2}, 20)))
-    thread.start()
-    port = knock(main)
-    with ExitStack() as stack:
+def test_a_port_that_another_program_uses_is_skipped(tmp_path: Path) -> None:
+    with socket.create_server(("", members(str(tmp_path), 2)[0].ports[0])):
+        gangs, starts = meet_all(str(tmp_path), 2)
+    assert starts[1].plan == {"of": 2}
+    disconnect(gangs)
+
+
+def test_connections_without_the_secret_do_not_disturb(tmp_path: Path) -> None:
+    """SECURITY.md: messages without the secret are not read, and silent connections delay no node."""
+    leader, other = members(str(tmp_path), 2)
+    hello = encode(Hello(1, "a", "a", 1, 0))
+    wrong = ({"node": 2}, {"node": "1"}, {"host": 3}, {"cores": None}, {"type": "ended"}, {"type": []})
+    with ThreadPoolExecutor() as pool, ExitStack() as stack:
+        waiting = pool.submit(meet, leader)
+        port = port_of_leader(leader)
         for _ in range(20):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
-        for words in (b'{"gang": "x", "node": 1}\n', b"x" * (1 << 20)):
+        for text in (json.dumps(hello).encode() + b"\n", b"x" * (1 << 20)):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
             with suppress(ConnectionError):
-                stranger.sendall(words)
+                stranger.sendall(text)
                 assert stranger.recv(10) == b""
-        for hello in ({"node": 2, "host": "a"}, {"node": "1", "host": "a"}, {"node": 1}, {"node": 1, "host": 3}, {}):
-            peer = connect("127.0.0.1", port, SECRET, main.context)
-            peer.send(hello)
+        for change in wrong:
+            peer = connect("127.0.0.1", port, SECRET, leader.context)
+            peer.send({**hello, **change})
             assert peer.receive() is None
             peer.close()
-        gangs.append(meet(other, {}, lambda layout: {}, timeout_s=20))
-        thread.join(20)
-    assert [gang.plan for gang in gangs] == [{"of": 2}] * 2
-    for gang in gangs:
-        gang.leave(0)
-    for gang in gangs:
-        gang.wait_for_others(20)
+        gangs, starts = zip(meet(other), waiting.result(20), strict=True)
+    assert [start.plan for start in starts] == [{"of": 2}] * 2
+    disconnect(list(gangs))
 
 
-def knock(main: Place) -> int:
-    """The port at which the main node listens: there, another secret is refused."""
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        for port in main.ports():
+def port_of_leader(leader: Member) -> int:
+    """The port at which the leader listens: there, another secret is refused."""
+    deadline_s = time.monotonic() + 20
+    while time.monotonic() < deadline_s:
+        for port in leader.ports:
             try:
-                connect("127.0.0.1", port, create_secret().encode(), main.context)
+                connect("127.0.0.1", port, create_secret().encode(), leader.context)
             except NotProved:
                 return port
             except OSError:
                 continue
-    raise AssertionError("nobody listens")
+    raise AssertionError("the leader does not listen")
 
 
-def test_a_malformed_goodbye_is_dropped(tmp_path: Path) -> None:
-    """A message that cannot be read changes nothing; the connection goes on."""
-    gangs = meet_all(str(tmp_path), 2)
-    for message in ({"bye": "x"}, {"bye": None}, {"bye": 10**9}):
-        gangs[1].tell(message)
-    gangs[1].leave(70)
-    assert wait_for_loss(gangs[0]) == "node 1 ended with exit code 70"
-    gangs[0].leave(70)
+def test_malformed_messages_are_dropped(tmp_path: Path) -> None:
+    """They change nothing, and the connection stays open."""
+    gangs, _ = meet_all(str(tmp_path), 2)
+    peer = gangs[1]._peers[0]
+    for code in ("x", None, 10**9):
+        peer.send({**encode(Ended(0, "")), "code": code})
+    gangs[1].report_end(70)
+    outcome = gangs[0].wait_for_outcome()
+    assert (outcome.code, outcome.node) == (70, 1)
+    disconnect(gangs)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [{}, {"layout": [], "plan": {}}, {"layout": [{"node": 0, "host": "a"}] * 2, "plan": {}}, {"layout": 3, "plan": {}}],
-)
-def test_an_answer_that_cannot_be_read_is_our_own_error(answer: dict[str, Any]) -> None:
-    """A malformed answer of the main node is our own error, not a KeyError."""
+PLAN = {"folder": "/a", "mark": "m", "keys": ["k"], "origin": "", "device": "", "gpus": {"0": "0,1"}}
+
+
+@pytest.mark.parametrize("change", [{"keys": "k"}, {"keys": [1]}, {"gpus": {"0": 1}}, {"folder": None}, {"more": 1}])
+def test_a_malformed_plan_is_our_own_error(change: dict[str, Any]) -> None:
+    """Not a KeyError or a TypeError."""
+    assert build(Plan, PLAN).keys == ("k",)
     with pytest.raises(MalformedMessage):
-        read_answer(answer, 2)
+        build(Plan, {**PLAN, **change})
 
 
-def test_the_secret_travels_with_the_request_and_is_not_printed() -> None:
-    """Each flow has its own; neither the request nor a node's place shows it."""
+def test_the_secret_is_in_the_request_and_is_not_printed() -> None:
+    """Each flow has its own. Neither the request nor the member of a gang shows it."""
     first, second = check_request(recipe="shapes-cnn"), check_request(recipe="shapes-cnn")
     assert first.secret != second.secret
     assert first.secret not in repr(first)
-    assert SECRET.decode() not in repr(places("x", 1)[0])
+    assert SECRET.decode() not in repr(members("x", 1)[0])
 
 
-# --- Checkpoints on their way, through a stand-in for the datastore
+# --- Uploads and fetches, with a stand-in for the datastore
 
 
 class FolderStore:
-    """Stands in for `current.checkpoint`: parcels in folders, loaded as links, as Metaflow's local datastore does."""
+    """Stands in for `current.checkpoint`: uploads are folders, loaded as links, as in Metaflow's local datastore."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -321,132 +340,160 @@ def run(trained: Path, tmp_path: Path) -> RunFolder:
     return RunFolder(tmp_path / "run")
 
 
-def courier_of(run: RunFolder, tmp_path: Path, *, best_is_latest: bool = False) -> Courier:
-    return Courier(run, FolderStore(tmp_path / "store"), {"recipe": "x"}, best_is_latest)
+def store_of(run: RunFolder, tmp_path: Path, *, best_is_latest: bool = False) -> tuple[MetaflowDatastore, FolderStore]:
+    saved = FolderStore(tmp_path / "store")
+    return MetaflowDatastore(run, saved, {"recipe": "x"}, best_is_latest=best_is_latest), saved
 
 
-def test_best_and_newest_travel_once_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
-    newest, older = step_folders(run.checkpoints)[:2]
+def upload_all(store: MetaflowDatastore, run: RunFolder) -> None:
+    CheckpointUploader(run, store).upload_new()
+
+
+def point_best_at(run: RunFolder, path: Path) -> None:
     (run.checkpoints / "best").unlink()
-    (run.checkpoints / "best").symlink_to(older.name)
-    courier = courier_of(run, tmp_path)
-    courier.look()
-    courier.finish()
-    best, last = courier.datastore.saved  # type: ignore[attr-defined]
+    (run.checkpoints / "best").symlink_to(path.name)
+
+
+def test_best_and_newest_are_uploaded_once_to_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+    newest, older = step_folders(run.checkpoints)[:2]
+    point_best_at(run, older)
+    announced: list[Upload] = []
+    saved = FolderStore(tmp_path / "store")
+    store = MetaflowDatastore(run, saved, {"recipe": "x"}, on_upload=announced.append)
+    uploader = CheckpointUploader(run, store)
+    uploader.start()
+    assert uploader.close()
+    best, last = saved.saved
+    assert announced == [Upload(best["key"], ""), Upload(last["key"], best["key"])]
     assert (best["metadata"]["is_best"], last["metadata"]["is_best"]) == (True, False)
     assert last["metadata"]["best_key"] == best["key"]
     assert last["metadata"]["step"] == int(newest.name.removeprefix("step-"))
     assert last["metadata"]["val_loss"] > 0
     arrived = RunFolder(tmp_path / "elsewhere")
-    receiver = Courier(arrived, courier.datastore, {})
+    receiver = MetaflowDatastore(arrived, saved, {})
     assert receiver.fetch([last["key"], best["key"]]) == [newest.name, older.name]
-    receiver.look()
-    assert len(courier.datastore.saved) == 2  # what came from there is not sent back  # type: ignore[attr-defined]
+    upload_all(receiver, arrived)
+    assert len(saved.saved) == 2  # what was fetched is not uploaded again
     assert {path.name for path in step_folders(arrived.checkpoints)} == {newest.name, older.name}
     for path in step_folders(arrived.checkpoints):
         verify(path)  # plain files: it refuses links
     assert not arrived.metrics_jsonl.is_symlink()
     assert arrived.metrics_jsonl.read_bytes() == run.metrics_jsonl.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run", "store"]  # no temporary folder
+
+
+def test_a_node_with_its_own_disk_has_what_the_leader_has_by_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+    newest, older, oldest = step_folders(run.checkpoints)[:3]
+    point_best_at(run, older)
+    store, saved = store_of(run, tmp_path)
+    upload_all(store, run)
+    best, last = (entry["key"] for entry in saved.saved)
+    arrived = RunFolder(tmp_path / "elsewhere")
+    arrived.create()
+    shutil.copytree(oldest, arrived.checkpoints / oldest.name)
+    MetaflowDatastore(arrived, saved, {}).replace_by(Upload(last, best))
+    assert [path.name for path in step_folders(arrived.checkpoints)] == [newest.name, older.name]
 
 
 def test_only_the_best_is_latest_if_so_asked_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
-    (run.checkpoints / "best").unlink()
-    (run.checkpoints / "best").symlink_to(step_folders(run.checkpoints)[1].name)
-    courier = courier_of(run, tmp_path, best_is_latest=True)
-    courier.look()
-    assert [entry["latest"] for entry in courier.datastore.saved] == [True, False]  # type: ignore[attr-defined]
+    point_best_at(run, step_folders(run.checkpoints)[1])
+    store, saved = store_of(run, tmp_path, best_is_latest=True)
+    upload_all(store, run)
+    assert [entry["latest"] for entry in saved.saved] == [True, False]
 
 
-def test_a_damaged_checkpoint_stays_at_home(run: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_checkpoint_is_not_uploaded_to_a_fake_datastore(
+    run: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (run.checkpoints / "best").unlink()
     flip_a_bit(run.checkpoints)
-    courier = courier_of(run, tmp_path)
-    courier.start()
-    courier.finish()
-    assert courier.datastore.saved == []  # type: ignore[attr-defined]
-    assert "did not reach the datastore" in caplog.text
+    store, saved = store_of(run, tmp_path)
+    uploader = CheckpointUploader(run, store)
+    uploader.start()
+    uploader.close()
+    assert saved.saved == []
+    assert f"{step_folders(run.checkpoints)[0].name} is damaged" in capsys.readouterr().err
 
 
-def test_a_parcel_that_was_damaged_on_the_way_is_refused(run: RunFolder, tmp_path: Path) -> None:
-    courier = courier_of(run, tmp_path)
-    courier.look()
-    key = courier.datastore.saved[-1]["key"]  # type: ignore[attr-defined]
+def test_an_upload_that_was_damaged_in_a_fake_datastore_is_refused(run: RunFolder, tmp_path: Path) -> None:
+    store, saved = store_of(run, tmp_path)
+    upload_all(store, run)
+    key = saved.saved[-1]["key"]
     flip_a_bit(tmp_path / "store" / key / "checkpoints")
     arrived = RunFolder(tmp_path / "elsewhere")
-    with pytest.raises(CheckpointError, match="damaged"):
-        Courier(arrived, courier.datastore, {}).fetch([key])
+    with pytest.raises(CheckpointError):
+        MetaflowDatastore(arrived, saved, {}).fetch([key])
     assert step_folders(arrived.checkpoints) == []
 
 
-def test_the_history_of_the_newest_checkpoint_replaces_half_of_one(run: RunFolder, tmp_path: Path) -> None:
-    """Whatever the order of parcels, and after an interrupted fetch. A fake datastore."""
+def test_the_metrics_of_the_newest_checkpoint_replace_incomplete_ones(run: RunFolder, tmp_path: Path) -> None:
+    """For any order of uploads, and after an interrupted fetch. A fake datastore."""
     newest, older = step_folders(run.checkpoints)[:2]
     rows = run.metrics_jsonl.read_text()
-    (run.checkpoints / "best").unlink()
-    (run.checkpoints / "best").symlink_to(older.name)
-    courier = courier_of(run, tmp_path)
-    courier.look()
-    best, last = (entry["key"] for entry in courier.datastore.saved)  # type: ignore[attr-defined]
+    point_best_at(run, older)
+    store, saved = store_of(run, tmp_path)
+    upload_all(store, run)
+    best, last = (entry["key"] for entry in saved.saved)
     (tmp_path / "store" / best / "metrics.jsonl").write_text("rows up to the best\n")
     for number, keys in enumerate(([best, last], [last, best])):
         arrived = RunFolder(tmp_path / f"elsewhere-{number}")
         arrived.create()
         arrived.metrics_jsonl.write_text(rows[: len(rows) // 2])
-        Courier(arrived, courier.datastore, {}).fetch(keys)
+        MetaflowDatastore(arrived, saved, {}).fetch(keys)
         assert arrived.metrics_jsonl.read_text() == rows
         assert {path.name for path in step_folders(arrived.checkpoints)} == {newest.name, older.name}
 
 
-def test_a_step_that_was_saved_anew_replaces_the_one_that_is_here(run: RunFolder, tmp_path: Path) -> None:
-    """A run that went back saves a step again, with other weights: the other nodes get these. A fake datastore."""
+def test_a_step_that_was_saved_again_replaces_the_local_one(run: RunFolder, tmp_path: Path) -> None:
+    """A run that went back saves a step again, with other weights. A fake datastore."""
     newest = step_folders(run.checkpoints)[0]
-    courier = courier_of(run, tmp_path)
-    courier.look()
-    key = courier.datastore.saved[-1]["key"]  # type: ignore[attr-defined]
+    store, saved = store_of(run, tmp_path)
+    upload_all(store, run)
     arrived = RunFolder(tmp_path / "elsewhere")
     arrived.create()
     stale = arrived.checkpoints / newest.name
     shutil.copytree(step_folders(run.checkpoints)[1], stale)
-    Courier(arrived, courier.datastore, {}).fetch([key])
+    MetaflowDatastore(arrived, saved, {}).fetch([saved.saved[-1]["key"]])
     assert (stale / "manifest.json").read_bytes() == (newest / "manifest.json").read_bytes()
 
 
-def test_a_step_that_was_saved_anew_is_sent_anew_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
-    courier = courier_of(run, tmp_path)
-    courier.look()
-    count = len(courier.datastore.saved)  # type: ignore[attr-defined]
+def test_a_step_that_was_saved_again_is_uploaded_again_to_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+    store, saved = store_of(run, tmp_path)
+    uploader = CheckpointUploader(run, store)
+    uploader.upload_new()
+    count = len(saved.saved)
     newest, older = step_folders(run.checkpoints)[:2]
     shutil.rmtree(newest)
     shutil.copytree(older, newest)
-    courier.look()
-    assert len(courier.datastore.saved) > count  # type: ignore[attr-defined]
+    uploader.upload_new()
+    assert len(saved.saved) > count
 
 
-def test_a_store_that_fails_does_not_end_training_and_is_tried_again(run: RunFolder, tmp_path: Path) -> None:
-    class Stumbling(FolderStore):
+def test_a_fake_datastore_that_fails_is_tried_again(
+    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Failing(FolderStore):
         failures = 2
 
-        def save(self, path: str, **said: Any) -> dict[str, Any]:
+        def save(self, path: str, **options: Any) -> dict[str, Any]:
             if self.failures:
                 self.failures -= 1
-                raise ConnectionError("no route")
-            return super().save(path, **said)
+                raise ConnectionError(f"no route from {path}")
+            return super().save(path, **options)
 
-    courier = Courier(run, Stumbling(tmp_path / "store"), {})
-    courier.start()
-    courier.look()
-    assert "no route" in courier.problem
-    courier.look()
-    courier.finish()
-    courier.look()
-    assert courier.problem == ""
-    assert courier.datastore.saved != []  # type: ignore[attr-defined]
+    monkeypatch.setattr(uploader_module, "_LAST_PAUSE_S", 0.01)
+    saved = Failing(tmp_path / "store")
+    uploader = CheckpointUploader(run, MetaflowDatastore(run, saved, {}))
+    uploader.start()
+    assert uploader.close()
+    assert saved.saved != []
+    assert str(tmp_path) not in capsys.readouterr().err  # the folder is temporary
 
 
-# --- What a task goes on from
+# --- What a task continues from
 
 
-def parcel(step: int, run: int, *, is_best: bool = False, best_key: str = "", **about: Any) -> dict[str, Any]:
+def stored(step: int, run: int, *, is_best: bool = False, best_key: str = "", **about: Any) -> dict[str, Any]:
     said = {**json.loads(json.dumps(check_request(recipe="shapes-cnn").about)), **about}
     return {
         "key": f"key-{step}",
@@ -457,7 +504,7 @@ def parcel(step: int, run: int, *, is_best: bool = False, best_key: str = "", **
     }
 
 
-OWN = parcel(9, 3, best_key="key-5")
+OWN = stored(9, 3, best_key="key-5")
 ORIGIN = StartPoint("key-7", "key-6", 7, "F/2/train/2", 0)
 EARLIER = StartPoint("key-8", "key-4", 8, "F/1/train/2", 0)
 
@@ -488,7 +535,7 @@ def test_load_policies_with_a_fake_datastore(
     monkeypatch.setattr(steps, "newest_of_origin", lambda *given: (ORIGIN, ""))
     request = check_request(recipe="shapes-cnn", load_policy=policy)
     request = dataclasses.replace(request, earlier=EARLIER if policy == "eager" else None)
-    assert steps.tell_start(request)[0] == keys
+    assert steps.print_start(request)[0] == keys
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -497,13 +544,13 @@ def test_only_a_checkpoint_of_the_same_recipe_and_identity_is_chosen() -> None:
     from paceline.integrations.metaflow.earlier import choose
 
     identity = check_request(recipe="shapes-cnn").about["identity"]
-    own = [parcel(2, 1, is_best=True), parcel(4, 1, best_key="key-2")]
+    own = [stored(2, 1, is_best=True), stored(4, 1, best_key="key-2")]
     others = [
-        parcel(6, 2, recipe="synthetic-mlp"),
-        parcel(7, 3, identity={**identity, "seed": 7}),
-        parcel(8, 4, identity={**identity, "dataset": "cifar10"}),
+        stored(6, 2, recipe="synthetic-mlp"),
+        stored(7, 3, identity={**identity, "seed": 7}),
+        stored(8, 4, identity={**identity, "dataset": "cifar10"}),
     ]
-    unknown = parcel(9, 5)
+    unknown = stored(9, 5)
     del unknown["metadata"]["identity"]
     request = check_request(recipe="shapes-cnn", epochs=30, learning_rate=0.3)  # these may change
     assert choose(request, [*own, *others, unknown])[0] == StartPoint("key-4", "key-2", 4, "F/1/train/2", 0)

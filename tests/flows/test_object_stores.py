@@ -101,7 +101,7 @@ def test_a_stopped_run_goes_on_from_the_store_on_an_empty_machine(
     assert f"resumed   at step {stopped_at} from" in second.out
     assert is_equal(folder, undisturbed)
     assert_mirrored(s3, bucket, folder)
-    assert status(folder)["mirror"] == "in step, checkpoints up to step 24"
+    assert status(folder)["mirror"] == "up to date, checkpoints up to step 24"
     assert f"output_dir: 's3://{bucket}/some/run'" in (folder / "config.yaml").read_text()
     log = s3.read(bucket, "some/run/logs/rank-0.log").decode()
     assert log.count("attempt 1") == 2  # what the first machine wrote is still there
@@ -167,7 +167,7 @@ def test_a_store_that_is_gone_stops_nothing_and_is_pushed_to_later(
     pushed = paceline(*command.split()[1:], cwd=tmp_path, **s3.environment())
     assert pushed.code == 0, pushed.err
     assert_mirrored(s3, bucket, folder)
-    assert status(folder)["mirror"] == "in step, checkpoints up to step 24"
+    assert status(folder)["mirror"] == "up to date, checkpoints up to step 24"
 
 
 def test_killed_between_payload_and_manifest_the_checkpoint_before_is_used(
@@ -188,7 +188,7 @@ def test_killed_between_payload_and_manifest_the_checkpoint_before_is_used(
     answer = train(s3, bucket, second, "--resume=auto")
     assert answer.code == 0, answer.err
     assert "step-00000016 in s3://" in answer.out
-    assert "is not complete; the one before is taken" in answer.out
+    assert "is not complete; the one before is used" in answer.out
     assert "resumed   at step 8 " in answer.out
     folder = working_copy(second, bucket)
     assert is_equal(folder, undisturbed)
@@ -206,7 +206,7 @@ def refused(answer: Answer, *words: str) -> None:
     [
         ("s4://bucket/run", ("there is no store s4://", "flag --output-dir")),
         ("gs://bucket/run", ("gs:// needs the package gcsfs", "pip install gcsfs")),
-        ("s3://bucket", ("this names no place for a run in a store", "s3://BUCKET/RUN")),
+        ("s3://bucket", ("this URL names no run in a store", "s3://BUCKET/RUN")),
         ("s3://no-such-bucket/run", ("the store has no such bucket", "s3://no-such-bucket/run")),
     ],
 )
@@ -222,7 +222,7 @@ def test_a_store_without_credentials_is_refused(s3: FaultyS3, bucket: str, tmp_p
     answer = paceline(
         *QUICK, f"--output-dir=s3://{bucket}/run", cwd=tmp_path, AWS_EC2_METADATA_DISABLED="true", **without
     )
-    refused(answer, "wants credentials", "AWS_ACCESS_KEY_ID")
+    refused(answer, "requires credentials", "AWS_ACCESS_KEY_ID")
 
 
 def test_a_store_that_does_not_answer_at_the_start_is_refused(s3: FaultyS3, tmp_path: Path) -> None:

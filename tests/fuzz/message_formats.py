@@ -1,10 +1,9 @@
-"""Messages between the nodes of a run: the bytes of a connection, and what the gangs do with a message."""
+"""Messages between the nodes of a run: the bytes of a connection, and the messages of a gang."""
 
 from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -12,30 +11,26 @@ from typing import Any
 
 from fuzz.mutations import mutate_bytes, mutate_json
 from fuzz.sandbox import LOOPBACK, Format, Reader
-from paceline.integrations.kubernetes import gang as kubernetes_gang
-from paceline.integrations.metaflow import gang as metaflow_gang
+from paceline.integrations.metaflow.node import Plan
+from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, build, decode, encode
 from paceline.runtime.peers import _HEADER, Peer, _sign, parse_message
 from paceline.runtime.secret import SessionKeys
 
-_NODES = 3
 _KEYS = SessionKeys(send=b"s" * 32, receive=b"r" * 32)
-_ABOUT = [{"node": node, "host": f"host-{node}", "gpus": 2} for node in range(_NODES)]
+_PLAN = {"folder": "/run", "mark": "m", "keys": ["a", "b"], "origin": "step 3", "device": "", "gpus": {"0": "0,1"}}
+_HELLOS = tuple(Hello(node, f"host-{node}", "machine", 8, 2) for node in range(3))
 _SAMPLES: dict[str, dict[str, Any]] = {
-    "kubernetes hello": {"hello": 1},
-    "kubernetes go": {"go": 29500},
-    "kubernetes ended": {"ended": 2},
-    "kubernetes verdict": {"do": "fail", "code": 3, "node": 1},
-    "metaflow hello": _ABOUT[1],
-    "metaflow answer": {"layout": _ABOUT, "plan": {"port": 29500, "ranks": [2, 2, 2], "resume": "latest"}},
+    "hello": encode(_HELLOS[1]),
+    "start": encode(Start(_HELLOS, 29500, _PLAN)),
+    "ended": encode(Ended(2, "text")),
+    "upload": encode(Upload("key", "best key")),
+    "outcome": encode(Outcome("replace", 3, 1, "node 1 ended with exit code 3")),
+    "metaflow plan": _PLAN,
 }
-_HANDLERS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "kubernetes hello": lambda message: kubernetes_gang.read_hello(message, _NODES),
-    "kubernetes go": kubernetes_gang.read_go,
-    "kubernetes ended": kubernetes_gang.read_ended,
-    "kubernetes verdict": lambda message: kubernetes_gang.read_verdict(message, _NODES),
-    "metaflow hello": lambda message: metaflow_gang.read_hello(message, _NODES),
-    "metaflow answer": lambda message: metaflow_gang.read_answer(message, _NODES),
-}
+
+
+def _decode(name: str, message: dict[str, Any]) -> object:
+    return build(Plan, message) if name == "metaflow plan" else decode(message)
 
 
 def _frame(text: bytes) -> bytes:
@@ -67,13 +62,13 @@ def _message(name: str) -> Format:
         (folder / "message").write_text(json.dumps(_SAMPLES[name]))
 
     def handle(folder: Path) -> None:
-        _HANDLERS[name](parse_message((folder / "message").read_bytes()))
+        _decode(name, parse_message((folder / "message").read_bytes()))
 
     return Format(f"message/{name}", build, "message", mutate_json, (Reader(name, handle),))
 
 
 def _build_frame(samples: Path, folder: Path) -> None:
-    (folder / "message").write_bytes(_frame(json.dumps(_SAMPLES["metaflow answer"]).encode()))
+    (folder / "message").write_bytes(_frame(json.dumps(_SAMPLES["start"]).encode()))
 
 
 RECEIVE = (Reader("receive", _receive),)

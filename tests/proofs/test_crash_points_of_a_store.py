@@ -18,7 +18,7 @@ from harness.power_loss import Crash, kills, power_losses
 from harness.recorded_disk import Recorder
 from harness.run_lives import RunLife, check_rows, check_whole, leftovers_in
 from paceline.checkpoints import fetch as fetching
-from paceline.checkpoints import mirror, store
+from paceline.checkpoints import mirror, store, uploader
 from paceline.checkpoints.fetch import fetch_run, push
 from paceline.checkpoints.remote import RemoteCheckpoints
 from paceline.runs.folder import RunFolder
@@ -32,7 +32,7 @@ URL = "memory://run"
 
 @pytest.fixture(autouse=True)
 def empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(mirror, "_JOIN_POLL_S", 0.001)
+    monkeypatch.setattr(uploader, "_JOIN_POLL_S", 0.001)
     for module in (fetching, mirror):  # the recorded disk lies elsewhere than a working copy would
         monkeypatch.setattr(module, "read_own_note", read_note)
     MemoryFileSystem.store.clear()

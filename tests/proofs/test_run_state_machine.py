@@ -38,8 +38,9 @@ from harness.simulated_machines import Computers, SimulatedMachine
 from paceline.checkpoints import fetch as fetch_module
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import store
-from paceline.checkpoints.mirror import Mirror, TakenOver
+from paceline.checkpoints.mirror import StoreMirror
 from paceline.checkpoints.named import list_checkpoints
+from paceline.checkpoints.uploader import CheckpointUploader, TakenOver
 from paceline.errors import OwnerLost, PacelineError, UserError
 from paceline.runs import lock, patience, stores
 from paceline.runs.folder import RunFolder
@@ -83,8 +84,12 @@ class Supervisor:
     machine: SimulatedMachine
     held: Any  # the lock
     member: Member
-    mirror: Mirror
+    uploader: CheckpointUploader
     ranks: list[Rank] = field(default_factory=list)
+
+
+def uploader_of(folder: RunFolder, note: MirrorNote) -> CheckpointUploader:
+    return CheckpointUploader(folder, StoreMirror(folder, note))
 
 
 class TwoSupervisors(RuleBasedStateMachine):
@@ -108,7 +113,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             mock.patch.object(store, "RETRY_PAUSE_S", 0.0),
             mock.patch.dict(os.environ, {patience.PATIENCE: "0"}),
             mock.patch.object(stores, "_PAUSES_S", ()),
-            mock.patch.object(stores, "_ask", self.ask_store(stores._ask)),
+            mock.patch.object(stores, "_request", self.ask_store(stores._request)),
             mock.patch("builtins.print"),
         ):
             self.patches.enter_context(patch)
@@ -132,7 +137,7 @@ class TwoSupervisors(RuleBasedStateMachine):
     def ask_store(self, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def ask(question: Any) -> Any:
             if self.is_store_down:
-                raise stores.StoreTrouble("the store is away")
+                raise stores.StoreError("the store is away")
             return real(question)
 
         return ask
@@ -231,14 +236,14 @@ class TwoSupervisors(RuleBasedStateMachine):
             return
         member = Member(self.run, owner_id, machine=machine)
         folder = RunFolder(self.run, member)
-        supervisor = Supervisor(machine, held, member, Mirror(folder, MirrorNote(URL)))
+        supervisor = Supervisor(machine, held, member, uploader_of(folder, MirrorNote(URL)))
         self.supervisors.append(supervisor)
         try:
             member.join(beats=False)
-            with suppress(stores.StoreTrouble):
+            with suppress(stores.StoreError):
                 there = stores.open_store(URL, "here")
                 note = fetch_module._write_token(there, folder, MirrorNote(URL, keep_last=2))
-                supervisor.mirror = Mirror(folder, note)
+                supervisor.uploader = uploader_of(folder, note)
             self.start_rank(supervisor, goes_back_to)
         except (OSError, PacelineError):  # the disk fails: nothing is lost, and the start says so
             self.kill(supervisor)
@@ -359,8 +364,8 @@ class TwoSupervisors(RuleBasedStateMachine):
         is_owner = self.owns(supervisor)
         before = dict(MemoryFileSystem.store)
         try:
-            supervisor.mirror._round(everything=True)
-        except (TakenOver, stores.StoreTrouble, OwnerLost):
+            supervisor.uploader.upload_new(is_last=True)
+        except (TakenOver, stores.StoreError, OwnerLost):
             pass
         else:
             self.arrived = max([step for step in self.steps_on_disk() if step <= self.newest], default=0)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoints import fetch, mirror, remote
+from paceline.checkpoints import fetch, mirror, remote, uploader
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.fetch import fetch_run, prepare_store, push
 from paceline.checkpoints.format import FileSeal, Manifest, add_checksum, parse_manifest
@@ -22,7 +22,7 @@ from paceline.checkpoints.mirror import mirrored
 from paceline.errors import CheckpointError, UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
-from paceline.runs.stores import Store, StoreTrouble, local_path, open_store, split_checkpoint
+from paceline.runs.stores import Store, StoreError, local_path, open_store, split_checkpoint
 from paceline.settings.load import load_config
 
 URL = "memory://run"
@@ -33,7 +33,7 @@ def in_an_empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
     from fsspec.implementations.memory import MemoryFileSystem
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv(mirror.PATIENCE, "5")
+    monkeypatch.setenv(uploader.PATIENCE, "5")
     MemoryFileSystem.store.clear()
     yield
     MemoryFileSystem.store.clear()
@@ -110,7 +110,7 @@ def test_a_url_has_one_working_copy() -> None:
     assert local_path("s3://bucket/a/b/") == Path("runs/s3/bucket/a/b")
     assert local_path("some/where") == Path("some/where")
     for wrong in ("s3://bucket", "s3://", "s3://bucket/../x", "a::s3://bucket/x", "/x://y/z"):
-        with pytest.raises(UserError, match="names no place"):
+        with pytest.raises(UserError, match="names no run"):
             local_path(wrong)
     assert split_checkpoint("s3://b/run/") == ("s3://b/run", "")
     assert split_checkpoint("s3://b/run/checkpoints/best") == ("s3://b/run", "best")
@@ -133,7 +133,7 @@ def test_payload_goes_before_the_manifest_and_the_pointers_last(monkeypatch: pyt
     ]
     assert stored()["config.yaml"] == b"epochs: 3\n"
     assert read_note(folder.path) == replace(
-        read_note(folder.path) or MirrorNote(""), says="in step, checkpoints up to step 7"
+        read_note(folder.path) or MirrorNote(""), says="up to date, checkpoints up to step 7"
     )
 
 
@@ -173,9 +173,9 @@ def test_nothing_is_dropped_before_its_successor_is_whole(
 
     def fail(name: str) -> None:
         if name.endswith("/manifest.json"):
-            raise StoreTrouble("full")
+            raise StoreError("full")
 
-    monkeypatch.setenv(mirror.PATIENCE, "0.2")
+    monkeypatch.setenv(uploader.PATIENCE, "0.2")
     with monkeypatch.context() as failing:
         watch(failing, fail)
         assert not push(folder, nothing)
@@ -216,7 +216,7 @@ def test_a_disk_without_hard_links_keeps_its_checkpoints(monkeypatch: pytest.Mon
     def refuse(*names: Path) -> None:
         raise PermissionError(1, "no hard links here")
 
-    monkeypatch.setattr(mirror.os, "link", refuse)
+    monkeypatch.setattr(uploader.os, "link", refuse)
     assert push(folder, nothing)
     assert steps_stored() == [1]
     assert disk.open_checkpoint(folder.checkpoints / "latest").step == 1
@@ -232,9 +232,9 @@ def test_half_of_another_line_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) 
 
     def fail(name: str) -> None:
         if name.endswith("step-00000002/state.json"):
-            raise StoreTrouble("full")
+            raise StoreError("full")
 
-    monkeypatch.setenv(mirror.PATIENCE, "0.2")
+    monkeypatch.setenv(uploader.PATIENCE, "0.2")
     watch(monkeypatch, fail)
     assert not push(folder, nothing)
     assert steps_stored() == [1]
@@ -337,7 +337,7 @@ def test_another_start_takes_over_and_the_first_one_stops_writing(
     assert steps_stored() == [1, 2]
     assert "another start of this run writes to memory://run now" in capsys.readouterr().err
     shutil.rmtree(folder.checkpoints / "step-00000003")
-    with pytest.raises(UserError, match="gone on elsewhere"):
+    with pytest.raises(UserError, match="continued elsewhere"):
         push(folder, nothing)
 
 
@@ -347,7 +347,7 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
     folder = new_run()
     MirrorNote(URL).write(folder.path)
     save(folder, 1)
-    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
     said: list[str] = []
     failures = 3
 
@@ -357,14 +357,14 @@ def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
             failures -= 1
             folder.write_status("running", step=1)
             said.append(str(folder.read_status().get("mirror")))
-            raise StoreTrouble("busy")
+            raise StoreError("busy")
 
     watch(monkeypatch, fail)
     with mirrored(folder):
-        while read_note(folder.path).says != "in step, checkpoints up to step 1":  # type: ignore[union-attr]
+        while read_note(folder.path).says != "up to date, checkpoints up to step 1":  # type: ignore[union-attr]
             time.sleep(0.005)
     err = capsys.readouterr().err
-    assert err.count("memory://run is behind: busy; training goes on") == 1
+    assert err.count("memory://run is behind: busy; training continues") == 1
     assert err.count("memory://run has caught up, checkpoints up to step 1") == 1
     assert said[0].startswith("behind 1 checkpoint since 20")
     assert said[-1].endswith(": busy")
@@ -380,11 +380,11 @@ def test_what_goes_missing_in_the_store_is_sent_again_at_the_end(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """ "The store has everything" is said of what is there at the end, not of what was sent."""
-    monkeypatch.setattr(mirror, "_LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
     folder = new_run()
     save(folder, 1, is_best=True)
     with mirrored(folder):
-        wait_until(lambda: read_note(folder.path).says == "in step, checkpoints up to step 1")  # type: ignore[union-attr]
+        wait_until(lambda: read_note(folder.path).says == "up to date, checkpoints up to step 1")  # type: ignore[union-attr]
         wait_until(lambda: "metrics.jsonl" in stored())
         before = stored()
         for name in before:
@@ -401,7 +401,7 @@ def test_a_store_that_loses_what_was_just_sent_is_behind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The last look comes after the last file."""
-    monkeypatch.setenv(mirror.PATIENCE, "0.5")
+    monkeypatch.setenv(uploader.PATIENCE, "0.5")
     folder = new_run()
     save(folder, 1)
     put = Store.put
@@ -431,7 +431,7 @@ def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytes
             callback.relative_update(1)
         put_file(self, source, target, **options)
 
-    monkeypatch.setenv(mirror.PATIENCE, "0.4")
+    monkeypatch.setenv(uploader.PATIENCE, "0.4")
     monkeypatch.setattr(MemoryFileSystem, "put_file", crawl)
     assert push(folder, nothing)
 
@@ -448,7 +448,7 @@ def test_nobody_waits_for_a_stalled_store_after_giving_up(
         assert may_go_on.wait(30)
 
     watch(monkeypatch, stall)
-    monkeypatch.setenv(mirror.PATIENCE, "30")
+    monkeypatch.setenv(uploader.PATIENCE, "30")
     started_s = time.monotonic()
     with mirrored(folder, gives_up=is_stalled.is_set):
         assert is_stalled.wait(30)
@@ -477,7 +477,7 @@ def test_a_suspension_is_no_delay_of_the_store_with_a_forged_clock(monkeypatch: 
 
     watch(monkeypatch, suspend)
     monkeypatch.setattr(time, "monotonic", lambda: read_clock() + suspended_s[0])
-    monkeypatch.setenv(mirror.PATIENCE, "30")
+    monkeypatch.setenv(uploader.PATIENCE, "30")
     with mirrored(folder, gives_up=look):
         pass
     assert steps_stored() == [1]
@@ -568,7 +568,7 @@ def test_an_unreachable_store_stops_only_those_who_have_nothing_to_go_on_from(mo
     assert token in stored()["mirror.json"].decode()
 
     def fail(self: Store, below: str = "") -> None:
-        raise StoreTrouble("unplugged")
+        raise StoreError("unplugged")
 
     monkeypatch.setattr(Store, "list", fail)
     with pytest.raises(UserError, match="does not answer"):

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 import pytest
 
 from paceline.errors import UserError
+from paceline.launch.gang_messages import Ended, decode, encode
 from paceline.runtime import peers as peers_module
 from paceline.runtime.peers import (
     MalformedMessage,
@@ -22,7 +23,6 @@ from paceline.runtime.peers import (
     Peer,
     PeerServer,
     connect,
-    integer_in,
     listen_on_loopback,
     parse_message,
 )
@@ -177,12 +177,12 @@ def test_no_text_but_an_object_is_a_message() -> None:
             continue
 
 
-@pytest.mark.parametrize("value", ["x", None, True, 1.0, [1], -1, 8, 10**400])
+@pytest.mark.parametrize("value", ["x", None, True, 1.0, [1], -1, 256, 10**400])
 def test_numbers_of_messages_are_checked(value: object) -> None:
     """A number of the wrong type or out of range is our own error."""
-    message: Message = json.loads(json.dumps({"node": value}))
+    message: Message = json.loads(json.dumps({**encode(Ended(0, "")), "code": value}))
     with pytest.raises(MalformedMessage):
-        integer_in(message, "node", 0, 7)
+        decode(message)
 
 
 def test_the_secret_leaves_the_environment() -> None:

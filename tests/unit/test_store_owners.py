@@ -11,12 +11,13 @@ import pytest
 from paceline.checkpoints import mirror
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.fetch import fetch_run, push
-from paceline.checkpoints.mirror import Mirror
+from paceline.checkpoints.mirror import StoreMirror
+from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.mirror_note import MirrorNote, read_note
 from paceline.runs.owner import new_owner
-from paceline.runs.stores import Store, StoreTrouble, local_path, open_store
+from paceline.runs.stores import Store, StoreError, local_path, open_store
 from unit.test_mirror import (
     URL,
     believe_every_note,
@@ -31,6 +32,10 @@ from unit.test_mirror import (
 )
 
 __all__ = ["in_an_empty_store"]  # a fixture for every test here
+
+
+def uploader_of(folder: RunFolder) -> CheckpointUploader:
+    return CheckpointUploader(folder, StoreMirror(folder, read_note(folder.path) or MirrorNote("")))
 
 
 def claim_elsewhere() -> None:
@@ -97,9 +102,9 @@ def test_fake_race_what_another_start_has_sent_is_never_dropped(monkeypatch: pyt
     for step in (1, 2):
         save(folder, step)
     assert push(folder, nothing)
-    mine = Mirror(folder, read_note(folder.path) or MirrorNote(""))
-    monkeypatch.setattr(Mirror, "_require_ours", lambda self, store: None)
-    mine._round(everything=False)
+    mine = uploader_of(folder)
+    monkeypatch.setattr(StoreMirror, "_require_own_token", lambda self, store: None)
+    mine.upload_new()
     other = new_run("other")
     fetch_run(open_store(URL, "here"), other, "", nothing)
     save(other, 4)
@@ -107,7 +112,7 @@ def test_fake_race_what_another_start_has_sent_is_never_dropped(monkeypatch: pyt
     assert push(other, nothing)
     before = steps_stored()
     save(folder, 3)  # the run went back, as far as this mirror can see: 4 and 5 are later ones
-    mine._round(everything=False)
+    mine.upload_new()
     assert set(steps_stored()) >= {4, 5} & set(before)
 
 
@@ -137,7 +142,7 @@ def test_a_start_drops_what_an_earlier_one_did_not_get_to(monkeypatch: pytest.Mo
     for step in (1, 2, 3, 4):
         save(folder, step)
     with monkeypatch.context() as killed:
-        killed.setattr(Mirror, "_prune", lambda self, remote: None)
+        killed.setattr(StoreMirror, "_prune", lambda self, remote: None)
         assert push(folder, nothing)
     for step in (1, 2):
         shutil.rmtree(folder.checkpoints / f"step-{step:08}")
@@ -151,10 +156,10 @@ def test_what_another_start_has_replaced_is_sent_again() -> None:
     folder = new_run()
     save(folder, 1)
     assert push(folder, nothing)
-    mine = Mirror(folder, read_note(folder.path) or MirrorNote(""))
-    mine._round(everything=False)
+    mine = uploader_of(folder)
+    mine.upload_new()
     open_store(URL, "here").write("checkpoints/step-00000001/model.safetensors", b"of another upload")
-    mine._round(everything=True)
+    mine.upload_new(is_last=True)
     local = (folder.checkpoints / "step-00000001" / "model.safetensors").read_bytes()
     assert stored()["checkpoints/step-00000001/model.safetensors"] == local
 
@@ -180,7 +185,7 @@ def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pyte
             files += 1
             if files > last:
                 target.write_bytes(b"half of i")
-                raise StoreTrouble("unplugged")
+                raise StoreError("unplugged")
             get(self, name, target)
 
         with monkeypatch.context() as unplugged:
@@ -188,7 +193,7 @@ def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pyte
             is_complete = True
             try:
                 fetch_run(open_store(URL, "here"), here, "", nothing)
-            except StoreTrouble:
+            except StoreError:
                 is_complete = False
         if (here.checkpoints / "step-00000003").exists():
             assert here.metrics_jsonl.read_text() == rows

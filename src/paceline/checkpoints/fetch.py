@@ -1,4 +1,4 @@
-"""A run comes from its object store to this machine, and says there that it is written from here now."""
+"""Fetches a run from its object store to this machine, and claims the store for this start."""
 
 from __future__ import annotations
 
@@ -10,34 +10,35 @@ from pathlib import Path
 
 from paceline.checkpoints import store as disk
 from paceline.checkpoints.format import DamagedCheckpoint, NewerSchema, step_folders, step_of
-from paceline.checkpoints.mirror import Mirror
+from paceline.checkpoints.mirror import StoreMirror
 from paceline.checkpoints.remote import FOLDER, POINTERS, Remote, RemoteCheckpoints
+from paceline.checkpoints.uploader import CheckpointUploader
 from paceline.errors import CheckpointError, UserError, printable_line
 from paceline.runs.drafts import draft_of
 from paceline.runs.folder import MIRROR_NOTE, RunFolder, flush, has_checkpoint
 from paceline.runs.mirror_note import MirrorNote, parse_note, read_note, read_own_note
 from paceline.runs.owner import LOCK, OWNER_FILE
 from paceline.runs.place import owner_of, starts_anew
-from paceline.runs.stores import Store, StoreTrouble, explain, is_url, local_path, open_store, split_checkpoint
+from paceline.runs.stores import Store, StoreError, explain, is_url, local_path, open_store, split_checkpoint
 from paceline.settings.load import LoadedConfig
 from paceline.settings.schema import RunConfig
 
-_Tell = Callable[[str], None]
+Say = Callable[[str], None]
 
 
-def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
-    """Before anything starts: the store answers, and what it holds newer than this disk is here.
+def prepare_store(loaded: LoadedConfig, say: Say) -> Callable[[], None]:
+    """Before a start: check that the store answers, and fetch what is newer there than on this disk.
 
-    Called by whoever will own the run folder. Returns what to call when nothing else speaks against the start: it
-    claims the store for it. Does nothing for a run that lives on this disk only.
+    Called by the process that will own the run folder. Returns a function that claims the store, to call after all
+    other checks. Does nothing for a run without a store.
     """
     run = loaded.config.run
     if is_url(run.resume) and run.output_dir:
         source, wanted = split_checkpoint(run.resume)
         if source != run.output_dir.rstrip("/"):
-            _fetch_source(source, wanted, loaded.where("resume"), tell)
+            _fetch_source(source, wanted, loaded.where("resume"), say)
     where = loaded.where("output_dir" if run.output_dir else "resume")
-    url, folder, wanted = _store_of(run, where, tell)
+    url, folder, wanted = _store_of(run, where, say)
     if not url:
         return lambda: None
     folder.refuse_if_owned()
@@ -48,21 +49,21 @@ def prepare_store(loaded: LoadedConfig, tell: _Tell) -> Callable[[], None]:
         if is_fresh:
             _refuse_a_second_run(store)
         else:
-            fetch_run(store, folder, wanted, tell)
+            fetch_run(store, folder, wanted, say)
             if run.resume != "auto" and not folder.holds_a_run:
                 _refuse_a_second_run(store)  # one without a checkpoint: it may be of another source
-    except StoreTrouble as trouble:
+    except StoreError as error:
         if is_fresh or note is None or not has_checkpoint(folder.path):
-            raise explain(store, where, trouble) from trouble
-        # Known to work, and now away: what is here is enough to go on with. The old token tells, once the store is
-        # back, whether the run was continued elsewhere meanwhile.
-        tell(f"warning: {url} does not answer ({trouble}); going on from the copy here, {folder.path}")
+            raise explain(store, where, error) from error
+        # The store worked before, and the local copy is enough to continue. The old token stays: when the store is
+        # back, it shows whether the run was continued elsewhere meanwhile.
+        say(f"warning: {url} does not answer ({error}); continuing from the local copy, {folder.path}")
         return lambda: None
     return lambda: _claim(store, folder, run, where)
 
 
-def push(folder: RunFolder, tell: _Tell) -> bool:
-    """Send to the store what a run could not; whether everything has arrived."""
+def push(folder: RunFolder, say: Say) -> bool:
+    """Upload what a run could not upload. Returns whether everything has arrived."""
     note = read_own_note(folder.path)
     if note is None:
         _refuse_a_copy(folder.path)
@@ -76,25 +77,25 @@ def push(folder: RunFolder, tell: _Tell) -> bool:
             own = max((step_of(path) for path in step_folders(folder.checkpoints)), default=0)
             if newest > own and _token_in(store) != note.token:
                 raise UserError(
-                    "the run has gone on elsewhere: the store is ahead of this folder",
+                    "the run was continued elsewhere: the store is ahead of this folder",
                     where=note.url,
                     got=f"step {newest} there, step {own} in {folder.path}",
-                    hint=f"--resume {note.url} takes it up from there",
+                    hint=f"--resume {note.url} continues from there",
                 )
             note = _write_token(store, folder, note)
-        except StoreTrouble as trouble:
-            raise explain(store, str(folder.path / MIRROR_NOTE), trouble) from trouble
-        tell(f"sending {folder.path} to {note.url}")
-        mirror = Mirror(folder, note)
-        mirror.start()
-        return mirror.close()
+        except StoreError as error:
+            raise explain(store, str(folder.path / MIRROR_NOTE), error) from error
+        say(f"uploading {folder.path} to {note.url}")
+        uploader = CheckpointUploader(folder, StoreMirror(folder, note))
+        uploader.start()
+        return uploader.close()
 
 
-def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None:
-    """The checkpoint that was asked for, or else the newest whole one if it is newer than those here.
+def fetch_run(store: Store, folder: RunFolder, wanted: str, say: Say) -> None:
+    """Fetch the wanted checkpoint, or the newest complete one if it is newer than the local ones.
 
-    What belongs to it comes first: the small files, the metrics among them, and the best checkpoint. It gets its name
-    last, so an interrupted fetch is done again by the next start.
+    The small files with the metrics, and the best checkpoint, are fetched first. The checkpoint gets its name last, so
+    the next start repeats an interrupted fetch.
     """
     remote = RemoteCheckpoints(store)
     found = {item.name: item for item in remote.list()}
@@ -105,9 +106,9 @@ def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None
         best = remote.pointed_at("best")
         if wanted:
             name = remote.pointed_at(wanted) if wanted in POINTERS else wanted
-            fetched = _fetch_named(remote, found.get(name), folder, found.get(best), tell)
+            fetched = _fetch_named(remote, found.get(name), folder, found.get(best), say)
         else:
-            fetched = _fetch_newest(remote, list(found.values()), folder, found.get(best), tell)
+            fetched = _fetch_newest(remote, list(found.values()), folder, found.get(best), say)
         if fetched is None:
             return
         for pointer, name in (("latest", fetched.name), ("best", best)):
@@ -115,22 +116,22 @@ def fetch_run(store: Store, folder: RunFolder, wanted: str, tell: _Tell) -> None
                 disk.point(folder.checkpoints, pointer, folder.checkpoints / name)
 
 
-def _fetch_companions(remote: RemoteCheckpoints, folder: RunFolder, best: Remote | None, tell: _Tell) -> None:
-    """What a checkpoint needs beside it."""
+def _fetch_companions(remote: RemoteCheckpoints, folder: RunFolder, best: Remote | None, say: Say) -> None:
+    """The files that a resume needs beside the checkpoint."""
     _fetch_small_files(remote.store, folder)
     if best is None or (folder.checkpoints / best.name).exists():
         return
     try:
-        _fetch(remote, best, folder, tell)
+        _fetch(remote, best, folder, say)
     except DamagedCheckpoint as damaged:
-        tell(f"warning: the best checkpoint, {best.name} in {remote.store.url}, is damaged ({damaged.damage})")
+        say(f"warning: the best checkpoint, {best.name} in {remote.store.url}, is damaged ({damaged.damage})")
 
 
-# --- What is where
+# --- Checks and claims
 
 
-def _store_of(run: RunConfig, where: str, tell: _Tell) -> tuple[str, RunFolder, str]:
-    """The URL that this run is mirrored to, its folder here, and the checkpoint that was named; no URL: no store."""
+def _store_of(run: RunConfig, where: str, say: Say) -> tuple[str, RunFolder, str]:
+    """The URL of the store (empty: none), the local folder, and the checkpoint that `--resume` names."""
     named = run.output_dir or ("" if run.resume == "auto" else run.resume)
     url, wanted = split_checkpoint(run.resume) if is_url(run.resume) else ("", "")
     if is_url(named):
@@ -140,7 +141,7 @@ def _store_of(run: RunConfig, where: str, tell: _Tell) -> tuple[str, RunFolder, 
     note = read_own_note(folder) if named else None
     if named and note is None and (copied := read_note(folder)) is not None:
         there = printable_line(copied.url)
-        tell(f"note: {folder} is not mirrored: {folder / MIRROR_NOTE} names {there}, whose working copy is elsewhere")
+        say(f"note: {folder} is not mirrored: {folder / MIRROR_NOTE} names {there}, whose working copy is elsewhere")
     return (note.url if note else ""), RunFolder(folder), ""
 
 
@@ -162,7 +163,7 @@ def _refuse_a_second_run(store: Store) -> None:
         raise UserError(
             "this store already holds a run",
             where=store.url,
-            hint="--resume auto to go on with it, or another --output-dir",
+            hint="--resume auto to continue it, or another --output-dir",
         )
 
 
@@ -176,14 +177,14 @@ def _claim(store: Store, folder: RunFolder, run: RunConfig, where: str) -> None:
     note = MirrorNote(store.url, keep_last=run.keep_last, keep_best=run.keep_best)
     folder.create()
     try:
-        with folder.owned():  # a start that is refused must not take the store from the one that owns the run
+        with folder.owned():  # a refused start must not claim the store of the start that owns the run
             _write_token(store, folder, note)
-    except StoreTrouble as trouble:
-        raise explain(store, where, trouble) from trouble
+    except StoreError as error:
+        raise explain(store, where, error) from error
 
 
 def _write_token(store: Store, folder: RunFolder, note: MirrorNote) -> MirrorNote:
-    """First in the store, which proves that it can be written, then here."""
+    """First in the store, which shows that it is writable, then on this disk."""
     note = replace(note, token=uuid.uuid4().hex, says="")
     with tempfile.TemporaryDirectory() as draft:
         note.write(Path(draft))
@@ -196,8 +197,8 @@ def _write_token(store: Store, folder: RunFolder, note: MirrorNote) -> MirrorNot
 # --- Fetching
 
 
-def _fetch_source(url: str, wanted: str, where: str, tell: _Tell) -> None:
-    """A run that is only read: another one goes on from it."""
+def _fetch_source(url: str, wanted: str, where: str, say: Say) -> None:
+    """Fetch a run that is only read: another run continues from it."""
     folder = RunFolder(local_path(url, where))
     store = open_store(url, where)
     try:
@@ -205,70 +206,70 @@ def _fetch_source(url: str, wanted: str, where: str, tell: _Tell) -> None:
     except UserError:
         if not has_checkpoint(folder.path):
             raise
-        # It is in training on this machine: what is here is as new as what the store holds, and not ours to change.
-        tell(f"note: {folder.path} is in use; its checkpoints are read from there")
+        # It is training on this machine: the local files are as new as those in the store, and must not be changed.
+        say(f"note: {folder.path} is in use; its checkpoints are read from there")
         return
     try:
-        fetch_run(store, folder, wanted, tell)
-    except StoreTrouble as trouble:
-        raise explain(store, where, trouble) from trouble
+        fetch_run(store, folder, wanted, say)
+    except StoreError as error:
+        raise explain(store, where, error) from error
 
 
 def _fetch_named(
-    remote: RemoteCheckpoints, item: Remote | None, folder: RunFolder, best: Remote | None, tell: _Tell
+    remote: RemoteCheckpoints, item: Remote | None, folder: RunFolder, best: Remote | None, say: Say
 ) -> Path | None:
-    """None: there is no such checkpoint, which the caller of the caller tells."""
+    """None if there is no such checkpoint. The resume reports it."""
     if item is None or (folder.checkpoints / item.name).exists():
         return folder.checkpoints / item.name if item else None
     try:
-        return _fetch_last(remote, item, folder, best, tell)
+        return _fetch_last(remote, item, folder, best, say)
     except DamagedCheckpoint as found:
         raise CheckpointError(
             "the checkpoint is damaged and was not used",
             where=f"{remote.store.url}/{FOLDER}/{item.name}/{found.damage.file}",
             got=found.damage.got,
             allowed=found.damage.expected,
-            hint=f"--resume {remote.store.url} takes the newest that is whole",
+            hint=f"--resume {remote.store.url} uses the newest complete one",
         ) from found
 
 
 def _fetch_newest(
-    remote: RemoteCheckpoints, found: list[Remote], folder: RunFolder, best: Remote | None, tell: _Tell
+    remote: RemoteCheckpoints, found: list[Remote], folder: RunFolder, best: Remote | None, say: Say
 ) -> Path | None:
     own = max((step_of(path) for path in step_folders(folder.checkpoints)), default=-1)
     for item in found:
         if item.step <= own:
             return None
         if not item.is_sealed:
-            tell(f"note: {item.name} in {remote.store.url} is not complete; the one before is taken")
+            say(f"note: {item.name} in {remote.store.url} is not complete; the one before is used")
             continue
         try:
-            return _fetch_last(remote, item, folder, best, tell)
+            return _fetch_last(remote, item, folder, best, say)
         except NewerSchema as newer:
             raise disk.damaged_error(Path(item.name), newer) from newer
         except DamagedCheckpoint as damaged:
-            tell(f"warning: {item.name} in {remote.store.url} is damaged ({damaged.damage}); the one before is taken")
+            say(f"warning: {item.name} in {remote.store.url} is damaged ({damaged.damage}); the one before is used")
     return None
 
 
-def _fetch_last(remote: RemoteCheckpoints, item: Remote, folder: RunFolder, best: Remote | None, tell: _Tell) -> Path:
+def _fetch_last(remote: RemoteCheckpoints, item: Remote, folder: RunFolder, best: Remote | None, say: Say) -> Path:
     """Download and verify it, fetch its companions, then give it its name."""
     other = best if best is not None and best.name != item.name else None
-    return _fetch(remote, item, folder, tell, lambda: _fetch_companions(remote, folder, other, tell))
+    return _fetch(remote, item, folder, say, lambda: _fetch_companions(remote, folder, other, say))
 
 
 def _fetch(
     remote: RemoteCheckpoints,
     item: Remote,
     folder: RunFolder,
-    tell: _Tell,
+    say: Say,
     before_naming: Callable[[], None] = lambda: None,
 ) -> Path:
     size_mb = sum(stored.size_bytes for stored in item.files.values()) / 1e6
-    tell(f"fetching {item.name} ({size_mb:,.1f} MB) from {remote.store.url}")
+    say(f"fetching {item.name} ({size_mb:,.1f} MB) from {remote.store.url}")
     try:
         return remote.fetch(item, folder.checkpoints, before_naming)
-    except StoreTrouble:
+    except StoreError:
         raise
     except OSError as error:
         raise CheckpointError(
@@ -277,14 +278,14 @@ def _fetch(
 
 
 def _fetch_small_files(store: Store, folder: RunFolder) -> None:
-    """Metrics, logs and the like: the run goes on writing them where it stopped."""
+    """Metrics, logs and other files, to which the run appends."""
     for name in store.list():
         parts = name.split("/")
-        is_ours = parts[0] != FOLDER and name not in (MIRROR_NOTE, LOCK, OWNER_FILE)
-        if is_ours and not any(part in ("", "..") or part.startswith(".") for part in parts):
+        is_wanted = parts[0] != FOLDER and name not in (MIRROR_NOTE, LOCK, OWNER_FILE)
+        if is_wanted and not any(part in ("", "..") or part.startswith(".") for part in parts):
             target = folder.path.joinpath(*parts)
             target.parent.mkdir(parents=True, exist_ok=True)
-            draft = draft_of(target)  # half a file must not look like one
+            draft = draft_of(target)  # an incomplete file must not have the final name
             try:
                 store.get(name, draft)
                 flush(draft)

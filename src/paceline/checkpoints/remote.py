@@ -1,12 +1,12 @@
-"""Checkpoints in an object store: the same folders, with the same order of commit.
+"""Checkpoints in an object store: the same folders as on disk, committed in the same order.
 
-Payload goes first, then state.json, the manifest last: a checkpoint without its manifest is none. `latest` and `best`
-are small files with a name in them. Every file is compared with what was sent before the next one goes: its size, and
-the store's MD5 of it, or where the store keeps no MD5 the bytes themselves, read back. What is dropped loses its
-manifest first. What is fetched is verified like a checkpoint on disk, before it gets its name there.
+Payload is uploaded first, then state.json, then the manifest: without a manifest a checkpoint does not exist. `latest`
+and `best` are small files that contain a name. Each file is checked after its upload: its size, and the MD5 of the
+store; if the store keeps no MD5, the file is read back. A removal starts with the manifest. A fetched checkpoint is
+verified before it gets its name on disk.
 
-A store has no locks, so two starts may write to it for a moment. A process drops only what it has sent itself or has
-seen when it took the store over, and only while that is unchanged.
+A store has no locks, so two starts may write to it for a moment. A process removes only what it has uploaded itself or
+has seen when it claimed the store, and only while that is unchanged.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from paceline.checkpoints.format import (
     read_manifest,
     step_of,
 )
-from paceline.runs.stores import Store, Stored, StoreTrouble
+from paceline.runs.stores import Store, Stored, StoreError
 from paceline.settings.small_files import parse_json
 
 FOLDER = "checkpoints"
@@ -45,7 +45,7 @@ _PART_BYTES = 50 * 2**20  # of a multipart upload by s3fs, whose ETag is an MD5 
 
 @dataclass(frozen=True)
 class Remote:
-    """A step folder in the store, whole or not."""
+    """A step folder in the store, complete or not."""
 
     name: str
     files: dict[str, Stored]
@@ -64,8 +64,8 @@ class RemoteCheckpoints:
     """The checkpoints of one run in its store."""
 
     store: Store
-    _known: dict[str, dict[str, Stored]] = field(default_factory=dict)  # what this process may drop, as it saw it
-    _states: dict[str, dict[str, Any]] = field(default_factory=dict)  # of those that may be dropped some day
+    _known: dict[str, dict[str, Stored]] = field(default_factory=dict)  # what this process may remove, as it saw it
+    _states: dict[str, dict[str, Any]] = field(default_factory=dict)  # of those that may be removed later
 
     def list(self) -> list[Remote]:
         """Newest first."""
@@ -77,13 +77,13 @@ class RemoteCheckpoints:
         return sorted((Remote(name, files) for name, files in found.items()), key=lambda r: r.step, reverse=True)
 
     def remember(self) -> dict[str, Remote]:
-        """At the first contact: what is there now may be dropped later. By name."""
+        """At the first contact: what is there now may be removed later. By name."""
         found = {remote.name: remote for remote in self.list()}
         self._known = {name: remote.files for name, remote in found.items()}
         return found
 
     def is_unchanged(self, remote: Remote | None) -> bool:
-        """Whether it is as this process has sent or seen it. Another start may have sent the same step."""
+        """Whether it is as this process has uploaded or seen it. Another start may have uploaded the same step."""
         return remote is not None and self._known.get(remote.name) == remote.files
 
     def manifest_of(self, remote: Remote) -> Manifest:
@@ -97,7 +97,7 @@ class RemoteCheckpoints:
         return manifest
 
     def is_same(self, remote: Remote | None, local: Path) -> bool:
-        """Whether the store holds this very checkpoint, as far as manifest and sizes tell."""
+        """Whether the store has the same checkpoint, by manifest and sizes."""
         if remote is None or not remote.is_sealed:
             return False
         try:
@@ -106,10 +106,10 @@ class RemoteCheckpoints:
             return False
 
     def send(self, local: Path, remote: Remote | None) -> Iterator[str]:
-        """Upload a checkpoint file by file, each compared before the next one; yields what has arrived."""
+        """Upload a checkpoint file by file. Each file is checked, and its name is yielded."""
         manifest = read_manifest(local)
         there = remote.files if remote else {}
-        if MANIFEST in there:  # of another line of this run, or damaged: what lies there is a checkpoint no more
+        if MANIFEST in there:  # from before the run went back, or damaged: from now on it is incomplete
             self.store.remove(f"{FOLDER}/{local.name}/{MANIFEST}")
         for name in sorted(manifest.files, key=lambda name: name == STATE):
             mark = _fingerprint(local / name)
@@ -121,7 +121,7 @@ class RemoteCheckpoints:
             yield name
         self.store.put(local / MANIFEST, f"{FOLDER}/{local.name}/{MANIFEST}")
         if self.store.read(f"{FOLDER}/{local.name}/{MANIFEST}", LARGEST_JSON_BYTES) != (local / MANIFEST).read_bytes():
-            raise StoreTrouble(f"{MANIFEST} of {local.name} reads back as something else than was sent")
+            raise StoreError(f"{MANIFEST} of {local.name} reads back with other bytes than were uploaded")
         self._states.pop(local.name, None)
         self._known[local.name] = next(item.files for item in self.list() if item.name == local.name)
         yield MANIFEST
@@ -135,39 +135,38 @@ class RemoteCheckpoints:
         return name if is_step_name(name) else ""
 
     def prune(self, newest: str, own: dict[str, dict[str, Any]], retention: disk.Retention, *, went_back: bool) -> bool:
-        """Drop what the rules of the run no longer keep; False, and nothing, unless its newest is whole here.
+        """Remove what the retention rules no longer keep. False, without a removal, if the newest is incomplete here.
 
-        `newest` is the newest that was sent. `own` are those on disk, with their states: they stay. Where the run went
-        back to an earlier step, later ones are of a line it has left, as on disk; those marked to be kept stay under
-        another name.
+        `newest` is the newest that was uploaded. `own` are those on disk, with their states: they stay. If the run went
+        back to an earlier step, later checkpoints are removed, as on disk; those marked to be kept get another name.
         """
         remotes = {remote.name: remote for remote in self.list()}
-        if not self._is_whole(remotes.get(newest)):
+        if not self._is_complete(remotes.get(newest)):
             return False
         others = {name: remote for name, remote in remotes.items() if name not in own and name != newest}
         states = {name: state for name, remote in others.items() if (state := self._state_of(remote)) is not None}
         step = step_of(Path(newest))
         later = {name for name, remote in others.items() if remote.step > step} if went_back else set()
         mine = {**own, newest: own.get(newest) or self._state_of(remotes[newest]) or {}}
-        lined_up = {name: state for name, state in (states | mine).items() if name not in later}
-        ordered = dict(sorted(lined_up.items(), key=lambda item: step_of(Path(item[0])), reverse=True))
+        candidates = {name: state for name, state in (states | mine).items() if name not in later}
+        ordered = dict(sorted(candidates.items(), key=lambda item: step_of(Path(item[0])), reverse=True))
         kept = disk.choose_kept(ordered, retention) | {*mine} | {self.pointed_at(pointer) for pointer in POINTERS}
         for name, remote in others.items():
             if not self.is_unchanged(remote):
                 continue
             if name in later and states.get(name, {}).get("keep"):
-                self._set_aside(remote)
+                self._rename_superseded(remote)
             elif name in later or name not in kept:
                 self._drop(remote)
         return True
 
-    def _is_whole(self, remote: Remote | None) -> bool:
+    def _is_complete(self, remote: Remote | None) -> bool:
         return remote is not None and self.is_unchanged(remote) and self._state_of(remote) is not None
 
     def fetch(self, remote: Remote, folder: Path, before_naming: Callable[[], None] = lambda: None) -> Path:
-        """A checkpoint from the store, verified to its last bit before it gets its name. Raises DamagedCheckpoint.
+        """Fetch a checkpoint and verify it before it gets its name. Raises DamagedCheckpoint.
 
-        before_naming: fetches what belongs to it. A checkpoint with a name is never fetched again.
+        before_naming: fetches the other files. A checkpoint that has its name is never fetched again.
         """
         manifest = self.manifest_of(remote)
         temporary = disk.temporary_folder(folder, remote.step)
@@ -181,7 +180,7 @@ class RemoteCheckpoints:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
 
-    # --- One file, one folder
+    # --- Single files and folders
 
     def _read(self, remote: Remote, name: str) -> bytes:
         raw = self.store.read(f"{FOLDER}/{remote.name}/{name}", LARGEST_JSON_BYTES) if name in remote.files else None
@@ -190,7 +189,7 @@ class RemoteCheckpoints:
         return raw
 
     def _state_of(self, remote: Remote) -> dict[str, Any] | None:
-        """None for one that is not whole."""
+        """None if it is incomplete."""
         if not remote.is_sealed:
             return None
         if remote.name not in self._states:
@@ -202,21 +201,21 @@ class RemoteCheckpoints:
         return self._states[remote.name]
 
     def _compare(self, path: str, mark: _Fingerprint) -> None:
-        stored = self.store.look_at(path)
+        stored = self.store.info(path)
         if stored is None or stored.size_bytes != mark.seal.size_bytes:
             got = f"{stored.size_bytes:,}" if stored else "no"
-            raise StoreTrouble(f"{path} has {got} bytes in the store instead of {mark.seal.size_bytes:,}")
+            raise StoreError(f"{path} has {got} bytes in the store instead of {mark.seal.size_bytes:,}")
         if mark.is_etag(stored):
             return
         if self.store.sum_up(path, add_checksum) != mark.seal.crc32:
-            raise StoreTrouble(f"{path} reads back as something else than was sent")
+            raise StoreError(f"{path} reads back with other bytes than were uploaded")
 
     def _drop(self, remote: Remote) -> None:
         for name in sorted(remote.files, key=lambda name: name != MANIFEST):
             self.store.remove(f"{FOLDER}/{remote.name}/{name}")
         self._states.pop(remote.name, None)
 
-    def _set_aside(self, remote: Remote) -> None:
+    def _rename_superseded(self, remote: Remote) -> None:
         for name in sorted(remote.files, key=lambda name: name == MANIFEST):
             self.store.copy(f"{FOLDER}/{remote.name}/{name}", f"{FOLDER}/superseded-{remote.name}/{name}")
         self._drop(remote)
@@ -224,7 +223,7 @@ class RemoteCheckpoints:
 
 @dataclass(frozen=True)
 class _Fingerprint:
-    """Of a file on this disk: what the manifest says of a file, and what a store may say of it."""
+    """Checksums of a file on this disk: the one of the manifest, and the ETags that a store may show."""
 
     seal: FileSeal
     md5: str

@@ -34,7 +34,7 @@ def run(arguments: list[str]) -> int:
         return EXIT_FINISHED
     folder = _folder_of(arguments)
     if "--push" in arguments:
-        return EXIT_FINISHED if push(RunFolder(folder.parent), tell=print) else EXIT_CHECKPOINT
+        return EXIT_FINISHED if push(RunFolder(folder.parent), say=print) else EXIT_CHECKPOINT
     is_thorough = "--verify" in arguments
     listed = list_checkpoints(folder, thorough=is_thorough)
     entries = [_describe(item, folder, is_thorough) for item in listed]

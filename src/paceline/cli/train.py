@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
         return _be_a_rank(loaded, environment)
     nodes = read_nodes()
     _check_nodes(loaded, nodes)
-    claim_store = prepare_store(loaded, tell=say) if nodes.own == 0 else None
+    claim_store = prepare_store(loaded, say) if nodes.own == 0 else None
     _inspect_named_checkpoint(loaded.config.run.resume)
     place = decide_place(loaded)
     if place.resume_from is not None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.launch.rank_processes import RankProcesses, start_fork_server
-from paceline.launch.rendezvous import Assignment, Request, StoppedWaiting, open_meeting
+from paceline.launch.rendezvous import Assignment, Rendezvous, StoppedWaiting
 from paceline.launch.watch import RankState, Watch
 from paceline.runs.process_handle import identity_of_this_process
 from paceline.runtime.detect import ATTEMPT, Nodes, RankEnvironment, rank_variables
@@ -77,28 +77,26 @@ class Attempts:
         attempt_dir = Path(tempfile.mkdtemp(prefix="paceline-attempt-"))
         ranks = RankProcesses(can_save=attempt.can_save)
         self._watch = watch = Watch(attempt_dir, attempt.stacks_of, ranks.handles)
-        meeting = open_meeting(
-            Request(
-                attempt.nodes,
-                attempt.number,
-                attempt.processes,
-                secret,
-                is_stopped=lambda: self._is_asked_to_stop,
-                on_failure=lambda: _mark(attempt_dir / PEERS_FAILED),
-            )
+        rendezvous = Rendezvous(
+            attempt.nodes,
+            attempt.number,
+            attempt.processes,
+            secret,
+            is_stopped=lambda: self._is_asked_to_stop,
+            on_failure=lambda: _mark(attempt_dir / PEERS_FAILED),
         )
         watch.start()
         try:
             with suppress(StoppedWaiting):
-                self._start(ranks, attempt, meeting.join(), attempt_dir)
+                self._start(ranks, attempt, rendezvous.join(), attempt_dir)
                 ranks.wait()  # if one exits, the watch ends the others
         finally:
             ranks.end()
             watch.stop()
             self._watch = None
             if any(state.is_lost for state in watch.ranks.values()):
-                meeting.announce_failure()
-            meeting.close()
+                rendezvous.announce_failure()
+            rendezvous.close()
             shutil.rmtree(attempt_dir, ignore_errors=True)
         exit_codes = {**dict.fromkeys(watch.ranks), **ranks.exit_codes()}
         return AttemptEnd(watch.ranks, exit_codes, watch.hung, watch.is_cut_short)

@@ -1,4 +1,4 @@
-"""mirror.json of a run folder: which store the run is mirrored to, by whom, and how far that has come."""
+"""mirror.json of a run folder: the store that the run is mirrored to, the start that writes there, and its progress."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _LARGEST_NOTE_BYTES = 100_000
 @dataclass(frozen=True)
 class MirrorNote:
     url: str
-    token: str = ""  # of the last start that wrote to the store from here; whoever's token lies there may write
+    token: str = ""  # of the last start from this folder; the start whose token is in the store may write
     keep_last: int = 1
     keep_best: int = 1
-    says: str = ""  # for people: in step, or behind
+    says: str = ""  # for people: up to date, or behind
 
     def write(self, folder: Path) -> None:
         write_json(folder / MIRROR_NOTE, asdict(self))
 
 
 def read_own_note(folder: Path) -> MirrorNote | None:
-    """The note of a working copy: None for a run that lives on this disk only, and for any other folder with a note.
+    """The note of a working copy. None for a run without a store, and for any other folder with a note.
 
-    A copy of a working copy would overwrite the store of the original. A folder from elsewhere could name any place
-    that this user may write to. So a URL counts only where it leads to this very folder.
+    A copy of a working copy would overwrite the store of the original. A folder from elsewhere could name any store
+    that this user may write to. So the URL counts only if its working copy is this folder.
     """
     note = read_note(folder)
     try:
@@ -42,7 +42,7 @@ def read_own_note(folder: Path) -> MirrorNote | None:
 
 
 def read_note(folder: Path) -> MirrorNote | None:
-    """What the file says. It is believed only by `read_own_note`."""
+    """The content of the file. Only `read_own_note` may be trusted."""
     try:
         return parse_note(read_bounded(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES))
     except (OSError, ValueError):

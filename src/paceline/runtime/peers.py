@@ -133,14 +133,6 @@ def _sign(key: bytes, number: int, text: bytes) -> bytes:
     return hmac.digest(key, number.to_bytes(8) + text, "sha256")
 
 
-def integer_in(message: Message, name: str, low: int, high: int) -> int:
-    """A whole number in a message, checked. JSON's `true` is not a number."""
-    value = message.get(name)
-    if type(value) is not int or not low <= value <= high:
-        raise MalformedMessage(f"{name!r} of a message is not a whole number from {low} to {high}")
-    return value
-
-
 def connect(host: str, port: int, secret: bytes, context: str, timeout_s: float = PROOF_TIMEOUT_S) -> Peer:
     """Connect to a node of the run. Raises OSError, and NotProved if the server does not know the secret."""
     deadline_s = time.monotonic() + timeout_s

@@ -154,7 +154,7 @@ def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnviron
         try:
             before = _folder_of_attempt_before(loaded, environment)
             is_first = before is None and not environment.is_supervised
-            claim_store = prepare_store(loaded, tell=say) if is_first else None
+            claim_store = prepare_store(loaded, say) if is_first else None
             place = decide_place(loaded, restart_in=before)
             if claim_store is not None:
                 claim_store()

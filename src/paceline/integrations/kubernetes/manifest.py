@@ -143,7 +143,7 @@ def _service(job: KubernetesJob) -> Object:
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
             "selector": {NAME_LABEL: job.name},
-            "ports": [{"name": "meet", "port": job.port, "targetPort": job.port, "protocol": "TCP"}],
+            "ports": [{"name": "leader", "port": job.port, "targetPort": job.port, "protocol": "TCP"}],
         },
     }
 

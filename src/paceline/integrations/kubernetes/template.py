@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.integrations.kubernetes.access import NAME_LABEL, labels, secret_name
-from paceline.integrations.kubernetes.gang import MEET, NODE, NODES
 from paceline.integrations.kubernetes.job import FILES_PATH, REPLICATED_JOB, KubernetesJob, Volume
+from paceline.integrations.kubernetes.pod import LEADER, NODE, NODES
 from paceline.launch.job_record import SECRET_PREFIX
 from paceline.runtime.secret import RUN_SECRET
 from paceline.settings.variables import START_TIMEOUT
@@ -110,7 +110,7 @@ def _container(job: KubernetesJob) -> Object:
     if job.secrets:
         container["envFrom"] = [{"secretRef": {"name": name}} for name in job.secrets]
     if job.nodes > 1:
-        container["ports"] = [{"name": "meet", "containerPort": job.port, "protocol": "TCP"}]
+        container["ports"] = [{"name": "leader", "containerPort": job.port, "protocol": "TCP"}]
     container |= {
         "resources": {"requests": resources, "limits": dict(resources)},
         "securityContext": {
@@ -138,7 +138,7 @@ def _environment(job: KubernetesJob) -> list[Object]:
         rows += [
             {"name": NODES, "value": str(job.nodes)},
             {"name": NODE, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.annotations['{INDEX}']"}}},
-            {"name": MEET, "value": f"{leader_host(job)}:{job.port}"},
+            {"name": LEADER, "value": f"{leader_host(job)}:{job.port}"},
             {"name": START_TIMEOUT, "value": str(job.start_timeout_s)},
             {"name": RUN_SECRET, "valueFrom": {"secretKeyRef": {"name": secret_name(job), "key": RUN_SECRET}}},
         ]

@@ -51,7 +51,7 @@ _OWN_VARIABLES = (
         "USER",
         "PACELINE_NODES",
         "PACELINE_NODE",
-        "PACELINE_MEET",
+        "PACELINE_LEADER",
         START_TIMEOUT,
         RUN_SECRET,
     ),

@@ -1,7 +1,7 @@
-"""The live card of a training step: progress, curves, the nodes, and which checkpoint came from which. And a test's.
+"""The live card of a training step (progress, curves, nodes, uploaded checkpoints), and the card of a test.
 
-Built from Metaflow's own components, so a card is one file that needs no network. It is made once; while training
-goes on only its values change.
+Cards consist of Metaflow's own components, so a card is one file that needs no network. During training only the values
+of a card change.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from paceline.metrics.recorder import Row, read_rows
 _LOOK_S = 2.0
 _MOST_POINTS = 500
 _MOST_CLASSES = 20
-_COLOURS = {  # told apart by colour-blind people, too
+_COLOURS = {  # distinguishable with colour blindness
     "domain": ["training", "validation", "test"],
     "range": ["#0072b2", "#d55e00", "#009e73"],
 }
 
 
 class TrainingCard:
-    """Where this node is; and on the one that has rank 0's metrics, how training goes, kept up to date by a thread."""
+    """The nodes. On a node with its own folder also metrics, updated by a thread."""
 
     def __init__(self, card: Any, node: Node) -> None:
         self._card = card
@@ -42,7 +42,7 @@ class TrainingCard:
 
     def start(self) -> None:
         self._card.extend([self._head, Markdown("## Nodes"), Markdown(layout_table(self._node))])
-        if self._node.owns_folder:  # the others' is drawn once, at the end
+        if self._node.owns_folder:  # the card of another node is drawn once, at the end
             self._card.refresh()
             self._thread.start()
 
@@ -59,7 +59,7 @@ class TrainingCard:
 
     def _update(self) -> None:
         rows = read_rows(self._node.folder.metrics_jsonl)
-        shown = (len(rows), len(self._node.courier.history))
+        shown = (len(rows), len(self._node.datastore.history))
         status = self._node.folder.read_status()
         if shown == self._shown or not status:
             return
@@ -80,27 +80,27 @@ class TrainingCard:
 
     def _headline(self, status: dict[str, Any]) -> str:
         request = self._node.request
-        where = f"node {self._node.place.own} of {self._node.place.nodes}, attempt {self._node.attempt + 1}"
+        where = f"node {self._node.own} of {len(self._node.start.nodes)}, attempt {self._node.attempt + 1}"
         title = f"# {request.name}: {request.about['model_name']} on {request.about['dataset']}"
-        words = [title, f"{where}. {self._node.origin}."]
+        lines = [title, f"{where}. {self._node.plan.origin}."]
         if status:
             reason = f" ({status['reason']})" if status.get("reason") else ""
-            words.append(f"**{status.get('status', '')}**{reason}, step {status.get('step', 0)}")
-        return "\n\n".join(words)
+            lines.append(f"**{status.get('status', '')}**{reason}, step {status.get('step', 0)}")
+        return "\n\n".join(lines)
 
     def _lineage_table(self) -> str:
         lines = ["| step | epoch | validation loss | accuracy | | name |", "|---|---|---|---|---|---|"]
-        for sent in self._node.courier.history:
-            marks = ", ".join(word for word, holds in (("best", sent["is_best"]), ("latest", sent["latest"])) if holds)
-            loss, accuracy = sent["val_loss"], sent["val_acc"]
+        for upload in self._node.datastore.history:
+            marks = ", ".join(name for name, key in (("best", "is_best"), ("latest", "latest")) if upload[key])
+            loss, accuracy = upload["val_loss"], upload["val_acc"]
             numbers = [f"{loss:.4f}" if loss is not None else "", f"{accuracy:.2%}" if accuracy is not None else ""]
-            name = sent["key"].rpartition("/")[2]
-            lines.append(f"| {sent['step']} | {sent['epoch']} | {' | '.join(numbers)} | {marks} | `{name}` |")
-        return "\n".join([f"{self._node.origin}. Sent to the datastore since:", "", *lines])
+            name = upload["key"].rpartition("/")[2]
+            lines.append(f"| {upload['step']} | {upload['epoch']} | {' | '.join(numbers)} | {marks} | `{name}` |")
+        return "\n".join([f"{self._node.plan.origin}. Uploaded to the datastore since:", "", *lines])
 
 
 def fill_test_card(card: Any, title: str, test: dict[str, Any]) -> None:
-    """Accuracy and loss, the classes with the least accuracy first, and which class was taken for which."""
+    """Accuracy and loss, the classes with the lowest accuracy first, and the confusion matrix."""
     figures = f"**{test['test_accuracy']:.2%}** of {test['samples']:,} samples, loss {test['test_loss']:.4f}"
     title_text = f"# {title}\n\n{figures}, step {test['step']}"
     card.extend([Markdown(title_text), Markdown("## Classes"), Markdown(class_table(test))])
@@ -140,16 +140,15 @@ def confusion_chart(test: dict[str, Any]) -> dict[str, Any]:
 def layout_table(node: Node) -> str:
     lines = ["| node | role | host | cores | ranks | |", "|---|---|---|---|---|---|"]
     ranks = node.request.processes_per_node
-    for other in node.gang.layout:
-        own = other["node"]
-        role = "main" if own == 0 else "worker"
-        mine = "this card" if own == node.place.own else ""
-        lines.append(f"| {own} | {role} | {other['host']} | {other['cores']} | {ranks} | {mine} |")
+    for other in node.start.nodes:
+        role = "main" if other.node == 0 else "worker"
+        mine = "this card" if other.node == node.own else ""
+        lines.append(f"| {other.node} | {role} | {other.host} | {other.cores} | {ranks} | {mine} |")
     return "\n".join(lines)
 
 
 def points_of(rows: list[Row], name: str) -> list[dict[str, Any]]:
-    """Steps while training, and what came of each epoch; thinned out, since a card is sent as a whole each time."""
+    """Steps, and the results of each epoch. Limited in number, since each refresh sends the whole card."""
     steps = [row for row in rows if row["kind"] == "step"]
     every = max(1, len(steps) // _MOST_POINTS)
     kept = [row for number, row in enumerate(steps) if number % every == 0]

@@ -1,91 +1,112 @@
-"""One node's part in a training step: meet the others, start this node's ranks, see them through. No torch.
+"""One node of a training step: it joins the gang, starts the ranks of this node and waits for them. No torch.
 
-Every node runs one `paceline train` that starts its ranks and watches them, as one agent per node does under Slurm.
-The node of rank 0 sends checkpoints to the datastore; where nodes have disks of their
-own, the others fetch them there.
+Every node runs one `paceline train`, which starts and watches the ranks of this node, as under Slurm. The leader has
+rank 0 and uploads checkpoints to the datastore. Nodes with their own disk fetch them from there.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from uuid import uuid4
 
-from paceline.errors import EXIT_INTERNAL, UserError
-from paceline.integrations.metaflow.courier import Courier, Datastore, Parcel
-from paceline.integrations.metaflow.gang import Gang, Place, free_port, meet
+from paceline.checkpoints.uploader import CheckpointUploader
+from paceline.errors import EXIT_INTERNAL, UserError, printable
+from paceline.integrations.metaflow.datastore import CurrentCheckpoint, MetaflowDatastore
 from paceline.integrations.metaflow.request import Request
 from paceline.launch.child import Child, start_child
-from paceline.launch.child_guard import without_folder
+from paceline.launch.gang import FIRST_PORT, PORTS, Gang, Member, free_port
+from paceline.launch.gang_messages import Hello, Start, Upload, build
 from paceline.metrics.screen import BRIEF, OUTPUT
 from paceline.runs.folder import TEMPORARY, RunFolder
 from paceline.runs.shared_token import NODE_LOCAL
 from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import Nodes, agent_variables, count_gpus
-from paceline.runtime.peers import Message
 from paceline.runtime.secret import RUN_SECRET
 from paceline.settings.schema import ParallelConfig
 
 _LOOK_S = 0.1
-_LOST_GRACE_S = 10.0  # the ranks notice a lost peer by themselves, and have more to say about it
+_LOST_GRACE_S = 10.0  # the ranks notice a lost peer themselves, and their error has more details
 _MARK = "shared.mark"
+_PORT_CANDIDATES = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the leader has decided for all nodes."""
+
+    folder: str  # of the run, on the leader
+    mark: str  # content of a file in that folder: a node that reads it there shares the disk
+    keys: tuple[str, ...]  # of the checkpoints to continue from
+    origin: str  # of these checkpoints, for people
+    device: str
+    gpus: dict[str, str]  # CUDA_VISIBLE_DEVICES by node
 
 
 @dataclass
 class Node:
-    """A node that has met the others and knows what to do."""
+    """A node that has joined its gang."""
 
     request: Request
-    place: Place
     gang: Gang
+    start: Start
+    plan: Plan
     folder: RunFolder
-    courier: Courier
+    datastore: MetaflowDatastore
     attempt: int
-    has_shared_disk: bool  # with the main node
-    strikes_faults: bool  # a rehearsed fault belongs to the first attempt of the first run
+    has_shared_disk: bool  # with the leader
+    injects_faults: bool  # only the first attempt of the first run does
 
     @property
-    def origin(self) -> str:
-        """Where the gang goes on from, in words."""
-        return str(self.gang.plan["origin"])
+    def own(self) -> int:
+        return self.gang.member.node
+
+    @property
+    def is_leader(self) -> bool:
+        return self.gang.member.is_leader
 
     @property
     def owns_folder(self) -> bool:
-        """Whether what is in the run folder is this node's to send, show and remove."""
-        return self.place.is_main or not self.has_shared_disk
+        """Whether this node shows and removes the run folder."""
+        return self.is_leader or not self.has_shared_disk
 
     @property
-    def has_results(self) -> bool:
-        """Whether rank 0 trained to the end, on the disk that is ours."""
-        return self.owns_folder and self.folder.results.exists()
+    def lost(self) -> str:
+        """Why the gang ends, if another node has failed or is lost."""
+        outcome = self.gang.outcome
+        is_other = outcome is not None and outcome.is_failure and outcome.node not in (-1, self.own)
+        return outcome.reason if outcome is not None and is_other else ""
 
     def train(self) -> int:
-        """Start the ranks of this node and wait; returns paceline's exit code."""
-        if self.owns_folder:
-            self.courier.start()
+        """Start the ranks of this node and wait for all nodes. Returns the exit code of this node."""
+        uploader = CheckpointUploader(self.folder, self.datastore) if self.is_leader else None
+        if uploader is not None:
+            uploader.start()
         code = EXIT_INTERNAL
         try:
             code = self._run()
         finally:
-            self.courier.finish()
-            self.gang.leave(code)
+            if uploader is not None:
+                uploader.close()
+            self.gang.report_end(code)
+            self.gang.wait_for_outcome()
         return code
 
     def close(self) -> None:
-        """The main node's copy goes last: on a laptop it is everybody's."""
-        if self.place.is_main:
-            self.gang.wait_for_others(_LOST_GRACE_S)
+        """The leader removes its folder last: nodes on the same machine use it too."""
+        self.gang.disconnect(_LOST_GRACE_S if self.is_leader else 0.0)
         if self.owns_folder:
             shutil.rmtree(self.folder.path.parent, ignore_errors=True)
 
@@ -97,16 +118,30 @@ class Node:
             return child.wait()
 
     def _wait(self, child: Child) -> None:
-        lost_at = 0.0
+        lost_at_s = 0.0
         while child.is_running:
-            if self.gang.lost is not None:
-                lost_at = lost_at or time.monotonic()
-                if time.monotonic() - lost_at > _LOST_GRACE_S:
-                    print(f"{self.gang.lost}: this node's ranks are ended", file=sys.stderr, flush=True)
+            self._fetch_uploads()
+            if self.lost:
+                lost_at_s = lost_at_s or time.monotonic()
+                if time.monotonic() - lost_at_s > _LOST_GRACE_S:
+                    print(f"{printable(self.lost)}: the ranks of this node are ended", file=sys.stderr, flush=True)
                     child.stop_as_if_abandoned()
                     return
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_LOOK_S)
+
+    def _fetch_uploads(self) -> None:
+        """Ranks of this node may need what rank 0 has saved. A shared disk already has it."""
+        newest: Upload | None = None
+        while not self.gang.uploads.empty():
+            newest = self.gang.uploads.get()
+        if newest is None or self.has_shared_disk:
+            return
+        try:
+            self.datastore.replace_by(newest)
+        except Exception as error:  # too late for this attempt; the next one starts with all checkpoints
+            text = self.datastore.describe(error)
+            print(f"warning: a checkpoint was not fetched: {text}", file=sys.stderr, flush=True)
 
     def _arguments(self) -> list[str]:
         recipe = self.folder.path.parent / f"{self.request.name}.yaml"
@@ -115,94 +150,108 @@ class Node:
         flags += ["--resume", "auto", "--max-restarts", str(self.request.max_restarts)]
         if self.request.best_is_latest:
             flags.append("--best-is-latest")
-        if self.place.nodes > 1:
-            flags += ["--stop-signals", "SIGTERM"]  # the others are Slurm's, which is not here
+        if len(self.start.nodes) > 1:
+            flags += ["--stop-signals", "SIGTERM"]  # the other signals are Slurm's
         if self.request.shares_cores:
             flags += ["--omp-num-threads", str(self._threads())]
-        if self.gang.plan["device"]:
-            flags += ["--device", self.gang.plan["device"]]
-        if not self.strikes_faults:
+        if self.plan.device:
+            flags += ["--device", self.plan.device]
+        if not self.injects_faults:
             flags += ["--inject="]
         return ["train", str(recipe), *flags]
 
     def _threads(self) -> int:
-        ranks_here = self.request.processes_per_node * len(_neighbours(self.gang.layout, self.place.own))
+        ranks_here = self.request.processes_per_node * len(_neighbours(self.start.nodes, self.own))
         return max(1, usable_cores() // ranks_here)
 
     def _environment(self) -> dict[str, str]:
         environment = {OUTPUT: BRIEF, **os.environ, TEMPORARY: "1"}
-        if self.place.nodes > 1:
-            place, port = self.place, int(self.gang.plan["port"])
-            environment.update(agent_variables(Nodes(place.nodes, place.own, place.main_host, port)))
-            environment[RUN_SECRET] = place.secret.decode()
+        member = self.gang.member
+        if member.nodes > 1:
+            environment.update(agent_variables(Nodes(member.nodes, member.node, member.host, self.start.port)))
+            environment[RUN_SECRET] = member.secret.decode()
         if not self.has_shared_disk:
-            environment[NODE_LOCAL] = "1"  # the datastore brings this node its checkpoints
-        gpus = self.gang.plan["gpus"].get(str(self.place.own))
+            environment[NODE_LOCAL] = "1"  # checkpoints come from the datastore
+        gpus = self.plan.gpus.get(str(self.own))
         if gpus is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpus
         return environment
 
-    def hear(self, message: Message) -> None:
-        """What other ranks have saved, ours may be asked for; only a shared disk has it already."""
-        if self.has_shared_disk and not self.place.is_main:
-            return
-        try:
-            self.courier.follow(Parcel(**message))
-        except Exception as error:  # not in time for this attempt, then: the next one starts with all of it
-            words = without_folder(f"{type(error).__name__}: {error}", self.folder.path.parent)
-            print(f"warning: a checkpoint did not arrive: {words}", file=sys.stderr, flush=True)
+
+def member_of(name: str, *, node: int, nodes: int, host: str, timeout_s: float, secret: bytes) -> Member:
+    """A node of the gang `name`: flow, run, step and attempt. The ports follow from the name."""
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4])
+    return Member(
+        node=node,
+        nodes=nodes,
+        host=host,
+        ports=tuple(FIRST_PORT + (seed + 37 * number) % PORTS for number in range(_PORT_CANDIDATES)),
+        context=f"metaflow {name}",
+        timeout_s=timeout_s,
+        hint="look at their logs; --node-timeout waits longer",
+        secret=secret,
+        lost_nodes_return=False,  # a lost task returns only in the next attempt of the whole step
+    )
 
 
 def join(
     request: Request,
-    place: Place,
-    datastore: Datastore,
+    member: Member,
+    checkpoint: CurrentCheckpoint,
     attempt: int,
     keys: list[str],
     origin: str = "",
     *,
     is_resumed: bool = False,
 ) -> Node:
-    """Meet the other nodes. `keys` are the parcels to go on from, as the main node sees them; `origin` in words."""
+    """Wait for the other nodes. `keys`: on the leader, the checkpoints to continue from; `origin` describes them."""
+    gang = Gang(member)
 
-    def make_courier(folder: RunFolder) -> Courier:
-        return Courier(folder, datastore, request.about, request.best_is_latest)
+    def open_datastore(folder: RunFolder) -> MetaflowDatastore:
+        return MetaflowDatastore(
+            folder,
+            checkpoint,
+            request.about,
+            best_is_latest=request.best_is_latest,
+            on_upload=gang.send_upload,
+        )
 
-    prepared: list[Courier] = []
+    prepared: list[MetaflowDatastore] = []
 
-    def make_plan(layout: list[Message]) -> Message:
-        """On the main node: its folder is ready before the others hear of it, which may see the same disk."""
-        courier = make_courier(_make_folder(request.work_dir))
-        prepared.append(courier)
-        courier.fetch(keys)
+    def make_plan(nodes: list[Hello]) -> tuple[int, dict[str, Any]]:
+        """The leader's folder is ready before the other nodes start: they may use the same disk."""
+        folder = _make_folder(request.work_dir)
+        prepared.append(open_datastore(folder))
+        prepared[0].fetch(keys)
         mark = uuid4().hex
-        (courier.folder.path / _MARK).write_text(mark)
-        device, gpus = _share_gpus(request, layout)
-        places = {"folder": str(courier.folder.path), "mark": mark, "port": free_port() if place.nodes > 1 else 0}
-        return {**places, "keys": keys, "origin": origin, "device": device, "gpus": gpus}
+        (folder.path / _MARK).write_text(mark)
+        device, gpus = _share_gpus(request, nodes)
+        plan = Plan(str(folder.path), mark, tuple(keys), origin, device, gpus)
+        return free_port() if member.nodes > 1 else 0, asdict(plan)
 
-    about = {"host": socket.gethostname(), "machine": _machine(), "cores": usable_cores(), "pid": os.getpid()}
-    gang = meet(place, about, make_plan, request.node_timeout_s)
-    folder = RunFolder(Path(gang.plan["folder"]))
-    courier = prepared[0] if prepared else make_courier(folder)
-    has_shared_disk = _sees_mark(folder, gang.plan["mark"])
+    try:
+        start = gang.meet(make_plan=make_plan)
+    finally:
+        gang.close()
+    assert start is not None
+    plan = build(Plan, start.plan)
+    folder = RunFolder(Path(plan.folder))
+    datastore = prepared[0] if prepared else open_datastore(folder)
+    has_shared_disk = _sees_mark(folder, plan.mark)
     if not has_shared_disk:
-        _refuse_shards(request, place)
-        print(f"node {place.own} has a disk of its own: checkpoints come from the datastore", flush=True)
-        courier.fetch(gang.plan["keys"])
-    strikes_faults = attempt == 0 and not is_resumed
-    node = Node(request, place, gang, folder, courier, attempt, has_shared_disk, strikes_faults)
-    courier.on_sent = lambda parcel: gang.tell(asdict(parcel))
-    gang.on_news = node.hear
-    return node
+        _refuse_shards(request, member)
+        print(f"node {member.node} has a disk of its own: checkpoints come from the datastore", flush=True)
+        datastore.fetch(list(plan.keys))
+    injects_faults = attempt == 0 and not is_resumed
+    return Node(request, gang, start, plan, folder, datastore, attempt, has_shared_disk, injects_faults)
 
 
-def _refuse_shards(request: Request, place: Place) -> None:
+def _refuse_shards(request: Request, member: Member) -> None:
     if request.is_sharded:
         raise UserError(
             "strategy fsdp on several nodes needs a disk that all of them share",
-            where=f"node {place.own}",
-            got=request.work_dir or "a temporary folder of the main node",
+            where=f"node {member.node}",
+            got=request.work_dir or "a temporary folder of node 0",
             hint="--work-dir PATH on shared storage, or another --strategy",
         )
 
@@ -223,21 +272,14 @@ def _sees_mark(folder: RunFolder, mark: str) -> bool:
         return False
 
 
-def _machine() -> str:
-    """Two containers on one machine have names of their own, and cores of their own."""
-    with suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + socket.gethostname()
-    return socket.gethostname()
+def _neighbours(nodes: Sequence[Hello], own: int) -> list[int]:
+    """The nodes on the machine of this one, with itself. On a laptop: all."""
+    return [node.node for node in nodes if node.machine == nodes[own].machine]
 
 
-def _neighbours(layout: list[Message], own: int) -> list[int]:
-    """The nodes that share a machine with this one, itself included: on a laptop, all."""
-    return [node["node"] for node in layout if node["machine"] == layout[own]["machine"]]
-
-
-def _share_gpus(request: Request, layout: list[Message]) -> tuple[str, dict[str, str]]:
-    """On one machine every node sees every GPU: give each node its own, or leave them alone if there are too few."""
-    neighbours = _neighbours(layout, 0)
+def _share_gpus(request: Request, nodes: Sequence[Hello]) -> tuple[str, dict[str, str]]:
+    """Device and GPUs of each node. On one machine every node sees all GPUs; with too few, all nodes use the CPU."""
+    neighbours = _neighbours(nodes, 0)
     if len(neighbours) == 1 or request.chose_device or shutil.which("nvidia-smi") is None:
         return "", {}
     each = request.processes_per_node
@@ -253,7 +295,7 @@ def _share_gpus(request: Request, layout: list[Message]) -> tuple[str, dict[str,
 
 @contextmanager
 def _stop_signals_to(child: Child) -> Iterator[None]:
-    """A stop request to this task is one to its ranks, which save; the task lives to send that checkpoint off."""
+    """SIGTERM for this task goes to its ranks, which save. The task continues, to upload that checkpoint."""
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         child.send_signal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""A flow's parameters become one checked request, before anything is started.
+"""Checks the parameters of a flow, before anything is started, and makes one request of them.
 
-The parameters are those people know from Metaflow examples; whatever they leave open, the recipe decides. Anything
-else `paceline train` understands goes through `--flags`. Imports no torch and no Metaflow.
+The parameters have the names of Metaflow's examples. The recipe gives the values of those that are not set. All other
+flags of `paceline train` go through `--flags`. Imports no torch and no Metaflow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paceline.settings.rules import check_world
 
 LOAD_POLICIES = ("fresh", "eager", "none")
 _MOST_NODES = 1024
-# What the flow decides itself, by a parameter of its own or because Metaflow does it.
+# Flags that the flow sets itself, with the parameter to use instead.
 _NOT_IN_FLAGS = {
     "processes": "--processes-per-node",
     "output_dir": "--work-dir",
@@ -35,12 +35,12 @@ _NOT_IN_FLAGS = {
 
 @dataclass(frozen=True)
 class StartPoint:
-    """A checkpoint in the datastore to go on from."""
+    """A checkpoint in the datastore to continue from."""
 
     key: str
     best_key: str  # of the best checkpoint so far; empty: this one, or none yet
     step: int
-    pathspec: str  # of the task that sent it
+    pathspec: str  # of the task that uploaded it
     attempt: int
 
     @property
@@ -53,10 +53,10 @@ class StartPoint:
 
 @dataclass(frozen=True)
 class Request:
-    """What every node needs to know. The recipe travels as text: its file need not exist on the nodes."""
+    """The request for all nodes. It contains the recipe as text, since its file may not exist on the nodes."""
 
     name: str
-    recipe: str  # resolved: YAML of every setting, defaults marked as such
+    recipe: str  # resolved: YAML of all settings, with marked defaults
     cluster_size: int
     processes_per_node: int
     load_policy: str
@@ -65,10 +65,10 @@ class Request:
     node_timeout_s: float
     max_restarts: int
     is_sharded: bool
-    shares_cores: bool  # nobody asked for a number of threads: the nodes of one machine share its cores
+    shares_cores: bool  # no number of threads was set: the nodes of one machine share its cores
     chose_device: bool
-    about: dict[str, Any]  # what a person looks for in a list of models: model_name, epochs, batch_size, ...
-    # Of this flow's nodes. It travels with the request in the datastore, and is not part of what is printed of it.
+    about: dict[str, Any]  # metadata of models and checkpoints: model_name, epochs, batch_size, ...
+    # Of this flow's nodes. It is stored with the request in the datastore, and is not printed.
     secret: str = field(default="", repr=False, compare=False)
     earlier: StartPoint | None = None  # of an earlier run, if the load policy allows it
 
@@ -90,7 +90,7 @@ def check_request(
     work_dir: str = "",
     node_timeout: float = 600.0,
 ) -> Request:
-    """The request, or a UserError that says which parameter is wrong and what would be right."""
+    """Raises a UserError that names the wrong parameter and what is allowed."""
     _check_gang(cluster_size, processes_per_node, load_policy, node_timeout)
     mapped = _mapped_flags(model_name, batch_size, test_batch_size, epochs, learning_rate, train_from_scratch)
     given = _split_flags(flags, mapped)
@@ -126,7 +126,7 @@ def check_request(
 
 
 def _max_restarts(loaded: LoadedConfig, cluster_size: int) -> int:
-    """Only the main node has the newest checkpoint on its disk; Metaflow's @retry hands it to every node."""
+    """Only the main node has the newest checkpoint on its disk. Metaflow's @retry provides it to every node."""
     if cluster_size > 1 and loaded.origin("max_restarts") == "default":
         return 0
     return loaded.config.guard.max_restarts
@@ -161,7 +161,7 @@ def _mapped_flags(
     """Each parameter that was given, as flags of `paceline train`."""
     mapped: dict[str, list[str]] = {}
     if model_name is not None:
-        # A bare name that is not ours is one of timm's, as in most examples.
+        # A bare name that Paceline does not know is a timm model, as in most examples.
         is_bare = model_name not in BUILT_IN and ":" not in model_name and not model_name.endswith(".py")
         if is_bare and importlib.util.find_spec("timm") is None:
             raise UserError(
@@ -190,7 +190,7 @@ def _mapped_flags(
 
 
 def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
-    """The words of --flags, none of which says what a parameter says."""
+    """The words of --flags. None of them may repeat a parameter."""
     try:
         words = shlex.split(text)
     except ValueError as error:
@@ -200,7 +200,7 @@ def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
         field = setting.field
         if field.name in _NOT_IN_FLAGS:
             raise UserError(
-                f"{field.flag} is not the recipe's business here: the flow decides it",
+                f"{field.flag} cannot be set here: the flow sets it",
                 where="--flags",
                 hint=_NOT_IN_FLAGS[field.name],
             )
@@ -212,7 +212,7 @@ def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
 
 
 def _check_loaded(loaded: LoadedConfig, mapped: dict[str, list[str]]) -> None:
-    """Everything `paceline train` checks of a recipe. A person gave parameters, so these are named."""
+    """The checks of `paceline train`. Errors name the parameter instead of the flag."""
     try:
         check_loaded(loaded)
     except UserError as error:

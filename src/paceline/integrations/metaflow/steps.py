@@ -1,4 +1,4 @@
-"""What the steps of a flow call. Everything that knows Metaflow is here and in `cards.py`.
+"""The functions that the steps of a flow call.
 
 with training(self.request) as trained:
     if trained is not None:        # the node of rank 0
@@ -34,9 +34,9 @@ from paceline.checkpoints.store import pointed_at
 from paceline.errors import EXIT_CHECKPOINT, EXIT_HANG, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.metaflow.cards import TrainingCard, fill_test_card
 from paceline.integrations.metaflow.earlier import as_start_point, newest_of_flow, newest_of_origin
-from paceline.integrations.metaflow.gang import Place
-from paceline.integrations.metaflow.node import Node, join
+from paceline.integrations.metaflow.node import Node, join, member_of
 from paceline.integrations.metaflow.request import Request, StartPoint, check_request
+from paceline.launch.gang import Member
 from paceline.launch.policy import FINAL_CODES
 from paceline.metrics.recorder import Row, read_rows
 from paceline.runs.folder import RunFolder
@@ -46,11 +46,11 @@ CARD = "training"
 TEST_CARD = "test"
 _PINNED = ("torch", "numpy", "metaflow-checkpoint")
 _PACKAGE_ENVIRONMENTS = ("pypi", "conda", "fast-bakery")
-_IN_WORDS = {EXIT_PREEMPTED: "stopped and saved", EXIT_HANG: "a rank stood still"}
+_REASONS = {EXIT_PREEMPTED: "stopped and saved", EXIT_HANG: "a rank made no progress"}
 
 
 class Refused(MetaflowException):  # type: ignore[misc]
-    """A person's mistake: one screen, no traceback."""
+    """A mistake of the user: one screen, no traceback."""
 
     headline = "This cannot be started"
 
@@ -61,7 +61,7 @@ class TrainingFailed(MetaflowException):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class Trained:
-    """What the node of rank 0 has in its hands when training is over."""
+    """The results of a training step, on the node of rank 0."""
 
     results: dict[str, Any]  # results.json
     history: list[Row]  # metrics.jsonl
@@ -71,9 +71,9 @@ class Trained:
 
 
 def packaged(flow: type) -> type:
-    """A flow whose steps bring paceline along under `--environment=pypi`, in the versions that are installed here.
+    """Under `--environment=pypi`: add paceline to the steps of a flow, in the version that is installed here.
 
-    Metaflow refuses @pypi in any other environment, so elsewhere the flow stays as it is.
+    Metaflow refuses @pypi in any other environment, so elsewhere the flow does not change.
     """
     if not _wants_packages(sys.argv, os.environ):
         return flow
@@ -96,10 +96,10 @@ def _wants_packages(arguments: list[str], environment: Mapping[str, str]) -> boo
 
 @contextmanager
 def one_screen(*, is_final: bool = False, folder: str = "") -> Iterator[None]:
-    """Errors that explain themselves, in Metaflow's way of telling them.
+    """Show errors of Paceline on one screen, without a traceback.
 
-    `is_final`: a person's mistake is not tried again, where the step has @retry. `folder`: a model that Metaflow has
-    fetched and removes when the task ends, so its path says nothing.
+    `is_final`: a mistake of the user is not retried by @retry. `folder`: a model that Metaflow has fetched and removes
+    when the task ends. Its path is not shown.
     """
     try:
         yield
@@ -112,9 +112,9 @@ def one_screen(*, is_final: bool = False, folder: str = "") -> Iterator[None]:
 
 
 def checked(*, train_step: str = "train", **parameters: Any) -> Request:
-    """The flow's parameters as one request; what is wrong with them is said here, before anything starts.
+    """Check the parameters of a flow before anything starts, and make one request of them.
 
-    `train_step` is the name of the step that trains: with load policy eager its checkpoints are looked for.
+    `train_step` is the name of the step that trains. With load policy eager, its earlier checkpoints are searched.
     """
     with one_screen():
         request = check_request(**parameters)
@@ -129,32 +129,37 @@ def checked(*, train_step: str = "train", **parameters: Any) -> Request:
 
 @contextmanager
 def training(request: Request) -> Iterator[Trained | None]:
-    """Train as this node of the gang. Yields the outcome on the node that has it, None on the others."""
-    place = read_place(request)
+    """Train on this node. Yields the results on the leader, None on the others."""
+    member = read_member(request)
     with one_screen(is_final=True):
-        keys, origin = tell_start(request) if place.is_main else ([], "")
+        keys, origin = print_start(request) if member.is_leader else ([], "")
         is_resumed = bool(current.origin_run_id)
-        node = join(request, place, current.checkpoint, current.retry_count, keys, origin, is_resumed=is_resumed)
+        node = join(request, member, current.checkpoint, current.retry_count, keys, origin, is_resumed=is_resumed)
     try:
         with _card(node):
             code = node.train()
         if code != 0:
             _fail(node, code)
-        yield outcome(request, node.folder) if node.has_results else None
+        yield collect_results(request, node.folder) if node.is_leader else None
     finally:
         node.close()
 
 
-def read_place(request: Request) -> Place:
-    """A secret in the tasks' environment goes before the one in the datastore, which more people can read."""
-    gang = current.parallel
-    secret = read_secret({RUN_SECRET: request.secret, **os.environ})
-    name = f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.retry_count}"
-    return Place(gang.num_nodes, gang.node_index, gang.main_ip, name, secret)
+def read_member(request: Request) -> Member:
+    """A secret in the tasks' environment has priority over the one in the datastore, which more people can read."""
+    parallel = current.parallel
+    return member_of(
+        f"{current.flow_name}/{current.run_id}/{current.step_name}/{current.retry_count}",
+        node=parallel.node_index,
+        nodes=parallel.num_nodes,
+        host=parallel.main_ip,
+        timeout_s=request.node_timeout_s,
+        secret=read_secret({RUN_SECRET: request.secret, **os.environ}),
+    )
 
 
 def choose_start(request: Request) -> tuple[StartPoint | None, str]:
-    """Where to go on from, and a note if a checkpoint was found that is another run's. For the main node."""
+    """The checkpoint to continue from, and a note if the one that was found belongs to another run. For the leader."""
     if request.load_policy == "none":
         return None, ""
     if current.checkpoint.is_loaded:  # by an earlier attempt of this task
@@ -167,8 +172,8 @@ def choose_start(request: Request) -> tuple[StartPoint | None, str]:
     return request.earlier, note
 
 
-def tell_start(request: Request) -> tuple[list[str], str]:
-    """The keys of the parcels to go on from, and where they came from in words, which are printed."""
+def print_start(request: Request) -> tuple[list[str], str]:
+    """Print and return where training continues from: the keys of the checkpoints, and their description."""
     found, note = choose_start(request)
     origin = str(found) if found else "From the beginning"
     print(f"{origin} (load policy {request.load_policy})", flush=True)
@@ -192,7 +197,7 @@ def _card(node: Node) -> Iterator[None]:
 
 
 def _own_card(name: str) -> Any:
-    """None: a flow may leave the card out."""
+    """None: the flow has no such card."""
     try:
         return current.card[name]
     except (AttributeError, KeyError):
@@ -200,18 +205,19 @@ def _own_card(name: str) -> Any:
 
 
 def _fail(node: Node, code: int) -> None:
-    words = node.gang.lost or _IN_WORDS.get(code, "its own report is above")
-    message = f"node {node.place.own}: paceline ended with exit code {code} ({words})"
-    # Nodes with disks of their own may miss a checkpoint that arrives a moment late; the next attempt has it. The main
-    # node knows that there was one: without it, ranks have refused the checkpoint that they were to go on from.
-    is_late = code == EXIT_CHECKPOINT and node.place.nodes > 1 and not (node.place.is_main and not node.courier.history)
+    reason = node.lost or _REASONS.get(code, "its own report is above")
+    message = f"node {node.own}: paceline ended with exit code {code} ({reason})"
+    # A node with its own disk may fetch a checkpoint too late; the next attempt has it. If the leader has uploaded
+    # none, the ranks have refused the checkpoint that they should continue from.
+    has_uploaded = bool(node.datastore.history) or not node.is_leader
+    is_late = code == EXIT_CHECKPOINT and len(node.start.nodes) > 1 and has_uploaded
     if code in FINAL_CODES and not is_late:
-        print(f"{message}; it would fail again in the same way", file=sys.stderr, flush=True)
+        print(f"{message}; a retry would fail in the same way", file=sys.stderr, flush=True)
         sys.exit(METAFLOW_EXIT_DISALLOW_RETRY)
     raise TrainingFailed(message)
 
 
-def outcome(request: Request, folder: RunFolder) -> Trained:
+def collect_results(request: Request, folder: RunFolder) -> Trained:
     results = json.loads(folder.results.read_text())
     return Trained(
         results=results,
@@ -223,7 +229,7 @@ def outcome(request: Request, folder: RunFolder) -> Trained:
 
 
 def _pack_model(folder: RunFolder) -> Path:
-    """A run folder with nothing but its best checkpoint: whole, sealed, and no code in it."""
+    """A run folder with only its best checkpoint, and without code."""
     model = folder.path.parent / "model"
     best = pointed_at(folder.checkpoints, "best") or step_folders(folder.checkpoints)[0]
     shutil.copytree(best, model / "checkpoints" / best.name)
@@ -240,7 +246,7 @@ def find_model(run: str, key: str) -> Any:
         if key:
             return key
         try:
-            namespace(None)  # whoever trained it
+            namespace(None)  # of any user
             saved = Run(run).data.model
         except (MetaflowNotFound, MetaflowInvalidPathspec) as error:
             raise UserError("there is no such run", where="--run", got=run, hint=str(error)) from None
@@ -252,7 +258,7 @@ def find_model(run: str, key: str) -> Any:
 
 
 def evaluate_model(path: str, flags: str = "") -> dict[str, Any]:
-    """Accuracy and loss of a saved model on its test set, in this process; also on the step's card, if it has one."""
+    """Accuracy and loss of a saved model on its test set. Also fills the card of the step, if it has one."""
     from paceline.training.reuse import evaluate_run, open_run
 
     with one_screen(folder=path):
