@@ -58,6 +58,7 @@ def write_shards(folder: Path, count: int) -> None:
     import numpy as np
 
     from paceline.data.pack_format import FINISHED, Packed, Shard, checksum, picture_side, shard_layout
+    from paceline.data.pictures import DECODER
 
     side = picture_side(IMAGE_SIZE)
     sizes = {"train": count, "test": 2 * BATCH}
@@ -70,7 +71,7 @@ def write_shards(folder: Path, count: int) -> None:
             shards.append(Shard(name, pictures, checksum(folder / name), ""))
     classes = tuple(f"class{number}" for number in range(CLASSES))
     per_class = {half: tuple(len(range(n, size, CLASSES)) for n in range(CLASSES)) for half, size in sizes.items()}
-    packed = Packed(classes, per_class, side, per_shard, ())
+    packed = Packed(classes, per_class, side, per_shard, (), DECODER)
     (folder / FINISHED).write_text(replace(packed, shards=tuple(shards)).to_text())
 
 

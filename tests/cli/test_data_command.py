@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -129,6 +130,98 @@ def test_mistakes(
     said = capsys.readouterr()
     assert_one_screen(Answer(code, said.out, said.err), USER, *parts)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "pictures"]
+
+
+def small_set(root: Path) -> Path:
+    """Three parts of two classes; every picture differs."""
+    random = np.random.default_rng(0)
+    for part, count in (("train", 8), ("val", 2), ("test", 2)):
+        for name in ("ant", "bee"):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                pixels = random.integers(0, 256, (9, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / part / name / f"{number}.png")
+    return root
+
+
+def check(folder: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tuple[dict[str, list[str]], str]:
+    """The lines of `data check` by their first word, and the error screen."""
+    from paceline.cli.main import main
+
+    assert main(["data", "check", str(folder), "--workers=1"]) == code
+    said = capsys.readouterr()
+    lines: dict[str, list[str]] = {}
+    for line in said.out.splitlines():
+        lines.setdefault(line.split()[0].rstrip(":"), []).append(line)
+    return lines, said.err
+
+
+def test_check_says_which_folder_is_what_and_lists_all_that_is_skipped_or_suspicious(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_set(tmp_path / "pictures")
+    lines, _ = check(folder, capsys)
+    assert set(lines) == {"checked", "train", "validation", "test", "whole"}
+    assert [lines[part][0].split()[1] for part in ("train", "validation", "test")] == ["train/:", "val/:", "test/:"]
+    (folder / "__MACOSX").mkdir()
+    for number in range(5):
+        (folder / "train" / "ant" / f"{number}.heic").write_bytes(b"x")
+    shutil.copy(folder / "train" / "ant" / "0.png", folder / "test" / "ant" / "leaked.png")
+    shutil.copy(folder / "train" / "ant" / "1.png", folder / "train" / "bee" / "wrong.png")
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    Image.new("RGB", (20, 10)).save(folder / "train" / "bee" / "turned.jpg", exif=exif)
+    Image.fromarray(np.full((9, 9), 4000, dtype=np.uint16)).save(folder / "train" / "bee" / "deep.png")
+    lines, _ = check(folder, capsys)
+    heic, hidden = lines["skipped"]
+    assert "5 (.heic" in heic
+    assert "0.heic, train/ant/1.heic, train/ant/2.heic and 2 more" in heic
+    assert "__MACOSX" in hidden
+    assert ["turned.jpg" in line for line in lines["note"]] == [True]
+    deep, classes, parts = lines["suspicious"]
+    assert "deep.png" in deep
+    assert "train/ant/1.png, train/bee/wrong.png" in classes
+    assert "train/ant/0.png, test/ant/leaked.png" in parts
+
+
+def test_check_of_a_folder_with_an_unreadable_picture_ends_with_exit_code_3_after_the_lists(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = small_set(tmp_path / "pictures")
+    (folder / "val" / "bee" / "0.png").write_bytes(b"no picture")
+    (folder / "val" / "notes.txt").write_bytes(b"x")
+    lines, screen = check(folder, capsys, DATA)
+    assert "whole" not in lines
+    assert len(lines["skipped"]) == 1
+    assert "val/bee/0.png" in screen
+
+
+@pytest.mark.parametrize("kind", ["folder", "packed", "function"])
+def test_a_split_of_data_with_a_validation_set_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    """A split in a recipe is for other data, and is not used."""
+    from paceline.cli.main import main
+
+    folder, flags = small_set(tmp_path / "pictures"), ["shapes-cnn", "--dataset=folder", "--image-size=8"]
+    if kind == "packed":
+        assert main(["data", "pack", str(folder), str(tmp_path / "packed"), "--image-size=8", "--workers=1"]) == 0
+        folder = tmp_path / "packed"
+    flags += [f"--data-dir={folder}", "--global-batch-size=4", "--processes=1"]
+    if kind == "function":
+        (tmp_path / "mine.py").write_text(
+            "import numpy as np\n\ndef load():\n"
+            "    part = np.zeros((8, 3, 8, 8), dtype=np.uint8), np.arange(8) % 2\n"
+            "    return {'train': part, 'val': part, 'test': part}\n"
+        )
+        flags.append(f"--dataset={tmp_path / 'mine.py'}:load")
+    capsys.readouterr()
+    assert main(["plan", *flags]) == 0
+    assert "validation" in capsys.readouterr().out
+    assert main(["plan", *flags, "--train-split=0.8"]) == USER
+    assert "flag --train-split" in capsys.readouterr().err
+    answer = paceline("train", *flags, "--train-split=0.8", "--epochs=1", cwd=tmp_path)
+    assert_one_screen(answer, USER, "flag --train-split")
 
 
 def test_known_sets_are_looked_for_but_not_downloaded_by_check(

@@ -12,7 +12,7 @@ from PIL import Image
 
 from harness.cli import Answer, paceline
 from paceline.data.pack_format import read_finished
-from paceline.data.pictures import find_pictures
+from paceline.data.picture_folder import find_pictures
 from paceline.errors import EXIT_USER, UserError
 
 BAD = "caf\udce9"  # the bytes of "café" in Latin-1, as Python holds them
@@ -73,7 +73,7 @@ def test_pictures_with_such_names_are_read(tmp_path: Path) -> None:
     with open(os.fsencode(broken), "wb") as file:  # noqa: PTH123
         file.write(b"no picture")
     found = find_pictures(tmp_path / "data")
-    assert len(found.train.paths) + len(found.test.paths) == 41
+    assert sum(len(part.paths) for _, part in found) == 41
     packed = paceline("data", "pack", "data", "packed", "--image-size=32", "--unreadable=1", cwd=tmp_path)
     assert packed.code == 0, packed.err
     description = read_finished(tmp_path / "packed")

@@ -33,7 +33,10 @@ def load(data_dir: str) -> dict[str, Any]:
         pixels, labels = _samples(np.arange(5000, 5000 + SAMPLES))
     test, test_labels = _samples(np.arange(9000, 9064 + 8 * bool(variant.get("test"))))
     classes = CLASSES[::-1] if variant.get("classes") else CLASSES
-    return {"train": (pixels, labels), "test": (test, test_labels), "classes": classes}
+    data = {"train": (pixels, labels), "test": (test, test_labels), "classes": classes}
+    if "validation" in variant:  # a set of its own, of these numbers
+        data["validation"] = _samples(np.arange(*variant["validation"]))
+    return data
 
 
 def _samples(numbers: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

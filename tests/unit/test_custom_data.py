@@ -70,8 +70,8 @@ def returning(expression: str) -> str:
         ("Reader()", (3, 8, 8), torch.uint8, 3),
         ("Map([(images[i], i) for i in range(4)])", (3, 8, 9), torch.uint8, 4),
         ("Map([(vectors[i], torch.tensor(0)) for i in range(4)])", (3,), torch.float32, 2),
-        ("Map([(Image.new('RGB', (9, 8)), np.int64(1))])", (3, 8, 9), torch.uint8, 2),
-        ("Map([(Image.new('L', (9, 8)), 1)])", (1, 8, 9), torch.uint8, 2),
+        ("Map([(Image.new('RGB', (9, 8)), np.int64(n)) for n in (0, 1)])", (3, 8, 9), torch.uint8, 2),
+        ("Map([(Image.new('L', (9, 8)), n) for n in (1, 0)])", (1, 8, 9), torch.uint8, 2),
         ("torch.utils.data.TensorDataset(images, torch.tensor(labels))", (3, 8, 9), torch.uint8, 2),
     ],
 )
@@ -106,6 +106,64 @@ def test_pixels_survive(tmp_path: Path) -> None:
 )
 def test_class_names(tmp_path: Path, expression: str) -> None:
     assert loaded(tmp_path, returning(expression)).info.classes == ("cat", "dog")
+
+
+@pytest.mark.parametrize("key", ["validation", "val", "valid"])
+def test_a_validation_set(tmp_path: Path, key: str) -> None:
+    more = f"'{key}': (images[1:], labels[1:])"
+    data = loaded(tmp_path, returning(f"{{'train': (images, labels), 'test': (images[:2], labels[:2]), {more}}}"))
+    assert data.validation is not None
+    assert (data.info.num_train, data.info.num_validation, data.info.num_test) == (4, 3, 2)
+    assert data.validation.labels.tolist() == [1, 0, 1]
+    assert [name for name, _ in data.parts()] == ["train", "validation", "test"]
+    custom.load.cache_clear()
+    without = loaded(tmp_path, returning("{'train': (images, labels), 'test': (images, labels), 'validation': None}"))
+    assert (without.validation, without.info.num_validation) == (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("labels", "shown"), [("[0, 10, 20, 0]", "0, 10, 20"), ("[1, 2, 1, 2]", "1, 2"), ("[3, 3, 3, 3]", "3")]
+)
+def test_labels_that_leave_out_numbers_are_refused(tmp_path: Path, labels: str, shown: str) -> None:
+    """They would silently become as many classes as the largest label says."""
+    screen = refused(tmp_path, returning(f"(images, {labels}), (images, {labels})"))
+    assert shown in screen
+    assert "return_inverse" in screen
+
+
+def test_a_label_that_only_the_test_set_has_is_no_gap(tmp_path: Path) -> None:
+    assert loaded(tmp_path, returning("(images, [0, 2, 0, 2]), (images, [1, 1, 1, 1])")).info.num_classes == 3
+
+
+def test_classes_without_samples_can_be_declared(tmp_path: Path) -> None:
+    half = "(images, [0, 10, 20, 0])"
+    info = loaded(tmp_path, returning(f"{half}, {half}, 25")).info
+    assert info.classes == tuple(map(str, range(25)))
+    custom.load.cache_clear()
+    names = loaded(tmp_path, returning(f"{half}, {half}, list('abcdefghijklmnopqrstu')")).info.classes
+    assert len(names) == 21
+    custom.load.cache_clear()
+    assert "number of classes" in refused(tmp_path, returning(f"{half}, {half}, 20"))
+
+
+def test_pictures_of_a_function_follow_the_rules_for_all_pictures(tmp_path: Path) -> None:
+    """EXIF turns them, 16 bits are scaled, floats beyond 1 are refused."""
+    turned = """
+        def make_dataset():
+            image = Image.fromarray(np.arange(8 * 9 * 3, dtype=np.uint8).reshape(8, 9, 3))
+            image.getexif()[0x0112] = 6
+            deep = Image.fromarray(np.full((9, 8), 40_000, dtype=np.uint16))
+            return [(image, 0), (deep, 1)], [(image, 0), (deep, 1)]
+    """
+    source = turned.replace("[(image, 0), (deep, 1)]", "Map([(image, 0), (deep, 1)])")
+    data = loaded(tmp_path, returning("None") + source)
+    pixels = data.train.read(torch.tensor([0, 1]))
+    upright = np.rot90(np.arange(8 * 9 * 3, dtype=np.uint8).reshape(8, 9, 3), -1)
+    assert torch.equal(pixels[0], torch.from_numpy(upright.copy()).permute(2, 0, 1))
+    assert pixels[1].unique().tolist() == [40_000 // 256]
+    custom.load.cache_clear()
+    half = "Map([(Image.new('F', (8, 8), 200.0), 0)])"
+    assert "0 (black) to 1 (white)" in refused(tmp_path, returning(f"{half}, {half}"))
 
 
 def test_class_names_from_the_data_set(tmp_path: Path) -> None:
@@ -144,8 +202,12 @@ def test_described_and_loaded_with_one_call(tmp_path: Path) -> None:
         ("None", "(train, test)"),
         ("[1, 2, 3, 4]", "a list of length 4"),
         ("{'train': (images, labels)}", "(train, test)"),
-        ("5, (images, labels)", "train half"),
-        ("(images, labels), 'text'", "test half"),
+        ("{'train': (images, labels), 'test': (images, labels), 'dev': (images, labels)}", "'dev'"),
+        ("{'train': (images, labels), 'test': (images, labels), 'val': (vectors, labels)}", "train and validation"),
+        ("{'train': (images, labels), 'test': (images, labels), 'val': (images, [-1] * 4)}", "validation part"),
+        ("{'train': (images, labels), 'test': None}", "test part"),
+        ("5, (images, labels)", "train part"),
+        ("(images, labels), 'text'", "test part"),
         ("(images, labels[:3]), (images, labels)", "4 samples and 3 labels"),
         ("(images, [0.5] * 4), (images, labels)", "whole number"),
         ("(images, [-1, 0, 1, 2]), (images, labels)", "negative"),
@@ -155,7 +217,7 @@ def test_described_and_loaded_with_one_call(tmp_path: Path) -> None:
         ("(images[:, :2, :, :7], labels), (images, labels)", "1 or 3 channels"),
         ("([object()] * 4, labels), (images, labels)", "not an array"),
         ("(images, labels), (vectors, labels)", "differ in sample shape"),
-        ("(images[:0], []), (images, labels)", "train half"),
+        ("(images[:0], []), (images, labels)", "train part"),
         ("Map([]), (images, labels)", "no samples"),
         ("Map([5]), (images, labels)", "(sample, label)"),
         ("(images, labels), (images, labels), ['one']", "at least 2 names"),

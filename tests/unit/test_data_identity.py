@@ -16,8 +16,17 @@ from PIL import Image
 from harness import changing_data
 from harness.ranks import make_world
 from harness.runs import quick_config, train_in
+from paceline.checkpoints.store import open_checkpoint
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
-from paceline.data.fingerprint import differences, fingerprint_of, pack_keys, sample_keys, unpack_keys
+from paceline.data.fingerprint import (
+    are_samples_changed,
+    differences,
+    fingerprint_of,
+    pack_keys,
+    sample_keys,
+    unpack_keys,
+)
+from paceline.data.pictures import DECODER
 from paceline.data.registry import load_dataset
 from paceline.data.sources import custom
 from paceline.errors import CheckpointError
@@ -286,6 +295,106 @@ def test_data_that_augments_by_itself_is_known_by_its_labels() -> None:
 
     assert not differences(found(Noisy.labels), found(Noisy.labels))
     assert differences(found(Noisy.labels), found(Noisy.labels.flip(0)))
+
+
+# --- A validation set of the data's own -------------------------------------------------------------------------------
+
+OWN = {"validation": [7000, 7040]}
+
+
+@pytest.fixture
+def own_run(tmp_path: Path) -> Path:
+    """A run that has stopped, with a validation set of its own."""
+    change(tmp_path, **OWN)
+    train_in(make_world(0, 1), str(tmp_path / "run"), flags_for(tmp_path, "--max-steps=4"))
+    return tmp_path
+
+
+def test_a_validation_set_is_validated_with_and_nothing_is_held_out(own_run: Path) -> None:
+    components = build_components(quick_config(*flags_for(own_run)), make_world(0, 1))
+    assert (components.plan.num_train, components.plan.num_validation) == (changing_data.SAMPLES, 40)
+    expected, _ = changing_data._samples(np.arange(*OWN["validation"]))
+    assert components.samples is not None
+    assert components.samples.validation is not None
+    assert torch.equal(components.samples.validation.read(components.validation_data.ids), torch.from_numpy(expected))
+    labels = [label for batch in components.validation_data.evaluation_batches(16) for label in batch.labels.tolist()]
+    assert labels == [number % len(changing_data.CLASSES) for number in range(*OWN["validation"])]
+    go_on(own_run)
+
+
+@pytest.mark.parametrize("now", [{}, {"validation": [7000, 7041]}, {"validation": [7001, 7041]}], ids=str)
+def test_another_validation_set_is_refused(own_run: Path, now: dict[str, Any]) -> None:
+    change(own_run, **now)
+    with pytest.raises(CheckpointError) as caught:
+        go_on(own_run)
+    assert "validation samples" in str(caught.value.got)
+
+
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [
+        ({"validation": [7010, 7060]}, set(range(7010, 7040))),  # some gone, some new
+        ({"validation": [7000, 7040], "front": 32}, set(range(7000, 7040))),  # more to train on
+    ],
+    ids=str,
+)
+def test_of_a_changed_validation_set_only_old_samples_are_validated_with(
+    own_run: Path, now: dict[str, Any], kept: set[int]
+) -> None:
+    """New ones may have been trained on."""
+    change(own_run, **now)
+    go_on(own_run, "--accept-new-data")
+    data = newest_state(own_run)["data"]
+    assert data["split"] == "keys"
+    for _ in range(2):
+        components = build_components(quick_config(*flags_for(own_run)), make_world(0, 1))
+        components.resume(open_checkpoint(max((own_run / "run" / "checkpoints").glob("step-*"))), make_world(0, 1))
+        assert {now["validation"][0] + place for place in components.validation_data.ids.tolist()} == kept
+        assert components.plan.num_validation == len(kept)
+        assert components.plan.num_train == changing_data.SAMPLES + now.get("front", 0)
+
+
+@pytest.mark.parametrize("now", [{"validation": [0, 40]}, {}], ids=["trained samples", "split again"])
+def test_trained_samples_do_not_become_a_validation_set(own_run: Path, now: dict[str, Any]) -> None:
+    change(own_run, **now)
+    with pytest.raises(CheckpointError) as caught:
+        go_on(own_run, "--accept-new-data")
+    assert "validation" in caught.value.what
+
+
+def test_trained_samples_do_not_become_a_validation_set_of_a_run_without_one(run: Path) -> None:
+    """The run has held some out; only those may be validated with."""
+    held_out = build_components(quick_config(*flags_for(run)), make_world(0, 1)).validation_data.ids.tolist()
+    change(run, validation=[0, 100])
+    go_on(run, "--accept-new-data")
+    components = build_components(quick_config(*flags_for(run)), make_world(0, 1))
+    components.resume(open_checkpoint(max((run / "run" / "checkpoints").glob("step-*"))), make_world(0, 1))
+    assert components.validation_data.ids.tolist() == [number for number in held_out if number < 100]
+    assert not set(components.train_data.ids.tolist()) & set(held_out)
+
+
+def test_a_val_folder_counts_in_the_fingerprint(tmp_path: Path) -> None:
+    make_pictures(tmp_path)
+    first = fingerprint_in(tmp_path)
+    shutil.copytree(tmp_path / "test", tmp_path / "val")
+    second = fingerprint_in(tmp_path)
+    assert differences(first, second)
+    assert differences(second, first)
+    (tmp_path / "val" / "cat" / "0.png").unlink()
+    assert differences(second, fingerprint_in(tmp_path))
+
+
+def test_pictures_that_are_decoded_by_other_rules_are_other_data(tmp_path: Path) -> None:
+    """Checkpoints of the first rules do not name them. The same samples keep their part."""
+    make_pictures(tmp_path)
+    now = fingerprint_in(tmp_path)
+    old = json.loads(json.dumps(now))
+    for part in ("train", "test"):
+        assert old[part].pop("decoder") == DECODER
+    (line,) = differences(old, now)
+    assert line.startswith("pixels")
+    assert not are_samples_changed(old, now)
+    assert not differences(now, fingerprint_in(tmp_path))
 
 
 # --- Data with other epochs -------------------------------------------------------------------------------------------

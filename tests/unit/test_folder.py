@@ -9,7 +9,7 @@ import pytest
 import torch
 from PIL import Image
 
-from paceline.data.pictures import EXTENSIONS, find_pictures
+from paceline.data.picture_folder import find_pictures
 from paceline.data.registry import describe_dataset, load_dataset
 from paceline.data.sources.folder import read_picture
 from paceline.errors import DataError
@@ -73,7 +73,7 @@ def test_one_folder_is_split_and_adding_moves_nothing(tmp_path: Path) -> None:
     one_half(tmp_path)
 
     def held_names() -> set[str]:
-        held = find_pictures(tmp_path).test
+        held = find_pictures(tmp_path).parts["test"]
         return {path.relative_to(tmp_path).as_posix() for path in held.paths}
 
     before = held_names()
@@ -82,16 +82,6 @@ def test_one_folder_is_split_and_adding_moves_nothing(tmp_path: Path) -> None:
     assert before <= held_names()
     info = describe_dataset(config(tmp_path), 0)
     assert info.num_train + info.num_test == 61
-
-
-@pytest.mark.parametrize("extension", sorted(EXTENSIONS))
-def test_every_format(tmp_path: Path, extension: str) -> None:
-    path = tmp_path / f"p{extension}"
-    Image.new("RGB", (50, 40), (250, 10, 10)).save(path)
-    pixels = read_picture(path, 16)
-    assert pixels.shape == (3, 16, 16)
-    assert pixels[0].min() > 230
-    assert pixels[1:].max() < 30
 
 
 def test_the_central_square_is_scaled(tmp_path: Path) -> None:
@@ -111,24 +101,6 @@ def test_close_to_scaling_first_and_cutting_afterwards(tmp_path: Path) -> None:
     scaled = np.array(image.resize((40, 30), Image.Resampling.BILINEAR))[:, 5:35].transpose(2, 0, 1)
     difference = read_picture(tmp_path / "p.png", 30).int() - torch.from_numpy(scaled.copy()).int()
     assert difference.abs().max() <= 2
-
-
-@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "I;16", "CMYK"])
-def test_other_colour_modes(tmp_path: Path, mode: str) -> None:
-    path = tmp_path / ("p.jpg" if mode == "CMYK" else "p.png")
-    if mode == "I;16":
-        Image.fromarray(np.full((9, 9), 128 * 256, dtype=np.uint16)).save(path)
-    else:
-        Image.new("RGB", (9, 9), (128, 128, 128)).convert(mode).save(path)
-    pixels = read_picture(path, 8)
-    assert pixels.shape == (3, 8, 8)
-    if mode != "1":
-        assert 120 <= pixels.float().mean() <= 136
-
-
-def test_palette_with_transparency_gives_no_warning(tmp_path: Path) -> None:
-    Image.new("P", (9, 9), 1).save(tmp_path / "p.png", transparency=b"\x00\x80")
-    assert read_picture(tmp_path / "p.png", 8).shape == (3, 8, 8)
 
 
 @pytest.mark.parametrize("fault", ["truncated.jpg", "truncated.png", "empty.png", "text.png", "absent.png"])
@@ -180,6 +152,100 @@ def test_halves_that_differ(tmp_path: Path) -> None:
 def test_no_test_folder(tmp_path: Path) -> None:
     picture(tmp_path / "train" / "cow" / "1.png")
     check_refused(tmp_path, "no test folder")
+
+
+@pytest.mark.parametrize("name", ["val", "valid", "validation", "Val"])
+def test_a_validation_folder(tmp_path: Path, name: str) -> None:
+    two_halves(tmp_path)
+    for label in ("ant", "bird"):
+        picture(tmp_path / name / label / "7.png", seed=7)
+    data = load_dataset(config(tmp_path), 0)
+    assert data.info == describe_dataset(config(tmp_path), 0)
+    assert (data.info.num_train, data.info.num_validation, data.info.num_test) == (6, 2, 4)
+    assert dict(data.info.folders) == {"train": "train/", "validation": f"{name}/", "test": "test/"}
+    assert data.validation is not None
+    expected = read_picture(tmp_path / name / "bird" / "7.png", 32)
+    assert torch.equal(data.validation.read(torch.tensor([1]))[0], expected)
+
+
+def test_two_validation_folders(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    (tmp_path / "val").mkdir()
+    (tmp_path / "valid").mkdir()
+    check_refused(tmp_path, "val, valid")
+
+
+def test_a_validation_folder_with_other_classes(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    for label in ("ant", "cow"):
+        picture(tmp_path / "val" / label / "7.png")
+    check_refused(tmp_path, "bird: only in train", "cow: only in val")
+
+
+def test_a_validation_folder_is_no_test_folder(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    (tmp_path / "test").rename(tmp_path / "val")
+    check_refused(tmp_path, "no test folder", "rename val to test")
+
+
+@pytest.mark.parametrize("names", [("val", "test"), ("Training", "testing"), ("part1", "part2")])
+def test_folders_above_the_classes_are_no_classes(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Their pictures would be two classes of that name."""
+    two_halves(tmp_path)
+    (tmp_path / "train").rename(tmp_path / names[0])
+    (tmp_path / "test").rename(tmp_path / names[1])
+    check_refused(tmp_path, *names, "ant, bird")
+
+
+def test_valid_may_be_a_class(tmp_path: Path) -> None:
+    one_half(tmp_path)
+    (tmp_path / "a").rename(tmp_path / "valid")
+    assert describe_dataset(config(tmp_path), 0).classes == ("b", "valid")
+
+
+def test_folders_below_a_class_folder_and_all_extensions_are_read(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    picture(tmp_path / "train" / "ant" / "holiday" / "2019" / "1.png")
+    for number, name in enumerate(("x.jfif", "y.jpe", "z.JPG")):
+        Image.new("RGB", (9, 9)).save(tmp_path / "train" / "ant" / name, "JPEG", quality=50 + number)
+    found = find_pictures(tmp_path)
+    names = [path.relative_to(tmp_path / "train").as_posix() for path in found.parts["train"].paths]
+    ant = ["0.png", "1.png", "2.png", "holiday/2019/1.png", "x.jfif", "y.jpe", "z.JPG"]
+    assert names == [*(f"ant/{name}" for name in ant), *(f"bird/{number}.png" for number in range(3))]
+    assert len(found.skipped) == 0
+    data = load_dataset(config(tmp_path), 0)
+    assert data.train.read(torch.arange(10)).shape == (10, 3, 32, 32)
+
+
+def test_what_is_skipped_is_counted_by_reason(tmp_path: Path) -> None:
+    """Folders that an operating system makes end nothing, empty or not."""
+    two_halves(tmp_path)
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / "train" / "__MACOSX" / "ant").mkdir(parents=True)
+    picture(tmp_path / "train" / "ant" / "__MACOSX" / "1.png")
+    (tmp_path / "test" / ".thumbnails").mkdir()
+    (tmp_path / "extra").mkdir()
+    (tmp_path / "train" / "ant" / "._0.png").write_bytes(b"")
+    (tmp_path / "train" / "ant" / "raw.heic").write_bytes(b"")
+    (tmp_path / "train" / "list.csv").write_bytes(b"")
+    (tmp_path / "train" / "bird" / "gone.png").symlink_to("nowhere")
+    skipped = find_pictures(tmp_path).skipped
+    sizes = {reason.split(":")[0].split(",")[0]: len(paths) for reason, paths in skipped.by_reason.items()}
+    assert sizes == {
+        "hidden": 5,
+        "a folder beside train that is no part of the data": 1,
+        ".heic": 1,
+        "not in a class folder": 1,
+        "not a file": 1,
+    }
+    info = describe_dataset(config(tmp_path), 0)
+    assert (info.num_train, info.classes, info.num_skipped) == (6, ("ant", "bird"), 9)
+
+
+def test_a_loop_of_links_ends(tmp_path: Path) -> None:
+    two_halves(tmp_path)
+    (tmp_path / "train" / "ant" / "again").symlink_to(tmp_path / "train" / "ant")
+    check_refused(tmp_path, "nested too deeply")
 
 
 def test_too_few_to_split(tmp_path: Path) -> None:

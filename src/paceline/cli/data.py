@@ -20,14 +20,16 @@ usage: paceline data pack PICTURES PACKED [--image-size 224] [--unreadable 0] [-
        paceline data fetch NAME           [--data-dir data]
        paceline data fetch RECIPE         [--data-dir data] [--weights] [--model-name NAME]
 
-pack   Decode the pictures of a folder once (PICTURES/train/CLASS/*, PICTURES/test/CLASS/*, or PICTURES/CLASS/*) and
-       write them to the new folder PACKED, as plain pixels that training maps into memory. Then:
+pack   Decode the pictures of a folder once (PICTURES/train/CLASS/*, PICTURES/test/CLASS/* and, if it is there,
+       PICTURES/val/CLASS/*; or PICTURES/CLASS/*) and write them to the new folder PACKED, as plain pixels that
+       training maps into memory. Then:
            paceline train RECIPE --dataset folder --data-dir PACKED
        trains on them with the same result as on PICTURES, bit for bit, and decodes nothing. Each picture's shorter
        side is scaled to 8/7 of --image-size (256 for 224) and its central square kept, as training would do it.
        Stopped or killed, the same command goes on where it was. When pictures have changed, it packs those shards
        again.
-check  Is a data set whole? A packed folder: every byte against its CRC-32. A folder of pictures: each is decoded.
+check  Is a data set whole? A packed folder: every byte against its CRC-32. A folder of pictures: each is decoded, and
+       the command lists which folder is used for what, which files are skipped and which pictures are suspicious.
        cifar10, fashion-mnist: against their checksums. Exit code 3 if something is damaged; it is named.
 fetch  Download cifar10 or fashion-mnist, with its checksum, if it is not there: by its name, or by a recipe that needs
        it. --weights also fetches the published ImageNet weights of the recipe's model. Compute nodes of a cluster
@@ -118,7 +120,7 @@ def _pack(words: list[str], flags: dict[str, str]) -> int:
     with _Progress("packed", "pictures") as progress:
         result = pack(PackRequest(source, target, image_size, workers, unreadable, shard_bytes), progress)
     packed = result.packed
-    pictures = packed.num_pictures("train") + packed.num_pictures("test")
+    pictures = sum(packed.num_pictures(part) for part in packed.parts)
     made = f"{result.made} made in {time.perf_counter() - began:.1f} s" if result.made else "all of them up to date"
     print(
         f"{pictures:,} pictures of {len(packed.classes)} classes, {packed.side} x {packed.side} pixels, "
@@ -155,6 +157,10 @@ def _check(words: list[str], flags: dict[str, str]) -> int:
     else:
         with _Progress("checked", "pictures") as progress:
             found = check_pictures(folder, workers, progress)
+    for line in found.lines:
+        print(line)
+    if found.unreadable is not None:
+        raise found.unreadable
     print(f"whole: {found.what}; {found.proof}")
     return EXIT_FINISHED
 

@@ -43,14 +43,16 @@ def _print_config(loaded: LoadedConfig) -> None:
 
 
 def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
-    from paceline.data.registry import describe_dataset
+    from paceline.data.registry import describe_dataset, require_used_split
     from paceline.parallel.apply import resolve_precision, resolve_strategy
     from paceline.runtime.detect import count_gpus
     from paceline.training.header import describe_batch, describe_data, describe_steps
     from paceline.training.plan import estimate_memory, make_plan
 
     config = loaded.config
-    plan = make_plan(config, describe_dataset(config.data, config.train.seed), world_size)
+    info = describe_dataset(config.data, config.train.seed)
+    require_used_split(loaded, info.num_validation > 0)
+    plan = make_plan(config, info, world_size)
     strategy = resolve_strategy(config, world_size)
     device = "cuda:0" if count_gpus(config.parallel) else "cpu"
     precision = resolve_precision(config, device)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import hashlib
 import tarfile
 import zlib
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.decoders import find_unreadable, in_processes
+from paceline.data.decoders import Look, in_processes, look_at_pictures
 from paceline.data.known_files import (
     CIFAR10_FILES,
     CIFAR10_FOLDER,
@@ -25,21 +27,25 @@ from paceline.data.known_files import (
 )
 from paceline.data.pack import Progress
 from paceline.data.pack_format import damaged_shard, find_damage, read_finished
-from paceline.data.pictures import find_pictures
-from paceline.errors import DataError
+from paceline.data.parts import PARTS, TEST, TRAIN
+from paceline.data.picture_folder import TEST_ONE_IN, Part, Pictures, find_pictures
+from paceline.errors import DataError, printable_line
 from paceline.settings.schema import DataConfig
 
 KNOWN = ("cifar10", "fashion-mnist")
 _CHUNK_PICTURES = 16
 _MOST_NAMES = 6
+_FEW_NAMES = 3
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Describes a data set that passed the check."""
+    """Describes a data set that was checked."""
 
     what: str
     proof: str
+    lines: tuple[str, ...] = ()  # what is used for what, and everything that is skipped or suspicious
+    unreadable: DataError | None = None
 
 
 def check_packed(folder: Path, progress: Progress) -> Checked:
@@ -49,7 +55,7 @@ def check_packed(folder: Path, progress: Progress) -> Checked:
     damages = list(find_damage(folder, packed, progress.advance))
     if damages:
         raise damaged_shard(folder, damages)
-    pictures = f"{packed.num_pictures('train'):,} train and {packed.num_pictures('test'):,} test pictures"
+    pictures = _counts({part: packed.num_pictures(part) for part in packed.parts})
     grey = f", {len(packed.unreadable)} of them unreadable and replaced by grey" if packed.unreadable else ""
     what = f"{pictures} of {len(packed.classes)} classes, {packed.side} x {packed.side} pixels{grey}"
     return Checked(what, f"{len(packed.shards)} shards, sizes and CRC-32 agree")
@@ -58,25 +64,86 @@ def check_packed(folder: Path, progress: Progress) -> Checked:
 def check_pictures(folder: Path, workers: int, progress: Progress) -> Checked:
     """Decode every picture."""
     pictures = find_pictures(folder)
-    paths = pictures.train.paths + pictures.test.paths
+    paths = [path for _, part in pictures for path in part.paths]
     progress.start(len(paths), 0)
-    bad: list[str] = []
+    looks: dict[Path, Look] = {}
     chunks = [paths[start : start + _CHUNK_PICTURES] for start in range(0, len(paths), _CHUNK_PICTURES)]
     tasks = [(chunk, ([str(path) for path in chunk],)) for chunk in chunks]
-    for chunk, unreadable in in_processes(find_unreadable, tasks, workers):
-        bad += [f"{chunk[number].relative_to(folder)}: {_short(why)}" for number, why in unreadable]
+    for chunk, found in in_processes(look_at_pictures, tasks, workers):
+        looks.update(zip(chunk, found, strict=True))
         progress.advance(len(chunk))
-    if bad:
-        raise DataError(
-            f"{len(bad)} of {len(paths):,} pictures cannot be read",
-            where=str(folder),
-            got="\n".join(
-                bad[:_MOST_NAMES] + ([f"and {len(bad) - _MOST_NAMES} more"] if len(bad) > _MOST_NAMES else [])
-            ),
-            hint=f"replace or remove them, or train with --unreadable {len(bad)}, which replaces them by grey",
-        )
-    counts = f"{len(pictures.train.paths):,} train and {len(pictures.test.paths):,} test pictures"
-    return Checked(f"{counts} of {len(pictures.classes)} classes", "all of them decoded")
+    lines = [*_use_lines(pictures), *_skipped_lines(pictures), *_suspicious_lines(pictures, looks)]
+    bad = [f"{_name(path, folder)}: {_short(look.unreadable)}" for path, look in looks.items() if look.unreadable]
+    counts = _counts({name: len(part.paths) for name, part in pictures})
+    what = f"{counts} of {len(pictures.classes)} classes"
+    return Checked(what, "all of them decoded", tuple(lines), _unreadable(folder, bad, len(paths)) if bad else None)
+
+
+def _counts(sizes: dict[str, int]) -> str:
+    *first, last = (f"{size:,} {part}" for part, size in sizes.items())
+    return f"{', '.join(first)} and {last} pictures"
+
+
+def _use_lines(pictures: Pictures) -> list[str]:
+    origins = {name: f"{part.folder}: {len(part.paths):,} pictures" for name, part in pictures}
+    if pictures.parts[TRAIN].folder == pictures.parts[TEST].folder:
+        origins[TEST] += f", about one in {TEST_ONE_IN} by file name"
+    no_folder = f"no folder; a run holds samples of {pictures.parts[TRAIN].folder} out (--train-split)"
+    return [f"{part:<11} {origins.get(part, no_folder)}" for part in PARTS]
+
+
+def _skipped_lines(pictures: Pictures) -> list[str]:
+    return [
+        f"{'skipped':<11} {len(paths):,} ({reason}): {_names(paths, pictures.root)}"
+        for reason, paths in sorted(pictures.skipped.by_reason.items())
+    ]
+
+
+def _suspicious_lines(pictures: Pictures, looks: dict[Path, Look]) -> list[str]:
+    by_note: dict[str, list[Path]] = defaultdict(list)
+    same: dict[bytes, list[Path]] = defaultdict(list)
+    for path, look in looks.items():
+        for note in look.notes:
+            by_note[note].append(path)
+        if look.digest:
+            same[look.digest].append(path)
+    place = {path: (name, label) for name, part in pictures for path, label in _labelled(part)}
+    for group in same.values():
+        if len({place[path][0] for path in group}) > 1:
+            by_note["the same file in several parts: it is trained on and tested with"] += group
+        elif len({place[path][1] for path in group}) > 1:
+            by_note["the same file in several classes"] += group
+        elif len(group) > 1:
+            by_note["the same file several times in a class"] += group
+    return [
+        f"{'note' if note.startswith('turned') else 'suspicious':<11} {len(paths):,} ({note}): "
+        f"{_names(paths, pictures.root)}"
+        for note, paths in sorted(by_note.items())
+    ]
+
+
+def _labelled(part: Part) -> Iterator[tuple[Path, int]]:
+    labels = (label for label, size in enumerate(part.per_class) for _ in range(size))
+    return zip(part.paths, labels, strict=True)
+
+
+def _names(paths: list[Path], root: Path) -> str:
+    more = f" and {len(paths) - _FEW_NAMES:,} more" if len(paths) > _FEW_NAMES else ""
+    return ", ".join(_name(path, root) for path in paths[:_FEW_NAMES]) + more
+
+
+def _name(path: Path, root: Path) -> str:
+    return printable_line(str(path.relative_to(root)))
+
+
+def _unreadable(folder: Path, bad: list[str], num_pictures: int) -> DataError:
+    more = [f"and {len(bad) - _MOST_NAMES} more"] if len(bad) > _MOST_NAMES else []
+    return DataError(
+        f"{len(bad)} of {num_pictures:,} pictures cannot be read",
+        where=str(folder),
+        got="\n".join(bad[:_MOST_NAMES] + more),
+        hint=f"replace or remove them, or train with --unreadable {len(bad)}, which replaces them by grey",
+    )
 
 
 def _short(why: str) -> str:

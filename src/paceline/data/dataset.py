@@ -7,11 +7,14 @@ round of its thread pool. Nothing here is random: `order.py` makes the order, `a
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from paceline.data.parts import TEST, TRAIN, VALIDATION
 
 Channels = tuple[float, ...]
 _PROBES = 8
@@ -22,12 +25,15 @@ class DatasetInfo:
     """What is known about a data set without loading it."""
 
     name: str
-    num_train: int  # training and validation samples together
+    num_train: int  # with the samples that a run holds out for validation
     num_test: int
     classes: tuple[str, ...]
     sample_shape: tuple[int, ...]  # of a raw sample: (3, 32, 32) for an image, (784,) for a vector
     mean: Channels = ()  # per channel, in [0, 1]; empty for vectors
     std: Channels = ()
+    num_validation: int = 0  # of the validation set, if the data has its own
+    folders: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)  # (part, its folder)
+    num_skipped: int = field(default=0, compare=False, repr=False)  # files and folders that are not read
 
     @property
     def num_classes(self) -> int:
@@ -81,16 +87,23 @@ class ResidentDataset:
 
 @dataclass(frozen=True)
 class LoadedData:
-    """The two halves that every source returns. The validation split is taken from `train` later."""
+    """What every source returns. Without a validation set, a run holds samples of `train` out for validation."""
 
     info: DatasetInfo
     train: Dataset
     test: Dataset
+    validation: Dataset | None = None
+
+    def parts(self) -> Iterator[tuple[str, Dataset]]:
+        yield TRAIN, self.train
+        if self.validation is not None:
+            yield VALIDATION, self.validation
+        yield TEST, self.test
 
     def fingerprint(self) -> str:
         """A short hash of all labels and some samples. Different data sets almost surely have different hashes."""
         digest = hashlib.sha256(repr(self.info).encode())
-        for part in (self.train, self.test):
+        for _, part in self.parts():
             digest.update(part.labels.numpy().tobytes())
             some = torch.linspace(0, len(part) - 1, min(_PROBES, len(part))).long()
             digest.update(part.read(some).contiguous().numpy().tobytes())

@@ -5,6 +5,7 @@ The processes are spawned, so they inherit nothing. They exit when their parent 
 
 from __future__ import annotations
 
+import hashlib
 import multiprocessing
 import os
 import signal
@@ -14,16 +15,16 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.data.pictures import read_pixels
+from paceline.data.pictures import look_at_picture
 from paceline.errors import DataError
 from paceline.runs.interpreter import safe_path
 
 _WAITING_CHUNKS = 16  # per process: enough work while the caller is busy
-_SMALL_SIDE = 8
 
 Key = TypeVar("Key")
 Result = TypeVar("Result")
@@ -53,15 +54,29 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-def find_unreadable(names: list[str]) -> list[tuple[int, str]]:
-    """Which of these pictures cannot be decoded, and why."""
-    found = []
-    for number, name in enumerate(names):
-        try:
-            read_pixels(Path(name), _SMALL_SIDE)
-        except DataError as error:
-            found.append((number, str(error.got)))
-    return found
+@dataclass(frozen=True)
+class Look:
+    """What the decoding of a picture has shown."""
+
+    notes: list[str]
+    unreadable: str  # why; empty if it can be decoded
+    digest: bytes  # of the file; empty if it cannot be read
+
+
+def look_at_pictures(names: list[str]) -> list[Look]:
+    """Decode pictures."""
+    return [_look_at(Path(name)) for name in names]
+
+
+def _look_at(path: Path) -> Look:
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").digest()
+        return Look(look_at_picture(path), "", digest)
+    except DataError as error:
+        return Look([], str(error.got), b"")
+    except OSError as error:
+        return Look([], error.strerror or type(error).__name__, b"")
 
 
 def _start() -> None:

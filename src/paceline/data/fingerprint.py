@@ -19,6 +19,7 @@ from torch import Tensor
 from paceline.data.dataset import Dataset, LoadedData, ResidentDataset
 from paceline.data.draws import draw_bits
 from paceline.data.pack_format import crc32_of
+from paceline.data.parts import TEST, TRAIN, VALIDATION
 
 Fingerprint = dict[str, Any]
 _PROBES = 64  # samples to read if reading the complete data set would take too long
@@ -39,41 +40,65 @@ def fingerprint_of(data: LoadedData) -> Fingerprint:
         "classes": _digest(json.dumps(data.info.classes).encode()),
         "num_classes": data.info.num_classes,
         "sample_shape": list(data.info.sample_shape),
-        **{name: _half(half) for name, half in (("train", data.train), ("test", data.test))},
+        **{name: _part(part) for name, part in data.parts()},
     }
 
 
 def differences(saved: Fingerprint, now: Fingerprint) -> list[str]:
     """What differs, as text for the user. Empty if the fingerprints show no difference."""
+    lines = _differences_of_all(saved, now)
+    for part in (TRAIN, VALIDATION, TEST):
+        lines += _part_differences(part, saved, now)
+    # Only pictures have a decoder. Fingerprints of the first one do not name it.
+    then, here = (fingerprint[TRAIN].get("decoder", 1) for fingerprint in (saved, now))
+    if then != here:
+        lines.append(f"pixels: pictures were decoded by rules {then}, now by rules {here} (EXIF, transparency, bits)")
+    return lines
+
+
+def are_samples_changed(saved: Fingerprint, now: Fingerprint) -> bool:
+    """Whether other samples may be trained on or validated with. Other pixels of the same pictures do not count."""
+    return bool(
+        _differences_of_all(saved, now)
+        or _part_differences(TRAIN, saved, now)
+        or _part_differences(VALIDATION, saved, now)
+    )
+
+
+def _differences_of_all(saved: Fingerprint, now: Fingerprint) -> list[str]:
     lines = []
     if saved["classes"] != now["classes"]:
         lines.append(f"class names: {saved['num_classes']} then, {now['num_classes']} now, not the same in this order")
     if saved["sample_shape"] != now["sample_shape"]:
         lines.append(f"shape of a sample: {saved['sample_shape']} then, {now['sample_shape']} now")
-    for half, words in (("train", "training and validation samples"), ("test", "test samples")):
-        then, here = saved[half], now[half]
-        if then["samples"] != here["samples"]:
-            lines.append(f"{words}: {then['samples']:,} then, {here['samples']:,} now")
-        elif then["labels"] != here["labels"]:
-            lines.append(f"{words}: other labels")
-        # Pictures in folders and the same pictures packed cannot be compared without decoding them.
-        if then["kind"] == here["kind"] and then["contents"] and here["contents"] and _contents_differ(then, here):
-            lines.append(f"{words}: other {_NAMES.get(here['kind'], 'contents')}")
     return lines
 
 
-def _contents_differ(then: Fingerprint, here: Fingerprint) -> bool:
-    return bool(then["samples"] == here["samples"] and then["contents"] != here["contents"])
+def _part_differences(part: str, saved: Fingerprint, now: Fingerprint) -> list[str]:
+    then, here = saved.get(part), now.get(part)
+    is_split = part == TRAIN and VALIDATION not in saved and VALIDATION not in now
+    words = "training and validation samples" if is_split else f"{part.replace('train', 'training')} samples"
+    if then is None or here is None:
+        origin = ["a set of their own" if found else "held out of the training samples" for found in (then, here)]
+        return [f"{words}: {origin[0]} then, {origin[1]} now"] if then or here else []
+    lines = []
+    if then["samples"] != here["samples"]:
+        lines.append(f"{words}: {then['samples']:,} then, {here['samples']:,} now")
+    elif then["labels"] != here["labels"]:
+        lines.append(f"{words}: other labels")
+    # Pictures in folders and the same pictures packed cannot be compared without decoding them.
+    is_comparable = then["kind"] == here["kind"] and then["samples"] == here["samples"]
+    if is_comparable and then["contents"] and here["contents"] and then["contents"] != here["contents"]:
+        lines.append(f"{words}: other {_NAMES.get(here['kind'], 'contents')}")
+    return lines
 
 
-def is_train_half_changed(saved: Fingerprint, now: Fingerprint) -> bool:
-    return bool(differences({**saved, "test": now["test"]}, now))
-
-
-def _half(dataset: Dataset) -> Fingerprint:
+def _part(dataset: Dataset) -> Fingerprint:
     kind, contents = _contents(dataset)
     labels = _digest(dataset.labels.contiguous().numpy().tobytes())
-    return {"samples": len(dataset), "labels": labels, "kind": kind, "contents": contents}
+    found = {"samples": len(dataset), "labels": labels, "kind": kind, "contents": contents}
+    decoder = getattr(dataset, "decoder", None)
+    return found if decoder is None else {**found, "decoder": decoder}
 
 
 def _contents(dataset: Dataset) -> tuple[str, str]:
@@ -132,7 +157,7 @@ def unpack_keys(text: str) -> Tensor:
 
 
 def split_by_keys(keys: Tensor, held_out: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample ids of the training and the validation part. Only samples held out before are in the validation part."""
+    """Positions of the samples that were not held out before, and of those that were."""
     is_held_out = torch.isin(keys, held_out)
     ids = torch.arange(len(keys))
     return ids[~is_held_out], ids[is_held_out]

@@ -23,7 +23,6 @@ import numpy as np
 from paceline.data.decoders import in_processes
 from paceline.data.pack_format import (
     FINISHED,
-    HALVES,
     UNFINISHED,
     Packed,
     Shard,
@@ -34,11 +33,13 @@ from paceline.data.pack_format import (
     shard_layout,
     size_damage,
 )
-from paceline.data.pictures import GREY, Pictures, find_pictures, read_pixels
+from paceline.data.parts import PARTS
+from paceline.data.picture_folder import Pictures, find_pictures
+from paceline.data.pictures import DECODER, GREY, read_pixels
 from paceline.errors import DataError, UserError
 
 _LEAST_SHARD_BYTES = 64 * 2**20
-_MOST_SHARDS = 256  # per half: each keeps a file open in every rank
+_MOST_SHARDS = 256  # per part: each keeps a file open in every rank
 _CHUNK_BYTES = 8 * 2**20  # in memory of one process at a time
 _CHUNK_PICTURES = 16  # small, so the progress bar moves often
 _SPARE_BYTES = 16 * 2**20
@@ -113,7 +114,7 @@ def pack(request: PackRequest, progress: Progress) -> PackResult:
 
 def _in_order(shards: dict[str, Shard]) -> tuple[Shard, ...]:
     """Sorted; they are made in any order."""
-    return tuple(shard for half in HALVES for file, shard in sorted(shards.items()) if file.startswith(half))
+    return tuple(shard for part in PARTS for file, shard in sorted(shards.items()) if file.startswith(part))
 
 
 def _check_places(request: PackRequest) -> None:
@@ -158,25 +159,25 @@ def _plan(request: PackRequest, pictures: Pictures, before: Packed | None) -> tu
     """The packed set without shards, and the plans of its shards."""
     side = picture_side(request.image_size)
     picture_bytes = 3 * side * side
-    most = max(len(half.paths) for _, half in pictures.halves())
+    most = max(len(part.paths) for _, part in pictures)
     shard_bytes = request.shard_bytes or max(_LEAST_SHARD_BYTES, -(-most * picture_bytes // _MOST_SHARDS))
     per_shard = max(1, shard_bytes // picture_bytes)
     if before is not None and request.shard_bytes is None:
         per_shard = before.pictures_per_shard  # keep it: a few new pictures then do not move all the others
-    per_class = {name: tuple(half.per_class) for name, half in pictures.halves()}
+    per_class = {name: tuple(part.per_class) for name, part in pictures}
     plans = []
-    for name, half in pictures.halves():
+    for name, part in pictures:
         start = 0
-        for file, size in shard_layout(name, len(half.paths), per_shard):
-            paths = half.paths[start : start + size]
+        for file, size in shard_layout(name, len(part.paths), per_shard):
+            paths = part.paths[start : start + size]
             plans.append(_ShardPlan(file, paths, _identity(paths, pictures.root)))
             start += size
-    return Packed(pictures.classes, per_class, side, per_shard, ()), plans
+    return Packed(pictures.classes, per_class, side, per_shard, (), DECODER), plans
 
 
 def _identity(paths: list[Path], root: Path) -> str:
-    """Changes when the name, size or modification time of a picture changes."""
-    digest = hashlib.sha256()
+    """Changes when the name, size or modification time of a picture changes, and with the rules of decoding."""
+    digest = hashlib.sha256(f"decoder {DECODER}\n".encode())
     for path in paths:
         try:
             found = path.stat()

@@ -1,12 +1,13 @@
 """The format of a packed data set, and the check that it is complete. Imports no torch: a check must start fast.
 
     PACKED/
-      packed.json      classes, side, and per shard its pictures, size and CRC-32; ends in its own checksum
+      packed.json      classes, side, number of the decoder's rules, and per shard its pictures, size and CRC-32;
+                       ends in its own checksum
       train-00000.u8   pictures one after the other, nothing between them: uint8 [pictures, 3, side, side]
       train-00001.u8   ...
-      test-00000.u8    ...
+      test-00000.u8    ..., and validation-00000.u8 if the pictures have a validation folder
 
-All shards of a half except the last hold the same number of pictures, so a sample's number gives its place. Pictures
+All shards of a part except the last hold the same number of pictures, so a sample's number gives its place. Pictures
 are sorted by class, so the class sizes give the labels. `packing.json` has the same format and exists during the
 packing: it lists the shards that are done.
 """
@@ -21,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from paceline.data.parts import PARTS, TEST, TRAIN
 from paceline.errors import DataError, UserError
 from paceline.runs.json_files import COUNT, Fields, ListOf, MapOf, Number, fit
 from paceline.settings.small_files import parse_json, read_small
@@ -31,10 +33,9 @@ try:
 except ImportError:  # pragma: no cover
     import zlib as _checksums  # type: ignore[no-redef]
 
-VERSION = 1
+VERSION = 2  # of the format; format 1 has no validation part, and only decoder 1
 FINISHED, UNFINISHED = "packed.json", "packing.json"
-HALVES = ("train", "test")
-_SHARD_NAME = re.compile(r"(train|test)-[0-9]{5}\.u8")
+_SHARD_NAME = re.compile(rf"({'|'.join(PARTS)})-[0-9]{{5}}\.u8")
 _LARGEST_JSON_BYTES = 64 * 2**20
 _CHUNK_BYTES = 4 * 2**20
 _MOST_PICTURES = 10**10
@@ -48,6 +49,7 @@ _SHAPE = Fields(
         "shards": ListOf(
             Fields(required={"file": str, "pictures": COUNT, "crc32": str, "source": str, "unreadable": ListOf(str)})
         ),
+        "decoder": COUNT,
     }
 )
 
@@ -68,20 +70,25 @@ class Packed:
     """The description of a packed data set."""
 
     classes: tuple[str, ...]
-    per_class: dict[str, tuple[int, ...]]  # for each half, the number of pictures of each class
+    per_class: dict[str, tuple[int, ...]]  # for each part, the number of pictures of each class
     side: int
     pictures_per_shard: int
     shards: tuple[Shard, ...]
+    decoder: int  # the number of the rules that made the pixels (`data/pictures.py`)
+
+    @property
+    def parts(self) -> list[str]:
+        return [part for part in PARTS if part in self.per_class]
 
     @property
     def picture_bytes(self) -> int:
         return 3 * self.side * self.side
 
-    def num_pictures(self, half: str) -> int:
-        return sum(self.per_class[half])
+    def num_pictures(self, part: str) -> int:
+        return sum(self.per_class[part])
 
-    def shards_of(self, half: str) -> list[Shard]:
-        return [shard for shard in self.shards if shard.file.startswith(f"{half}-")]
+    def shards_of(self, part: str) -> list[Shard]:
+        return [shard for shard in self.shards if shard.file.startswith(f"{part}-")]
 
     @property
     def unreadable(self) -> list[str]:
@@ -89,7 +96,7 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        return sum(self.num_pictures(half) for half in HALVES) * self.picture_bytes
+        return sum(self.num_pictures(part) for part in self.parts) * self.picture_bytes
 
     def to_text(self) -> str:
         """JSON with its own checksum. The same pictures give the same text."""
@@ -126,13 +133,14 @@ def read_finished(folder: Path) -> Packed:
             hint=f"paceline data pack PICTURES {folder}    continues where it stopped",
         )
     packed = read_description(folder / FINISHED)
-    for half in HALVES:
-        wanted = shard_layout(half, packed.num_pictures(half), packed.pictures_per_shard)
-        if [(shard.file, shard.pictures) for shard in packed.shards_of(half)] != wanted:
+    for part in PARTS:
+        num_pictures = packed.num_pictures(part) if part in packed.per_class else 0
+        wanted = shard_layout(part, num_pictures, packed.pictures_per_shard)
+        if [(shard.file, shard.pictures) for shard in packed.shards_of(part)] != wanted:
             raise DataError(
                 "the description of this packed data set is damaged",
                 where=str(folder / FINISHED),
-                got=f"it does not list all shards of {half}",
+                got=f"it does not list the shards of {part}",
                 hint=f"delete {folder} and pack the pictures again",
             )
     return packed
@@ -143,8 +151,8 @@ def read_description(path: Path) -> Packed:
     try:
         body = parse_json(read_small(path, _LARGEST_JSON_BYTES), allows_raw_bytes=True)
         version = body["paceline_packed"]
-        if version == VERSION:
-            return _parse(body)
+        if version in (1, VERSION):
+            return _parse(body, version)
     except OSError as error:
         raise DataError("this file cannot be read", where=str(path), got=error.strerror) from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -158,22 +166,25 @@ def read_description(path: Path) -> Packed:
         "this data set was packed by another version of Paceline",
         where=str(path),
         got=f"format {version!r}"[:40],
-        allowed=f"format {VERSION}",
+        allowed=f"formats 1 to {VERSION}",
         hint="pack the pictures again, or use the Paceline that packed them",
     )
 
 
-def _parse(body: dict[str, Any]) -> Packed:
+def _parse(body: dict[str, Any], version: int) -> Packed:
     if body.pop("crc32") != _seal(body):
         raise ValueError("its checksum does not match")
-    body = fit(body, _SHAPE)
+    body = fit({**body, "decoder": 1} if version == 1 else body, _SHAPE)
+    if not {TRAIN, TEST} <= body["per_class"].keys() <= set(PARTS):
+        raise ValueError("impossible parts")
     shards = tuple(Shard(**{**entry, "unreadable": tuple(entry["unreadable"])}) for entry in body["shards"])
     packed = Packed(
         classes=tuple(body["classes"]),
-        per_class={half: tuple(body["per_class"][half]) for half in HALVES},
+        per_class={part: tuple(body["per_class"][part]) for part in PARTS if part in body["per_class"]},
         side=body["side"],
         pictures_per_shard=body["pictures_per_shard"],
         shards=shards,
+        decoder=body["decoder"],
     )
     # A forged description must not lead outside this folder or beyond the end of its files.
     if not all(_SHARD_NAME.fullmatch(shard.file) for shard in shards):
@@ -187,10 +198,10 @@ def _parse(body: dict[str, Any]) -> Packed:
     return packed
 
 
-def shard_layout(half: str, num_pictures: int, per_shard: int) -> list[tuple[str, int]]:
+def shard_layout(part: str, num_pictures: int, per_shard: int) -> list[tuple[str, int]]:
     """File name and number of pictures of each shard."""
     starts = range(0, num_pictures, per_shard)
-    return [(f"{half}-{n:05}.u8", min(per_shard, num_pictures - start)) for n, start in enumerate(starts)]
+    return [(f"{part}-{n:05}.u8", min(per_shard, num_pictures - start)) for n, start in enumerate(starts)]
 
 
 def _seal(body: dict[str, Any]) -> str:

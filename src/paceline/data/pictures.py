@@ -1,85 +1,185 @@
-"""Folders of pictures: their files, halves, classes and pixels. Imports no torch.
+"""Pictures as pixels: the formats that are read, and one rule for every kind of picture. Imports no torch.
 
-The layout is DATA_DIR/train/CLASS/PICTURE and DATA_DIR/test/CLASS/PICTURE. Without a train folder it is
-DATA_DIR/CLASS/PICTURE, and about every fifth picture is kept for the test. The split depends only on the file name.
-Adding pictures does not move existing ones. The `folder` source and `paceline data pack` both read pictures here, so
-they see the same pixels.
+Training, packing, checks and predictions all decode here, so they see the same pixels. docs/guides/data.md has the same
+rules as a table.
+
+- EXIF: the orientation is applied. An orientation that cannot be read is ignored.
+- Several frames or pages: the first one.
+- Grey, palette, CMYK, YCbCr: converted to RGB by Pillow. Colour profiles are not applied.
+- Transparent: on a white background.
+- 16 bits per value: the high byte, as Pillow does it for colours. If a PNG or TIFF picture has only values below 4096,
+  its values have 12 bits: value // 16. A TIFF file that states 12 bits has 12 bits.
+- Whole numbers of 32 bits: like 16 bits if all are from 0 to 65535. Others are refused.
+- Floats: 0 is black and 1 is white. A picture with other values is refused.
+- Damaged, truncated, or more than `MOST_PIXELS`: refused.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, features
 
 from paceline.errors import DataError
-from paceline.settings.text import check_text
 
-EXTENSIONS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".gif", ".tif", ".tiff", ".ppm"})
-TEST_ONE_IN = 5
-# Pillow raises these for damaged pictures. MemoryError: the file states a wrong length.
+# The number of these rules. A fingerprint and a packed data set hold it, so a run does not resume with other pixels.
+# 1: EXIF was ignored, transparency was cut off, floats were clipped, 12 bits were read as 16.
+DECODER = 2
+GREY = 128  # replaces a picture that cannot be read
+MOST_PIXELS = 178_956_970  # where Pillow refuses by default; the user's code may have changed that
+
+_FORMATS = {  # of Pillow, with their file names. Without a list Pillow also opens EPS, which starts another program.
+    "JPEG": (".jpg", ".jpeg", ".jpe", ".jfif", ".mpo"),
+    "PNG": (".png", ".apng"),
+    "BMP": (".bmp",),
+    "DIB": (".dib",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+    "PPM": (".ppm", ".pgm", ".pbm", ".pnm", ".pfm"),
+    "WEBP": (".webp",),
+    "AVIF": (".avif",),
+    "JPEG2000": (".jp2", ".j2k", ".j2c", ".jpc", ".jpf", ".jpx"),
+    "TGA": (".tga",),  # last: it has no mark at its beginning
+}
+_OPTIONAL = {"WEBP": "webp", "AVIF": "avif", "JPEG2000": "jpg_2000"}  # parts of Pillow that may be absent
+ABSENT = frozenset(
+    name
+    for name, feature in _OPTIONAL.items()
+    if feature not in (*features.modules, *features.codecs) or not features.check(feature)
+)
+READ_FORMATS = tuple(name for name in _FORMATS if name not in ABSENT)
+EXTENSIONS = frozenset(extension for name in READ_FORMATS for extension in _FORMATS[name])
+ABSENT_EXTENSIONS = frozenset(extension for name in ABSENT for extension in _FORMATS[name])
+
+# Pillow raises these for damaged pictures. MemoryError: the file states a wrong length. Warnings are errors under
+# `python -W error`.
 _UNREADABLE = (
-    *(OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError, MemoryError),
+    *(OSError, SyntaxError, ValueError, EOFError, struct.error, MemoryError),
+    *(Image.DecompressionBombError, Warning),
     *(IndexError, KeyError, TypeError, AttributeError, OverflowError, ZeroDivisionError, RecursionError),
 )
-GREY = 128  # replaces a picture that cannot be read
-LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE"
-
-
-@dataclass(frozen=True)
-class Half:
-    """The training or the test pictures, class by class and in each class by name."""
-
-    paths: list[Path]
-    per_class: list[int]
-
-
-@dataclass(frozen=True)
-class Pictures:
-    """All pictures of a folder; none of them has been opened."""
-
-    root: Path
-    classes: tuple[str, ...]
-    train: Half
-    test: Half
-
-    def halves(self) -> Iterator[tuple[str, Half]]:
-        yield "train", self.train
-        yield "test", self.test
+_ORIENTATION = 0x0112  # tag of EXIF
+_TURNS: dict[object, Image.Transpose] = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_BITS_PER_SAMPLE = 258  # tag of TIFF
+_STATES_RANGE = ("PPM", "JPEG2000")  # Pillow has scaled their values by the range that the file states
+_WHITE = (255, 255, 255, 255)
 
 
 def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
     """A picture as [3, side, side]: its central square, scaled. The array is a view of [side, side, 3]."""
+    with _explained(str(path)), _open(path) as image:
+        return square_pixels(image, side)
+
+
+def look_at_picture(path: Path) -> list[str]:
+    """What a person may want to know about a picture. DataError if it cannot be decoded."""
+    with _explained(str(path)), _open(path) as image:
+        is_turned = orientation_of(image) != 1  # before TIFF is loaded, which turns it
+        as_rgb(image)
+        notes = ["turned upright, as EXIF says"] if is_turned else []
+        if image.mode.startswith("I") and has_12_bits(image, int(np.asarray(image).max())):
+            notes.append("16-bit picture with values below 4096, read as 12 bits")
+        if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photo and its preview
+            notes.append("several frames or pages, of which the first is read")
+        return notes
+
+
+@contextmanager
+def _explained(where: str | None) -> Iterator[None]:
     try:
-        with Image.open(path) as image:
-            return square_pixels(image, side)
+        yield
+    except DataError as error:
+        error.where = error.where or where
+        raise
     except _UNREADABLE as error:
         raise DataError(
             "this picture cannot be read",
-            where=str(path),
+            where=where,
             got=str(error) or type(error).__name__,
             hint="replace it or remove it",
         ) from error
 
 
+def _open(path: Path) -> Image.Image:
+    """Reads the header only."""
+    image = Image.open(path, formats=READ_FORMATS)
+    if image.width * image.height > MOST_PIXELS:
+        image.close()
+        raise ValueError(f"{image.width} x {image.height} pixels are more than {MOST_PIXELS:,}")
+    return image
+
+
 def square_pixels(image: Image.Image, side: int) -> NDArray[np.uint8]:
     """Like `read_pixels`, for an open picture."""
-    square = _as_rgb(image).resize((side, side), Image.Resampling.BILINEAR, box=_central_square(*image.size))
+    rgb = as_rgb(image)
+    square = rgb.resize((side, side), Image.Resampling.BILINEAR, box=_central_square(*rgb.size))
     return np.asarray(square).transpose(2, 0, 1)
 
 
-def _as_rgb(image: Image.Image) -> Image.Image:
-    if image.mode.startswith("I"):  # 16-bit grey: Pillow would clip it to white instead of scaling it
-        image = image.point(lambda level: level * (1 / 256)).convert("L")
-    if "transparency" in image.info:
+def as_rgb(image: Image.Image) -> Image.Image:
+    """The picture in RGB, 8 bits per colour, the right way up. DataError if it cannot be decoded."""
+    with _explained(None):
+        image.load()  # first: Pillow turns TIFF pictures when it loads them
+        turn = _TURNS.get(orientation_of(image))
+        image = _on_white(_as_8_bits(image))
+        return image.transpose(turn) if turn is not None else image
+
+
+def orientation_of(image: Image.Image) -> int:
+    """The EXIF orientation, from 1 (upright) to 8."""
+    try:
+        value: int = image.getexif().get(_ORIENTATION, 1)
+    except _UNREADABLE:
+        return 1
+    return value if value in _TURNS else 1
+
+
+def _as_8_bits(image: Image.Image) -> Image.Image:
+    if image.mode == "F":
+        return Image.fromarray(_bytes_of_floats(np.asarray(image)))
+    if image.mode.startswith("I"):
+        return Image.fromarray(_bytes_of_whole_numbers(image))
+    return image
+
+
+def _bytes_of_floats(values: NDArray[np.float32]) -> NDArray[np.uint8]:
+    low, high = float(values.min()), float(values.max())
+    if not (low >= 0 and high <= 1):  # also if one is NaN
+        raise ValueError(f"its floats are from {low:g} to {high:g}; floats from 0 (black) to 1 (white) can be read")
+    return np.rint(values * 255).astype(np.uint8)
+
+
+def _bytes_of_whole_numbers(image: Image.Image) -> NDArray[np.uint8]:
+    values = np.asarray(image)
+    low, high = int(values.min()), int(values.max())
+    if low < 0 or high > 65535:
+        raise ValueError(f"its values are from {low} to {high}; whole numbers from 0 to 65535 can be read")
+    return (values >> (4 if has_12_bits(image, high) else 8)).astype(np.uint8)
+
+
+def has_12_bits(image: Image.Image, high: int) -> bool:
+    """Whether the values of a picture have 12 of their 16 bits. `high`: the largest of them."""
+    stated = getattr(image, "tag_v2", {}).get(_BITS_PER_SAMPLE)
+    return high < 4096 and (stated == (12,) or image.format not in _STATES_RANGE)
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    if image.mode in ("RGBA", "LA", "PA", "RGBa") or "transparency" in image.info:
         image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, _WHITE), image).convert("RGB")
     return image.convert("RGB")
 
 
@@ -88,81 +188,3 @@ def _central_square(width: int, height: int) -> tuple[float, float, float, float
     short = min(width, height)
     left, top = (width - short) / 2, (height - short) / 2
     return left, top, left + short, top + short
-
-
-def find_pictures(root: Path) -> Pictures:
-    """Class names and file names; opens no picture."""
-    classes, train, test = _two_folders(root) if (root / "train").is_dir() else _one_folder(root)
-    return Pictures(root, classes, train, test)
-
-
-def _two_folders(root: Path) -> tuple[tuple[str, ...], Half, Half]:
-    if not (root / "test").is_dir():
-        raise DataError("there is a train folder but no test folder", where=str(root), allowed=LAYOUT)
-    train, test = _by_class(root / "train"), _by_class(root / "test")
-    if train.keys() != test.keys():
-        only = [f"{name}: only in train" for name in sorted(train.keys() - test.keys())]
-        only += [f"{name}: only in test" for name in sorted(test.keys() - train.keys())]
-        raise DataError(
-            "train and test do not hold the same classes",
-            where=str(root),
-            got=", ".join(only[:8]) + (f" and {len(only) - 8} more" if len(only) > 8 else ""),
-            allowed="one folder per class, of the same name, in both",
-        )
-    return tuple(train), _half(train), _half(test)
-
-
-def _one_folder(root: Path) -> tuple[tuple[str, ...], Half, Half]:
-    found = _by_class(root)
-    kept = {name: [path for path in paths if not _is_test(path, root)] for name, paths in found.items()}
-    held = {name: [path for path in paths if _is_test(path, root)] for name, paths in found.items()}
-    if not all(kept.values()) or not any(held.values()):
-        raise DataError(
-            "there are too few pictures to split off a test set",
-            where=str(root),
-            got=", ".join(f"{name}: {len(paths)}" for name, paths in list(found.items())[:8]),
-            hint="add pictures, or sort them into train/ and test/ yourself",
-        )
-    return tuple(found), _half(kept), _half(held)
-
-
-def _is_test(path: Path, root: Path) -> bool:
-    digest = hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()  # a name may not be UTF-8
-    return int.from_bytes(digest[:8]) % TEST_ONE_IN == 0
-
-
-def _half(pictures: dict[str, list[Path]]) -> Half:
-    paths = [path for group in pictures.values() for path in group]
-    return Half(paths, [len(group) for group in pictures.values()])
-
-
-def _by_class(folder: Path) -> dict[str, list[Path]]:
-    """Pictures per class. Classes and pictures are sorted by name."""
-    try:
-        names = sorted(e.name for e in os.scandir(folder) if e.is_dir() and not e.name.startswith("."))
-        for name in names:
-            # The folder name becomes the class name in JSON, tables, pages and label files.
-            check_text(name, "the name of a class folder", where=str(folder), hint="rename the folder")
-        found = {name: _pictures_of(folder / name) for name in names}
-    except OSError as error:
-        raise DataError("this folder cannot be read", where=str(folder), got=error.strerror) from error
-    if len(found) < 2:
-        raise _too_little(folder, f"{len(found)} class folders" + (f": {names[0]}" if names else ""))
-    if empty := [name for name, paths in found.items() if not paths]:
-        raise _too_little(folder, "no pictures in " + ", ".join(empty[:8]))
-    return found
-
-
-def _pictures_of(folder: Path) -> list[Path]:
-    names = sorted(e.name for e in os.scandir(folder) if e.is_file() and not e.name.startswith("."))
-    return [folder / name for name in names if os.path.splitext(name)[1].lower() in EXTENSIONS]  # noqa: PTH122
-
-
-def _too_little(folder: Path, got: str) -> DataError:
-    return DataError(
-        "there is no training data in this folder",
-        where=str(folder.absolute()),
-        got=got,
-        allowed=f"two or more class folders with pictures ({', '.join(sorted(EXTENSIONS))})",
-        hint=f"arrange the pictures as {LAYOUT}",
-    )

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from paceline.data.input_size import check_total_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
+from paceline.data.parts import LAYOUT, VALIDATION, part_folders
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
+from paceline.settings.load import LoadedConfig
 from paceline.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -26,10 +28,12 @@ __all__ = [
     "DATASET_NAMES",
     "check_data_config",
     "check_dataset_name",
+    "check_train_split",
     "describe_dataset",
     "is_resident",
     "load_dataset",
     "parse_input_size",
+    "require_used_split",
 ]
 
 _MODULES = {
@@ -94,10 +98,29 @@ def _check_folder(config: DataConfig) -> None:
             "there is no such folder",
             where="data-dir",
             got=str(folder.absolute()),
-            allowed="a folder that holds train/CLASS/PICTURE and test/CLASS/PICTURE, or CLASS/PICTURE",
+            allowed=f"a folder that holds {LAYOUT}",
         )
     if is_packed(folder):
         require_side(open_packed(folder), folder, config.image_size, can_shrink=config.augment == "imagenet")
+
+
+def check_train_split(loaded: LoadedConfig) -> None:
+    """Refuse --train-split for folders with validation pictures. Of functions only a call shows what they return."""
+    folder = Path(loaded.config.data.data_dir)
+    if loaded.config.data.dataset == "folder":
+        parts = open_packed(folder).parts if is_packed(folder) else part_folders(folder)
+        require_used_split(loaded, VALIDATION in parts)
+
+
+def require_used_split(loaded: LoadedConfig, has_validation: bool) -> None:
+    """Refuse --train-split on the command line if nothing is split. In a recipe it is for data without such a set."""
+    if has_validation and loaded.origin("train_split") == "flag":
+        raise UserError(
+            "--train-split has no effect: this data has a validation set of its own",
+            where=loaded.where("train_split"),
+            got=f"{loaded.config.data.train_split:g}",
+            hint="leave --train-split out; to split the training set instead, move the validation set away",
+        )
 
 
 def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
@@ -106,7 +129,7 @@ def describe_dataset(config: DataConfig, seed: int) -> DatasetInfo:
 
 
 def load_dataset(config: DataConfig, seed: int) -> LoadedData:
-    """Both halves, ready to be read. Downloads absent files where possible."""
+    """All parts, ready to be read. Downloads absent files where possible."""
     return _source(config).load(config, seed)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from paceline.data.known_files import require_data_folder
 from paceline.data.reference import check_reference
-from paceline.data.registry import check_data_config
+from paceline.data.registry import check_data_config, check_train_split
 from paceline.errors import UserError
 from paceline.launch.inputs import fetch_command
 from paceline.metrics.sinks.open import check_trackers
@@ -53,6 +53,7 @@ def check_loaded(loaded: LoadedConfig) -> None:
     require_trusted_recipe(loaded)  # before a name is looked up: that may import a package
     check_data_config(loaded.config.data)
     require_data_folder(loaded.config.data, where=loaded.where("data_dir"), hint=fetch_command(loaded))
+    check_train_split(loaded)
     check_model_name(loaded.config.model.model_name)
     check_weights(loaded.config.model)
     check_functions(loaded)

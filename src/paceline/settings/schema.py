@@ -64,7 +64,8 @@ class DataConfig:
     """Classes of the synthetic data set."""
 
     train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.9
-    """Fraction of the training set that is used for training; the rest is the validation set. 1: no validation."""
+    """Fraction of the training set that is used for training; the rest is the validation set. 1: no validation. Not
+    for data that has a validation set of its own: a val folder, or a function that returns one."""
 
     augment: Literal["none", "light", "gentle", "lively", "imagenet"] = "light"
     """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates between

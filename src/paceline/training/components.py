@@ -27,7 +27,6 @@ from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
-from paceline.data.order import split_train_validation
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
@@ -47,7 +46,7 @@ from paceline.training.guards import Guards
 from paceline.training.model_record import RECORD, ModelRecord, make_record
 from paceline.training.objective import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
-from paceline.training.plan import RunPlan, make_plan
+from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
 from paceline.training.same_ranks import require_same_data
@@ -188,16 +187,16 @@ def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *
     loaded = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
     require_same_data(loaded.fingerprint(), world)
     fingerprint = agree_on_data(loaded, world)
-    train_ids, validation_ids = split_train_validation(len(loaded.train), config.data.train_split)
+    train_ids, validation_ids = split_samples(loaded.info, config.data)
     # Only the primary writes checkpoints.
     is_described = world.is_primary and is_for_training
-    held_out = describe_split(loaded.train, train_ids, validation_ids) if is_described else None
+    held_out = describe_split(loaded, train_ids, validation_ids) if is_described else None
     about = RunData(fingerprint, held_out=held_out)
     if checkpoint is not None:
         may_differ, has_validation = config.run.accept_new_data, len(validation_ids) > 0
         about = data_to_go_on_with(checkpoint, about, may_differ=may_differ, has_validation=has_validation)
         if about.is_split_by_keys:
-            train_ids, validation_ids = split_again(loaded.train, about)
+            train_ids, validation_ids = split_again(loaded, about)
     return _Samples(loaded, about, train_ids, validation_ids)
 
 
@@ -228,6 +227,10 @@ def build_components(
     plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
     train_data = Loader(data.train, train_ids, pipeline, world)
+    if data.validation is None:
+        validation_data = train_data.on_part(samples.validation_ids)
+    else:
+        validation_data = Loader(data.validation, samples.validation_ids, pipeline, world)
 
     seed_initial_weights(config.train.seed)
     model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
@@ -255,7 +258,7 @@ def build_components(
     return Components(
         plan=plan,
         train_data=train_data,
-        validation_data=train_data.on_part(samples.validation_ids),
+        validation_data=validation_data,
         test_data=Loader(data.test, torch.arange(len(data.test)), pipeline, world),
         model=parallel,
         optimizer=optimizer,

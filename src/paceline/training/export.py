@@ -229,11 +229,11 @@ PREPARE_IMAGE = """\
 import json
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 with open("preprocessing.json", encoding="utf-8") as file:
     how = json.load(file)
-picture = Image.open("picture.png").convert("RGB")  # yours
+picture = ImageOps.exif_transpose(Image.open("picture.png")).convert("RGB")  # yours
 _, height, width = how["sample_shape"]
 zoom = min(picture.width / width, picture.height / height)
 left, top = max(0, picture.width - zoom * width) / 2, max(0, picture.height - zoom * height) / 2
@@ -266,7 +266,7 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
     top, left = ((have - want) // 2 for have, want in zip(size, shape[1:], strict=True))
     resize = {"size": size, "mode": "bilinear", "align_corners": False, "antialias": scale < 1.0}
     steps = [
-        f"cut the largest centred part of {height}:{width} out of the RGB picture, scale it to {height}x{width}"
+        f"cut the largest centred part of {height}:{width} out of the upright RGB picture, scale it to {height}x{width}"
         " (Pillow: resize with box, BILINEAR), 8 bits per channel",
         "average R, G and B, round to whole numbers (half to even)" if channels == 1 else "",
         f"as float32, resize to {size[0]}x{size[1]} (torch: interpolate)" if scale != 1.0 else "",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 import paceline
+from paceline.data.parts import TEST, TRAIN, VALIDATION
 from paceline.models.external import PER_RANK, draws_per_rank
 from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
@@ -50,8 +51,16 @@ def _device_name(device: str) -> str:
 
 def describe_data(plan: RunPlan) -> str:
     info = plan.info
-    parts = f"{plan.num_train:,} train, {plan.num_validation:,} validation, {info.num_test:,} test"
-    return f"{info.name}: {parts} samples, {info.num_classes} classes, inputs {'x'.join(map(str, plan.input_shape))}"
+    folders = dict(info.folders)
+    validation = "own set" if info.num_validation else f"held out of {folders[TRAIN]}" if folders else ""
+    origins = {**folders, VALIDATION: folders.get(VALIDATION, validation if plan.num_validation else "")}
+    sizes = {TRAIN: plan.num_train, VALIDATION: plan.num_validation, TEST: info.num_test}
+    parts = ", ".join(
+        f"{size:,} {part}" + (f" ({origins[part]})" if origins.get(part) else "") for part, size in sizes.items()
+    )
+    skipped = f"; {info.num_skipped} skipped, listed by paceline data check" if info.num_skipped else ""
+    inputs = "x".join(map(str, plan.input_shape))
+    return f"{info.name}: {parts} samples, {info.num_classes} classes, inputs {inputs}{skipped}"
 
 
 def describe_batch(plan: RunPlan) -> str:

@@ -15,7 +15,7 @@ from paceline.data.order import split_train_validation
 from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
-from paceline.settings.schema import Config, OptimConfig
+from paceline.settings.schema import Config, DataConfig, OptimConfig
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def make_plan(
     `count_epochs`: the epoch count of a run with so many steps per epoch, where it goes on from an earlier count.
     """
     if parts is None:
-        train, validation = split_train_validation(info.num_train, config.data.train_split)
+        train, validation = split_samples(info, config.data)
         parts = len(train), len(validation)
     num_train, num_validation = parts
     batch = config.train.global_batch_size
@@ -106,6 +106,13 @@ def make_plan(
         last_step=min(total_steps, config.train.max_steps or total_steps),
         peak_lr=peak_learning_rate(config.optim, batch),
     )
+
+
+def split_samples(info: DatasetInfo, config: DataConfig) -> tuple[Tensor, Tensor]:
+    """Sample ids to train on and to validate with: of the training set, or of the data's own validation set."""
+    if info.num_validation:
+        return torch.arange(info.num_train), torch.arange(info.num_validation)
+    return split_train_validation(info.num_train, config.train_split)
 
 
 def _require_equal_parts(config: Config, world_size: int) -> None:

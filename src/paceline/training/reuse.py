@@ -22,7 +22,6 @@ from paceline.data.dataset import LoadedData
 from paceline.data.fingerprint import differences, fingerprint_of
 from paceline.data.known_files import require_data_folder
 from paceline.data.loader import Loader
-from paceline.data.order import split_train_validation
 from paceline.data.registry import load_dataset
 from paceline.data.sources.folder import read_picture
 from paceline.errors import CheckpointError, DataError, PacelineError, UserError
@@ -36,7 +35,7 @@ from paceline.settings.schema import Config, ParallelConfig
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
 from paceline.training.model_record import ModelRecord, make_record, read_record, require_trusted_record
 from paceline.training.objective import build_objective
-from paceline.training.plan import RunPlan, make_plan
+from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.run_data import RunData
 
 _log = logging.getLogger("paceline")
@@ -147,7 +146,7 @@ def _record_of_data(config: Config, checkpoint: Checkpoint, named: NamedCheckpoi
         raise CheckpointError(_NO_RECORD, where=where, got="other data:\n" + "\n".join(changed), hint=_HINT)
     _log.info("note: %s; they are read from the data, which is the same", _NO_RECORD)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    train, validation = split_train_validation(len(data.train), config.data.train_split)
+    train, validation = split_samples(data.info, config.data)
     return make_record(config, data.info, (len(train), len(validation)), pipeline, is_marked=False)
 
 

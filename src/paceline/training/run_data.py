@@ -11,24 +11,25 @@ import torch
 from torch import Tensor
 
 from paceline.checkpoints.store import Checkpoint
-from paceline.data.dataset import Dataset, LoadedData
+from paceline.data.dataset import LoadedData
 from paceline.data.fingerprint import (
     Fingerprint,
+    are_samples_changed,
     differences,
     fingerprint_of,
-    is_train_half_changed,
     pack_keys,
     sample_keys,
     split_by_keys,
     unpack_keys,
 )
+from paceline.data.parts import PARTS, TEST, TRAIN
 from paceline.errors import CheckpointError, UserError
 from paceline.parallel.collectives import gather_texts
 from paceline.runtime.detect import World
 
 _log = logging.getLogger("paceline")
 _POSITIONS, _KEYS = "positions", "keys"
-_HALVES = {"samples": int, "labels": str, "kind": str, "contents": str}
+_PART_FIELDS = {"samples": int, "labels": str, "kind": str, "contents": str}
 _HINT = "give the data it was trained with, or --init-from to start a new run from its weights"
 
 
@@ -48,8 +49,8 @@ class RunData:
     def from_json(cls, values: Any, where: str) -> RunData:
         try:
             found = cls(**values)
-            halves = [found.fingerprint["train"], found.fingerprint["test"]]
-            is_sound = all(isinstance(half[name], kind) for half in halves for name, kind in _HALVES.items())
+            parts = [found.fingerprint[part] for part in PARTS if part in (TRAIN, TEST, *found.fingerprint)]
+            is_sound = all(isinstance(part[name], kind) for part in parts for name, kind in _PART_FIELDS.items())
             differences(found.fingerprint, found.fingerprint)
             if found.held_out is not None:
                 unpack_keys(found.held_out)
@@ -83,12 +84,15 @@ def agree_on_data(data: LoadedData, world: World) -> Fingerprint:
     return first
 
 
-def describe_split(dataset: Dataset, train: Tensor, validation: Tensor) -> str | None:
+def describe_split(data: LoadedData, train: Tensor, validation: Tensor) -> str | None:
     """The keys of validation samples, as a checkpoint keeps them; not of those that are also trained on."""
-    keys = sample_keys(dataset) if len(validation) else None
+    keys = sample_keys(data.train) if len(validation) else None
     if keys is None:
         return None
-    held_out = keys[validation]
+    own_keys = keys if data.validation is None else sample_keys(data.validation)
+    if own_keys is None:
+        return None
+    held_out = own_keys[validation]
     return pack_keys(held_out[~torch.isin(held_out, keys[train])])
 
 
@@ -112,7 +116,7 @@ def data_to_go_on_with(checkpoint: Checkpoint, own: RunData, *, may_differ: bool
     _log.warning("warning: going on with other data than before: %s", "; ".join(found))
     change = {"step": checkpoint.step, "differs": found}
     now = replace(saved, fingerprint=own.fingerprint, accepted=[*saved.accepted, change])
-    if not has_validation or not is_train_half_changed(saved.fingerprint, own.fingerprint):
+    if not has_validation or not are_samples_changed(saved.fingerprint, own.fingerprint):
         return now
     if saved.held_out is None:
         raise CheckpointError(
@@ -124,17 +128,27 @@ def data_to_go_on_with(checkpoint: Checkpoint, own: RunData, *, may_differ: bool
     return replace(now, split=_KEYS)
 
 
-def split_again(dataset: Dataset, data: RunData) -> tuple[Tensor, Tensor]:
-    """After the data has changed: samples kept for validation before still are; every other one is trained on."""
-    keys = sample_keys(dataset)
-    if keys is None or data.held_out is None:
+def split_again(samples: LoadedData, data: RunData) -> tuple[Tensor, Tensor]:
+    """After the data has changed: samples kept for validation before still are; every other one is trained on.
+
+    Samples that are new in a validation set of the data's own are left out: the run may have been trained with them.
+    """
+    keys = sample_keys(samples.train)
+    own_keys = keys if samples.validation is None else sample_keys(samples.validation)
+    if keys is None or own_keys is None or data.held_out is None:
         raise CheckpointError("samples of the new data cannot be told apart", hint=_HINT)
-    train, validation = split_by_keys(keys, unpack_keys(data.held_out))
+    held_out = unpack_keys(data.held_out)
+    train, _ = split_by_keys(keys, held_out)
+    new, validation = split_by_keys(own_keys, held_out)
+    if samples.validation is not None and len(new):
+        _log.warning(
+            "warning: %d new validation samples are left out: the run may have been trained with them", len(new)
+        )
     if not len(validation) or not len(train):
         part = "validation" if not len(validation) else "training"
         raise CheckpointError(
             f"no sample of the new data belongs to the run's {part} set",
-            got=f"{len(keys):,} samples, all of them new" if part == "validation" else f"{len(keys):,} samples",
+            got=f"{len(own_keys):,} samples, all of them new" if part == "validation" else f"{len(keys):,} samples",
             hint=_HINT,
         )
     return train, validation

@@ -17,6 +17,8 @@ import torch
 
 from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.mirror import mirrored
+from paceline.data.reference import is_reference
+from paceline.data.registry import describe_dataset, require_used_split
 from paceline.errors import (
     EndsWithPrimary,
     OwnerLost,
@@ -51,7 +53,6 @@ from paceline.runtime.group import allow_suspension, process_group
 from paceline.runtime.heap import keep_freed_memory
 from paceline.runtime.job_identity import identify_job
 from paceline.settings.load import LoadedConfig, to_yaml
-from paceline.settings.schema import Config
 from paceline.training.guards import Guards, open_guards
 from paceline.training.loop import train
 from paceline.training.objective import explain_own_code
@@ -89,12 +90,13 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
             allow_suspension()
             if place.resume_from is None or not is_same_folder(place.folder, owner_of(place.resume_from)):
                 guards.record_start()  # a resumed run keeps its files until its checkpoint is accepted
-            results = _train_with_status(config, world, place, guards)
+            results = _train_with_status(loaded, world, place, guards)
         guards.close()  # before the upload to a store ends: only the primary waits for it, and it is no hang
     return results
 
 
-def _train_with_status(config: Config, world: World, place: RunPlace, guards: Guards) -> Results:
+def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guards: Guards) -> Results:
+    config = loaded.config
     folder = RunFolder(place.folder, guards.member)
     before = folder.read_status()
 
@@ -107,6 +109,7 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         run = rehearse if config.run.rehearse else train
         try:
             with reported_to(write_failed):
+                _check_split_of_function(loaded)
                 results = run(config, world, place, guards)
         except Exception as error:
             is_first_step = guards.watchdog.longest_step_s == 0
@@ -137,6 +140,14 @@ def _train_with_status(config: Config, world: World, place: RunPlace, guards: Gu
         folder.write_status("finished", step=results.steps, **fields)
         print_result(results, folder)
     return results
+
+
+def _check_split_of_function(loaded: LoadedConfig) -> None:
+    """Only a call of the user's function says whether its data has a validation set."""
+    data = loaded.config.data
+    if is_reference(data.dataset) and loaded.origin("train_split") == "flag":
+        info = describe_dataset(data, loaded.config.train.seed)  # the function is not called again for the training
+        require_used_split(loaded, info.num_validation > 0)
 
 
 def _reason(error: BaseException) -> str:

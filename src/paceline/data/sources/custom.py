@@ -1,8 +1,8 @@
 """The user's own data set: the function `FILE.py:FUNCTION` or `package.module:FUNCTION`.
 
-It may take any of `data_dir`, `seed` and `config`. It returns the train and test halves as a pair, a triple
-with class names, or a dict. A half is an object with `read` and `labels`, a pair of arrays, or a map-style
-torch data set. Each is converted here to the `Dataset` interface.
+It may take any of `data_dir`, `seed` and `config`. It returns the train and test parts as a pair, a triple with the
+classes, or a dict, which may have a validation part too. A part is an object with `read` and `labels`, a pair of
+arrays, or a map-style torch data set. Each is converted here to the `Dataset` interface.
 """
 
 from __future__ import annotations
@@ -19,16 +19,22 @@ from PIL import Image
 from torch import Tensor
 
 from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.parts import PARTS, TEST, TRAIN, VALIDATION, part_named
+from paceline.data.pictures import DECODER, as_rgb
 from paceline.data.reference import resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
 from paceline.settings.schema import DataConfig
 from paceline.settings.text import check_text
 
-EXPECTED = "(train, test), (train, test, classes) or {'train': ..., 'test': ..., 'classes': ...}"
-EXPECTED_HALF = "(samples, labels), an object with read(indices) and labels, or a map-style data set"
+EXPECTED = (
+    "(train, test), (train, test, classes),\nor {'train': ..., 'validation': ..., 'test': ..., 'classes': ...}, "
+    "without 'validation' and 'classes' too"
+)
+EXPECTED_PART = "(samples, labels), an object with read(indices) and labels, or a map-style data set"
 EXPECTED_SAMPLE = "uint8 images with 1 or 3 channels (CHW or HWC), or vectors of floats"
 _STATISTICS_SAMPLES = 1024
 _MOST_CLASSES = 1_000_000
+_CLASSES = "classes"
 
 
 class _Reader:
@@ -58,6 +64,8 @@ class _MapStyle:
         # Without a list of labels, every sample is made once to get its label.
         self._labels = _as_labels([self._item(i)[1] for i in range(len(inner))] if known is None else known)
         self._shape = self._sample(0).shape
+        if isinstance(self._item(0)[0], Image.Image):
+            self.decoder = DECODER
 
     @property
     def labels(self) -> Tensor:
@@ -84,7 +92,7 @@ class _MapStyle:
     def _sample(self, index: int) -> Tensor:
         sample = self._item(index)[0]
         if isinstance(sample, Image.Image):
-            sample = np.array(sample.convert("RGB" if sample.mode not in ("1", "L") else "L"))
+            sample = np.array(_as_picture(sample, index))
         return _as_samples(_tensor(sample)[None])[0]
 
     def _item(self, index: int) -> tuple[Any, Any]:
@@ -97,6 +105,15 @@ class _MapStyle:
                 allowed="(sample, label)",
             )
         return item[0], item[1]
+
+
+def _as_picture(image: Image.Image, index: int) -> Image.Image:
+    """By the rules for all pictures. Grey ones keep one channel."""
+    try:
+        return as_rgb(image).convert("L" if image.mode in ("1", "L") else "RGB")
+    except DataError as error:
+        error.where = f"sample {index}"
+        raise
 
 
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
@@ -149,62 +166,75 @@ def _is_required(parameter: inspect.Parameter) -> bool:
 
 
 def _adapt(returned: Any, name: str) -> LoadedData:
-    train_half, test_half, classes = _parts(returned)
-    train, test = _half(train_half, "train"), _half(test_half, "test")
-    shape, test_shape = (tuple(half.read(torch.tensor([0])).shape[1:]) for half in (train, test))
-    if shape != test_shape:
-        raise UserError("train and test differ in sample shape", got=f"{shape} and {test_shape}")
+    given, classes = _parts(returned)
+    parts = {part: _part(given[part], part) for part in PARTS if part in given}
+    shapes = {part: tuple(dataset.read(torch.tensor([0])).shape[1:]) for part, dataset in parts.items()}
+    shape = shapes[TRAIN]
+    for part, other in shapes.items():
+        if other != shape:
+            raise UserError(f"train and {part} differ in sample shape", got=f"{shape} and {other}")
     if classes is None:
-        classes = getattr(train_half, "classes", None)
-    num_labels = int(max(train.labels.max(), test.labels.max())) + 1
-    if num_labels > _MOST_CLASSES:
-        raise UserError(
-            "a label is too large", got=num_labels - 1, allowed=f"0 to {_MOST_CLASSES - 1:,}: one number per class"
-        )
-    names = _class_names(classes, num_labels)
-    mean, std = _statistics(train) if len(shape) == 3 else ((), ())
-    info = DatasetInfo(name, len(train), len(test), names, shape, mean, std)
-    return LoadedData(info, train, test)
+        classes = getattr(given[TRAIN], "classes", None)
+    names = _class_names(classes, torch.cat([dataset.labels for dataset in parts.values()]).unique().tolist())
+    mean, std = _statistics(parts[TRAIN]) if len(shape) == 3 else ((), ())
+    num_validation = len(parts[VALIDATION]) if VALIDATION in parts else 0
+    info = DatasetInfo(name, len(parts[TRAIN]), len(parts[TEST]), names, shape, mean, std, num_validation)
+    return LoadedData(info, **parts)
 
 
-def _parts(returned: Any) -> tuple[Any, Any, Any]:
-    if isinstance(returned, Mapping) and {"train", "test"} <= returned.keys():
-        return returned["train"], returned["test"], returned.get("classes")
+def _parts(returned: Any) -> tuple[dict[str, Any], Any]:
+    """The parts by name, and the classes."""
+    if isinstance(returned, Mapping):
+        return _parts_of_mapping(returned), returned.get(_CLASSES)
     if isinstance(returned, tuple | list) and len(returned) in (2, 3):
         train, test, *rest = returned
-        return train, test, rest[0] if rest else None
+        return {TRAIN: train, TEST: test}, rest[0] if rest else None
     raise UserError("the data set function returned something else", got=_kind(returned), allowed=EXPECTED)
 
 
-def _half(half: Any, which: str) -> Dataset:
-    """One half as a `Dataset`, checked: not empty, no negative labels."""
+def _parts_of_mapping(returned: Mapping[Any, Any]) -> dict[str, Any]:
+    keys = [str(key) for key in returned if key != _CLASSES]
+    parts = [part_named(key) for key in keys]
+    # An unknown key may be a validation set under another name. Nothing may be left out silently.
+    if None in parts or len(set(parts)) < len(parts) or not {TRAIN, TEST} <= set(parts):
+        raise UserError(
+            "the data set function returned something else",
+            got=f"a {type(returned).__name__} with {', '.join(map(repr, keys)) or 'no keys'}",
+            allowed=EXPECTED,
+        )
+    found = {part: returned[key] for part, key in zip(parts, keys, strict=True) if part is not None}
+    return {part: value for part, value in found.items() if part != VALIDATION or value is not None}
+
+
+def _part(given: Any, part: str) -> Dataset:
+    """One part as a `Dataset`, checked: not empty, no negative labels."""
     try:
-        dataset = _fitted(half)
+        dataset = _fitted(given)
         if len(dataset) == 0:
             raise UserError("there are no samples", allowed="at least one")
         if dataset.labels.min() < 0:
             raise UserError("a label is negative", got=int(dataset.labels.min()), allowed="0, 1, 2, ...")
         return dataset
     except PacelineError as error:
-        error.where = f"{which} half" + (f", {error.where}" if error.where else "")
+        error.where = f"{part} part" + (f", {error.where}" if error.where else "")
         raise
 
 
-def _fitted(half: Any) -> Dataset:
-    if hasattr(half, "read") and hasattr(half, "labels"):
-        return _Reader(half)
-    if isinstance(half, tuple | list) and len(half) == 2:
-        samples, labels = _as_samples(_tensor(half[0])), _as_labels(half[1])
+def _fitted(given: Any) -> Dataset:
+    if hasattr(given, "read") and hasattr(given, "labels"):
+        return _Reader(given)
+    if isinstance(given, tuple | list) and len(given) == 2:
+        samples, labels = _as_samples(_tensor(given[0])), _as_labels(given[1])
         if len(samples) != len(labels):
             raise UserError(
                 "samples and labels differ in number", got=f"{len(samples)} samples and {len(labels)} labels"
             )
         return ResidentDataset(samples, labels)
-    if hasattr(half, "__len__") and hasattr(half, "__getitem__") and not isinstance(half, str | Mapping):
-        if len(half) == 0:
+    if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, str | Mapping):
+        if len(given) == 0:
             raise UserError("there are no samples", allowed="at least one")
-        return _MapStyle(half)
-    raise UserError("this is not a data set", got=_kind(half), allowed=EXPECTED_HALF)
+        return _MapStyle(given)
+    raise UserError("this is not a data set", got=_kind(given), allowed=EXPECTED_PART)
 
 
 def _tensor(values: Any) -> Tensor:
@@ -252,16 +282,38 @@ def _wrong_labels(labels: Tensor) -> NoReturn:
     )
 
 
-def _class_names(classes: Any, num_labels: int) -> tuple[str, ...]:
+def _class_names(classes: Any, labels: list[int]) -> tuple[str, ...]:
+    """`classes`: their names, their number, or None. `labels`: those that occur, ascending."""
+    num_labels = labels[-1] + 1
+    if num_labels > _MOST_CLASSES:
+        raise UserError(
+            "a label is too large", got=labels[-1], allowed=f"0 to {_MOST_CLASSES - 1:,}: one number per class"
+        )
     if classes is None:
+        if labels != list(range(num_labels)):
+            _leave_gaps(labels)
         return tuple(str(label) for label in range(max(2, num_labels)))
+    if isinstance(classes, int) and not isinstance(classes, bool) and max(2, num_labels) <= classes <= _MOST_CLASSES:
+        return tuple(str(label) for label in range(classes))
     if isinstance(classes, str) or not isinstance(classes, Sequence) or len(classes) < max(2, num_labels):
         raise UserError(
             "the class names do not fit the labels",
             got=repr(classes),
-            allowed=f"at least {max(2, num_labels)} names in a list",
+            allowed=f"at least {max(2, num_labels)} names in a list, or the number of classes",
         )
     return tuple(check_text(str(name), "the name of a class", where="class names") for name in classes)
+
+
+def _leave_gaps(labels: list[int]) -> NoReturn:
+    """A class without samples is an error in the labels, unless the user says how many classes there are."""
+    shown = ", ".join(map(str, labels[:12])) + (", ..." if len(labels) > 12 else "")
+    raise UserError(
+        "the labels leave out numbers",
+        got=f"{len(labels)} different labels from {labels[0]} to {labels[-1]}: {shown}",
+        allowed=f"0 to {len(labels) - 1} for {len(labels)} classes",
+        hint="number them without gaps: np.unique(labels, return_inverse=True)[1];\n"
+        f"or state the classes, if some have no samples: return train, test, {labels[-1] + 1}",
+    )
 
 
 def _statistics(train: Dataset) -> tuple[tuple[float, ...], tuple[float, ...]]:

@@ -1,7 +1,7 @@
 """Pictures in folders, one folder per class, read by a pool of threads.
 
-`data/pictures.py` finds and decodes the pictures. Pixels do not depend on the number of threads.
-`packed.py` reads folders that `paceline data pack` has packed.
+`data/picture_folder.py` finds the pictures, `data/pictures.py` decodes them. Pixels do not depend on the number of
+threads. `packed.py` reads folders that `paceline data pack` has packed.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.pack_format import picture_side
+from paceline.data.picture_folder import Part, Pictures, find_pictures
 from paceline.data.picture_set import labels_of, picture_info
-from paceline.data.pictures import GREY, Half, Pictures, find_pictures, read_pixels
+from paceline.data.pictures import DECODER, GREY, read_pixels
 from paceline.errors import DataError
 from paceline.settings.schema import DataConfig
 
@@ -31,10 +33,12 @@ _STAT_THREADS = 16
 class FolderDataset:
     """Pictures read from disk, batch by batch."""
 
-    def __init__(self, root: Path, half: Half, side: int, num_workers: int, unreadable: int = 0) -> None:
+    decoder = DECODER
+
+    def __init__(self, root: Path, part: Part, side: int, num_workers: int, unreadable: int = 0) -> None:
         self._root = root
-        self._paths = half.paths
-        self._labels = labels_of(half.per_class)
+        self._paths = part.paths
+        self._labels = labels_of(part.per_class)
         self.sample_shape = (3, side, side)
         self._allowed = unreadable
         self._unreadable: set[int] = set()
@@ -109,13 +113,12 @@ def load(config: DataConfig, seed: int) -> LoadedData:
     pictures = find_pictures(Path(config.data_dir))
     info = _info(pictures, config)
     side, workers = info.sample_shape[-1], config.num_workers
-    train, test = (
-        FolderDataset(pictures.root, half, side, workers, config.unreadable) for _, half in pictures.halves()
-    )
-    return LoadedData(info, train, test)
+    parts = {name: FolderDataset(pictures.root, part, side, workers, config.unreadable) for name, part in pictures}
+    return LoadedData(info, **parts)
 
 
 def _info(pictures: Pictures, config: DataConfig) -> DatasetInfo:
-    return picture_info(
-        pictures.classes, len(pictures.train.paths), len(pictures.test.paths), picture_side(config.image_size)
-    )
+    sizes = {name: len(part.paths) for name, part in pictures}
+    folders = {name: part.folder for name, part in pictures}
+    info = picture_info(pictures.classes, sizes, picture_side(config.image_size), folders)
+    return replace(info, num_skipped=len(pictures.skipped))

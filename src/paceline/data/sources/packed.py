@@ -26,17 +26,18 @@ _STATM = Path("/proc/self/statm")
 
 
 class PackedDataset:
-    """One half of a packed data set."""
+    """One part of a packed data set."""
 
     if_slow = "a faster disk for the packed pictures, or more memory to keep them in"
 
-    def __init__(self, folder: Path, packed: Packed, half: str) -> None:
+    def __init__(self, folder: Path, packed: Packed, part: str) -> None:
+        self.decoder = packed.decoder
         self.sample_shape = (3, packed.side, packed.side)
-        self._labels = labels_of(packed.per_class[half])
-        self.checksums = [shard.crc32 for shard in packed.shards_of(half)]
+        self._labels = labels_of(packed.per_class[part])
+        self.checksums = [shard.crc32 for shard in packed.shards_of(part)]
         self._picture_bytes = packed.picture_bytes
         self._per_shard = packed.pictures_per_shard
-        self._maps = [_map(folder / shard.file, shard, packed) for shard in packed.shards_of(half)]
+        self._maps = [_map(folder / shard.file, shard, packed) for shard in packed.shards_of(part)]
         self._rows = [_as_rows(mapped, packed.picture_bytes) for mapped in self._maps]
         self._other_bytes = _mapped_bytes()  # for example of libraries
 
@@ -105,9 +106,8 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
 def load(config: DataConfig, seed: int) -> LoadedData:
     folder = Path(config.data_dir)
     packed = open_packed(folder)
-    train, test = (PackedDataset(folder, packed, half) for half in ("train", "test"))
-    return LoadedData(_info(packed), train, test)
+    return LoadedData(_info(packed), **{part: PackedDataset(folder, packed, part) for part in packed.parts})
 
 
 def _info(packed: Packed) -> DatasetInfo:
-    return picture_info(packed.classes, packed.num_pictures("train"), packed.num_pictures("test"), packed.side)
+    return picture_info(packed.classes, {part: packed.num_pictures(part) for part in packed.parts}, packed.side)
