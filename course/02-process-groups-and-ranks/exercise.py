@@ -35,3 +35,20 @@ def tell_everyone(text: str) -> str:
 def leave() -> None:
     """Close the group."""
     ...  # TODO
+
+
+# --- Diagnose a hang --------------------------------------------------------------------------------------------------
+#
+# any_rank_wants_to_stop has no gap, but it hangs on some inputs. Four ranks call it, and ranks 1 and 3 want to stop.
+
+WAITING_RANKS = ...  # TODO: the ranks that wait forever, as a set
+CAUSE = ...  # TODO: "skipped collective", "different collectives", "different order" or "no process group"
+
+
+def any_rank_wants_to_stop(wants_to_stop: bool) -> bool:
+    """Whether at least one rank wants to stop: the same answer on every rank. TODO: repair it."""
+    if wants_to_stop:
+        return True
+    flag = torch.tensor(0)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)

@@ -36,3 +36,18 @@ def tell_everyone(text: str) -> str:
 def leave() -> None:
     """Close the group."""
     dist.destroy_process_group()
+
+
+# --- Diagnose a hang --------------------------------------------------------------------------------------------------
+#
+# any_rank_wants_to_stop has no gap, but it hangs on some inputs. Four ranks call it, and ranks 1 and 3 want to stop.
+
+WAITING_RANKS = {0, 2}  # the ranks that wait forever, as a set
+CAUSE = "skipped collective"  # "skipped collective", "different collectives", "different order" or "no process group"
+
+
+def any_rank_wants_to_stop(wants_to_stop: bool) -> bool:
+    """Whether at least one rank wants to stop: the same answer on every rank."""
+    flag = torch.tensor(int(wants_to_stop))
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)

@@ -28,3 +28,19 @@ def evaluate(model: nn.Module, batches: Batches) -> tuple[float, float]:
         sums[1] += ...  # TODO: the number of right answers
         sums[2] += ...  # TODO: the number of samples
     ...  # TODO: sum over ranks, then divide
+
+
+# --- Diagnose a wrong mean --------------------------------------------------------------------------------------------
+#
+# mean_over_ranks has no gap, but its result is wrong for some inputs. Show this with an example for two ranks.
+
+EXAMPLE = (..., ...)  # TODO: the values of rank 0 and of rank 1: two lists, none of them empty
+RETURNED_MEAN = ...  # TODO: what the defective function returns for your example
+TRUE_MEAN = ...  # TODO: the mean of all values of your example
+
+
+def mean_over_ranks(values: list[float]) -> float:
+    """The mean of all values of all ranks. The ranks have different numbers of values, or none. TODO: repair it."""
+    mean = torch.tensor(sum(values) / len(values), dtype=torch.float64)
+    dist.all_reduce(mean)
+    return mean.item() / dist.get_world_size()

@@ -33,3 +33,20 @@ def evaluate(model: nn.Module, batches: Batches) -> tuple[float, float]:
     dist.all_reduce(sums)
     loss, right, count = sums.tolist()
     return loss / count, right / count
+
+
+# --- Diagnose a wrong mean --------------------------------------------------------------------------------------------
+#
+# mean_over_ranks has no gap, but its result is wrong for some inputs. Show this with an example for two ranks.
+
+EXAMPLE = ([1.0, 2.0, 3.0], [6.0])  # the values of rank 0 and of rank 1: two lists, none of them empty
+RETURNED_MEAN = 4.0  # what the defective function returns for your example
+TRUE_MEAN = 3.0  # the mean of all values of your example
+
+
+def mean_over_ranks(values: list[float]) -> float:
+    """The mean of all values of all ranks. The ranks have different numbers of values, or none."""
+    sums = torch.tensor([sum(values), len(values)], dtype=torch.float64)
+    dist.all_reduce(sums)
+    total, count = sums.tolist()
+    return total / count

@@ -1,4 +1,4 @@
-"""How a person's ranks can end, and what is told of each ending."""
+"""How the ranks of an exercise can end, and what is reported."""
 
 from __future__ import annotations
 
@@ -83,37 +83,37 @@ def test_ranks_see_no_gpu(person: Path) -> None:
     assert answer.out.splitlines() == ["['']", "3"], answer.err
 
 
-def test_a_hang_is_seen_within_seconds_and_told_by_line(person: Path) -> None:
+def test_a_hang_is_reported_within_seconds_with_the_lines(person: Path) -> None:
     began = time.monotonic()
     with pytest.raises(Failed) as caught:
         on_ranks(person, 2, call, "only_rank_1_adds")
     assert time.monotonic() - began < 30  # of the ten minutes that torch would wait
     assert caught.value.hint == "hang"
-    told = caught.value.what.splitlines()
-    assert told[0] == "rank 0 has left: it was through with its part"
-    assert told[1] == "rank 1 waits in line 9 of your file: dist.all_reduce(total)"
+    lines = caught.value.what.splitlines()
+    assert lines[0] == "rank 0 has returned from the function"
+    assert lines[1] == "rank 1 waits in line 9 of your file: dist.all_reduce(total)"
 
 
-def test_an_error_is_told_by_line_though_its_peer_hangs(person: Path) -> None:
+def test_an_error_is_reported_with_its_line_although_the_other_rank_hangs(person: Path) -> None:
     with pytest.raises(Failed) as caught:
         on_ranks(person, 2, call, "fails_on_rank_1")
     assert caught.value.hint == "exception"
     assert caught.value.what == "rank 1: line 20: return {}[\"nothing\"]\nKeyError: 'nothing'"
 
 
-def test_a_rank_that_leaves_without_a_word_is_named(person: Path) -> None:
+def test_a_rank_that_ends_its_process_is_named(person: Path) -> None:
     with pytest.raises(Failed) as caught:
         on_ranks(person, 2, call, "dies")
-    assert (caught.value.hint, caught.value.what) == ("died", "rank 1 ended without a word")
+    assert (caught.value.hint, caught.value.what) == ("died", "the process of rank 1 ended")
 
 
-def test_a_missing_function_is_told(person: Path) -> None:
+def test_a_missing_function_is_reported(person: Path) -> None:
     with pytest.raises(Failed) as caught:
         on_ranks(person, 2, call, "subtract")
     assert (caught.value.hint, caught.value.what) == ("missing-name", "your file has no `subtract`")
 
 
-def test_a_loop_without_end_is_told_by_line(person: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_loop_is_reported_with_its_line(person: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(person, 1, call, "add", 1.0)  # the server that forks ranks has loaded torch by now
     monkeypatch.setattr("paceline.tools.course.ranks._DEADLINE_S", 6.0)
     with pytest.raises(Failed) as caught:

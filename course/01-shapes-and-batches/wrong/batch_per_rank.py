@@ -1,4 +1,4 @@
-# hint: wrong-share
+# hint: not-divided
 # Uses the global batch as the rank's batch.
 """Lesson 1: shapes and batches. Fill the gaps, then: paceline course check 1"""
 

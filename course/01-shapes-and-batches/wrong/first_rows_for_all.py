@@ -1,4 +1,4 @@
-# hint: wrong-rows-shared
+# hint: same-rows-everywhere
 # Every rank takes rank 0's rows.
 """Lesson 1: shapes and batches. Fill the gaps, then: paceline course check 1"""
 

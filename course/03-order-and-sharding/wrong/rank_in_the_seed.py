@@ -1,4 +1,4 @@
-# hint: seed-per-rank
+# hint: ranks-shuffle-differently
 # Each rank shuffles with its own seed.
 """Lesson 3: order and sharding. Fill the gaps, then: paceline course check 3"""
 

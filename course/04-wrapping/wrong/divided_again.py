@@ -1,4 +1,4 @@
-# hint: another-step
+# hint: divided-again
 # DDP has divided by the number of ranks already.
 """Lesson 4: DDP and FSDP. Fill the gaps, then: paceline course check 4
 

@@ -1,4 +1,4 @@
-# hint: gradients-thrown-away
+# hint: step-before-backward
 # The step comes before its gradients.
 """Lesson 6: the loop and the evaluation. Fill the gaps, then: paceline course check 6"""
 

@@ -1,4 +1,4 @@
-# hint: another-epoch
+# hint: sum-for-mean
 # A larger batch makes a larger step.
 """Lesson 6: the loop and the evaluation. Fill the gaps, then: paceline course check 6"""
 

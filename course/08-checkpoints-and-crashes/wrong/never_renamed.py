@@ -2,7 +2,7 @@
 # The checkpoint keeps its temporary name.
 """Lesson 8: checkpoints and crashes. Fill the gaps, then: paceline course check 8
 
-The check kills your process: in the middle of a save, in the middle of a step, and at random moments.
+The check stops your code after every file operation, by a kill and by a power failure, and resumes it.
 """
 
 import os

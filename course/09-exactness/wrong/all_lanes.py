@@ -1,4 +1,4 @@
-# hint: wrong-lanes
+# hint: all-lanes-everywhere
 # Every rank takes every lane.
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 

@@ -1,4 +1,4 @@
-# hint: another-tree
+# hint: halves-added
 # A tree, but it adds the first half to the second: 0 + 4, 1 + 5, ...
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 

@@ -1,4 +1,4 @@
-# hint: other-bits
+# hint: loop-over-own-lanes
 # A tree over ranks, but a loop over lanes.
 """Lesson 9: exactness. Fill the gaps, then: paceline course check 9
 

@@ -1,4 +1,4 @@
-"""A person's folder for the course: their copies of the exercises, and what they have passed."""
+"""A student's folder for the course: copies of the exercises, and the lessons that were passed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PROGRESS = "progress.json"
 
 
 def start(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Copy the exercises; returns what is new and what was there already and is left alone."""
+    """Copy the exercises. Returns the new files, and those that exist already and are not changed."""
     if folder.exists() and not folder.is_dir():
         raise UserError("the folder for the course is a file", got=str(folder), hint="paceline course start ANOTHER")
     try:
@@ -34,14 +34,14 @@ def start(folder: Path) -> tuple[list[Path], list[Path]]:
 
 
 def find_desk() -> Path:
-    """Where the person's copies are: here, or in the folder that `start` makes unless told otherwise."""
+    """The folder with the copies: the current one, or the default folder of `start`."""
     if any((Path() / lesson.file_name).is_file() for lesson in LESSONS):
         return Path()
     return DEFAULT
 
 
 def find_file(lesson: Lesson, given: str | None) -> Path:
-    """The person's file for a lesson, readable."""
+    """The student's file for a lesson, checked to be a readable text file."""
     path = Path(given) if given else find_desk() / lesson.file_name
     if not path.is_file():
         hint = "paceline course start copies the exercises into course-work/" if given is None else None
@@ -59,7 +59,7 @@ def find_file(lesson: Lesson, given: str | None) -> Path:
 
 
 def read_passed() -> dict[int, str]:
-    """Lessons that were passed, and when."""
+    """The passed lessons, each with its time."""
     try:
         content = read_json_object(find_desk() / _PROGRESS)
         return {int(number): str(when) for number, when in content["passed"].items()}
@@ -68,7 +68,7 @@ def read_passed() -> dict[int, str]:
 
 
 def note_passed(lesson: Lesson, path: Path) -> None:
-    """Only the person's own copy counts: another file that passes is somebody else's progress."""
+    """Record a passed lesson. Only the copy in the course folder counts, not other files that are checked."""
     desk = find_desk()
     if path.resolve() != (desk / lesson.file_name).resolve():
         return

@@ -1,7 +1,7 @@
-"""Just enough of Slurm to rehearse a job script where there is none: srun, scontrol show hostnames, hostname.
+"""Simulated Slurm commands for a machine without Slurm: srun, scontrol show hostnames, hostname.
 
-Tasks are plain processes of this machine that believe to be on nodes of their own. Nothing is queued, limited or
-shared out; the check says so when it had to make do with this.
+Tasks are processes of this machine with the variables of two nodes. There is no queue and no limit. The check says that
+it used simulated commands.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WITH_VALUE = {
 
 
 def run_script(script: Path, folder: Path, nodes: int, tasks_per_node: int, **variables: str) -> str:
-    """The script, with stand-ins for Slurm's commands first on its path; returns what it said."""
+    """Run the script with the simulated commands first in PATH; returns its output."""
     tools = folder / "bin"
     tools.mkdir()
     for name in ("srun", "scontrol", "hostname"):
@@ -53,15 +53,15 @@ def run_script(script: Path, folder: Path, nodes: int, tasks_per_node: int, **va
         start_new_session=True,
     ) as process:
         try:
-            said, _ = process.communicate(timeout=_TIMEOUT_S)
+            output, _ = process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             end_group(process, ask=signal.SIGKILL, grace_s=0.0)
-            said, _ = process.communicate()
-    return said
+            output, _ = process.communicate()
+    return output
 
 
 def _srun(arguments: list[str]) -> int:
-    """The command, once per task, spread over the nodes in blocks."""
+    """Start the command once per task; neighbouring tasks share a node."""
     words = list(arguments)
     options: dict[str, str] = {}
     while words and words[0].startswith("-"):
@@ -87,7 +87,7 @@ def _srun(arguments: list[str]) -> int:
 def _scontrol(arguments: list[str]) -> int:
     listed = re.fullmatch(r"node\[1-(\d+)\]", (arguments[2:] or [os.environ["SLURM_JOB_NODELIST"]])[0])
     if arguments[:2] != ["show", "hostnames"] or listed is None:
-        print("this stand-in for scontrol only knows: scontrol show hostnames [LIST]", file=sys.stderr)
+        print("this simulated scontrol supports only: scontrol show hostnames [LIST]", file=sys.stderr)
         return 1
     print("\n".join(f"node{number}" for number in range(1, int(listed[1]) + 1)))
     return 0

@@ -1,4 +1,4 @@
-"""Grading: a lesson's items in order, until one fails."""
+"""Grade a file: the items of a lesson in order, until one fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from paceline.tools.course.lessons import Lesson
 from paceline.tools.course.ranks import warm_up
 from paceline.tools.course.verdict import Failed, Item, Verdict, find_gaps, require_no_gaps
 
-_FIRST = "it is begun, and can be read"
+_FIRST = "the file can be read, and is not an unchanged exercise"
 
 
 def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambda title: None) -> Verdict:
-    """Run the lesson's items on the person's file, up to the first that fails.
+    """Run the lesson's items on the student's file, up to the first that fails.
 
-    An item asks only for what it uses, so that a half-filled file can be checked too.
+    An item needs only the functions that it uses, so a partly filled file can be checked too.
     """
     passed: list[str] = []
     remarks: list[str] = []
@@ -28,7 +28,7 @@ def grade(lesson: Lesson, path: Path, tell_passed: Callable[[str], None] = lambd
     try:
         gaps = find_gaps(path)
         if gaps == find_gaps(lesson.exercise):
-            require_no_gaps(gaps)  # told at once: loading torch takes seconds
+            require_no_gaps(gaps)  # before torch is loaded, which takes seconds
     except Failed as failure:
         return Verdict(lesson, path, passed, _FIRST, failure)
     accept(_FIRST)

@@ -1,4 +1,4 @@
-"""The ten lessons: their names, and where their files lie."""
+"""The ten lessons: their names, and where their files are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from paceline.errors import PacelineError, UserError
 
-# In a wheel the lessons travel inside the package (see setup.py); in a checkout they lie where people read them.
+# In a wheel the lessons are inside the package (see setup.py); in a checkout they are in course/.
 _HOMES = (Path(__file__).parent / "lessons", Path(__file__).resolve().parents[3] / "course")
 
 
@@ -19,7 +19,7 @@ class Lesson:
     title: str
     grader: str  # the module in paceline.tools.course.graders
     suffix: str = ".py"  # of the exercise
-    modules: tuple[str, ...] = ()  # what its ranks import besides torch, and what takes long to load
+    modules: tuple[str, ...] = ()  # slow imports of its ranks besides torch
 
     @property
     def folder(self) -> Path:
@@ -43,11 +43,11 @@ class Lesson:
 
     @property
     def file_name(self) -> str:
-        """What the person's copy is called."""
+        """The name of the student's copy."""
         return f"{self.number:02}_{self.name.replace('-', '_')}{self.suffix}"
 
 
-# Optimizers and wrappers load torch's compiler on their first call, also where nothing is compiled.
+# Optimizers and wrappers load torch's compiler on their first call, even if nothing is compiled.
 _FOR_OPTIMIZERS = ("torch._dynamo",)
 _FOR_WRAPPING = ("torch.distributed.fsdp", *_FOR_OPTIMIZERS)
 LESSONS = (
@@ -76,7 +76,7 @@ def find_home() -> Path:
 
 
 def find_lesson(word: str) -> Lesson:
-    """By its number, the way people write it: 3 or 03."""
+    """Find a lesson by its number, written as 3 or 03."""
     number = int(word) if re.fullmatch(r"\d{1,3}", word, re.ASCII) else 0
     for lesson in LESSONS:
         if lesson.number == number:

@@ -1,4 +1,4 @@
-"""A lesson's page for the terminal: the same prose, answers folded unless asked for."""
+"""The page of a lesson for a terminal; answers are hidden by default."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)]+)\)")
 
 
 def page_text(lesson: Lesson, *, has_answers: bool) -> str:
-    """Markdown that reads well without a browser."""
+    """Markdown without HTML."""
     text = lesson.page.read_text(encoding="utf-8")
     text = _FOLDED.sub(lambda match: _unfold(match[1], match[2], has_answers), text)
     text = _PICTURE.sub(lambda match: f"*Picture ({match[1]}):* {lesson.folder / match[2]}", text)

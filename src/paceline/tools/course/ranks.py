@@ -1,7 +1,7 @@
-"""Run a person's functions on real gloo ranks, and notice how each of them ends.
+"""Run a student's functions on real gloo ranks, and report how each rank ends.
 
-A rank ends with a value, an error, a death - or not at all. A hang is not a matter of waiting long: ranks that all
-stand still without using their processor will stand there for ever, and each can say in which line.
+A rank returns a value, raises an error, dies, or hangs. A hang is detected without a long timeout: if all ranks wait
+and use no processor time, they never continue. Each rank reports the line in which it waits.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from paceline.runtime.detect import STORE_FD
 from paceline.runtime.peers import listen_on_loopback
 from paceline.tools.course.verdict import Failed
 
-Probe = Callable[..., Any]  # probe(person's module, rank, world size, *arguments), importable by name
+Probe = Callable[..., Any]  # probe(student's module, rank, world size, *arguments), importable by name
 
-_QUIET_S = 3.0  # a rank that has used next to no processor time for so long stands still
+_QUIET_S = 3.0  # a rank that uses almost no processor time for so long is waiting
 _QUIET_CPU_S = 0.06
 _TICK_S = 0.25
-_DEADLINE_S = 60.0  # no exercise computes for longer
+_DEADLINE_S = 60.0  # no exercise needs longer
 _AFTER_AN_ERROR_S = 0.5
-_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # never reached: a hang is seen long before
+_COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # never reached: a hang is detected earlier
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class _Start:
     path: Path
     rank: int
     world_size: int
-    store: str  # a file; "" where the person opens the group
-    port: int  # for those who do
+    store: str  # a file; "" if the student's code opens the group
+    port: int  # for a group that the student's code opens
     probe: Probe
     arguments: tuple[Any, ...]
 
 
 def warm_up(modules: tuple[str, ...]) -> None:
-    """Let the server that forks the ranks load torch and more while this process does the same."""
+    """Start the server that forks the ranks. It loads torch and `modules` in parallel with this process."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     # The ranks use CPUs. fully_shard would move a model to a GPU that it sees; gloo cannot gather there.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -79,7 +79,7 @@ def warm_up(modules: tuple[str, ...]) -> None:
 def on_ranks(
     path: Path, world_size: int, probe: Probe, *arguments: Any, has_group: bool = True, per_node: int = 0
 ) -> list[Any]:
-    """`probe` on every rank; values by rank. Anything but a value on every rank is the person's to know."""
+    """Run `probe` on every rank and return the values by rank. Any other ending raises Failed."""
     return require_values(try_ranks(path, world_size, probe, *arguments, has_group=has_group, per_node=per_node))
 
 
@@ -90,9 +90,8 @@ def try_ranks(
     *arguments: Any,
     has_group: bool = True,
     per_node: int = 0,
-    kill_after_s: float | None = None,
 ) -> list[Ending]:
-    """The same, whatever comes of it. `per_node`: how many ranks believe to share a node; 0: all of them."""
+    """Run `probe` on every rank and return how each rank ends. `per_node`: ranks on each simulated node; 0: all."""
     with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder, RankProcesses() as ranks:
         store = str(Path(folder) / "store") if has_group else ""
         listener = None if has_group else listen_on_loopback()
@@ -117,7 +116,7 @@ def try_ranks(
         if listener is not None:
             listener.close()  # rank 0 has its own copy
         try:
-            return _follow(lines, ranks, kill_after_s)
+            return _follow(lines)
         finally:
             ranks.end()
             for line in lines:
@@ -125,68 +124,69 @@ def try_ranks(
 
 
 def require_values(endings: list[Ending]) -> list[Any]:
-    """The first bad ending as a failure with its story."""
+    """The values, or the first bad ending as Failed."""
     for rank, ending in enumerate(endings):
         if ending.kind == "error":
             raise Failed(
                 "exception",
                 f"rank {rank}: {ending.value}",
-                "Python stopped there. Read the line with the values of this rank in mind.",
+                "Python stopped in this line. Which values do the variables have on this rank?",
             )
     missing = [ending.value for ending in endings if ending.kind == "missing"]
     if missing:
         raise Failed(
             "missing-name",
             f"your file has no `{missing[0]}`",
-            "The check calls it by that name. `paceline course start ANOTHER` gives you a fresh copy to compare with.",
+            "The check calls it by this name. `paceline course start ANOTHER` makes a new copy to compare with.",
         )
     for rank, ending in enumerate(endings):
         if ending.kind == "died":
-            raise Failed("died", f"rank {rank} ended without a word", "Does your code leave the process (os._exit)?")
+            raise Failed(
+                "died",
+                f"the process of rank {rank} ended",
+                "Your code ends the process (os._exit, a signal), or a collective got tensors of different types or "
+                "sizes: then the backend may end the process.",
+            )
     if any(ending.kind == "endless" for ending in endings):
         raise Failed(
             "endless",
-            _positions(endings),
-            f"A loop that does not end? An exercise needs less than a second; this one was given {_DEADLINE_S:.0f}.",
+            describe_endings(endings),
+            f"Is there a loop that does not end? An exercise needs about a second; the limit is {_DEADLINE_S:.0f} s.",
         )
     if any(ending.kind in ("stuck", "peer-lost") for ending in endings):
         raise Failed(
             "hang",
-            _positions(endings),
+            describe_endings(endings),
             "A collective returns only when every rank has called the same one. Look for a rank that skips it "
             "(an `if rank == 0`, a `return` before it, fewer turns of a loop) or calls another one instead.",
         )
     return [ending.value for ending in endings]
 
 
-def _positions(endings: list[Ending]) -> str:
-    """Where each rank stood, one line each."""
-    told = []
+def describe_endings(endings: list[Ending]) -> str:
+    """Where each rank is, one line per rank."""
+    lines = []
     for rank, ending in enumerate(endings):
         if ending.kind == "value":
-            told.append(f"rank {rank} has left: it was through with its part")
+            lines.append(f"rank {rank} has returned from the function")
         elif ending.kind == "peer-lost":
-            told.append(f"rank {rank} waited in {ending.value.splitlines()[0]}")
+            lines.append(f"rank {rank} waited in {ending.value.splitlines()[0]}")
         else:
-            told.append(f"rank {rank} {ending.value}")
-    return "\n".join(told)
+            lines.append(f"rank {rank} {ending.value}")
+    return "\n".join(lines)
 
 
 # --- The watching side ------------------------------------------------------------------------------------------------
 
 
-def _follow(lines: list[Any], ranks: RankProcesses, kill_after_s: float | None) -> list[Ending]:
+def _follow(lines: list[Any]) -> list[Ending]:
     endings: dict[int, Ending] = {}
-    quiet: dict[int, str] = {}  # where those stand that do not move
-    busy: dict[int, str] = {}  # where the others were last
-    begin = time.monotonic()
-    deadline = begin + _DEADLINE_S
+    quiet: dict[int, str] = {}  # positions of the ranks that wait
+    busy: dict[int, str] = {}  # last positions of the others
+    deadline = time.monotonic() + _DEADLINE_S
     while len(endings) < len(lines) and time.monotonic() < deadline:
-        if kill_after_s is not None and time.monotonic() - begin >= kill_after_s:
-            ranks.kill(0)
-            kill_after_s = None
         open_lines = [line for rank, line in enumerate(lines) if rank not in endings]
-        for line in multiprocessing.connection.wait(open_lines, timeout=0.05 if kill_after_s is not None else _TICK_S):
+        for line in multiprocessing.connection.wait(open_lines, timeout=_TICK_S):
             rank = lines.index(line)
             try:
                 kind, value = lines[rank].recv()
@@ -235,7 +235,7 @@ def _be_a_rank(start: _Start, line: Any) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=start.rank, world_size=start.world_size, timeout=_COLLECTIVE_TIMEOUT
         )
-    lock = threading.Lock()  # two threads speak on one line
+    lock = threading.Lock()  # two threads use one pipe
 
     def say(kind: str, value: Any) -> None:
         with lock, suppress(BrokenPipeError):
@@ -254,14 +254,14 @@ def _be_a_rank(start: _Start, line: Any) -> None:
         kind = "peer-lost" if cause_of(error) is Cause.PEER_LOST else "error"
         say(kind, describe_error(error, start.path))
     sys.stdout.flush()
-    # Stay until all have ended: a process that leaves would turn its peers' hang into a broken connection.
+    # Wait until all ranks have ended: if this process exits, a hang of the others becomes a connection error.
     with suppress(EOFError, ConnectionResetError):
         line.recv()
     os._exit(0)
 
 
 def load_person(path: Path) -> ModuleType:
-    """The person's file as a module; its name may be anything."""
+    """Load the student's file as a module; the file may have any name."""
     spec = importlib.util.spec_from_file_location("exercise", path)
     if spec is None or spec.loader is None:
         raise ImportError(f"not a Python file: {path.name}")
@@ -273,7 +273,7 @@ def load_person(path: Path) -> ModuleType:
 
 
 def _watch(path: Path, say: Callable[[str, Any], None]) -> None:
-    """Tells when this rank has come to a standstill or moves again, and now and then where it is."""
+    """Report when this rank starts to wait or continues, and regularly where it is."""
     main = threading.main_thread().ident or 0
     ticks = round(_QUIET_S / _TICK_S)
     used = [time.process_time()]
@@ -287,12 +287,12 @@ def _watch(path: Path, say: Callable[[str, Any], None]) -> None:
         turn = (turn + 1) % ticks
         if is_quiet != was_quiet or turn == 0:
             verb = "waits" if is_quiet else "is still busy"
-            position = _describe_position(sys._current_frames().get(main), path)
+            position = describe_position(sys._current_frames().get(main), path)
             say("quiet" if is_quiet else "busy", f"{verb} {position}")
 
 
 def _wants_processor() -> bool:
-    """Whether a thread besides this one runs, or would if the machine were not so busy. Only Linux can tell."""
+    """Whether another thread of this process runs or waits for a processor. Known only on Linux."""
     own = threading.get_native_id()
     for task in Path("/proc/self/task").glob("*"):
         with suppress(OSError):  # a thread that has just ended
@@ -302,7 +302,7 @@ def _wants_processor() -> bool:
     return False
 
 
-def _describe_position(frame: FrameType | None, path: Path) -> str:
+def describe_position(frame: FrameType | None, path: Path) -> str:
     while frame is not None:
         if Path(frame.f_code.co_filename) == path:
             text = linecache.getline(str(path), frame.f_lineno).strip()
@@ -312,7 +312,7 @@ def _describe_position(frame: FrameType | None, path: Path) -> str:
 
 
 def describe_error(error: BaseException, path: Path) -> str:
-    """The innermost line of the person's file, and the error in one sentence."""
+    """The innermost line of the student's file, and the error in one line."""
     message = (str(error).strip().splitlines() or [""])[0][:300]
     sentence = f"{type(error).__name__}: {message}" if message else type(error).__name__
     for entry in reversed(traceback.extract_tb(error.__traceback__)):

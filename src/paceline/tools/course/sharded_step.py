@@ -1,4 +1,4 @@
-"""A step of a sharded model, watched: what is gathered, what is summed, and what is whole at which moment."""
+"""Measure a step of a sharded model: gathers, reductions, and which weights are whole at which moment."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def count_weights(module: nn.Module) -> int:
 
 
 class _Exchanges(TorchDispatchMode):
-    """Every gather and every sum of a step: type, numbers that are whole, bytes that one rank receives or sends."""
+    """Every gather and every reduction of a step: type, number of weights, bytes that one rank receives or sends."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""What a check finds: items that hold, and the first that does not, with its likely cause."""
+"""The result of a check: items that passed, and the first that failed, with its cause."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ from paceline.tools.course.lessons import Lesson
 
 
 class Failed(Exception):
-    """An item failed, and this is the likely cause."""
+    """An item failed, with the cause that explains what was seen."""
 
     def __init__(self, hint: str, what: str, advice: str) -> None:
         super().__init__(f"{hint}: {what}")
-        self.hint = hint  # the cause's name: a typical wrong answer is tested against it
+        self.hint = hint  # the name of the cause; the tests compare it
         self.what = what  # what was seen
-        self.advice = advice  # why that happens, and where to look
+        self.advice = advice  # why this happens, and what to change
+
+
+def cause_not_known(what: str, expected: str) -> Failed:
+    """A result is wrong and fits none of the known mistakes: say what is expected, and guess nothing."""
+    return Failed("cause-not-known", what, f"This check does not know the cause. Expected: {expected}")
 
 
 @dataclass(frozen=True)
 class Item:
-    """One promise of the exercise. `check` raises Failed, or returns a remark for the screen."""
+    """One requirement of the exercise. `check` raises Failed, or returns a remark for the screen."""
 
     title: str
     check: Callable[[Path], str | None]
-    uses: tuple[str, ...] = ()  # what must be without gaps for it; nothing said: the whole file
+    uses: tuple[str, ...] = ()  # names that must have no gaps before this check; empty: the whole file
 
 
 @dataclass(frozen=True)
@@ -45,13 +50,13 @@ class Verdict:
 
 
 def find_gaps(path: Path) -> dict[str, list[int]]:
-    """Lines that still have a gap, by the function or the name they belong to; of a script, all under "".
+    """Lines that still have a gap, by function or name; all lines of a script are under "".
 
     A gap is a bare `...` in Python and `___` in a script.
     """
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
-        is_gap = re.compile(r"(?!#(?!SBATCH)).*(?<!\w)___(?!\w)")  # not in a comment, of which #SBATCH is none
+        is_gap = re.compile(r"(?!#(?!SBATCH)).*(?<!\w)___(?!\w)")  # not in a comment; #SBATCH is not a comment
         lines = [number for number, line in enumerate(text.splitlines(), 1) if is_gap.match(line)]
         return {"": lines} if lines else {}
     try:
@@ -60,7 +65,7 @@ def find_gaps(path: Path) -> dict[str, list[int]]:
         raise Failed(
             "syntax",
             f"Python cannot read your file: line {error.lineno}: {error.msg}",
-            "Look at that line and the one above it: an open bracket, a missing colon, an indent that is off.",
+            "Look at that line and the one above it: an open bracket, a missing colon, a wrong indent.",
         ) from error
     found: dict[str, list[int]] = {}
     for part in tree.body:
@@ -71,17 +76,15 @@ def find_gaps(path: Path) -> dict[str, list[int]]:
 
 
 def require_no_gaps(gaps: dict[str, list[int]], uses: tuple[str, ...] = ()) -> None:
-    """Of what an item uses; of the whole file where it does not say."""
+    """Check the names that an item uses; an empty tuple means the whole file."""
     open_ones = {name: lines for name, lines in gaps.items() if name in uses or not uses}
     if not open_ones:
         return
-    told = [
+    found = [
         f"{f'`{name}` still has' if name else 'there is still'} a gap: line {', '.join(map(str, lines))}"
         for name, lines in open_ones.items()
     ]
-    raise Failed(
-        "gap", "\n".join(told), "Replace each gap by code of yours; the comment beside it says what belongs there."
-    )
+    raise Failed("gap", "\n".join(found), "Replace each gap by your code. The comment beside it says what is needed.")
 
 
 def _name_of(part: ast.stmt) -> str:

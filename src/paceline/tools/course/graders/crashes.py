@@ -1,257 +1,387 @@
-"""Lesson 8: saving so that a kill at any moment costs a step, and resuming so that nobody can tell."""
+"""Lesson 8: a stop at any moment loses no checkpoint, and a resumed run ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
 import os
-import random
-import resource
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from paceline.tools.course.ranks import Ending, on_ranks, require_values, try_ranks
+from paceline.tools.course.ranks import describe_error, load_person, on_ranks, require_values, try_ranks
 from paceline.tools.course.verdict import Failed, Item
+from paceline.tools.course.watched_folder import Tree, fill_folder, watch_folder
 
 State = dict[str, Tensor]
 _STEPS = 8
-_KILLED_IN = 5  # the step of the planned kill: four are done and saved by then
-_MANY_STEPS = 150
-_KILLS = 3
-_NUMBERS = 4000
+_KILLED_IN = 5  # step 4 is saved by then
+_WATCHED_STEPS = 3
+# A small checkpoint fits into Python's file buffer: fsync without flush writes nothing of it. A large one does not fit.
+_SMALL, _LARGE = 50, 20_000
 
 
-def _fresh_state() -> State:
-    return {"weights": torch.linspace(-1, 1, _NUMBERS), "momentum": torch.zeros(_NUMBERS)}
+def _fresh_state(size: int = _SMALL) -> State:
+    return {"weights": torch.linspace(-1, 1, size), "momentum": torch.zeros(size)}
 
 
 def _take_step(step: int, state: State) -> None:
-    """Stands for forward, backward and update: what comes out depends on the step, the weights and the momentum."""
+    """Stands for forward, backward and update. The result depends on the step, the weights and the momentum."""
     gradient = torch.sin(state["weights"] * step)
     state["momentum"].mul_(0.9).add_(gradient)
     state["weights"].sub_(0.01 * state["momentum"])
 
 
-def _trained(steps: int) -> list[float]:
-    state = _fresh_state()
+def _state_after(steps: int, size: int = _SMALL) -> State:
+    state = _fresh_state(size)
     for step in range(1, steps + 1):
         _take_step(step, state)
-    return [float(value) for value in state["weights"]]
+    return state
 
 
-# --- Saving -----------------------------------------------------------------------------------------------------------
+def _is_same(found: State, right: State) -> bool:
+    return set(found) == set(right) and all(torch.equal(found[name], right[name]) for name in right)
 
 
-def _save_on_rank(person: ModuleType, rank: int, world_size: int, folder: str) -> list[str]:
-    # Each rank gets a folder of its own, so that it can be seen who wrote.
-    own = Path(folder) / f"rank-{rank}"
-    own.mkdir()
-    person.save(own, 3, _fresh_state(), rank)
-    return sorted(path.name for path in own.iterdir())
+@contextmanager
+def _new_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="paceline-course-") as parent:
+        folder = Path(parent) / "checkpoints"
+        folder.mkdir()
+        yield folder
 
 
-def _save_and_note(person: ModuleType, rank: int, world_size: int, folder: str) -> list[str]:
-    """What happens to the disk during a save, in order."""
-    events: list[str] = []
-
-    def note(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*arguments: Any, **options: Any) -> Any:
-            events.append(name)
-            return original(*arguments, **options)
-
-        return noting
-
-    for name in ("fsync", "replace", "rename"):
-        setattr(os, name, note(name, getattr(os, name)))
-    person.save(Path(folder), 3, _fresh_state(), rank)
-    return events
+# --- Save and load ----------------------------------------------------------------------------------------------------
 
 
-def _load(person: ModuleType, rank: int, world_size: int, folder: str) -> Any:
-    found = person.load_latest(Path(folder))
+def _save(person: ModuleType, rank: int, world_size: int, folder: Path) -> None:
+    person.save(folder, 3, _state_after(3), rank)
+
+
+def _load(person: ModuleType, rank: int, world_size: int, folder: Path) -> Any:
+    """None, or the step, the names in the state, and whether the values are those of step 3."""
+    found = person.load_latest(folder)
     if found is None:
         return None
     step, state = found
-    return int(step), {name: [float(v) for v in tensor] for name, tensor in state.items()}
-
-
-def _size_of(folder: str) -> int:
-    return max((path.stat().st_size for path in Path(folder).rglob("*") if path.is_file()), default=0)
+    return int(step), sorted(state), _is_same(state, _state_after(3))
 
 
 def check_round_trip(path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
+    with _new_folder() as folder:
         if on_ranks(path, 1, _load, folder)[0] is not None:
             raise Failed("invents-a-checkpoint", "load_latest found something in an empty folder", "Return None there.")
-        events = on_ranks(path, 1, _save_and_note, folder)[0]
+        on_ranks(path, 1, _save, folder)
+        left = _list_files(folder)
         found = on_ranks(path, 1, _load, folder)[0]
+    if left == "nothing":
+        raise Failed("rank-0-does-not-save", "save on rank 0 wrote nothing", "Rank 0 saves: `if rank != 0: return`.")
     if found is None:
-        raise Failed("not-found-again", "save was called, and load_latest found nothing", "Do the names agree?")
-    step, state = found
-    missing = {"weights", "momentum"} - set(state)
-    if missing:
         raise Failed(
-            "forgets-the-optimizer",
-            f"saved weights and momentum, got back {sorted(state)}",
-            "The optimizer's state is half of where training stands: without its momentum the next steps are others. "
-            "Save all of `state`.",
+            "not-found-again",
+            f"save was called; the folder holds {left}; load_latest returned None",
+            "load_latest must look for the name that save gives, and return None only if there is no such file.",
         )
-    if step != 3 or state != {name: [float(v) for v in t] for name, t in _fresh_state().items()}:
+    step, names, is_same = found
+    if missing := {"weights", "momentum"} - set(names):
         raise Failed(
-            "not-the-same-state", f"saved at step 3, got back step {step} or other numbers", "Save the step too."
+            "forgets-the-optimizer" if missing == {"momentum"} else "forgets-a-tensor",
+            f"saved weights and momentum; load_latest returned {', '.join(names) or 'nothing'}",
+            "The next step depends on all of `state`, also on the optimizer's momentum. Save and return all of it.",
         )
-    if "fsync" not in events:
+    if extra := set(names) - {"weights", "momentum"}:
         raise Failed(
-            "not-flushed",
-            f"a save did: {', '.join(events) or 'no fsync, no rename'}",
-            "What is written may sit in memory for half a minute. After a power cut the new name is there and its "
-            "content is not. file.flush(), then os.fsync(file.fileno()), then the rename.",
+            "more-than-the-state",
+            f"load_latest returned a state with {', '.join(sorted(extra))} in it",
+            "Return the step and the state separately: content.pop('step') takes the step out.",
         )
-    if "replace" in events and events.index("fsync") > events.index("replace"):
-        raise Failed("flushed-too-late", f"a save did: {', '.join(events)}", "First the content, then the name.")
+    if step != 3:
+        raise Failed("wrong-step-loaded", f"saved step 3; load_latest returned {step}", "Save the step, and return it.")
+    if not is_same:
+        what = "load_latest returned other values than were saved"
+        raise Failed("other-values-loaded", what, "Save `state` as it is.")
+
+
+def _list_files(folder: Path) -> str:
+    return ", ".join(sorted(str(found.relative_to(folder)) for found in folder.rglob("*"))) or "nothing"
+
+
+def _save_in_own_folder(person: ModuleType, rank: int, world_size: int, folder: Path) -> str:
+    """Each rank gets a folder of its own, which shows who wrote."""
+    own = folder / f"rank-{rank}"
+    own.mkdir()
+    person.save(own, 3, _fresh_state(), rank)
+    return _list_files(own)
 
 
 def check_one_writer(path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
-        written = on_ranks(path, 2, _save_on_rank, folder)
-    if not written[0]:
-        raise Failed("nobody-saves", "rank 0 wrote nothing", "Rank 0 saves.")
-    if written[1]:
+    with _new_folder() as folder:
+        written = on_ranks(path, 2, _save_in_own_folder, folder)
+    if written[1] != "nothing":
         raise Failed(
             "every-rank-saves",
-            f"rank 1 wrote {', '.join(written[1])} too",
-            "All ranks hold the same weights, and two writers of one file tear it. `if rank != 0: return`.",
+            f"rank 1 wrote {written[1]} too",
+            "All ranks hold the same weights, and two writers damage one file. `if rank != 0: return`.",
         )
 
 
-# --- Dying while saving -----------------------------------------------------------------------------------------------
+# --- A stop at every moment of a save ---------------------------------------------------------------------------------
 
 
-def _die_while_writing(person: ModuleType, rank: int, world_size: int, folder: str) -> str:
-    """The kernel ends the process in the middle of the second save's file, at half of its size."""
-    person.save(Path(folder), 1, _fresh_state(), rank)
-    half = _size_of(folder) // 2
-    state = _fresh_state()
-    _take_step(1, state)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (half, half))
-    person.save(Path(folder), 2, state, rank)
-    return "survived"
+@dataclass(frozen=True)
+class _Stop:
+    """What a new process finds after a stop at one moment of a save."""
+
+    saving: int  # the number of the save
+    position: str
+    left: str  # the names of the files
+    problem: str  # "", lost, torn or leftovers
+    text: str  # what load_latest, or the next save, did
+    fsync: str  # of a file that the power failure damages: called before, called after, or never
 
 
-def check_torn_write(path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
-        try_ranks(path, 1, _die_while_writing, folder)
-        left = sorted(found.name for found in Path(folder).rglob("*") if found.is_file())
-        ending = try_ranks(path, 1, _load, folder)[0]
-    what = f"the process was killed in the middle of its second save; the folder holds {', '.join(left) or 'nothing'}"
-    if ending.kind != "value" or (ending.value is not None and ending.value[0] != 1):
-        told = ending.value if ending.kind != "value" else f"step {ending.value[0]}"
+def _stop_everywhere(
+    person: ModuleType, rank: int, world_size: int, folder: Path, size: int, is_kill: bool
+) -> list[_Stop]:
+    """Save twice, stop at every moment, and use each folder that is left with a freshly loaded module."""
+    path = Path(str(person.__file__))
+    with watch_folder(folder, path) as watch:
+        writer = load_person(path)
+        writer.save(folder, 1, _state_after(1, size), rank)
+        first = len(watch.moments)
+        writer.save(folder, 2, _state_after(2, size), rank)
+    stops = []
+    for number, moment in enumerate(watch.moments):
+        saving = 1 if number < first else 2
+        tree = moment.after_kill if is_kill else moment.after_power_failure
+        problem, text = _use(path, folder, tree, saving, size)
+        damaged = moment.find_damaged()
+        is_fsynced_later = any(damaged & later.fsynced for later in watch.moments[number:])
+        fsync = "before" if damaged & moment.fsynced else "after" if is_fsynced_later else "never"
+        stops.append(_Stop(saving, moment.position, ", ".join(tree) or "nothing", problem, text, fsync))
+    return stops
+
+
+def _use(path: Path, folder: Path, tree: Tree, saving: int, size: int) -> tuple[str, str]:
+    """Load from this folder, save once more, and load that."""
+    fill_folder(folder, tree)
+    try:
+        reader = load_person(path)
+        found = reader.load_latest(folder)
+    except Exception as error:
+        return "torn", describe_error(error, path)
+    if found is None and saving > 1:
+        return "lost", "load_latest found no checkpoint"
+    if found is not None:
+        step, state = found
+        if step not in (saving - 1, saving) or not _is_same(state, _state_after(step, size)):
+            return "torn", f"load_latest returned step {step} with values that were never saved"
+    try:
+        reader.save(folder, 3, _state_after(3, size), 0)
+        after = reader.load_latest(folder)
+    except Exception as error:
+        return "leftovers", describe_error(error, path)
+    is_saved = after is not None and after[0] == 3 and _is_same(after[1], _state_after(3, size))
+    return ("", "") if is_saved else ("leftovers", "the next save was not found again")
+
+
+def _stop_saves(path: Path, is_kill: bool) -> list[_Stop]:
+    stops = []
+    for size in (_SMALL, _LARGE):
+        with _new_folder() as folder:
+            stops += on_ranks(path, 1, _stop_everywhere, folder, size, is_kill)[0]
+    return stops
+
+
+def check_kills(path: Path) -> str:
+    stops = _stop_saves(path, is_kill=True)
+    bad = [stop for stop in stops if stop.problem]
+    # A lost or a torn checkpoint is worse than a refused save.
+    for stop in sorted(bad, key=lambda stop: stop.problem == "leftovers"):
+        what = f"killed {stop.position}\nduring save {stop.saving}; the folder holds {stop.left}\n{stop.text}"
+        if stop.problem == "lost":
+            raise Failed(
+                "lost-checkpoint",
+                what,
+                "The old checkpoint was removed before the new one had its name. os.replace does both in one step.",
+            )
+        if stop.problem == "torn":
+            raise Failed(
+                "torn-checkpoint",
+                what,
+                "load_latest uses a file that is not complete yet. Write under another name, and give the complete "
+                "file its final name with os.replace, which is atomic. A copy (shutil.copy) is not: it writes the "
+                "final file again.",
+            )
         raise Failed(
-            "torn-checkpoint",
-            f"{what}; load_latest: {told}",
-            "Half a checkpoint is in the place of the good one. Write under another name first, and give it its real "
-            "name with os.replace once it is complete: at every moment there is one whole checkpoint under that name.",
+            "stopped-by-leftovers",
+            what,
+            "The checkpoint is whole, but a file that the kill has left stops the next save. Overwrite it.",
         )
-    if ending.value is None:
+    return f"save was stopped at {len(stops)} moments: each left a whole checkpoint, or none in the first save"
+
+
+def check_power_failures(path: Path) -> None:
+    bad = next((stop for stop in _stop_saves(path, is_kill=False) if stop.problem), None)
+    if bad is None:
+        return
+    what = f"power failure {bad.position}\nduring save {bad.saving}; the folder holds {bad.left}\n{bad.text}"
+    if bad.fsync == "before":
         raise Failed(
-            "lost-checkpoint",
-            f"{what}; load_latest found none",
-            "The good one was gone before the new one was there. os.replace does both in one moment.",
+            "fsync-before-flush",
+            f"{what}\nfsync was called for a file before all of its content was written",
+            "Python keeps the end of the file in its own buffer, and fsync does not see it. file.flush() first, then "
+            "os.fsync(file.fileno()).",
         )
+    if bad.fsync == "after":
+        raise Failed(
+            "fsync-after-rename",
+            f"{what}\nfsync was called later, when the file already had its final name",
+            "First the content, then the name: flush and fsync while the file has its temporary name.",
+        )
+    raise Failed(
+        "not-flushed",
+        f"{what}\nfsync was not called for the file with the final name",
+        "The system may keep what is written in memory for half a minute. After a power failure the new name is there "
+        "and its content is not. file.flush(), then os.fsync(file.fileno()), then the rename.",
+    )
 
 
-# --- Resuming ---------------------------------------------------------------------------------------------------------
+# --- Resume -----------------------------------------------------------------------------------------------------------
 
 
-def _train(person: ModuleType, rank: int, world_size: int, folder: str, last_step: int, killed_in: int) -> list[float]:
-    journal = Path(folder).parent / "journal"
+@dataclass(frozen=True)
+class _Resumed:
+    steps: list[list[int]]  # of all ranks, one list for each call of take_step
+    is_same_state: bool  # as after an undisturbed run
+
+
+class _RanksDisagree(Exception):
+    """The ranks of one training are in different steps."""
+
+
+def _train(person: ModuleType, rank: int, world_size: int, folder: Path, killed_in: int | None) -> _Resumed:
+    steps: list[list[int]] = []
 
     def take_step(step: int, state: State) -> None:
-        with journal.open("a") as file:
-            file.write(f"{step}\n")
+        # Stands for the sum of gradients. The ranks compare their steps: if they differ, real ranks would hang.
+        found = [0] * world_size
+        dist.all_gather_object(found, step)
+        steps.append(found)
+        if len(set(found)) > 1:
+            raise _RanksDisagree
         if step == killed_in:
             os.kill(os.getpid(), signal.SIGKILL)
         _take_step(step, state)
 
-    state = person.train(Path(folder), last_step, _fresh_state(), take_step, rank)
-    return [float(value) for value in state["weights"]]
+    try:
+        state = person.train(folder, _STEPS, _fresh_state(), take_step, rank)
+    except _RanksDisagree:
+        return _Resumed(steps, False)
+    return _Resumed(steps, _is_same(state, _state_after(_STEPS)))
 
 
 def check_resume(path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="paceline-course-") as parent:
-        folder, journal = Path(parent) / "checkpoints", Path(parent) / "journal"
-        folder.mkdir()
-        try_ranks(path, 1, _train, str(folder), _STEPS, _KILLED_IN)
-        before = journal.read_text().split() if journal.exists() else []
-        if before != [str(step) for step in range(1, _KILLED_IN + 1)]:
-            raise Failed("wrong-steps", f"a fresh run took the steps {' '.join(before)} ...", "From 1 to last_step.")
-        journal.unlink()
-        weights = require_values(try_ranks(path, 1, _train, str(folder), _STEPS, 0))[0]
-        _check_steps([int(step) for step in journal.read_text().split()] if journal.exists() else [])
-    if weights != _trained(_STEPS):
+    with _new_folder() as folder:
+        fresh = require_values(try_ranks(path, 2, _train, folder, None))[0]
+    if fresh.steps != [[step, step] for step in range(1, _STEPS + 1)]:
+        took = [found[0] for found in fresh.steps]
+        raise Failed("wrong-steps", f"a new run took the steps {took}", f"A new run takes the steps 1 to {_STEPS}.")
+    if not fresh.is_same_state:
         raise Failed(
-            "resumes-with-other-state",
-            "the steps are right, the weights at the end are not those of an undisturbed run",
-            "Does the state that goes on come from the checkpoint, all of it? state.update(saved), or state = saved.",
+            "wrong-state-returned",
+            "a new run took the right steps, but train returned another state than they make",
+            "take_step changes `state` in place; train returns it.",
         )
+    with _new_folder() as folder:
+        try_ranks(path, 2, _train, folder, _KILLED_IN)
+        left = _list_files(folder)
+        ranks = require_values(try_ranks(path, 2, _train, folder, None))
+    for rank, resumed in enumerate(ranks):
+        _check_steps(resumed.steps, left)
+        if not resumed.is_same_state:
+            raise Failed(
+                "resumes-with-other-state",
+                f"the steps are right, but rank {rank} does not end with the state of an undisturbed run",
+                "The state must come from the checkpoint, all of it and on every rank: done, state = saved.",
+            )
 
 
-def _check_steps(after: list[int]) -> None:
-    what = f"killed in step {_KILLED_IN}, with step {_KILLED_IN - 1} saved; resumed, it took {after}"
+def _check_steps(taken: list[list[int]], left: str) -> None:
+    what = f"two ranks were killed in step {_KILLED_IN}; the folder held {left}"
+    for found in taken:
+        if len(set(found)) > 1:
+            raise Failed(
+                "ranks-disagree",
+                f"{what}; then rank 0 took step {found[0]} and rank 1 step {found[1]}",
+                "Only one rank saves, but every rank resumes: each loads the step and the state. Ranks in different "
+                "steps hang in the next collective, or add gradients that do not belong together.",
+            )
+    if left == "nothing":
+        raise Failed("train-does-not-save", what, "train calls save after each step.")
+    after = [found[0] for found in taken]
+    what = f"{what}; resumed, each rank took the steps {after}"
     if after and after[0] == 1:
         raise Failed(
             "restarts-from-zero",
             what,
-            "The weights may come from the checkpoint, but the loop starts anew: these samples are seen twice.",
+            "The loop starts at 1 again. It must start after the saved step, which load_latest returns.",
         )
     if after and after[0] == _KILLED_IN - 1:
-        raise Failed("repeats-a-step", what, "A saved step is done: go on with the one after it.")
+        raise Failed("repeats-a-step", what, "The saved step is complete: continue with the one after it.")
     if not after or after[0] > _KILLED_IN:
-        raise Failed("skips-a-step", what, f"Step {_KILLED_IN} was not finished: it must be taken again.")
+        raise Failed(
+            "skips-a-step", what, f"Step {_KILLED_IN} was not finished: it must be taken again. Save after take_step."
+        )
     if after != list(range(_KILLED_IN, _STEPS + 1)):
-        raise Failed("wrong-steps", what, f"From the one after the saved step up to {_STEPS}.")
+        raise Failed("wrong-steps", what, f"From the step after the saved one up to {_STEPS}.")
 
 
-def check_random_kills(path: Path) -> str:
-    dice = random.Random()
-    with tempfile.TemporaryDirectory(prefix="paceline-course-") as parent:
-        folder = Path(parent) / "checkpoints"
-        folder.mkdir()
-        endings: list[Ending] = []
-        kills = 0
-        while kills < _KILLS:
-            endings = try_ranks(path, 1, _train, str(folder), _MANY_STEPS, 0, kill_after_s=dice.uniform(0.1, 0.5))
-            if endings[0].kind != "died":
-                break
-            kills += 1
-        if endings[0].kind == "died":
-            endings = try_ranks(path, 1, _train, str(folder), _MANY_STEPS, 0)
-    if endings[0].kind == "error":
+def _resume_everywhere(person: ModuleType, rank: int, world_size: int, folder: Path) -> tuple[int, str]:
+    """Stop a training at every moment and resume it: how often, and the first resumed run that ends differently."""
+    path = Path(str(person.__file__))
+    with watch_folder(folder, path) as watch:
+        load_person(path).train(folder, _WATCHED_STEPS, _fresh_state(), _take_step, rank)
+    right = _state_after(_WATCHED_STEPS)
+    count = 0
+    for moment in watch.moments:
+        for kind, tree in (("killed", moment.after_kill), ("power failure", moment.after_power_failure)):
+            fill_folder(folder, tree)
+            count += 1
+            stop = f"{kind} {moment.position}\nthe folder holds {', '.join(tree) or 'nothing'}"
+            try:
+                state = load_person(path).train(folder, _WATCHED_STEPS, _fresh_state(), _take_step, rank)
+            except Exception as error:
+                return count, f"{stop}\nthe resumed run failed: {describe_error(error, path)}"
+            if not _is_same(state, right):
+                return count, f"{stop}\nthe resumed run ended with another state"
+    return count, ""
+
+
+def check_every_resume(path: Path) -> str:
+    with _new_folder() as folder:
+        count, problem = on_ranks(path, 1, _resume_everywhere, folder)[0]
+    if problem:
         raise Failed(
-            "torn-checkpoint",
-            f"after {kills} kills at random moments: {endings[0].value}",
-            "A kill found a moment without a whole checkpoint, or left something that load_latest trips over.",
+            "other-end",
+            problem,
+            "Saving and loading are right by themselves. Look at train: step and state must come from one checkpoint.",
         )
-    if require_values(endings)[0] != _trained(_MANY_STEPS):
-        raise Failed(
-            "another-end",
-            f"after {kills} kills at random moments the weights are not those of an undisturbed run",
-            "Step and state must come from one and the same checkpoint.",
-        )
-    return f"killed {kills} times at random moments on the way to step {_MANY_STEPS}: the same weights, bit for bit"
+    return f"a training of {_WATCHED_STEPS} steps was stopped and resumed {count} times: always the same bits"
 
 
 ITEMS = (
-    Item("what is saved comes back, flushed and complete", check_round_trip, ("save", "load_latest")),
+    Item("what is saved can be loaded again, complete", check_round_trip, ("save", "load_latest")),
     Item("one rank saves", check_one_writer, ("save",)),
-    Item("a kill in the middle of a save costs nothing", check_torn_write, ("save", "load_latest")),
-    Item("a resumed run goes on with the next step", check_resume),
-    Item("kills at random moments change nothing", check_random_kills),
+    Item("a kill at any moment of a save leaves a whole checkpoint", check_kills, ("save", "load_latest")),
+    Item("so does a power failure", check_power_failures, ("save", "load_latest")),
+    Item("every rank resumes with the next step", check_resume),
+    Item("a training that is stopped at any moment ends with the same bits", check_every_resume),
 )

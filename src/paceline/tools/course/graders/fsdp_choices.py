@@ -66,12 +66,12 @@ def _require_numbers(predictions: dict[str, Any]) -> None:
             raise Failed(
                 "prediction-is-no-number",
                 f"{name} is {value!r}",
-                "Predict a whole number. A wrong one does no harm: the check only shows it beside what was measured.",
+                "Predict a whole number. It is not graded: the check shows it beside the measured one.",
             )
 
 
 def require_blocks(names: list[str | None], what: str) -> None:
-    """Exactly the blocks, each of them once; what else was chosen tells the cause."""
+    """The groups must be the blocks, each once. What else was chosen shows the cause."""
     blocks = list(find_blocks(Stack()))
     inside = [name for name in names if name and any(name.startswith(f"{block}.") for block in blocks)]
     seen = f"{what} {[name if name != '' else 'the model' for name in names]}"
@@ -91,8 +91,8 @@ def require_blocks(names: list[str | None], what: str) -> None:
         raise Failed(
             "one-group",
             f"{what} no part: the model is one group",
-            "The whole model is gathered for the forward pass then: each rank needs the memory of the whole. The "
-            "blocks lie in stages, so model.children() does not show them; model.modules() goes down to any depth.",
+            "The whole model is then gathered for the forward pass, and each rank needs memory for all of it. The "
+            "blocks are inside stages: model.children() does not return them, model.modules() does.",
         )
     if inside and not set(blocks) & set(names):
         raise Failed(

@@ -1,4 +1,4 @@
-"""Lesson 3: who sees which sample, and when."""
+"""Lesson 3: which rank sees which sample, and when."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from types import ModuleType
 
 from paceline.tools.course.ranks import on_ranks
-from paceline.tools.course.verdict import Failed, Item
+from paceline.tools.course.verdict import Failed, Item, cause_not_known
 
 _SAMPLES = 40
 _EPOCHS = 3
@@ -36,17 +36,19 @@ def _check_one_epoch(shares: list[list[int]], epoch: int) -> None:
         raise Failed(
             "whole-data-everywhere",
             f"{seen}: each rank went through all {_SAMPLES}",
-            "An epoch on several ranks then trains on everything several times. The sampler must know this rank and "
-            "the number of ranks.",
+            "An epoch on several ranks then trains on every sample several times. The sampler needs this rank and the "
+            "number of ranks.",
         )
-    if len(joined) == _SAMPLES:
+    if all(share == shares[0] for share in shares):
+        raise Failed("same-shard-everywhere", f"{seen}: all ranks have the same share", "Give the sampler this rank.")
+    if len(joined) == _SAMPLES and all(len(set(share)) == len(share) for share in shares):
         raise Failed(
-            "seed-per-rank",
-            f"{seen}; some were seen twice and some never",
-            "All ranks must shuffle the same way and then take different parts. If the rank is part of the seed, "
-            "each cuts its share out of an order of its own.",
+            "ranks-shuffle-differently",
+            f"{seen}; some were seen by several ranks and some by none",
+            "Each rank took its share out of another order. Is the rank part of the seed, or is there no seed? All "
+            "ranks must shuffle the same way and then take different parts.",
         )
-    raise Failed("wrong-shards", seen, "Together the ranks see every sample once per epoch.")
+    raise cause_not_known(seen, "together the ranks see every sample once per epoch.")
 
 
 def check_shuffling(path: Path) -> None:
@@ -58,17 +60,17 @@ def check_shuffling(path: Path) -> None:
         raise Failed(
             "missing-set-epoch",
             f"epochs 0 and 1 have the same order: {first[0][:5]}... both times",
-            "The sampler shuffles by (seed, epoch), and nobody told it the epoch: sampler.set_epoch(epoch) before each "
-            "one. Nothing fails without it; the model just sees the same batches again and again.",
+            "The sampler shuffles by (seed, epoch) and does not know the epoch. Call sampler.set_epoch(epoch) before "
+            "you use it. Without it there is no error, but every epoch has the same batches.",
         )
     if first != again:
         raise Failed(
             "not-reproducible",
             "two runs with seed 7 had different orders",
-            "The order may depend on the seed and the epoch, on nothing else.",
+            "The order may depend only on the seed and the epoch.",
         )
     if first == other:
-        raise Failed("seed-ignored", "seeds 7 and 8 gave the same order", "Hand the seed to the sampler.")
+        raise Failed("seed-ignored", "seeds 7 and 8 gave the same order", "Pass the seed to the sampler: seed=seed.")
 
 
 def _evaluate(person: ModuleType, rank: int, world_size: int, samples: int) -> list[int]:
@@ -80,31 +82,59 @@ def check_evaluation(path: Path) -> None:
         shares = on_ranks(path, world_size, _evaluate, samples)
         joined = [sample for share in shares for sample in share]
         sizes = [len(share) for share in shares]
-        what = f"of {samples} samples the {world_size} ranks took {shares}"
-        if all(share == list(range(samples)) for share in shares):
-            raise Failed("whole-data-everywhere", what, "Each rank takes its own part.")
-        if len(set(joined)) < len(joined):
-            raise Failed(
-                "padded-evaluation",
-                f"{what}: {len(joined)} in all",
-                "Some samples count twice: rounding shares up, or a DistributedSampler, fills the last ones with "
-                "samples from the start. The accuracy is then of a data set nobody has.",
-            )
-        if len(joined) < samples:
-            raise Failed(
-                "lost-remainder",
-                f"{what}: {samples - len(joined)} are never tested",
-                "samples // world_size forgets the remainder. Let the bounds be rank * samples // world_size: they "
-                "meet without gaps.",
-            )
         if joined != list(range(samples)) or max(sizes) - min(sizes) > 1:
-            raise Failed("uneven-shares", what, "Neighbouring shares whose sizes differ by one at most.")
+            raise _explain_shares(shares, samples)
+
+
+def _explain_shares(shares: list[list[int]], samples: int) -> Failed:
+    world_size = len(shares)
+    joined = [sample for share in shares for sample in share]
+    sizes = [len(share) for share in shares]
+    what = f"of {samples} samples the {world_size} ranks took {shares}"
+    bounds = [rank * samples // world_size for rank in range(world_size + 1)]
+    right = [list(range(bounds[rank], bounds[rank + 1])) for rank in range(world_size)]
+    if all(share == list(range(samples)) for share in shares):
+        return Failed("whole-data-everywhere", what, "Each rank takes its own part.")
+    if shares == [share[:-1] for share in right]:
+        return Failed(
+            "last-one-missing",
+            f"{what}: the last sample of each share is missing",
+            "range(start, end) does not contain `end`, so `end` is where the next rank starts: do not subtract 1.",
+        )
+    if shares == [[*share, share[-1] + 1] for share in right]:
+        return Failed(
+            "one-too-many",
+            f"{what}: each share contains the first sample of the next one",
+            "range(start, end) does not contain `end`, so `end` is where the next rank starts: do not add 1.",
+        )
+    if len(set(sizes)) == 1 and set(joined) == set(range(samples)) and len(joined) > samples:
+        return Failed(
+            "padded-evaluation",
+            f"{what}: {len(joined)} in all",
+            "Some samples count twice. Equal shares of this size need more samples than there are: rounding up, or a "
+            "DistributedSampler, uses some again. The accuracy is then not that of your data set.",
+        )
+    if joined == list(range(len(joined))) and set(sizes) == {samples // world_size}:
+        return Failed(
+            "lost-remainder",
+            f"{what}: {samples - len(joined)} are never used",
+            "samples // world_size leaves out the remainder. Use rank * samples // world_size as the start of a rank.",
+        )
+    if joined == list(range(samples)):
+        return Failed(
+            "uneven-shares", what, "The sizes of the shares may differ by one at most: the slowest rank counts."
+        )
+    if sorted(joined) == list(range(samples)):
+        return Failed("not-neighbouring", what, "Every sample is used once, but a rank's samples are not neighbours.")
+    return cause_not_known(what, "rank r begins at r * samples // world_size and ends where rank r + 1 begins.")
 
 
 ITEMS = (
     Item("on 2 and 4 ranks every sample is seen once per epoch", check_shards, ("make_sampler", "visit")),
     Item("each epoch has its own order, and a seed repeats it", check_shuffling, ("make_sampler", "visit")),
     Item(
-        "evaluation sees every sample once, also where ranks do not divide it", check_evaluation, ("evaluation_share",)
+        "evaluation uses every sample once, also if the ranks do not divide their number",
+        check_evaluation,
+        ("evaluation_share",),
     ),
 )

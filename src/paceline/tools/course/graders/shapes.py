@@ -7,9 +7,10 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from paceline.tools.course.ranks import on_ranks
-from paceline.tools.course.verdict import Failed, Item
+from paceline.tools.course.verdict import Failed, Item, cause_not_known
 
 _SIZES = (64, 10, 1)
 _FEATURES = 3 * 32 * 32
@@ -21,12 +22,18 @@ def _flatten_all(person: ModuleType, rank: int, world_size: int) -> list[tuple[i
         images = torch.arange(size * _FEATURES).reshape(size, 3, 32, 32)
         try:
             rows = person.flatten(images)
-        except RuntimeError as error:  # torch's word for a shape that does not fit
+        except RuntimeError as error:  # torch raises it for a shape that does not fit
             found.append(f"an error: {str(error).splitlines()[0]}")
             continue
-        is_same = tuple(rows.shape) == (size, _FEATURES) and torch.equal(rows.flatten(), images.flatten())
-        found.append(tuple(rows.shape) if tuple(rows.shape) != (size, _FEATURES) or is_same else "mixed-up values")
+        is_mixed = tuple(rows.shape) == (size, _FEATURES) and not torch.equal(rows.flatten(), images.flatten())
+        found.append(_describe_mixed(rows, images) if is_mixed else tuple(rows.shape))
     return found
+
+
+def _describe_mixed(rows: Tensor, images: Tensor) -> str:
+    """Rows of the right shape with values in the wrong place: inside of each picture, or between pictures."""
+    is_inside = torch.equal(rows.sort(1).values, images.flatten(1))  # the values of a picture rise
+    return "permuted inside" if is_inside else "mixed between"
 
 
 def check_flatten(path: Path) -> None:
@@ -34,13 +41,25 @@ def check_flatten(path: Path) -> None:
     for size, shape in zip(_SIZES, found, strict=True):
         if shape == (size, _FEATURES):
             continue
+        if shape == "permuted inside":
+            raise Failed(
+                "values-permuted",
+                f"the rows have the right shape, but the values inside of a row are in another order ({size} pictures)",
+                "A layer expects each value at its place. Only reshape: do not permute or transpose the dimensions.",
+            )
+        if shape == "mixed between":
+            raise Failed(
+                "pictures-mixed",
+                f"the rows have the right shape, but a row holds values of several pictures ({size} pictures)",
+                "Row i must be picture i: the first dimension must stay first before you reshape.",
+            )
         what = f"a batch of {size} pictures became {shape}, not ({size}, {_FEATURES})"
         if size != _SIZES[0]:
             raise Failed(
                 "fixed-batch",
                 f"{what}; a batch of {_SIZES[0]} is right",
-                "There is a number in your code that should come from the tensor. The last batch of an epoch is often "
-                "smaller, and each rank's batch depends on the number of ranks: ask images.shape[0].",
+                "A number in your code should come from the tensor. The last batch of an epoch is often "
+                "smaller, and each rank's batch depends on the number of ranks. Use images.shape[0].",
             )
         raise Failed("wrong-rows", what, "One row per picture: the first dimension stays, all others become one.")
 
@@ -57,18 +76,22 @@ def _divide(person: ModuleType, rank: int, world_size: int) -> list[Any]:
 
 def check_division(path: Path) -> None:
     alone, four, three = on_ranks(path, 1, _divide)[0]
-    if (alone, four) != (256, 64):
+    what = f"256 on 1 and 4 ranks became {alone} and {four}, not 256 and 64"
+    if "ValueError" in (alone, four):
+        raise Failed("equal-shares-refused", what, "Raise ValueError only if the division has a remainder.")
+    if (alone, four) == (256, 256):
         raise Failed(
-            "wrong-share",
-            f"256 on 1 and 4 ranks became {alone} and {four}, not 256 and 64",
-            "The global batch is what the optimizer sees in one step, on any number of ranks: divide it.",
+            "not-divided",
+            what,
+            "The global batch is the set of samples in one step, on any number of ranks. Divide it by world_size.",
         )
+    if (alone, four) != (256, 64):
+        raise cause_not_known(what, "global_batch_size // world_size.")
     if three != "ValueError":
         raise Failed(
             "leftover-samples",
             f"256 on 3 ranks became {three}: the ranks together would train on {3 * int(three)} samples per step",
-            "A batch that the ranks cannot share equally is a mistake to report, not to round away: the person who "
-            "asked for 256 gets another training. raise ValueError(...) when there is a remainder.",
+            "Rounding changes the training without a message. Raise ValueError if there is a remainder.",
         )
 
 
@@ -83,10 +106,14 @@ def check_learning_rate(path: Path) -> None:
         return
     what = f"for global batches of 256, 512 and 64 the rates are {found}, not [0.1, 0.2, 0.025]"
     if abs(found[1] - 0.05) < 1e-12:
-        raise Failed("upside-down-rate", what, "A larger batch means fewer, surer steps: the rate grows with it.")
+        raise Failed(
+            "upside-down-rate", what, "A larger batch has fewer steps with less noise, so the rate grows with it."
+        )
     if found[0] == found[1] == found[2]:
-        raise Failed("unscaled-rate", what, "The rate should follow the batch: base_lr is meant for a batch of 256.")
-    raise Failed("wrong-rate", what, "base_lr is meant for a global batch of 256, and the rate is proportional to it.")
+        raise Failed(
+            "unscaled-rate", what, "base_lr is for a global batch of 256. Multiply it by the size of the batch."
+        )
+    raise cause_not_known(what, "base_lr * global_batch_size / 256.")
 
 
 def _share(person: ModuleType, rank: int, world_size: int) -> list[int]:
@@ -100,28 +127,37 @@ def check_shares(path: Path) -> None:
         joined = [sample for share in shares for sample in share]
         if joined == list(range(8)):
             continue
-        told = ", ".join(f"rank {rank} got {share}" for rank, share in enumerate(shares))
-        what = f"of the samples 0 to 7, {told}"
+        seen = ", ".join(f"rank {rank} got {share}" for rank, share in enumerate(shares))
+        what = f"of the samples 0 to 7, {seen}"
         if all(share == list(range(8)) for share in shares):
             raise Failed(
                 "whole-batch-everywhere",
                 what,
-                "Every rank works on the whole batch: all that work is done several times for one answer. Each rank "
-                "takes only its own rows.",
+                "Every rank does all the work. Each rank takes only its own rows.",
+            )
+        if all(share == shares[0] for share in shares) and world_size > 1:
+            raise Failed("same-rows-everywhere", what, "The first row of a rank depends on its number: rank * size.")
+        if any(sorted(share) != share for share in shares) and [sorted(s) for s in shares] == _split(world_size):
+            raise Failed(
+                "order-changed", what, "Each rank has its own rows, but in another order. Slice, and do not reorder."
             )
         if sorted(joined) == list(range(8)):
             raise Failed(
                 "not-neighbouring",
                 what,
-                "Every sample is there once, but joined in the order of ranks they are not the global batch. Take "
-                "neighbouring rows: then 1, 2 and 4 ranks train on the same batch in the same order.",
+                "Every sample is there once, but the shares in the order of ranks are not the global batch. Take "
+                "neighbouring rows, rank 0 the first ones.",
             )
         lost, twice = set(range(8)) - set(joined), {s for s in joined if joined.count(s) > 1}
-        raise Failed(
-            "wrong-rows-shared",
+        raise cause_not_known(
             f"{what}; missing: {sorted(lost)}, more than once: {sorted(twice)}",
-            "Rank r begins at r times the size of a share and ends where rank r + 1 begins.",
+            "rank r begins at r times the size of a share, and ends where rank r + 1 begins.",
         )
+
+
+def _split(world_size: int) -> list[list[int]]:
+    size = 8 // world_size
+    return [list(range(rank * size, (rank + 1) * size)) for rank in range(world_size)]
 
 
 ITEMS = (

@@ -1,4 +1,4 @@
-"""Lesson 5: the order of a start, and a dry run of it."""
+"""Lesson 5: the order of a start, and a dry run."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 import torch.distributed as dist
 
 from paceline.tools.course.ranks import on_ranks
-from paceline.tools.course.verdict import Failed, Item
+from paceline.tools.course.verdict import Failed, Item, cause_not_known
 
-_PREPARING_S = 0.4  # long enough that a rank that does not wait finds nothing
+_PREPARING_S = 0.4  # long enough: a rank that does not wait reads too early
 _BATCHES = 50
 
 
-class _Scene:
-    """What main() is given to work with, and a note of everything that happens to it."""
+class _Job:
+    """The functions that main() gets, which record how they are called."""
 
     def __init__(self, folder: str, rank: int, losses: tuple[float, ...] = (), fails: bool = False) -> None:
         self.file = Path(folder) / "data"
@@ -30,15 +30,18 @@ class _Scene:
         self.losses = losses or tuple(1 / (step + 1) for step in range(_BATCHES))
         self.fails = fails
         self.drawn = self.trained = 0
-        self.is_early = False
+        self.is_early = False  # the data was read before it was there
+        self.is_prepared_here = self.is_read_before_prepare = False
 
     def prepare(self, path: Path) -> None:
+        self.is_prepared_here = True
         (path.parent / f"prepared-by-{self.rank}").touch()
         time.sleep(_PREPARING_S)
         path.touch()
 
     def read(self, path: Path) -> Iterator[int]:
         self.is_early = not path.exists()
+        self.is_read_before_prepare = self.is_early and not self.is_prepared_here
         for batch in range(_BATCHES):
             self.drawn += 1
             yield batch
@@ -50,14 +53,26 @@ class _Scene:
         return self.losses[batch]
 
 
-def _play(
+def _join_completely() -> None:
+    """A rank that leaves early must not break the connections of one that still joins: that would look like a hang."""
+    original = dist.init_process_group
+
+    def join(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        dist.barrier()
+
+    dist.init_process_group = join
+
+
+def _run_main(
     person: ModuleType, rank: int, world_size: int, folder: str, losses: tuple[float, ...], fails: bool
 ) -> dict[str, Any]:
-    scene = _Scene(folder, rank, losses, fails)
+    job = _Job(folder, rank, losses, fails)
+    _join_completely()
     error, returned = "", None
-    with contextlib.redirect_stdout(io.StringIO()) as said:
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            returned = person.main(scene.file, scene.prepare, scene.read, scene.train_step, 3)
+            returned = person.main(job.file, job.prepare, job.read, job.train_step, 3)
         except (RuntimeError, ValueError) as caught:
             if not fails and not losses:
                 raise
@@ -66,37 +81,44 @@ def _play(
         "returned": returned,
         "error": error,
         "is_open": dist.is_initialized(),
-        "is_early": scene.is_early,
-        "drawn": scene.drawn,
-        "trained": scene.trained,
-        "said": said.getvalue().strip(),
+        "is_early": job.is_early,
+        "drawn": job.drawn,
+        "trained": job.trained,
+        "printed": printed.getvalue().strip(),
+        "is_read_before_prepare": job.is_read_before_prepare,
     }
 
 
 def _run(path: Path, losses: tuple[float, ...] = (), fails: bool = False) -> tuple[list[dict[str, Any]], list[str]]:
     with tempfile.TemporaryDirectory(prefix="paceline-course-") as folder:
-        reports = on_ranks(path, 2, _play, folder, losses, fails, has_group=False)
+        reports = on_ranks(path, 2, _run_main, folder, losses, fails, has_group=False)
         return reports, sorted(found.name for found in Path(folder).glob("prepared-by-*"))
 
 
 def check_data(path: Path) -> None:
     reports, makers = _run(path)
     if not makers:
-        raise Failed("nobody-prepared", "prepare was never called", "Rank 0 calls prepare(path).")
+        raise Failed("never-prepared", "no rank called prepare", "Rank 0 calls prepare(path).")
     if len(makers) > 1:
         raise Failed(
             "prepared-more-than-once",
             "both ranks called prepare, at the same time, on the same file",
-            "Two downloads into one file break each other. Only rank 0 prepares; the others wait.",
+            "Two downloads into one file damage it. Only rank 0 prepares; the others wait.",
         )
     if makers != ["prepared-by-0"]:
-        raise Failed("wrong-rank-prepares", f"{makers[0]} is not rank 0", "By custom it is rank 0.")
+        raise Failed(
+            "wrong-rank-prepares", "rank 1 called prepare, not rank 0", "Rank 0 prepares: it exists in every run."
+        )
+    if reports[0]["is_read_before_prepare"]:
+        raise Failed(
+            "read-before-prepare", "rank 0 read the data before it called prepare", "Prepare first, then read."
+        )
     if any(report["is_early"] for report in reports):
         early = [rank for rank, report in enumerate(reports) if report["is_early"]]
         raise Failed(
             "read-before-ready",
-            f"rank {early[0]} went to read the data while rank 0 was still making it",
-            "Nothing holds the others back: after `if rank == 0: prepare(path)` every rank, rank 0 too, calls "
+            f"rank {early[0]} read the data while rank 0 was still preparing it",
+            "The other ranks do not wait. After `if rank == 0: prepare(path)` every rank, also rank 0, calls "
             "dist.barrier().",
         )
 
@@ -111,31 +133,35 @@ def check_dry_run(path: Path) -> None:
             "A dry run stops after `steps` batches: itertools.islice(batches, steps).",
         )
     if min(trained) < 3:
-        raise Failed("dry-run-too-short", f"asked for 3 steps, the ranks took {trained}", "All of them, on every rank.")
+        raise Failed(
+            "dry-run-too-short", f"asked for 3 steps, the ranks took {trained}", "Every rank takes `steps` steps."
+        )
     losses = reports[0]["returned"]
     if not isinstance(losses, list) or [float(loss) for loss in losses] != [1.0, 1 / 2, 1 / 3]:
-        raise Failed("losses-not-returned", f"main returned {losses}", "main returns the losses of the dry run.")
+        raise cause_not_known(f"main returned {losses}", "the losses of the dry run, [1.0, 0.5, 0.333...], as a list.")
     not_a_number = (1.0, math.nan, 0.5)
     reports, _ = _run(path, losses=not_a_number)
-    if any(report["error"] != "ValueError" for report in reports):
+    errors = [report["error"] for report in reports]
+    if not all(errors):
         raise Failed(
             "nan-unnoticed",
-            "the second loss was nan, and the dry run went on",
-            "Finding this out is what it is for: raise ValueError unless math.isfinite(loss).",
+            "the second loss was nan, and the dry run did not stop",
+            "A dry run must find this: raise ValueError unless math.isfinite(loss). nan is not equal to itself.",
         )
+    if errors != ["ValueError"] * 2:
+        raise cause_not_known(f"the second loss was nan; the ranks raised {errors}", "ValueError on every rank.")
 
 
-def check_talking(path: Path) -> None:
+def check_printing(path: Path) -> None:
     reports, _ = _run(path)
-    lines = [report["said"].count("\n") + 1 if report["said"] else 0 for report in reports]
+    lines = [report["printed"].count("\n") + 1 if report["printed"] else 0 for report in reports]
+    what = f"the ranks printed {lines} lines"
+    if lines[0] and lines[1]:
+        raise Failed("everyone-prints", what, "On 64 ranks that is 64 times the same line. Only rank 0 prints.")
     if lines[1]:
-        raise Failed(
-            "everyone-prints",
-            f"the ranks printed {lines} lines",
-            "On 64 ranks that is 64 times the same line. Only rank 0 speaks.",
-        )
+        raise Failed("wrong-rank-prints", what, "Rank 0 prints: it exists in every run.")
     if not lines[0]:
-        raise Failed("nobody-prints", "rank 0 printed nothing", "say(...) prints on rank 0.")
+        raise Failed("no-rank-prints", what, "say(...) prints on rank 0, and main calls it.")
 
 
 def check_cleaning_up(path: Path) -> None:
@@ -148,20 +174,20 @@ def check_cleaning_up(path: Path) -> None:
     if any(report["error"] != "RuntimeError" for report in reports):
         raise Failed(
             "error-swallowed",
-            "a step failed, and main() ended as if nothing had happened",
+            "a step failed, and main() returned without an error",
             "`finally` cleans up and lets the error through; `except` hides it, and the job counts as a success.",
         )
     if any(report["is_open"] for report in reports):
         raise Failed(
             "cleanup-skipped",
             "when a step fails, the group stays open",
-            "What must happen at every end belongs into `finally`, not behind the last line.",
+            "Code that must run at every end belongs in `finally`, not after the last line.",
         )
 
 
 ITEMS = (
-    Item("rank 0 makes the data once, and the others wait", check_data),
-    Item("the dry run takes its steps, and looks at them", check_dry_run),
-    Item("one rank speaks", check_talking),
-    Item("the group is closed after a good end and after a bad one", check_cleaning_up),
+    Item("rank 0 prepares the data once, and the others wait", check_data),
+    Item("the dry run takes its steps, and checks the losses", check_dry_run),
+    Item("one rank prints", check_printing),
+    Item("the group is closed after success and after an error", check_cleaning_up),
 )

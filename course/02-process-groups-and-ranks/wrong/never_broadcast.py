@@ -1,5 +1,5 @@
-# hint: everybody-is-rank-0
-# All processes have rank 0.
+# hint: not-broadcast
+# Each rank returns its own value.
 """Lesson 2: process groups and ranks. Fill the gaps, then: paceline course check 2
 
 The check starts this file on four processes and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 def join() -> tuple[int, int, int]:
     """Open the process group with the gloo backend; returns (rank, world size, local rank) as numbers."""
-    dist.init_process_group("gloo", rank=0, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -31,7 +31,7 @@ def average(value: float) -> float:
 def tell_everyone(text: str) -> str:
     """Only rank 0 gets a text (for example a folder's name); every rank returns it."""
     items = [text]
-    dist.broadcast_object_list(items, src=0)
+    dist.barrier()
     return items[0]
 
 

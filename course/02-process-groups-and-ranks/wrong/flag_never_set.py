@@ -1,5 +1,5 @@
-# hint: not-told
-# Each rank returns its own value.
+# hint: cause-not-known
+# No rank sends what it wants.
 """Lesson 2: process groups and ranks. Fill the gaps, then: paceline course check 2
 
 The check starts this file on four processes and sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for
@@ -31,10 +31,25 @@ def average(value: float) -> float:
 def tell_everyone(text: str) -> str:
     """Only rank 0 gets a text (for example a folder's name); every rank returns it."""
     items = [text]
-    dist.barrier()
+    dist.broadcast_object_list(items, src=0)
     return items[0]
 
 
 def leave() -> None:
     """Close the group."""
     dist.destroy_process_group()
+
+
+# --- Diagnose a hang --------------------------------------------------------------------------------------------------
+#
+# any_rank_wants_to_stop has no gap, but it hangs on some inputs. Four ranks call it, and ranks 1 and 3 want to stop.
+
+WAITING_RANKS = {0, 2}  # the ranks that wait forever, as a set
+CAUSE = "skipped collective"  # "skipped collective", "different collectives", "different order" or "no process group"
+
+
+def any_rank_wants_to_stop(wants_to_stop: bool) -> bool:
+    """Whether at least one rank wants to stop: the same answer on every rank."""
+    flag = torch.tensor(0)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
