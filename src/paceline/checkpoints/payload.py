@@ -221,7 +221,7 @@ _MOST_CUTS = 8
 
 @dataclass(frozen=True)
 class Box:
-    """Where a slice lies in its tensor."""
+    """The place of a slice in its tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

@@ -107,7 +107,7 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
     if state.step in state.jumped:
         return None
     if guards.faults:
-        batch = guards.faults.touch(batch, session.components.model.module, state.step + 1)
+        batch = guards.faults.change_batch(batch, session.components.model.module, state.step + 1)
     report = step.gradients(batch, state.step, wants_stop=_is_stop_due(session))
     if report.is_stop_wanted and _is_saved(session):
         raise StopAgreed  # this step is saved already; one more step would need a second save
@@ -166,7 +166,7 @@ def stop_run(session: TrainingSession, *, can_save: bool = True) -> NoReturn:
     wait_for_all(session.world)
     if is_saved:
         flag = session.folder.resume_flag
-        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=flag and f"go on with {flag}")
+        raise Preempted(f"stopped at step {step} and saved ({reason})", hint=flag and f"continue with {flag}")
     where = None if session.folder.is_temporary else str(session.folder.path)
     raise Preempted(f"stopped at step {step} without a checkpoint of it ({reason})", where=where)
 

@@ -1,4 +1,4 @@
-"""A run's best weights as files for other programs: the model, how to feed it, its labels and a card.
+"""A run's best weights as files for other programs: the model, its preprocessing, its labels and a card.
 
 The model is built afresh and filled with the run's weights, so no wrapper leaves a trace in the file. The file is
 loaded again and must give the logits of the run's own model; only then does the folder, hidden so far, get its name.
@@ -52,7 +52,7 @@ def _through_safetensors(model: nn.Module, blank: nn.Module, example: Tensor, fi
 
 
 def _through_torchscript(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
-    # Tracing follows any model; what it may get wrong, a batch size burnt in, our own check finds.
+    # Tracing works with any model. It may fix the batch size, which our check finds.
     torch.jit.save(torch.jit.trace(model, example, check_trace=False), file)
     loaded: Forward = torch.jit.load(file, map_location="cpu")
     return loaded
@@ -107,7 +107,7 @@ FORMATS = {
 
 
 def export_run(path: Path, format_name: str, output: Path, flags: list[str]) -> list[str]:
-    """Write a run's best weights into `output`, replacing what is there; returns what to tell of it."""
+    """Write a run's best weights into `output`, replacing what is there; returns lines for the screen."""
     run = open_run(path, ["--device", "cpu", "--compile", "never", *flags])
     output = output.resolve()  # a link stays, its target is replaced
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
@@ -165,11 +165,11 @@ def _make_probe(run: OpenRun) -> Tensor:
 
 @torch.no_grad()
 def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -> str:
-    """Write the model, load it again and compare; returns the verdict in words."""
+    """Write the model, load it again and compare; returns the verdict as text."""
     probe = _make_probe(run)
     # In the plain layout of the file: the layout of a convolution's weights decides in which order it adds.
     reference = run.model.module.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    # One sample alone as well: a file that fixed the batch size would give itself away.
+    # One sample alone as well, to find a file that fixed the batch size.
     expected = [(inputs, reference(inputs)) for inputs in (probe, probe[:1])]
     try:
         with warnings.catch_warnings():
@@ -179,7 +179,7 @@ def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -
             with run.record.sources.importable():  # exporters import the modules of a model by name
                 forward = FORMATS[format_name].write(model, blank, probe[:2], file)
             pairs = [(forward(inputs), logits) for inputs, logits in expected] if forward else []
-    except Exception as error:  # each exporter has its own zoo of refusals
+    except Exception as error:  # each exporter raises its own kinds of errors
         raise UserError(
             f"this model cannot be written as {format_name}",
             where=run.config.model.model_name,
@@ -216,7 +216,7 @@ def _rename(temporary: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-# --- How to feed it
+# --- Preprocessing
 
 _PREPARE_VECTOR = "import numpy as np\n\ninputs = np.zeros((1, {}), dtype=np.float32)  # your vector\n"
 PREPARE_IMAGE = """\
@@ -248,7 +248,7 @@ inputs = (pixels - 255 * mean) / (255 * std)
 
 
 def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
-    """All that lies between a uint8 RGB picture and the model's input in evaluation."""
+    """The steps from a uint8 RGB picture to the model's input in evaluation."""
     shape = list(pipeline.input_shape)
     common = {"pipeline": pipeline.kind, "dtype": "float32", "input_shape": shape}
     if len(shape) != 3:

@@ -89,7 +89,7 @@ def _training_rows(run: OpenRun, results: dict[str, Any]) -> list[tuple[str, str
 
 def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
     if not results:
-        return "The run folder holds no results for these weights: the run did not finish, or went on."
+        return "The run folder holds no results for these weights: the run did not finish, or was continued."
     test = results["test"]
     table = [
         (name, f"{sum(row):,}", f"{row[index] / sum(row):.2%}" if sum(row) else "no samples")
@@ -104,7 +104,7 @@ def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
 
 
 def _results_of(folder: RunFolder, run: OpenRun) -> dict[str, Any]:
-    """results.json if it is whole and tells of the weights at hand; a run that goes on may have left older ones."""
+    """results.json if it is complete and of these weights; a run that is continued may have an older one."""
     results, state = read_object(folder.results, RESULTS), run.checkpoint.state
     test, classes = results.get("test", {}), run.plan.info.num_classes
     figures = [results.get(key) for key in ("test_accuracy", "test_loss", "steps")]

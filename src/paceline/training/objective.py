@@ -1,7 +1,11 @@
-"""What is minimised and what is measured: cross entropy and accuracy, or functions of the user's own.
+"""The loss and the metrics: cross entropy and accuracy, or the user's functions.
 
 A loss is a function of (logits, labels) that returns the mean over the samples, or one value per sample. A metric
-returns one value per sample; its mean over all samples of all ranks is told after each validation and test.
+returns one value per sample; its mean over all samples of all ranks is reported after each validation and test.
+
+`check_objective` calls the user's functions before the first step, with made-up outputs of a model. The calls go to a
+copy of the functions and the random state is restored, so the run's numbers do not change. `explain_own_code` explains
+errors of the first step whose cause is the user's model or loss: a restart would repeat them.
 """
 
 from __future__ import annotations

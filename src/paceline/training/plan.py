@@ -1,4 +1,8 @@
-"""A run's arithmetic: who gets how much of each batch, how many steps, which learning rate."""
+"""The arithmetic of a run: shares of a batch, number of steps, learning rate, and an estimate of its memory.
+
+The learning rate is a function of the step, so it has no state to save. The memory is counted on torch's meta device
+(shapes, no data).
+"""
 
 from __future__ import annotations
 
@@ -64,10 +68,10 @@ def make_plan(
     parts: tuple[int, int] | None = None,
     count_epochs: Callable[[int], EpochClock] = EpochClock,
 ) -> RunPlan:
-    """What depends on the data or on the ranks that are there is checked here; the config rules check the rest.
+    """Check what depends on the data or on the number of ranks. The rules of the config check the rest.
 
-    `parts`: how many samples are trained on and validated with, where not the data's length alone decides.
-    `count_epochs`: the epoch count of a run with so many steps per epoch, where it goes on from an earlier count.
+    `parts`: how many samples are trained on and validated with, if it is not decided by the length of the data.
+    `count_epochs`: makes the epoch clock of a run with so many steps per epoch; a resumed run continues its own.
     """
     if parts is None:
         train, validation = split_train_validation(info.num_train, config.data.train_split)
