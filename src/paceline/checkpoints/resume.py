@@ -30,6 +30,7 @@ from paceline.runtime.detect import World
 _log = logging.getLogger("paceline")
 OnDamaged = Callable[[Path], str]
 LEFT_IN_PLACE = "it was left as it is"
+_LISTED = 8
 
 
 def choose_checkpoint(
@@ -130,10 +131,6 @@ def _explained(checkpoint: store.Checkpoint) -> Iterator[None]:
         ) from error
 
 
-_log = logging.getLogger("paceline")
-_LISTED = 8
-
-
 def start_from(model: nn.Module, source: Path) -> None:
     """Copy weights of a run (its best), a checkpoint or a weights file into a fresh model."""
     tensors = read_tensors(source) if source.is_file() else _tensors_of_checkpoint(source)
@@ -174,9 +171,6 @@ def _checkpoint_folder(source: Path) -> Path:
         if path.exists():
             return path
     raise CheckpointError("there are no weights here", where=str(source))
-
-
-_log = logging.getLogger("paceline")
 
 
 def adopt_best(source: Path, folder: Path, step: int) -> None:

@@ -34,6 +34,25 @@ from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 from paceline.training.plan import RunPlan
 
+_log = logging.getLogger("paceline")
+# What a model may return: some losses only take probabilities or their logarithms.
+_KINDS_OF_OUTPUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda logits: logits,
+    lambda logits: logits.softmax(1),
+    lambda logits: logits.log_softmax(1),
+)
+_SMALLEST_BATCH_TO_CUT = 32  # samples: in smaller ones a dependence on the split is easily missed
+_RELATIVE_TOLERANCE = 1e-4
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+# What torch says of tensors that do not fit together. Other errors may have causes that a restart ends.
+_DOES_NOT_FIT = re.compile(
+    r"target \d+ is out of bounds|shapes cannot be multiplied|must match the size|expected input"
+    r"|invalid for input of size|size mismatch|shape mismatch|expected .* to have|number of dimensions|out of range"
+    r"|expected target size"
+    r"|batch_size.* to match|normalized_shape|must match the existing size|given groups=",
+    re.IGNORECASE,
+)
+
 
 class FunctionFailed(UserError):
     """A function of the user's own raised an exception."""
@@ -102,18 +121,6 @@ def build_objective(config: Config, resolve: Resolve = resolve_reference) -> Obj
     loss = UserFunction(train.loss, resolve(train.loss, where="--loss"), True) if train.loss else None
     metrics = {name.rpartition(":")[2]: UserFunction(name, resolve(name, where="--metrics")) for name in train.metrics}
     return Objective(loss, config.optim.label_smoothing, metrics)
-
-
-_log = logging.getLogger("paceline")
-
-# What a model may return: some losses only take probabilities or their logarithms.
-_KINDS_OF_OUTPUTS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda logits: logits,
-    lambda logits: logits.softmax(1),
-    lambda logits: logits.log_softmax(1),
-)
-_SMALLEST_BATCH_TO_CUT = 32  # samples: in smaller ones a dependence on the split is easily missed
-_RELATIVE_TOLERANCE = 1e-4
 
 
 def check_objective(config: Config, plan: RunPlan, model: ParallelModel, world: World) -> None:
@@ -264,17 +271,6 @@ def _same_random_state(device: str) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-_NO_GRADIENT = "does not require grad and does not have a grad_fn"
-# What torch says of tensors that do not fit together. Other errors may have causes that a restart ends.
-_DOES_NOT_FIT = re.compile(
-    r"target \d+ is out of bounds|shapes cannot be multiplied|must match the size|expected input"
-    r"|invalid for input of size|size mismatch|shape mismatch|expected .* to have|number of dimensions|out of range"
-    r"|expected target size"
-    r"|batch_size.* to match|normalized_shape|must match the existing size|given groups=",
-    re.IGNORECASE,
-)
 
 
 def explain_own_code(error: Exception, config: Config) -> UserError | None:

@@ -21,6 +21,11 @@ from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
 from paceline.settings.schema import Config, OptimConfig
 
+REFERENCE_BATCH = 256
+_ONECYCLE_START = 1 / 25  # of the peak
+_ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
+_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
+
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -126,11 +131,6 @@ def _require_equal_parts(config: Config, world_size: int) -> None:
         )
 
 
-REFERENCE_BATCH = 256
-_ONECYCLE_START = 1 / 25  # of the peak
-_ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
-
-
 def peak_learning_rate(config: OptimConfig, global_batch_size: int) -> float:
     """Linear scaling: twice the batch, twice the rate. Muon's updates have one size, whatever the batch."""
     if config.optimizer == "muon":
@@ -158,9 +158,6 @@ def learning_rate(step: int, *, config: OptimConfig, peak: float, steps_per_epoc
 def _half_cosine(step: int, steps: int) -> float:
     """From 1 at the first step down to nearly 0 at the last."""
     return 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1.0)))
-
-
-_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
