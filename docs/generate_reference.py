@@ -104,7 +104,7 @@ CHECKPOINT_FILES = {
     "step-*/ema.safetensors": "the moving average, if the run keeps one",
     "step-*/statistics.safetensors": "buffers that differ between ranks, such as BatchNorm statistics, if any",
     "step-*/model-00000-of-00002.safetensors": "under FSDP: the slices of each rank; the same for optimizer and ema",
-    "step-*/state.json": "all that is not a tensor: step, sums of the epoch so far, best, scaler, config, model record",
+    "step-*/state.json": "everything that is not a tensor: step, epoch sums, best, scaler, config, record of the model",
     "step-*/manifest.json": "size and CRC-32 of every file, and of itself; a folder without it is not a checkpoint",
     "latest": "link to the newest checkpoint",
     "best": "link to the best checkpoint, by validation accuracy, then loss",

@@ -288,3 +288,21 @@ def test_a_record_that_cannot_be_read_is_refused(forged: Any, pictures: Path, tm
         rewrite_state(checkpoint, forge)
     with pytest.raises(CheckpointError):
         open_run(home / "run", ["--device=cpu"])
+
+
+def test_the_library_exports_lists_checkpoints_and_gives_logits(pictures: Path, tmp_path: Path) -> None:
+    run = paceline.load_run(copy_of(pictures, tmp_path) / "run")
+    logits = run.predict(pictures / "picture.png", logits=True)
+    [answer] = run.predict(pictures / "picture.png")
+    assert dict(zip(("cat", "dog"), logits.softmax(1)[0].tolist(), strict=True)) == answer.probabilities
+    folder = run.export()
+    assert sorted(load_file(folder / "model.safetensors")) == sorted(run.model().state_dict())
+    with pytest.raises(UserError):
+        run.export()
+    assert run.export(output=tmp_path / "again") == tmp_path / "again"
+    assert run.export(force=True) == folder
+    with pytest.raises(UserError):
+        run.export("onx")
+    rows = run.checkpoints()
+    assert [row["is_complete"] for row in rows] == [True] * len(rows)
+    assert rows[-1]["step"] == run.results["steps"]

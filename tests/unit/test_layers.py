@@ -24,7 +24,7 @@ WITHOUT_TORCH = {
 # Layers that hold heavy and light files: these must answer before torch is imported.
 LIGHT_FILES = {
     *("runtime/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
-    *("library/train.py", "library/run.py", "data/pack_format.py", "runtime/gpus.py"),
+    *("library/train.py", "library/run.py", "training/export_request.py", "data/pack_format.py", "runtime/gpus.py"),
     *("runtime/secret.py", "runtime/peers.py"),
 }
 

@@ -1,7 +1,7 @@
-"""Between live training objects and named pieces in CPU memory.
+"""Copies live training objects to named pieces in CPU memory, and back.
 
-Names are the model's own parameter names, never a wrapper's, so what DDP saved FSDP can load and the other way
-round. Nothing here talks to other ranks: each stages the slices it holds and restores the ones it needs.
+Names are the model's own parameter names, without a wrapper's prefix, so FSDP can load what DDP saved and the other way
+round. There is no communication: each rank copies the slices it holds and restores the ones it needs.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 
 class Stage:
-    """CPU memory that is kept from save to save, so that a copy costs no page faults.
+    """CPU memory that is reused from save to save, which avoids page faults.
 
-    Where the loop waits for the whole save anyway, what lies in CPU memory is written from where it is.
+    If saves are not asynchronous, tensors in CPU memory are written without a copy.
     """
 
     def __init__(self, *, is_async: bool) -> None:
@@ -49,7 +49,7 @@ class Stage:
 
     @torch.no_grad()
     def copy(self, kind: str, tensors: Tensors, *, sharded_only: bool) -> dict[str, Piece]:
-        """Values that training will not change; of replicated tensors one rank's copy is enough."""
+        """Copies that training does not change. Of replicated tensors, one rank's copy is enough."""
         pieces = {}
         for name, tensor in tensors.items():
             if sharded_only and not is_sharded(tensor):
@@ -96,7 +96,7 @@ def restore_tensors(own: Tensors, saved: PayloadReader, *, apart: set[str] | Non
 
 @torch.no_grad()
 def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved: PayloadReader) -> None:
-    """Put saved state where the optimizer would have put its own."""
+    """Restore the state of an optimizer, where it would create its own."""
     keys: dict[str, list[str]] = {}
     for full_key in saved.shapes:
         owner, _, key = full_key.rpartition("/")
@@ -114,7 +114,7 @@ def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, saved:
                 state[key] = saved.read(full_key).to(parameter.device if is_fused else "cpu")
         if state:
             optimizer.state[parameter] = state
-        else:  # a layer that no step had used by then; after a roll-back the optimizer may know of later ones
+        else:  # a layer that no step had used by then; before a roll-back the optimizer may have used it
             optimizer.state.pop(parameter, None)
 
 

@@ -1,4 +1,4 @@
-"""Whether a run may go on from a checkpoint: what may not change, and what may. Pure; no torch, so it answers early."""
+"""Whether a run may continue from a checkpoint: which settings may change. No torch, so the check is early."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from paceline.errors import CheckpointError
 from paceline.runs.patience import UnreadableNow
 from paceline.settings.code import CodeReference
 
-# A change in one of these makes another run of it, not a continuation.
+# If one of these changes, it is another run.
 IDENTITY = (
     *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
     *("model_name", "hidden_size", "optimizer", "loss", "global_batch_size", "seed", "exact"),
 )
-# These say where and how a run is watched, never what it computes.
+# These do not change what a run computes.
 SILENT = (
     *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile"),
     *(
@@ -61,7 +61,7 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
 
 
 def changed_code(state: dict[str, Any], now: dict[str, str]) -> list[str]:
-    """Names of functions whose file had another content when the state was saved. Older states do not say it."""
+    """Names of functions whose file had another content when the state was saved. Older states do not have hashes."""
     saved = state.get("code")
     if not isinstance(saved, dict):
         return []
@@ -77,7 +77,7 @@ def warn_of_changed_code(checkpoint: Checkpoint, code: dict[CodeReference, str])
 
 
 def warn_of_other_random_numbers(checkpoint: Checkpoint, now: int) -> None:
-    """`now`: the number of the way in which they are drawn. Checkpoints that do not say it are of the first way."""
+    """`now`: the version of the method that draws them. Checkpoints without it are of version 1."""
     if checkpoint.state.get("random_numbers", 1) != now:
         _log.warning(
             "warning: %s is from another version of Paceline, which draws dropout differently;"

@@ -1,10 +1,10 @@
-"""Saving while training goes on, and restoring.
+"""Saves checkpoints while training continues, and chooses the one to continue from.
 
-The loop waits only until the tensors are copied out of the device; a thread writes, seals, commits and verifies them.
-At most one save is in flight. Under FSDP every rank writes its own slices and leaves a note when they are on disk;
-the primary waits for all notes before it commits. A save that fails is a loud warning and the run goes on with the
-checkpoint before. The run ends when three in a row failed and saves have failed for longer than storage may, or when
-its folder is gone. The last save of a run is repeated until then. Times are of a monotonic clock.
+The loop waits only until the tensors are copied from the device. A thread writes, verifies and commits them. At most
+one save runs at a time. Under FSDP every rank writes its own slices, and a note when they are on disk; the primary
+waits for all notes before it commits. If a save fails, the run warns and continues. It ends if three saves in a row
+have failed and saves have failed for longer than the limit for storage, or if its folder is gone. The last save of a
+run is repeated until then. Times are of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class CheckpointManager:
         self._failure: BaseException | None = None
         self._failures_in_a_row = 0
         self._failing_since_s = 0.0
-        self._repeat: Callable[[], None] | None = None  # writes the last save once more, from memory
+        self._repeat: Callable[[], None] | None = None  # writes the last save again, from memory
         self._require_owner = require_owner
         self._before_write = before_write
-        self.stall_s = 0.0  # how long the training loop was held up by saves, all of them together
-        self.started_step: int | None = None  # of the last save, which may be under way or have failed
-        self.saved_step: int | None = None  # of the last save that succeeded; the primary's is the one that counts
+        self.stall_s = 0.0  # the total time that the training loop has waited for saves
+        self.started_step: int | None = None  # of the last save, which may be running or have failed
+        self.saved_step: int | None = None  # of the last save that succeeded; the value of the primary counts
         self.last_save_s = 0.0  # from the call to the commit, of the last save that succeeded
         decided_by_primary(world, self._open_folder)
 
@@ -106,9 +106,9 @@ class CheckpointManager:
             )
 
     def choose(self, source: Path, *, prefer_best: bool = False) -> store.Checkpoint | None:
-        """The checkpoint to go on from, of this run or of another one. Collective.
+        """The checkpoint to continue from, of this run or of another one. Collective.
 
-        Damaged ones in this run's own folder are set aside once a whole one is found; another run's stay as they are.
+        Damaged ones in this run's own folder are set aside when a complete one is found. Those of another run stay.
         """
         is_own = source.resolve() in (self._folder.resolve(), self._folder.resolve().parent)
         on_damaged = self._set_aside if is_own else None
@@ -119,9 +119,9 @@ class CheckpointManager:
         return store.set_aside(path)
 
     def begin_at_zero(self, source: Path | None, *, may_drop_damaged: bool) -> None:
-        """Refuse to start at step 0 where there are checkpoints, unless all are damaged and the user asked. Collective.
+        """Refuse to start at step 0 if there are checkpoints, unless all are damaged and the user asked. Collective.
 
-        The later saves of such a start would delete the work of before.
+        Later saves of such a start would delete the earlier work.
         """
 
         def decide() -> dict[str, str]:
@@ -138,26 +138,26 @@ class CheckpointManager:
         decided_by_primary(self._world, decide)
 
     def rewind_to(self, step: int) -> None:
-        """The run went back to the checkpoint of this step, which lies in this folder."""
+        """The run returned to the checkpoint of this step, which is in this folder."""
         self.stands_at(step)
         self.branch_at(step)
 
     def branch_at(self, step: int) -> None:
-        """The run goes on from this step, and a restart must do so too: later checkpoints are of a course it has left.
+        """Continue from this step. Later checkpoints are set aside, so that a restart does not use them.
 
-        They are set aside before their rows of the metrics are cut off, and deleted after the next commit.
+        This is done before their rows of the metrics are cut off. They are deleted after the next commit.
         """
         if self._world.is_primary:
             self._require_owner()
             store.with_one_retry("setting aside", lambda: store.supersede_after(self._folder, step))
 
     def stands_at(self, step: int) -> None:
-        """The run goes on from the checkpoint of this step, which lies in this folder."""
+        """The run continues from the checkpoint of this step, which is in this folder."""
         self.started_step = self.saved_step = step
 
     @property
     def is_saving(self) -> bool:
-        """Whether a save is in flight: the next one would have to wait for it."""
+        """Whether a save is running: the next one would wait for it."""
         return self._thread is not None and self._thread.is_alive()
 
     def save(self, payload: dict[str, Tensors], state: dict[str, Any], about: dict[str, Any], *, is_best: bool) -> None:
@@ -171,7 +171,7 @@ class CheckpointManager:
             self.stall_s += time.monotonic() - started
 
     def wait(self) -> None:
-        """Until nothing is in flight; a failed save is told here."""
+        """Wait for a running save. A failed save is reported here."""
         started = time.monotonic()
         try:
             self._settle()
@@ -189,7 +189,7 @@ class CheckpointManager:
         if self._world.device.startswith("cuda"):
             torch.cuda.current_stream().synchronize()
         if self._world.is_primary and self._failures_in_a_row:
-            # Another rank may have gone on writing after the primary had given up and cleared away.
+            # Another rank may have written more after the primary gave up and removed the files.
             self._remove_leftovers(except_for=store.temporary_folder(self._folder, about["step"]))
         write = partial(self._write, pieces, json.dumps(state, indent=1).encode(), about, is_best, started)
         self._repeat = write
@@ -241,7 +241,7 @@ class CheckpointManager:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             if self._world.is_primary:
-                # A rank may have left its note after the primary had given up: it must not count for this try.
+                # A rank may have written its note after the primary gave up. It must not count for this try.
                 self._remove_leftovers()
             wait_for_all(self._world)
             if self._repeat is not None:
@@ -266,7 +266,7 @@ class CheckpointManager:
         is_best: bool,
         started: float,
     ) -> None:
-        """The whole save of this rank, usually in a thread. A failure is kept for `wait` to tell."""
+        """The whole save of this rank, usually in a thread. `wait` reports a failure."""
         temporary = store.temporary_folder(self._folder, about["step"])
         try:
             if self._before_write is not None:
@@ -276,7 +276,7 @@ class CheckpointManager:
             make_plain_folder(temporary)  # without its parents: a run folder that was deleted stays deleted
             seals = {}
             for kind, part in pieces.items():
-                # Written anew at a second try: what a failed flush left of the first is anybody's guess.
+                # Written again from the start at a second try: after a failed flush the content is unknown.
                 write = partial(write_pieces, temporary / self._file_name(kind), part)
                 seals[self._file_name(kind)] = store.with_one_retry(f"writing {kind}", write)
             if self._world.is_primary:
@@ -285,21 +285,21 @@ class CheckpointManager:
                 self._commit(temporary, seals, state, about, is_best)
             else:
                 note = {name: [seal.size_bytes, seal.crc32] for name, seal in seals.items()}
-                store.with_one_retry("leaving a note", lambda: self._leave_note(temporary, note))
+                store.with_one_retry("leaving a note", lambda: self._write_note(temporary, note))
             self._failures_in_a_row = 0
             self.last_save_s = time.monotonic() - started
             self.saved_step = about["step"]
-        except OwnerLost as error:  # what lies under the temporary name may be the new owner's
+        except OwnerLost as error:  # the temporary folder may be the new owner's
             self._failure = error
         except Exception as error:  # not Ctrl-C, which ends the run
             self._failure = error
             if self._world.is_primary:
                 shutil.rmtree(temporary, ignore_errors=True)
-                with suppress(OSError):  # a later save, or the next start, does it as well
+                with suppress(OSError):  # a later save or the next start does it
                     store.settle_replaced(self._folder)
             else:
-                with suppress(OSError):  # a primary that hears nothing waits until its own deadline
-                    self._leave_note(temporary, {"error": str(error)})
+                with suppress(OSError):  # without a note the primary waits until its deadline
+                    self._write_note(temporary, {"error": str(error)})
 
     def _commit(
         self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool
@@ -331,8 +331,8 @@ class CheckpointManager:
             return f"{kind}.safetensors"
         return f"{kind}-{self._world.rank:05}-of-{self._num_writers:05}.safetensors"
 
-    def _leave_note(self, temporary: Path, note: dict[str, Any]) -> None:
-        """Tell the primary, through the folder, that this rank's slices are on disk, or why they are not."""
+    def _write_note(self, temporary: Path, note: dict[str, Any]) -> None:
+        """Write a note for the primary: this rank's slices are on disk, or why they are not."""
         draft = temporary / f".draft-{self._world.rank}"
         write_plain(draft, json.dumps(note).encode())
         draft.rename(temporary / f".note-{self._world.rank}")

@@ -1,4 +1,4 @@
-"""The checkpoint that a person means: best, latest, that of a step, or a folder. No torch."""
+"""Finds a checkpoint by name (best, latest, a step, or a folder), and lists those of a run. No torch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from paceline.runs.patience import UnreadableNow
 
 @dataclass(frozen=True)
 class NamedCheckpoint:
-    """Where a checkpoint is looked for, and whose it is."""
+    """Where to find a checkpoint, and the run it belongs to."""
 
-    source: Path  # a checkpoint folder, or a run folder, of which the best or the newest whole one counts
+    source: Path  # a checkpoint folder, or a run folder: its best or newest complete one is used
     prefer_best: bool
-    run: Path | None  # the run folder around it; None for a checkpoint on its own
+    run: Path | None  # the run folder around it; None for a checkpoint without its run
 
 
 def find_named(path: Path, name: str | int = "") -> NamedCheckpoint:

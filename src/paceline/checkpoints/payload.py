@@ -1,7 +1,8 @@
 """Tensors in safetensors files, as whole tensors or as slices that know their place in the whole.
 
 Reading is the library's. Writing is ours for one reason: the checksum is summed while the bytes go out, so nothing
-is copied, nothing is read twice, and the interpreter's lock is free meanwhile for the training loop.
+is copied, nothing is read twice, and the interpreter's lock is free meanwhile for the training loop. Slices are checked
+when they are read: they must fill their tensor without gap or overlap, because a gap would be uninitialised memory.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in _KNOWN if isinst
 _NAMES = {name: dtype for dtype, name in _TYPES.items()}
 _BYTES = "U8"
 _LARGEST_DIMENSION = 2**48
+# A grid over any number of dimensions needs one cut per dimension; our own slices need one.
+_MOST_CUTS = 8
 
 
 @dataclass(frozen=True)
@@ -215,13 +218,9 @@ class PayloadReader:
             raise CheckpointError("a checkpoint file cannot be read", where=str(path), got=str(error)) from error
 
 
-# A grid over any number of dimensions needs one cut per dimension; our own slices need one.
-_MOST_CUTS = 8
-
-
 @dataclass(frozen=True)
 class Box:
-    """Where a slice lies in its tensor."""
+    """The place of a slice in its tensor."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]

@@ -1,4 +1,7 @@
-"""Which checkpoint a run goes on from, agreed by all ranks, and its way back into live objects."""
+"""Chooses the checkpoint to continue from, the same on all ranks, and restores it into live objects.
+
+Also: initial weights from another run (`start_from`), and the best checkpoint of a resumed run (`adopt_best`).
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,7 @@ from paceline.runtime.detect import World
 _log = logging.getLogger("paceline")
 OnDamaged = Callable[[Path], str]
 LEFT_IN_PLACE = "it was left as it is"
+_LISTED = 8
 
 
 def choose_checkpoint(
@@ -43,7 +47,7 @@ def choose_checkpoint(
 
 
 def require_checkpoint(source: Path, world: World, *, prefer_best: bool) -> store.Checkpoint:
-    """The same for those who only read; CheckpointError if there is none. Collective."""
+    """The same for readers; CheckpointError if there is none. Collective."""
     found = choose_checkpoint(source, world, prefer_best=prefer_best)
     if found is not None:
         return found
@@ -60,7 +64,7 @@ def require_checkpoint(source: Path, world: World, *, prefer_best: bool) -> stor
 
 
 def decided_by_primary(world: World, decide: Callable[[], dict[str, str]]) -> dict[str, str]:
-    """The primary's answer on every rank; its CheckpointError too, in the same words. Collective."""
+    """The answer of the primary on every rank. Its CheckpointError is raised on every rank, too. Collective."""
     answer: dict[str, dict[str, Any]] = {}
     failure: CheckpointError | None = None
     if world.is_primary:
@@ -78,7 +82,7 @@ def _choose(source: Path, prefer_best: bool, on_damaged: OnDamaged | None) -> di
     if read_patiently("looking for checkpoints", source, lambda: is_present(source / MANIFEST)):
         return {"path": str(store.open_checkpoint(source).path)}
     newest, rejected = store.find_newest(checkpoints_of(source), prefer_best=prefer_best)
-    is_start = newest is None and on_damaged is not None  # the owner decides what becomes of them, and says it
+    is_start = newest is None and on_damaged is not None  # the owner decides about them
     for item in rejected if not is_start else []:
         _log.warning("warning: %s; %s", item, on_damaged(item.path) if on_damaged else LEFT_IN_PLACE)
     return {"path": str(newest.path)} if newest else {}
@@ -127,10 +131,6 @@ def _explained(checkpoint: store.Checkpoint) -> Iterator[None]:
         ) from error
 
 
-_log = logging.getLogger("paceline")
-_LISTED = 8
-
-
 def start_from(model: nn.Module, source: Path) -> None:
     """Copy weights of a run (its best), a checkpoint or a weights file into a fresh model."""
     tensors = read_tensors(source) if source.is_file() else _tensors_of_checkpoint(source)
@@ -171,9 +171,6 @@ def _checkpoint_folder(source: Path) -> Path:
         if path.exists():
             return path
     raise CheckpointError("there are no weights here", where=str(source))
-
-
-_log = logging.getLogger("paceline")
 
 
 def adopt_best(source: Path, folder: Path, step: int) -> None:

@@ -11,8 +11,8 @@ from paceline.cli.arguments import TRUST_HELP
 from paceline.errors import UserError
 from paceline.runs.find import locate_run
 from paceline.runs.folder import require_run_folder
+from paceline.training.export_request import FORMATS, check_format, check_output
 
-FORMATS = ("safetensors", "torchscript", "onnx", "torch.export")
 _VALUE_FLAGS = ("--format", "--output", "--data-dir")
 _SWITCH = "--force"
 _USAGE = f"""\
@@ -40,7 +40,7 @@ def run(arguments: list[str]) -> int:
         return 0
     request = _read_request(arguments)
     require_run_folder(request.run)
-    _check_output(request)
+    check_output(request.output, is_forced=request.is_forced)
     if request.format_name == "onnx" and importlib.util.find_spec("onnx") is None:
         raise UserError("the package onnx is not installed", where="--format onnx", hint="pip install 'paceline[onnx]'")
     from paceline.training.export import export_run
@@ -72,7 +72,7 @@ def _read_request(arguments: list[str]) -> _Request:
     if len(words) != 1:
         raise UserError("export takes one run folder", got=" ".join(words) or "none", hint="paceline export RUN")
     folder, format_name = locate_run(words[0]), values.get("--format", "")
-    _check_format(format_name)
+    check_format(format_name)
     output = Path(values.get("--output", folder / f"export-{format_name}"))
     flags = ["--data-dir", values["--data-dir"]] if "--data-dir" in values else []
     return _Request(folder, format_name, output, is_forced, flags)
@@ -84,28 +84,3 @@ def _unknown_flag(token: str) -> UserError:
     return UserError(
         f"unknown flag {token!r}", allowed=", ".join(known), hint=f"did you mean {near[0]}?" if near else None
     )
-
-
-def _check_format(name: str) -> None:
-    if name not in FORMATS:
-        near = difflib.get_close_matches(name, FORMATS, n=1)
-        raise UserError(
-            "there is no such format" if name else "which format?",
-            where="--format",
-            got=repr(name) if name else "none",
-            allowed=", ".join(FORMATS),
-            hint=f"did you mean {near[0]}?" if near else None,
-        )
-
-
-def _check_output(request: _Request) -> None:
-    """Nothing is replaced unasked, and nothing but an export ever."""
-    output = request.output
-    if not output.exists():
-        return
-    is_export = (output / "card.md").is_file() and (output / "preprocessing.json").is_file()
-    if output.is_dir() and (is_export or not any(output.iterdir())):
-        if request.is_forced:
-            return
-        raise UserError("the export folder exists already", where=str(output), hint="--force, or another --output")
-    raise UserError("this is not an export and will not be replaced", where=str(output), hint="another --output DIR")

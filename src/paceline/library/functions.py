@@ -1,8 +1,10 @@
 """Turns function objects into names that ranks can import.
 
 A rank is another process and imports what it needs. A function of a file becomes `FILE.py:FUNCTION`, a function of a
-package becomes `package.module:FUNCTION`. A function of a notebook has no file; its source is written into the run
-folder (notebook_source.py).
+package becomes `package.module:FUNCTION`. A function of a notebook has no file. Its source, and the source of
+everything in the notebook that it uses, is written to a file in the run folder (`write_down`): modules and imported
+names become imports, functions and classes are written, numbers and texts become constants. Anything else (a tensor, an open file)
+has no source and is refused with its name.
 """
 
 from __future__ import annotations
@@ -17,6 +19,9 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 from paceline.errors import UserError
+
+_HEADER = '"""Functions of a notebook, written for the ranks of this run."""\n'
+_REMEDY = "put the function and what it needs into a FILE.py, and give 'FILE.py:FUNCTION'"
 
 
 def reference_to(function: Callable[..., Any], *, where: str, notebook_file: Path) -> str:
@@ -51,10 +56,6 @@ def _home_of(function: Callable[..., Any], where: str) -> tuple[ModuleType, str]
             hint="define it at the top level; no lambda, no nested function, no functools.partial",
         )
     return module, name
-
-
-_HEADER = '"""Functions of a notebook, written for the ranks of this run."""\n'
-_REMEDY = "put the function and what it needs into a FILE.py, and give 'FILE.py:FUNCTION'"
 
 
 def write_down(functions: Iterable[Callable[..., Any]]) -> str:

@@ -53,16 +53,23 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
 
 
 @torch.no_grad()
-def predict(opened: OpenModel, images: Images) -> list[Prediction]:
-    """Images are prepared like the samples in the run's evaluation."""
+def predict_logits(opened: OpenModel, images: Images) -> Tensor:
+    """The model's outputs [N, classes]. Images are prepared like the samples in the run's evaluation."""
     samples = _as_samples(images, opened.info.sample_shape)
-    logits = [
-        average_over_views(opened.model, opened.pipeline.for_evaluation(part), opened.config.train.test_views).float()
+    views = opened.config.train.test_views
+    parts = [
+        average_over_views(opened.model, opened.pipeline.for_evaluation(part), views).float()
         for part in samples.split(_AT_ONCE)
+        if len(part)
     ]
+    return torch.cat(parts) if parts else torch.empty(0, opened.info.num_classes)
+
+
+def predict(opened: OpenModel, images: Images) -> list[Prediction]:
+    """The most likely class of each image, and the probabilities of all classes."""
     classes = opened.info.classes
     answers = []
-    for row in torch.cat(logits).softmax(1).tolist() if logits else []:
+    for row in predict_logits(opened, images).softmax(1).tolist():
         best = max(range(len(classes)), key=row.__getitem__)
         answers.append(Prediction(classes[best], row[best], dict(zip(classes, row, strict=True))))
     return answers

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from paceline.errors import PacelineError, UserError
 from paceline.library.table import Table
@@ -17,11 +17,13 @@ from paceline.runs.file_shapes import RESULTS
 from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder, require_run_folder
 from paceline.runs.json_files import read_object
+from paceline.runs.trust import trusting_code
 from paceline.settings.load import load_config
 from paceline.settings.schema import Config
+from paceline.training.export_request import check_format, check_output
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from paceline.library.predictions import Images, OpenModel, Prediction
     from paceline.training.evaluate import Evaluation
@@ -93,12 +95,50 @@ class Run:
         with explained():
             return open_model(self.path, checkpoint, trust_code=trust_code or self._trust_code).model
 
-    def predict(self, images: Images) -> list[Prediction]:
-        """Label pictures with the best weights: paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C]."""
-        from paceline.library.predictions import predict
+    @overload
+    def predict(self, images: Images, *, logits: Literal[False] = False) -> list[Prediction]: ...
+
+    @overload
+    def predict(self, images: Images, *, logits: Literal[True]) -> Tensor: ...
+
+    def predict(self, images: Images, *, logits: bool = False) -> list[Prediction] | Tensor:
+        """Label pictures with the best weights: paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C].
+
+        With `logits` it returns the outputs of the model instead, a tensor [N, classes].
+        """
+        from paceline.library.predictions import predict, predict_logits
 
         with explained():
-            return predict(self._best, images)
+            return predict_logits(self._best, images) if logits else predict(self._best, images)
+
+    def export(self, format: str = "safetensors", output: str | Path | None = None, *, force: bool = False) -> Path:
+        """Write the best weights for other programs: safetensors, torchscript, onnx or torch.export.
+
+        Returns the folder: `output`, or export-FORMAT in the run folder. `force` replaces an earlier export.
+        """
+        with explained(), trusting_code(self._trust_code):
+            check_format(format)
+            folder = Path(output) if output is not None else self.path / f"export-{format}"
+            check_output(folder, is_forced=force)
+            from paceline.training.export import export_run
+
+            export_run(self.path, format, folder, [])
+            return folder
+
+    def checkpoints(self) -> Table:
+        """A row per checkpoint, oldest first: step, path, validation accuracy and loss, and whether it is complete."""
+        from paceline.checkpoints.named import list_checkpoints
+
+        with explained():
+            return Table(
+                {
+                    "step": entry.state.get("step"),
+                    "path": str(entry.path),
+                    **{name: (entry.state.get("validation") or {}).get(name) for name in ("accuracy", "loss")},
+                    "is_complete": entry.damage is None and entry.unreadable is None,
+                }
+                for entry in list_checkpoints(self._folder.checkpoints, thorough=False)
+            )
 
     def evaluate(self, *, accept_new_data: bool = False) -> Evaluation:
         """Test the best weights again, in this process. Data that has changed since the training is refused, unless

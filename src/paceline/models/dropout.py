@@ -1,10 +1,12 @@
 """Dropout that is drawn per sample: a sample gets the same mask on any rank, in any microbatch or lane, on CPU and GPU.
 
-A training step gives each sample a key (models/dropout.py). A layer hashes the key, its own number and the
-number of the feature, with the hash that also draws the augmentation (data/draws.py). There is no generator state.
+A training step gives each sample a key (`ShareKeys`): a hash of (seed, step, position in the global batch). Ranks have
+neighbouring shares of the global batch, so the position follows from the rank and the place in its share, however the
+batch is cut into ranks, lanes and microbatches. A layer hashes the key, its own number and the number of the feature,
+with the hash that also draws the augmentation (data/draws.py). There is no generator state.
 On a GPU all operations are plain tensor operations: they compile, and a CUDA graph replays them with other keys. On a
-CPU numpy computes the same bits in less time. A pass that is computed again (activation
-checkpointing) draws the same mask.
+CPU numpy computes the same bits in less time. A pass that is computed again (activation checkpointing) draws the same
+mask.
 """
 
 from __future__ import annotations
@@ -18,6 +20,11 @@ from paceline.data.draws import draw_bits_from, draw_sequence, draw_sequence_on_
 _VALUES = 2**16  # of one draw. One hash of 64 bits gives four draws, which saves three hashes.
 _DRAWS_PER_HASH = 4
 _HASHES_PER_LAYER = 2**32
+_LAYERS = 20  # keeps these draws apart from those of order and augmentation
+_STEPS_AT_ONCE = 32  # drawn together: for one step the small tensor operations would take longer than the hashing
+# What the random numbers of a run depend on. Part of a checkpoint, so that a resume can say that they have changed.
+# 1: dropout is drawn per rank. 2: dropout of our own models is drawn per sample.
+RANDOM_NUMBERS = 2
 
 
 class SampleKeys:
@@ -74,14 +81,6 @@ def share_keys(model: nn.Module) -> SampleKeys | None:
     for number, layer in enumerate(layers):
         layer.source, layer.layer = source, number
     return source if any(layer.p > 0 for layer in layers) else None
-
-
-_LAYERS = 20  # keeps these draws apart from those of order and augmentation
-_STEPS_AT_ONCE = 32  # drawn together: for one step the small tensor operations would take longer than the hashing
-
-# What the random numbers of a run depend on. Part of a checkpoint, so that a resume can say that they have changed.
-# 1: dropout is drawn per rank. 2: dropout of our own models is drawn per sample.
-RANDOM_NUMBERS = 2
 
 
 class ShareKeys:

@@ -3,6 +3,11 @@
 Each rank writes its row. After a barrier, each rank adds up its own part of all rows, in a binary tree in the order of
 ranks, and writes it to the row of the total. All ranks read the total in place. Each number is summed by one rank
 only, in one fixed order. All ranks therefore see the same bits, independent of timing.
+
+The barrier uses semaphores of the C library, one for each rank and round (a dissemination barrier). In round k a rank
+posts the semaphore of the rank 2**k places after it and waits for its own. After log2(ranks) rounds every rank has
+arrived. Posting and waiting are memory fences on any processor: writes before the barrier are visible to all ranks
+after it.
 """
 
 from __future__ import annotations
@@ -25,6 +30,9 @@ from paceline.runtime.node_memory import HEADER_BYTES, NodeMemory, share_memory
 _log = logging.getLogger("paceline")
 _LINE = 16  # numbers in a cache line: no two ranks write into the same one
 _NUMBER_BYTES = 4
+_LINE_BYTES = 64  # one semaphore per cache line, to avoid false sharing
+_TRIES = 40  # tries before sleeping: they take about as long as a wake-up
+_PATIENCE_S = 0.2  # then check that the other ranks are alive
 
 
 def open_node_sum(size: int, world: World) -> NodeSum | None:
@@ -93,9 +101,9 @@ class NodeSum:
         board = self._board[:, : len(numbers)]
         board[self._rank] = numbers
         self._barrier.wait()
-        everybody = board.clone()
+        all_rows = board.clone()
         self._barrier.wait()  # all have read it
-        return everybody
+        return all_rows
 
     @torch.no_grad()
     def scale(self, factor: float) -> None:
@@ -112,11 +120,6 @@ def _padded(size: int) -> int:
 def _bytes_before(ranks: int) -> int:
     """Bytes of the barrier and of one cache line per rank."""
     return barrier_bytes(ranks) + ranks * _LINE * 8
-
-
-_LINE_BYTES = 64  # one semaphore per cache line, to avoid false sharing
-_LOOKS = 40  # tries before sleeping: they take about as long as a wake-up
-_PATIENCE_S = 0.2  # then check that the other ranks are alive
 
 
 class _Timespec(ctypes.Structure):
@@ -167,7 +170,7 @@ class NodeBarrier:
             self._wait_for(mine)
 
     def _wait_for(self, semaphore: ctypes.c_void_p) -> None:
-        for _ in range(_LOOKS):
+        for _ in range(_TRIES):
             if self._try(semaphore) == 0:
                 return
         # Sleep from here on: the awaited rank may need this processor.

@@ -1,7 +1,7 @@
-"""Losses and gradients that are not numbers, or jump: found before the update, on all ranks in the same step.
+"""Losses and gradients that are NaN, infinite or much too large: found before the update, on all ranks at once.
 
-What a step reports is the same on every rank, so all of them judge alike and none waits for another's verdict.
-Only then, off the usual path, each looks for the first bad tensor of its own and they tell each other.
+The report of a step is the same on every rank, so all ranks decide the same without a collective. Only after a bad step
+do they search for the first bad tensor and exchange what they found.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from paceline.training.step import StepReport
 
 _log = logging.getLogger("paceline")
 _RECENT = 50
-_FEWEST = 10  # losses before a jump can be told from the usual noise
+_FEWEST = 10  # losses that are needed to recognise a spike
 _MOST_ROLLBACKS = 3
 _MOST_IDS = 8
 
 
 class RollBack(Exception):
-    """Go back to the last checkpoint and leave this step out."""
+    """Return to the last checkpoint and leave this step out."""
 
-    def __init__(self, step: int, words: str) -> None:
-        super().__init__(words)
+    def __init__(self, step: int, text: str) -> None:
+        super().__init__(text)
         self.step = step  # counted from 0, as the state counts
 
 
 def find_fault(session: TrainingSession, report: StepReport) -> str | None:
-    """What is wrong with a step's numbers, in words; None when nothing is."""
+    """A description of what is wrong with a step's numbers; None if they are good."""
     if not math.isfinite(report.mean_loss):
         return f"the loss is {report.mean_loss}"
-    # Under fp16 an overflow is the scaler's business: it skips the update and tries a smaller scale.
+    # Under fp16 the scaler handles an overflow: it skips the update and uses a smaller scale.
     if not math.isfinite(report.grad_norm) and not session.components.step.scaler.is_enabled():
         return f"the loss is {report.mean_loss:.4g}, but a gradient is {report.grad_norm}"
     factor, recent = session.config.guard.spike_factor, session.state.recent_losses
@@ -59,27 +59,27 @@ def find_fault(session: TrainingSession, report: StepReport) -> str | None:
 
 
 def leave_out(session: TrainingSession, batch: Batch, fault: str) -> None:
-    """Skip this step's update, if that is allowed; else go back, or stop. Collective."""
+    """Skip this step's update if that is allowed; else return to a checkpoint, or stop. Collective."""
     guard, state = session.config.guard, session.state
     findings = [json.loads(text) for text in gather_texts(json.dumps(_diagnose(session, batch)), session.world)]
-    words = _in_words(state.step + 1, fault, findings)
+    text = _describe(state.step + 1, fault, findings)
     _keep_batch(session, batch)
     session.components.step.drop()
     if len(state.skipped) < guard.skip_nonfinite:
         state.skipped.append(state.step)
-        _log.warning("warning: %s; skipped (%d of %d)", words, len(state.skipped), guard.skip_nonfinite)
+        _log.warning("warning: %s; skipped (%d of %d)", text, len(state.skipped), guard.skip_nonfinite)
         return
     if guard.on_nonfinite == "rollback":
-        raise RollBack(state.step, words)
+        raise RollBack(state.step, text)
     raise NonFiniteError(
-        words,
+        text,
         where=f"a copy of the batch is in {session.folder.bad_batches}",
         hint="a lower --base-lr, --clip-norm 1, --no-amp; or --skip-nonfinite 3, --on-nonfinite rollback",
     )
 
 
 def roll_back(session: TrainingSession, cause: RollBack) -> None:
-    """All ranks take over the newest whole checkpoint; the step that went wrong will be jumped over."""
+    """Restore the newest complete checkpoint on all ranks. The bad step will be left out. Collective."""
     session.guards.enter("save", session.state.step)
     session.checkpoints.finish()
     checkpoint = session.checkpoints.choose(session.folder.checkpoints)
@@ -100,7 +100,7 @@ def roll_back(session: TrainingSession, cause: RollBack) -> None:
     _log.warning("warning: %s; went back to step %d, and step %d is left out", cause, checkpoint.step, cause.step + 1)
 
 
-def _in_words(step: int, fault: str, findings: list[dict[str, Any]]) -> str:
+def _describe(step: int, fault: str, findings: list[dict[str, Any]]) -> str:
     bad = [finding for finding in findings if finding["first_bad"]]
     if not bad:
         return f"{fault} at step {step}, on all ranks together"
@@ -112,13 +112,13 @@ def _in_words(step: int, fault: str, findings: list[dict[str, Any]]) -> str:
 
 
 def _diagnose(session: TrainingSession, batch: Batch) -> dict[str, Any]:
-    """Run this rank's batch once more, by itself, and name the first tensor that is not finite."""
+    """Run this rank's batch again, without the other ranks, and name the first tensor that is not finite."""
     finding: dict[str, Any] = {"rank": session.world.rank, "first_bad": None, "ids": []}
     rows = torch.isfinite(batch.inputs.flatten(1)).all(1).cpu()
     if not bool(rows.all()):
         return {**finding, "first_bad": "the batch's inputs", "ids": batch.ids.cpu()[~rows].tolist()}
     if session.components.model.strategy == "fsdp":
-        return finding  # a sharded forward pass needs all ranks, and one may have left already
+        return finding  # a sharded forward pass needs all ranks, and one may have ended
     model = session.components.model.module
     session.components.step.seed(session.state.step, session.world.rank)
     session.components.model.set_keys(session.components.step.keys_of(batch, session.state.step))
@@ -162,7 +162,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _keep_batch(session: TrainingSession, batch: Batch) -> None:
-    """A copy of what went in, readable by anything that reads safetensors."""
+    """Write a copy of the batch, as safetensors."""
     tensors = {"inputs": batch.inputs, "labels": batch.labels, "ids": batch.ids}
     pieces = {
         name: Piece(value.detach().cpu().contiguous(), local_box(value), tuple(value.shape))

@@ -1,8 +1,8 @@
-"""Whether to compile a model: it must pay within the run.
+"""Decides whether to compile a model: only if it saves more time in the run than it takes.
 
-Compiling takes a fixed time - tens of seconds the first time, a few seconds once its results lie in the cache on this
-machine - and saves a share of every step. Runs that promise bits (--exact, --deterministic) are left alone: whether
-they were compiled would depend on the machine's past.
+Compiling takes tens of seconds the first time, and a few seconds with results in this machine's cache. It makes every
+step shorter. Runs with promised bits (--exact, --deterministic) are not compiled by `auto`: the decision would
+depend on the cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paceline.training.plan import RunPlan
 
 _log = logging.getLogger("paceline")
 _SAVED = 0.2  # of a step's time, by compiling: 21 to 25 % were measured on ResNet-18, VGG-19 and smaller nets
-_PRICE_S, _PRICE_AGAIN_S = 20.0, 3.0  # the first time, and out of the cache
+_COMPILE_S, _COMPILE_CACHED_S = 20.0, 3.0  # the first time, and from the cache
 
 
 def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: World) -> bool:
@@ -45,18 +45,18 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
         return False  # not tried yet
     mark = _mark_of(config, plan, world)
     gain_s = _SAVED * plan.last_step * _plain_step_s(model, config, plan, world)
-    answer = gain_s > (_PRICE_AGAIN_S if mark.exists() else _PRICE_S)
+    answer = gain_s > (_COMPILE_CACHED_S if mark.exists() else _COMPILE_S)
     if broadcast_text(str(answer), world) != "True" or not _can_compile(world):
         return False
     if world.is_primary:
-        with suppress(OSError):  # then the next run thinks it is the first one
+        with suppress(OSError):  # the next run then assumes the longer time
             mark.parent.mkdir(parents=True, exist_ok=True)
             mark.touch()
     return True
 
 
 def _can_compile(world: World) -> bool:
-    """Whether every rank finds a compiler; the primary says so if not. Collective."""
+    """Whether every rank finds a compiler; if not, a note is logged. Collective."""
     if not is_true_on_any(not has_compiler(world.device, os.environ), world):
         return True
     kind = "C" if world.device.startswith("cuda") else "C++"
@@ -75,14 +75,14 @@ def has_compiler(device: str, environment: Mapping[str, str]) -> bool:
 
 
 def _mark_of(config: Config, plan: RunPlan, world: World) -> Path:
-    """A file that is there once this very work was compiled here."""
+    """A file that exists if this model was compiled on this machine before."""
     work = [asdict(config.model), plan.input_shape, plan.microbatch_size, config.train.amp_dtype, world.world_size]
     work += [torch.__version__, torch.cuda.get_device_name(world.device)]
     return cache_folder() / "compiled" / "seen" / hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
 
 
 def _plain_step_s(model: nn.Module, config: Config, plan: RunPlan, world: World) -> float:
-    """Seconds of a forward and backward pass as it is. Leaves no trace on the model."""
+    """Seconds of a forward and backward pass without compilation. The model does not change."""
     model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     before = [buffer.clone() for buffer in model.buffers()]
     inputs = torch.zeros(plan.microbatch_size, *plan.input_shape, device=world.device)
@@ -98,7 +98,7 @@ def _plain_step_s(model: nn.Module, config: Config, plan: RunPlan, world: World)
             torch.cuda.synchronize()
             seconds = time.perf_counter() - began
     except torch.OutOfMemoryError:
-        return 0.0  # the first real step will tell
+        return 0.0  # the first step then fails with the message
     finally:
         model.zero_grad(set_to_none=True)
         with torch.no_grad():

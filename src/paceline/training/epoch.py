@@ -107,7 +107,7 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
     if state.step in state.jumped:
         return None
     if guards.faults:
-        batch = guards.faults.touch(batch, session.components.model.module, state.step + 1)
+        batch = guards.faults.change_batch(batch, session.components.model.module, state.step + 1)
     report = step.gradients(batch, state.step, wants_stop=_is_stop_due(session))
     if report.is_stop_wanted and _is_saved(session):
         raise StopAgreed  # this step is saved already; one more step would need a second save

@@ -1,4 +1,4 @@
-"""A run's best weights as files for other programs: the model, how to feed it, its labels and a card.
+"""A run's best weights as files for other programs: the model, its preprocessing, its labels and a card.
 
 The model is built afresh and filled with the run's weights, so no wrapper leaves a trace in the file. The file is
 loaded again and must give the logits of the run's own model; only then does the folder, hidden so far, get its name.
@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +20,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-import paceline
 from paceline.data.augment import Pipeline
-from paceline.errors import PacelineError, UserError, printable_line
+from paceline.errors import PacelineError, UserError
 from paceline.models.external import first_line
-from paceline.runs.file_shapes import ENVIRONMENT, RESULTS
 from paceline.runs.folder import RunFolder, write_atomically, write_json
-from paceline.runs.json_files import read_object
-from paceline.training.header import describe_data
+from paceline.training.model_card import describe_weights, write_card
 from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
 
 PROBE_SAMPLES = 8
 TOLERANCE = 1e-4  # of the largest logit (or of 1): another runtime adds in another order
-NOT_RECORDED = "not recorded"
 Forward = Callable[[Tensor], Tensor]
 
 
@@ -58,7 +52,7 @@ def _through_safetensors(model: nn.Module, blank: nn.Module, example: Tensor, fi
 
 
 def _through_torchscript(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
-    # Tracing follows any model; what it may get wrong, a batch size burnt in, our own check finds.
+    # Tracing works with any model. It may fix the batch size, which our check finds.
     torch.jit.save(torch.jit.trace(model, example, check_trace=False), file)
     loaded: Forward = torch.jit.load(file, map_location="cpu")
     return loaded
@@ -113,7 +107,7 @@ FORMATS = {
 
 
 def export_run(path: Path, format_name: str, output: Path, flags: list[str]) -> list[str]:
-    """Write a run's best weights into `output`, replacing what is there; returns what to tell of it."""
+    """Write a run's best weights into `output`, replacing what is there; returns lines for the screen."""
     run = open_run(path, ["--device", "cpu", "--compile", "never", *flags])
     output = output.resolve()  # a link stays, its target is replaced
     temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
@@ -127,7 +121,7 @@ def export_run(path: Path, format_name: str, output: Path, flags: list[str]) -> 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return [
-        f"{path}: weights of {_describe_weights(run)}, {run.num_parameters:,} parameters",
+        f"{path}: weights of {describe_weights(run)}, {run.num_parameters:,} parameters",
         f"{FORMATS[format_name].file}, {size / 1e6:.1f} MB: {verdict}",
         f"everything is in {output}; card.md says how to load it",
     ]
@@ -147,10 +141,10 @@ def _fill(folder: Path, path: Path, run: OpenRun, format_name: str) -> str:
         file_sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     exported = [
         ("format", f"{format_name}: `{file.name}`, SHA-256 `{file_sha256}`"),
-        ("weights", f"of {_describe_weights(run)}, float32; SHA-256 of all tensors `{digest}`"),
+        ("weights", f"of {describe_weights(run)}, float32; SHA-256 of all tensors `{digest}`"),
         ("check", verdict),
     ]
-    write_atomically(folder / "card.md", _write_card(RunFolder(path), run, format_name, exported))
+    write_atomically(folder / "card.md", write_card(RunFolder(path), run, make_snippet(format_name, run), exported))
     return verdict
 
 
@@ -171,11 +165,11 @@ def _make_probe(run: OpenRun) -> Tensor:
 
 @torch.no_grad()
 def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -> str:
-    """Write the model, load it again and compare; returns the verdict in words."""
+    """Write the model, load it again and compare; returns the verdict as text."""
     probe = _make_probe(run)
     # In the plain layout of the file: the layout of a convolution's weights decides in which order it adds.
     reference = run.model.module.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-    # One sample alone as well: a file that fixed the batch size would give itself away.
+    # One sample alone as well, to find a file that fixed the batch size.
     expected = [(inputs, reference(inputs)) for inputs in (probe, probe[:1])]
     try:
         with warnings.catch_warnings():
@@ -185,7 +179,7 @@ def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -
             with run.record.sources.importable():  # exporters import the modules of a model by name
                 forward = FORMATS[format_name].write(model, blank, probe[:2], file)
             pairs = [(forward(inputs), logits) for inputs, logits in expected] if forward else []
-    except Exception as error:  # each exporter has its own zoo of refusals
+    except Exception as error:  # each exporter raises its own kinds of errors
         raise UserError(
             f"this model cannot be written as {format_name}",
             where=run.config.model.model_name,
@@ -222,7 +216,7 @@ def _rename(temporary: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-# --- How to feed it
+# --- Preprocessing
 
 _PREPARE_VECTOR = "import numpy as np\n\ninputs = np.zeros((1, {}), dtype=np.float32)  # your vector\n"
 PREPARE_IMAGE = """\
@@ -254,7 +248,7 @@ inputs = (pixels - 255 * mean) / (255 * std)
 
 
 def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
-    """All that lies between a uint8 RGB picture and the model's input in evaluation."""
+    """The steps from a uint8 RGB picture to the model's input in evaluation."""
     shape = list(pipeline.input_shape)
     common = {"pipeline": pipeline.kind, "dtype": "float32", "input_shape": shape}
     if len(shape) != 3:
@@ -299,109 +293,3 @@ def make_snippet(format_name: str, run: OpenRun) -> str:
     load = FORMATS[format_name].code.format(model=name, shape=plan.input_shape, classes=plan.info.num_classes)
     answer = 'with open("labels.txt", encoding="utf-8") as file:\n    labels = file.read().splitlines()\n'
     return f"{prepare}\n{load}\n{answer}print(labels[int(logits.argmax())])\n"
-
-
-# --- The card
-
-_LIMITS = """\
-The model gives every input one of the {classes} classes of `labels.txt`, whatever it shows: it has no answer for
-"none of these". Inputs must be prepared as `preprocessing.json` says. The figures above hold for the test set of
-{dataset} and say nothing about data of another origin. Scores are not calibrated probabilities. How the model
-treats unusual or manipulated inputs, or groups of people, was not measured; do so before decisions rest on it.
-The terms of the data and of the starting weights apply."""
-
-
-def _describe_weights(run: OpenRun) -> str:
-    epoch = run.checkpoint.state.get("best_epoch")
-    which = f"best epoch {epoch}" if epoch else "the latest, before the end of an epoch"
-    average = ", moving average" if run.config.optim.ema_decay else ""
-    return f"step {run.checkpoint.step} ({which}{average})"
-
-
-def _write_card(folder: RunFolder, run: OpenRun, format_name: str, exported: list[tuple[str, str]]) -> str:
-    plan, model = run.plan, run.config.model
-    name, results = folder.path.resolve().name, _results_of(folder, run)
-    environment = read_object(folder.environment, ENVIRONMENT)
-    recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)
-    shape = "x".join(map(str, plan.input_shape))
-    identity = [
-        ("recipe", recipe[1] if recipe else f"{NOT_RECORDED}; the run's config.yaml is one"),
-        ("model", f"{model.model_name}, {run.num_parameters:,} parameters, input {shape}"),
-        *exported,
-    ]
-    versions = {key: environment[key] for key in ("paceline", "python") if key in environment}
-    versions |= environment.get("packages", {})
-    now = f"{datetime.now().astimezone():%Y-%m-%dT%H:%M:%S%z}"
-    git = environment.get("git") or {}
-    changes = "dirty: with uncommitted changes" if git.get("dirty") else "clean"
-    status = folder.read_status()
-    origin = [
-        ("git commit", f"`{git['commit']}`, {changes}" if git.get("commit") else NOT_RECORDED),
-        ("trained with", ", ".join(f"{key} {value}" for key, value in versions.items()) or NOT_RECORDED),
-        ("run", f"{status.get('status')}, {status.get('updated')}" if status else NOT_RECORDED),
-        ("exported", f"{now}, paceline {paceline.__version__}, torch {torch.__version__}"),
-    ]
-    sections = {
-        "Data": f"{describe_data(plan)}.",
-        "Training": _table(("", ""), *_training_rows(run, results)),
-        "Metrics": _describe_metrics(results, plan.info.classes),
-        "How to use it": f"In this folder:\n\n```python\n{make_snippet(format_name, run)}```",
-        "Intended use and limits": _LIMITS.format(classes=plan.info.num_classes, dataset=plan.info.name),
-        "Where it comes from": _table(("", ""), *origin),
-    }
-    chapters = "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
-    return f"# {name}\n\n{_table(('', ''), *identity)}\n{chapters}"
-
-
-def _training_rows(run: OpenRun, results: dict[str, Any]) -> list[tuple[str, str]]:
-    optim, train, weights = run.config.optim, run.config.train, run.config.model.weights
-    about = run.checkpoint.manifest.about
-    momentum = f", momentum {optim.momentum:g}" if optim.optimizer in ("sgd", "nesterov") else ""
-    return [
-        ("epochs", f"{train.epochs}"),
-        ("steps", str(results["steps"]) if results else f"{run.checkpoint.step} up to these weights"),
-        ("global batch size", f"{train.global_batch_size}"),
-        ("optimizer", f"{optim.optimizer}{momentum}, weight decay {optim.weight_decay:g}"),
-        ("learning rate", f"{run.plan.peak_lr:g} at its peak, {optim.schedule}"),
-        ("precision", results["distributed_training"]["precision"] if results else NOT_RECORDED),
-        ("world size", f"{about.get('world_size', NOT_RECORDED)}"),
-        ("strategy", f"{about.get('strategy', NOT_RECORDED)}"),
-        ("seed", f"{train.seed}"),
-        ("started from", "random weights" if weights == "none" else f"weights: {weights}"),
-    ]
-
-
-def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
-    if not results:
-        return "The run folder holds no results for these weights: the run did not finish, or went on."
-    test = results["test"]
-    table = [
-        (name, f"{sum(row):,}", f"{row[index] / sum(row):.2%}" if sum(row) else "no samples")
-        for index, (name, row) in enumerate(zip(classes, test["confusion_matrix"], strict=True))
-    ]
-    figures = [
-        ("test accuracy", f"{results['test_accuracy']:.2%} of {test['samples']:,} samples"),
-        ("test loss", f"{results['test_loss']:.4f}"),
-        ("best epoch", f"{results['best_epoch'] or 'none was finished'}"),
-    ]
-    return _table(("", ""), *figures) + "\n\n" + _table(("class", "test samples", "accuracy"), *table)
-
-
-def _results_of(folder: RunFolder, run: OpenRun) -> dict[str, Any]:
-    """results.json if it is whole and tells of the weights at hand; a run that goes on may have left older ones."""
-    results, state = read_object(folder.results, RESULTS), run.checkpoint.state
-    test, classes = results.get("test", {}), run.plan.info.num_classes
-    figures = [results.get(key) for key in ("test_accuracy", "test_loss", "steps")]
-    figures += [test.get("samples"), results.get("distributed_training", {}).get("precision")]
-    matrix = test.get("confusion_matrix", [])
-    if None in figures or len(matrix) != classes or any(len(row) != classes for row in matrix):
-        return {}
-    keys = ("best_epoch",) if state.get("best_epoch") else ("best_epoch", "steps")
-    own = {"best_epoch": state.get("best_epoch"), "steps": run.checkpoint.step}
-    return results if all(results.get(key) == own[key] for key in keys) else {}
-
-
-def _table(*rows: tuple[str, ...]) -> str:
-    """A Markdown table; the first row is its head."""
-    lines = ["| " + " | ".join(printable_line(cell).replace("|", "\\|") for cell in row) + " |" for row in rows]
-    return "\n".join([lines[0], "|---" * len(rows[0]) + "|", *lines[1:]])

@@ -2,7 +2,7 @@
 
 Every direction of such an update has the same length, so a rate says how far the weights turn, whatever the size of the
 gradients. Filters in front of a BatchNorm - convolutions without a bias - have no length that matters and are held at
-one. First and last layers, biases and scales are left to Adam, at rates of their own relative to Muon's.
+one. First and last layers, biases and scales are left to Adam, with their own rates relative to Muon's.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ def _cut(sheet: Tensor, matrix: Tensor) -> Tensor:
 
 
 def _pile(matrices: list[Tensor]) -> Tensor:
-    """[N, rows, columns]. Smaller ones lie in a corner; the zeros around them stay zeros."""
+    """[N, rows, columns]. Smaller ones are in a corner; the zeros around them stay zeros."""
     dtype = torch.bfloat16 if matrices[0].is_cuda else matrices[0].dtype  # its digits suffice, and GPUs like them
     if len({matrix.shape for matrix in matrices}) == 1:
         return torch.stack(matrices).to(dtype)

@@ -1,7 +1,11 @@
-"""What is minimised and what is measured: cross entropy and accuracy, or functions of the user's own.
+"""The loss and the metrics: cross entropy and accuracy, or the user's functions.
 
 A loss is a function of (logits, labels) that returns the mean over the samples, or one value per sample. A metric
-returns one value per sample; its mean over all samples of all ranks is told after each validation and test.
+returns one value per sample; its mean over all samples of all ranks is reported after each validation and test.
+
+`check_objective` calls the user's functions before the first step, with made-up outputs of a model. The calls go to a
+copy of the functions and the random state is restored, so the run's numbers do not change. `explain_own_code` explains
+errors of the first step whose cause is the user's model or loss: a restart would repeat them.
 """
 
 from __future__ import annotations
@@ -31,6 +35,25 @@ from paceline.parallel.apply import ParallelModel, autocast
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 from paceline.training.plan import RunPlan
+
+_log = logging.getLogger("paceline")
+# What a model may return: some losses only take probabilities or their logarithms.
+_KINDS_OF_OUTPUTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda logits: logits,
+    lambda logits: logits.softmax(1),
+    lambda logits: logits.log_softmax(1),
+)
+_SMALLEST_BATCH_TO_CUT = 32  # samples: in smaller ones a dependence on the split is easily missed
+_RELATIVE_TOLERANCE = 1e-4
+_NO_GRADIENT = "does not require grad and does not have a grad_fn"
+# What torch says of tensors that do not fit together. Other errors may have causes that a restart ends.
+_DOES_NOT_FIT = re.compile(
+    r"target \d+ is out of bounds|shapes cannot be multiplied|must match the size|expected input"
+    r"|invalid for input of size|size mismatch|shape mismatch|expected .* to have|number of dimensions|out of range"
+    r"|expected target size"
+    r"|batch_size.* to match|normalized_shape|must match the existing size|given groups=",
+    re.IGNORECASE,
+)
 
 
 class FunctionFailed(UserError):
@@ -139,18 +162,6 @@ def build_objective(config: Config, resolve: Resolve = resolve_reference) -> Obj
     loss = UserFunction(train.loss, resolve(train.loss, where="--loss"), True) if train.loss else None
     metrics = {name.rpartition(":")[2]: UserFunction(name, resolve(name, where="--metrics")) for name in train.metrics}
     return Objective(loss, config.optim.label_smoothing, metrics)
-
-
-_log = logging.getLogger("paceline")
-
-# What a model may return: some losses only take probabilities or their logarithms.
-_KINDS_OF_OUTPUTS: tuple[Callable[[Tensor], Tensor], ...] = (
-    lambda logits: logits,
-    lambda logits: logits.softmax(1),
-    lambda logits: logits.log_softmax(1),
-)
-_SMALLEST_BATCH_TO_CUT = 32  # samples: in smaller ones a dependence on the split is easily missed
-_RELATIVE_TOLERANCE = 1e-4
 
 
 def check_objective(config: Config, plan: RunPlan, model: ParallelModel, world: World) -> None:
@@ -304,17 +315,6 @@ def _same_random_state(device: str) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
-
-
-_NO_GRADIENT = "does not require grad and does not have a grad_fn"
-# What torch says of tensors that do not fit together. Other errors may have causes that a restart ends.
-_DOES_NOT_FIT = re.compile(
-    r"target \d+ is out of bounds|shapes cannot be multiplied|must match the size|expected input"
-    r"|invalid for input of size|size mismatch|shape mismatch|expected .* to have|number of dimensions|out of range"
-    r"|expected target size"
-    r"|batch_size.* to match|normalized_shape|must match the existing size|given groups=",
-    re.IGNORECASE,
-)
 
 
 def explain_own_code(error: Exception, config: Config) -> UserError | None:

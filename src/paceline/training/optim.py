@@ -17,7 +17,7 @@ from paceline.training.muon import Muon
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
     """All trainable parameters in one group; the loop sets the learning rate before each step."""
-    _spare_the_compiler()
+    _avoid_loading_the_compiler()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     decay = config.weight_decay
     # One pass over everything, on any device. Sharded parameters have no such kernel.
@@ -35,7 +35,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """An optimizer's update without what torch wraps around it: hooks nobody has set, a compiler to keep out of."""
+    """An optimizer's update without torch's wrappers for hooks and for its compiler, which are not used here."""
     update = inspect.unwrap(type(optimizer).step)
 
     def step() -> None:
@@ -45,10 +45,10 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     return step
 
 
-def _spare_the_compiler() -> None:
-    """torch loads its compiler with the first optimizer, so that it can keep out of its way: a second for nothing.
+def _avoid_loading_the_compiler() -> None:
+    """Prevent that the first optimizer loads torch's compiler, which takes a second.
 
-    Where nobody has loaded it, there is nothing to keep out of.
+    torch does it to exclude the optimizer from compilation. This is not needed if the compiler is not loaded.
     """
     if "torch._dynamo" in sys.modules:
         return
@@ -61,8 +61,8 @@ def _spare_the_compiler() -> None:
 class MovingAverage:
     """An exponential moving average of a model's parameters (of this rank's shards, under FSDP).
 
-    Early on the average follows the weights more closely, so that it does not drag the random start
-    along: the decay at step t is at most (1 + t) / (10 + t).
+    In the first steps the average follows the weights more closely, so that the random initial weights do not count
+    for long: the decay at step t is at most (1 + t) / (10 + t).
     """
 
     def __init__(self, model: nn.Module, decay: float) -> None:
@@ -75,7 +75,7 @@ class MovingAverage:
         self.blend(self.weight_at(step))
 
     def weight_at(self, step: int) -> float:
-        """How much of the live weights the average takes over."""
+        """The share of the live weights in the new average."""
         return 1 - min(self._decay, (1 + step) / (10 + step))
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class MovingAverage:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Evaluate with the average: it changes places with the live weights for a while."""
+        """Swap the average and the live weights, to evaluate with the average."""
         self._swap()
         try:
             yield
@@ -97,11 +97,11 @@ class MovingAverage:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """From the weights as they are."""
+        """Start again from the current weights."""
         torch._foreach_copy_(_local(self.values), _local(self._live))
 
     def take_over(self) -> None:
-        """Training is over: the average becomes the model."""
+        """After training: the average becomes the model."""
         self._swap()
 
     @torch.no_grad()

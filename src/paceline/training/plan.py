@@ -1,4 +1,8 @@
-"""A run's arithmetic: who gets how much of each batch, how many steps, which learning rate."""
+"""The arithmetic of a run: shares of a batch, number of steps, learning rate, and an estimate of its memory.
+
+The learning rate is a function of the step, so it has no state to save. The memory is counted on torch's meta device
+(shapes, no data).
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,11 @@ from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
 from paceline.settings.schema import Config, DataConfig, OptimConfig
+
+REFERENCE_BATCH = 256
+_ONECYCLE_START = 1 / 25  # of the peak
+_ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
+_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
@@ -64,10 +73,10 @@ def make_plan(
     parts: tuple[int, int] | None = None,
     count_epochs: Callable[[int], EpochClock] = EpochClock,
 ) -> RunPlan:
-    """What depends on the data or on the ranks that are there is checked here; the config rules check the rest.
+    """Check what depends on the data or on the number of ranks. The rules of the config check the rest.
 
-    `parts`: how many samples are trained on and validated with, where not the data's length alone decides.
-    `count_epochs`: the epoch count of a run with so many steps per epoch, where it goes on from an earlier count.
+    `parts`: how many samples are trained on and validated with, if it is not decided by the length of the data.
+    `count_epochs`: makes the epoch clock of a run with so many steps per epoch; a resumed run continues its own.
     """
     if parts is None:
         train, validation = split_samples(info, config.data)
@@ -129,11 +138,6 @@ def _require_equal_parts(config: Config, world_size: int) -> None:
         )
 
 
-REFERENCE_BATCH = 256
-_ONECYCLE_START = 1 / 25  # of the peak
-_ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
-
-
 def peak_learning_rate(config: OptimConfig, global_batch_size: int) -> float:
     """Linear scaling: twice the batch, twice the rate. Muon's updates have one size, whatever the batch."""
     if config.optimizer == "muon":
@@ -161,9 +165,6 @@ def learning_rate(step: int, *, config: OptimConfig, peak: float, steps_per_epoc
 def _half_cosine(step: int, steps: int) -> float:
     """From 1 at the first step down to nearly 0 at the last."""
     return 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1.0)))
-
-
-_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
 
 
 @dataclass(frozen=True)

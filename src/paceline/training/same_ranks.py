@@ -1,4 +1,4 @@
-"""Ranks that train together must be the same program with the same config. Whoever is not is named."""
+"""Checks between ranks before the first step: the same program, config and data, and a shared run folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.runtime.detect import RankEnvironment, World
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 
-# These may differ: they say where a rank finds things, or which faults it rehearses.
+# These may differ between ranks: places of files, and injected faults.
 _OWN = ("data_dir", "output_dir", "num_workers", "inject")
 
 
@@ -37,19 +37,20 @@ def hash_code() -> str:
 
 
 def require_same_ranks(config: Config, world: World) -> Config:
-    """Collective: compares everybody's config and code before anything is built. Returns the config they agree on.
+    """Collective: compares config and code of all ranks before anything is built. Returns the config they agree on.
 
-    Under --auto-microbatch only the node whose rank ran out of memory asks for more microbatches: all take the most.
+    Under --auto-microbatch only the node that ran out of memory asks for more microbatches. All ranks use the
+    largest number.
     """
     values = {name: value for name, value in flatten(config).items() if name not in _OWN}
     mine = {"config": values, "code": hash_code(), "paceline": paceline.__version__, "torch": torch.__version__}
-    everyone = [json.loads(text) for text in gather_texts(json.dumps({**mine, "host": world.host}), world)]
-    if all(entry["config"]["auto_microbatch"] for entry in everyone):
-        most = max(entry["config"]["accumulate"] for entry in everyone)
-        for entry in everyone:
+    entries = [json.loads(text) for text in gather_texts(json.dumps({**mine, "host": world.host}), world)]
+    if all(entry["config"]["auto_microbatch"] for entry in entries):
+        most = max(entry["config"]["accumulate"] for entry in entries)
+        for entry in entries:
             entry["config"]["accumulate"] = most
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate=most))
-    require_equal(everyone)
+    require_equal(entries)
     return config
 
 
@@ -59,10 +60,10 @@ def require_same_data(fingerprint: str, world: World) -> None:
     require_equal([json.loads(text) for text in gather_texts(json.dumps(mine), world)])
 
 
-def require_equal(everyone: list[dict[str, object]]) -> None:
+def require_equal(entries: list[dict[str, object]]) -> None:
     """Name the ranks that differ from most, and in what."""
     for kind in ("code", "paceline", "torch", "data", "config"):
-        texts = [json.dumps(entry.get(kind), sort_keys=True) for entry in everyone]
+        texts = [json.dumps(entry.get(kind), sort_keys=True) for entry in entries]
         usual, _ = Counter(texts).most_common(1)[0]
         odd = [rank for rank, text in enumerate(texts) if text != usual]
         if not odd:
@@ -71,7 +72,7 @@ def require_equal(everyone: list[dict[str, object]]) -> None:
         difference = _difference(json.loads(usual), json.loads(texts[first]))
         raise UserError(
             f"the ranks do not have the same {kind}",
-            where="rank " + ", ".join(f"{rank} on {everyone[rank].get('host')}" for rank in odd[:8]),
+            where="rank " + ", ".join(f"{rank} on {entries[rank].get('host')}" for rank in odd[:8]),
             got=f"rank {first} {difference}",
             hint="start every rank with the same command, from the same installation and the same data",
         )
@@ -91,11 +92,11 @@ def require_shared_folder(place: RunPlace, world: World, environment: RankEnviro
     """
     if environment.is_on_one_node or world.world_size == 1:
         return
-    # As this rank names them: a relative path leads elsewhere from another working folder.
+    # By the path of this rank: a relative path depends on the working folder.
     folders = [place.folder, RunFolder(place.folder).checkpoints]  # checkpoints may be on another disk
     tokens = _write_tokens(folders, world)
     try:
-        found = {} if os.environ.get(NODE_LOCAL) else _look(folders, tokens, place)
+        found = {} if os.environ.get(NODE_LOCAL) else _find_missing(folders, tokens, place)
         answers = [json.loads(text) for text in gather_texts(json.dumps({"host": world.host, "found": found}), world)]
     finally:
         if world.is_primary:
@@ -132,8 +133,8 @@ def _write_tokens(folders: list[Path], world: World) -> list[tuple[str, str]]:
     return [(path, name) for path, name in answer["tokens"]]
 
 
-def _look(folders: list[Path], tokens: list[tuple[str, str]], place: RunPlace) -> dict[str, str]:
-    """What this rank does not see, by the primary's path of it."""
+def _find_missing(folders: list[Path], tokens: list[tuple[str, str]], place: RunPlace) -> dict[str, str]:
+    """A folder that this rank does not see: the primary's path of it, and the reason."""
     for folder, (path, name) in zip(folders, tokens, strict=True):
         if name and (trouble := find_token(folder, name)):
             own = str(folder.absolute())

@@ -1,4 +1,4 @@
-"""Where a run stands: everything a resume needs that is not a tensor."""
+"""The state of a run: everything that a resume needs and that is not a tensor."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class TrainStep:
             began = time.perf_counter()
             self.guards.enter("forward", step + 1)
             if self.guards.faults:
-                self.guards.faults.take_memory(len(part.labels), step + 1)
+                self.guards.faults.check_memory(len(part.labels), step + 1)
             self._model.reduce_gradients(number == accumulate)
             loss, correct = self._forward(part)
             tally.add(loss, correct, len(part.labels))

@@ -1,0 +1,34 @@
+"""Checks of an export before torch is imported: its format, and the folder it is written to."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from paceline.errors import UserError
+
+FORMATS = ("safetensors", "torchscript", "onnx", "torch.export")
+
+
+def check_format(name: str) -> None:
+    if name not in FORMATS:
+        near = difflib.get_close_matches(name, FORMATS, n=1)
+        raise UserError(
+            "there is no such format" if name else "which format?",
+            where="--format",
+            got=repr(name) if name else "none",
+            allowed=", ".join(FORMATS),
+            hint=f"did you mean {near[0]}?" if near else None,
+        )
+
+
+def check_output(output: Path, *, is_forced: bool) -> None:
+    """Refuse to replace an export without --force, and to replace anything else."""
+    if not output.exists():
+        return
+    is_export = (output / "card.md").is_file() and (output / "preprocessing.json").is_file()
+    if output.is_dir() and (is_export or not any(output.iterdir())):
+        if is_forced:
+            return
+        raise UserError("the export folder exists already", where=str(output), hint="--force, or another --output")
+    raise UserError("this is not an export and will not be replaced", where=str(output), hint="another --output DIR")
