@@ -206,7 +206,7 @@ def refused(answer: Answer, *words: str) -> None:
     [
         ("s4://bucket/run", ("there is no store s4://", "flag --output-dir")),
         ("gs://bucket/run", ("gs:// needs the package gcsfs", "pip install gcsfs")),
-        ("s3://bucket", ("this names no place for a run in a store", "s3://BUCKET/RUN")),
+        ("s3://bucket", ("this URL has no path for a run in a store", "s3://BUCKET/RUN")),
         ("s3://no-such-bucket/run", ("the store has no such bucket", "s3://no-such-bucket/run")),
     ],
 )

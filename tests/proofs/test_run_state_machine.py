@@ -108,7 +108,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             mock.patch.object(store, "RETRY_PAUSE_S", 0.0),
             mock.patch.dict(os.environ, {patience.PATIENCE: "0"}),
             mock.patch.object(stores, "_PAUSES_S", ()),
-            mock.patch.object(stores, "_ask", self.ask_store(stores._ask)),
+            mock.patch.object(stores, "_retry", self.ask_store(stores._retry)),
             mock.patch("builtins.print"),
         ):
             self.patches.enter_context(patch)

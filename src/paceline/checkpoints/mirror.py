@@ -150,7 +150,7 @@ class Mirror:
             self._small_due_s = time.monotonic() + _SMALL_FILES_EVERY_S
         self._catch_up()
         if everything:  # the last word on the mirror is in the store too
-            self._folder.tell_mirror()
+            self._folder.update_mirror_status()
             self._send_small_files(remote.store)
             self._require_everything(remote)
 
@@ -332,7 +332,7 @@ class Mirror:
         missing = self._missing_or_none()
         self._say_behind(missing)
         with suppress(OSError):
-            self._folder.tell_mirror()
+            self._folder.update_mirror_status()
         what = f"{_count(len(missing))} did not arrive" if missing else "files did not arrive"
         _tell(
             f"\nwarning: {self._note.url} IS BEHIND: {what}"

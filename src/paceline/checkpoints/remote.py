@@ -202,7 +202,7 @@ class RemoteCheckpoints:
         return self._states[remote.name]
 
     def _compare(self, path: str, mark: _Fingerprint) -> None:
-        stored = self.store.look_at(path)
+        stored = self.store.stat(path)
         if stored is None or stored.size_bytes != mark.seal.size_bytes:
             got = f"{stored.size_bytes:,}" if stored else "no"
             raise StoreTrouble(f"{path} has {got} bytes in the store instead of {mark.seal.size_bytes:,}")

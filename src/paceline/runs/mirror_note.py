@@ -1,4 +1,4 @@
-"""mirror.json of a run folder: which store the run is mirrored to, by whom, and how far that has come."""
+"""mirror.json of a run folder: the store to which the run is mirrored, the writer's token, and the progress."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ _LARGEST_NOTE_BYTES = 100_000
 @dataclass(frozen=True)
 class MirrorNote:
     url: str
-    token: str = ""  # of the last start that wrote to the store from here; whoever's token lies there may write
+    token: str = ""  # of the last start that wrote from here; a start may write while the store has its token
     keep_last: int = 1
     keep_best: int = 1
-    says: str = ""  # for people: in step, or behind
+    says: str = ""  # for the user: up to date, or behind
 
     def write(self, folder: Path) -> None:
         write_json(folder / MIRROR_NOTE, asdict(self))
 
 
 def read_own_note(folder: Path) -> MirrorNote | None:
-    """The note of a working copy: None for a run that lives on this disk only, and for any other folder with a note.
+    """The note of a working copy. None for a run without a store, and for a note that is not valid in this folder.
 
-    A copy of a working copy would overwrite the store of the original. A folder from elsewhere could name any place
-    that this user may write to. So a URL counts only where it leads to this very folder.
+    A copy of a working copy would overwrite the store of the original. A folder from another person could name any
+    store that this user may write to. So a URL is valid only if its working copy is this folder.
     """
     note = read_note(folder)
     try:
         is_own = note is not None and local_path(note.url).resolve() == folder.resolve()
-    except (UserError, OSError, ValueError):  # no URL of a run
+    except (UserError, OSError, ValueError):  # not the URL of a run
         return None
     return note if is_own else None
 
 
 def read_note(folder: Path) -> MirrorNote | None:
-    """What the file says. It is believed only by `read_own_note`."""
+    """The note in the file. Use `read_own_note` to check that it is valid here."""
     try:
         return parse_note(read_bounded(folder / MIRROR_NOTE, _LARGEST_NOTE_BYTES))
     except (OSError, ValueError):
