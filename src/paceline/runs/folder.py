@@ -121,15 +121,15 @@ class RankLog(logging.Handler):
         # Open the file first: if that fails, the handler must not be registered with logging.
         self._file = open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: PTH123, SIM115
         self._path = path
-        self._is_told = False
+        self._is_reported = False
         super().__init__()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._file.write((self.format(record) + "\n").encode(errors="replace"))
         except OSError as error:
-            if not self._is_told:
-                self._is_told = True
+            if not self._is_reported:
+                self._is_reported = True
                 # Unbuffered: most ranks print to this file, and a buffer would fail again at exit.
                 with suppress(OSError):
                     os.write(1, f"warning: {self._path.name} cannot be written: {error.strerror}\n".encode())

@@ -43,7 +43,7 @@ def patience_s() -> float:
 def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
     """Repeat a read until it works. Raises UnreadableNow after the time limit. A missing file is not retried."""
     limit_s = patience_s()
-    deadline, pause_s, is_told = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
+    deadline, pause_s, is_reported = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
     while True:
         try:
             return read()
@@ -54,8 +54,8 @@ def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise found from (error if isinstance(error, OSError) else error.__cause__)
-            if not is_told:
-                is_told = True
+            if not is_reported:
+                is_reported = True
                 _log.warning("warning: %s: %s; trying again for up to %.0f s", what, found.got, limit_s)
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

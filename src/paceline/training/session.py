@@ -54,7 +54,7 @@ def open_session(
         components = build_components(config, world)
     components.step.guards = guards
     console = Console(
-        is_speaking=world.is_primary,
+        is_enabled=world.is_primary,
         metric_lines=config.run.metric_lines,
         clock=components.plan.clock,
         epochs=config.train.epochs,
