@@ -104,7 +104,8 @@ def test_overhead_is_little_arithmetic_though_nobody_waits() -> None:
         " much of a step is not matrix arithmetic"
     )
     assert found.tip == (
-        "a larger --global-batch-size (small operators are dominated by launch overhead), or --profile, to see which operators"
+        "a larger --global-batch-size (small operators are dominated by launch overhead),"
+        " or --profile, to see which operators"
     )
     idle = judged(ranks((8, 0, 0)), replace(GPU, step_ms=8.0, host_overhead_share=0.4), Speed(9e12, 100e12))
     assert idle.text.endswith("and the GPU waits 40% of it for its host")

@@ -58,7 +58,7 @@ class Console:
         self._first_step = self._step = 0
         self._total_steps = 0
         self._values: Mapping[str, float] = {}
-        self._started = self._told = time.perf_counter()
+        self._started = self._updated_s = time.perf_counter()
 
     @property
     def _is_live(self) -> bool:
@@ -74,7 +74,7 @@ class Console:
         """Called before the first step."""
         self._first_step = self._step = first_step
         self._total_steps = total_steps
-        self._started = self._told = time.perf_counter()
+        self._started = self._updated_s = time.perf_counter()
         if self._is_live:
             self.note("")
             self.note(_row(_HEADING, "", width_of(message_stream()) - 1), style="dim")
@@ -87,7 +87,7 @@ class Console:
         return (time.perf_counter() - self._started) / done * (total_steps - step)
 
     def step(self, step: int, total_steps: int, values: Mapping[str, float]) -> None:
-        self._step, self._values, self._told = step, values, time.perf_counter()
+        self._step, self._values, self._updated_s = step, values, time.perf_counter()
         if self._line is not None and self._is_live:
             self._line.draw()
             return
@@ -158,7 +158,7 @@ class Console:
         if not values:
             waited = format_seconds(time.perf_counter() - self._started)
             return fit([*fields, Field(f"first steps, {waited}", waited, 8)], width)
-        left_s = max(self.remaining_s(step, total) - (time.perf_counter() - self._told), 0)
+        left_s = max(self.remaining_s(step, total) - (time.perf_counter() - self._updated_s), 0)
         eta = f"eta {format_seconds(left_s)}"
         wait = f"data wait {values['data_wait']:.0%}"
         fields += [

@@ -260,7 +260,7 @@ class RunFolder:
             raise lost_folder(self.path, error) from error
         if what not in self._unwritable:
             self._unwritable.add(what)
-            _log.warning("warning: %s cannot be written: %s; training goes on without it", what, error.strerror)
+            _log.warning("warning: %s cannot be written: %s; training continues without it", what, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
         return read_object(self.status, STATUS)
