@@ -139,13 +139,13 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
         ("gpus_per_node", "so many GPUs", spec.nodes * gpus, [limits.gpus for limits in choices]),
     ]
     problems = []
-    for setting, allowed_text, value, limits in asked:
+    for setting, resource, value, limits in asked:
         known = [limit for limit in limits if limit is not None]
         if value is None or not known or len(known) < len(limits) or value <= max(known):
             continue
         most = max(known)
         got, allowed = (slurm_time(value), slurm_time(most)) if setting == "time" else (str(value), str(most))
-        what = f"the account or QOS does not allow {allowed_text} for one job"
+        what = f"the account or QOS does not allow {resource} for one job"
         hint = f"--time {allowed}" if setting == "time" else "ask for less, or another --qos"
         if setting == "nodes":
             hint = f"--nodes {most}"
