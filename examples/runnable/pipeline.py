@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.integrations.runnable import steps
-from paceline.integrations.runnable.start import see_through
+from paceline.integrations.runnable.start import run_pipeline
 
 if TYPE_CHECKING:
     from runnable import Pipeline
@@ -65,4 +65,4 @@ def main() -> Pipeline:
 
 
 if __name__ == "__main__":
-    sys.exit(see_through(main, script=__file__, parameters_file=PARAMETERS))
+    sys.exit(run_pipeline(main, script=__file__, parameters_file=PARAMETERS))

@@ -169,7 +169,7 @@ def test_a_killed_owner_is_taken_over_with_a_note(file: Path, caplog: pytest.Log
     with RunFolder(file.parent).owned():
         assert json.loads(file.read_text())["pid"] == os.getpid()
     (note,) = [record.message for record in caplog.records if "ended without releasing" in record.message]
-    assert note.startswith(f"note: the owner before, {socket.gethostname()} pid {left['pid']} since {left['since']},")
+    assert note.startswith(f"note: the previous owner, {socket.gethostname()} pid {left['pid']} since {left['since']},")
 
 
 def someone_else() -> Iterator[tuple[str, Owner, bool]]:

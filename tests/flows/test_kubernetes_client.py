@@ -190,7 +190,7 @@ def test_an_operator_that_a_fake_cluster_lacks(fake: FakeCluster, capsys: pytest
     fake.absent = {"jobsets"}
     assert submit(*JOB, "--api", "jobset") == USER
     screen = capsys.readouterr().err
-    assert "the cluster knows no JobSets" in screen
+    assert "the cluster has no JobSets" in screen
     assert "--api job" in screen
 
 

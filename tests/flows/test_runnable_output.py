@@ -69,4 +69,4 @@ def test_a_folder_with_the_name_of_runnable_is_refused_at_once(tmp_path: Path) -
     copy_example(tmp_path / "runnable")
     answer = command(sys.executable, "runnable/pipeline.py", cwd=tmp_path)
     assert answer.code == 2
-    assert answer.err.startswith("error: a pipeline cannot lie in a folder named runnable")
+    assert answer.err.startswith("error: a pipeline cannot be in a folder named runnable")

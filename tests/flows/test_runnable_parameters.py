@@ -13,7 +13,7 @@ from flows.runnable_rides import EXAMPLE, TINY, copy_example
 from harness.cli import command
 from paceline.errors import UserError
 from paceline.integrations.runnable.parameters import fit_world, make_request, name_parameters, read_parameters
-from paceline.integrations.runnable.start import see_through
+from paceline.integrations.runnable.start import run_pipeline
 from paceline.runtime.cores import usable_cores
 from paceline.settings.load import LoadedConfig
 
@@ -104,7 +104,7 @@ def test_world_size_is_clamped_to_the_cores_with_a_warning_and_the_global_batch_
         os.sched_setaffinity(0, cores)
     assert flags == ["--processes", "1"]
     assert warning == (
-        "warning: world_size 4 is more than there is room for (1 core): "
+        "warning: world_size 4 is more than this machine allows (1 core): "
         "1 rank with 24 samples each; the global batch stays 24"
     )
     assert fit_world(make_request(name_parameters({"world_size": 1, "device": "cpu"}))[1]) == ([], None)
@@ -161,7 +161,7 @@ def start(home: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> in
     def reached() -> None:
         pytest.fail("the pipeline was started")
 
-    return see_through(reached, script=str(home / "pipeline.py"), parameters_file=file)
+    return run_pipeline(reached, script=str(home / "pipeline.py"), parameters_file=file)
 
 
 @pytest.mark.parametrize("text", WRONG)
@@ -215,7 +215,7 @@ def test_a_pipeline_outside_the_working_folder_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert see_through(lambda: None, script=str(EXAMPLE / "pipeline.py"), parameters_file="x") == 2
+    assert run_pipeline(lambda: None, script=str(EXAMPLE / "pipeline.py"), parameters_file="x") == 2
     assert "below the folder it is started in" in capsys.readouterr().err
 
 

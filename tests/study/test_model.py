@@ -121,7 +121,7 @@ def test_repeats_that_differ_widely_have_no_interval() -> None:
     assert mean([1.0, 3.0]).is_too_noisy
     assert mean([1.0, 1e300]).is_too_noisy  # no overflow
     assert noisy.over(2).is_too_noisy
-    assert " to " not in noisy.words("{:.0%}")
+    assert " to " not in noisy.show("{:.0%}")
     assert not mean([100.0, 104.0]).is_too_noisy
 
 
@@ -130,7 +130,7 @@ def test_an_efficiency_above_110_percent_is_marked_as_suspect() -> None:
     cells = [made_cell(n, 256, s, repeat=r) for n, s in ((1, 0.2), (2, 0.04)) for r in (1, 2, 3)]
     findings = find(cells)
     assert findings.scaled[1].efficiency.value == pytest.approx(2.5)
-    answers = " ".join(answer.words for answer in answer_all(findings))
+    answers = " ".join(answer.text for answer in answer_all(findings))
     assert "suspect" in answers
     assert "scales linearly" not in answers
 
@@ -152,7 +152,7 @@ def test_a_loss_of_accuracy_needs_repeats_to_be_told() -> None:
             for n, repeats in accuracies.items()
             for number, accuracy in enumerate(repeats, start=1)
         ]
-        return {answer.question: answer.words for answer in answer_all(find(cells))}["Does accuracy hold?"]
+        return {answer.question: answer.text for answer in answer_all(find(cells))}["Does accuracy hold?"]
 
     assert words_for({1: [0.151], 2: [0.149]}).startswith("**Yes, for DDP**")
     assert words_for({1: [0.90], 2: [0.87]}).startswith("**Unknown from one run each, for DDP**: 87.00% on 2 ranks")
@@ -162,11 +162,11 @@ def test_a_loss_of_accuracy_needs_repeats_to_be_told() -> None:
 
 def test_the_words_follow_the_numbers() -> None:
     linear = [made_cell(n, 256, 0.1 / n, 0.0) for n in (1, 2, 4)]
-    words = {answer.question: answer.words for answer in answer_all(find(linear))}
+    words = {answer.question: answer.text for answer in answer_all(find(linear))}
     assert "scales linearly" in words["Is scaling linear, and where does it stop?"]
     assert "Yes, for DDP" in words["Does accuracy hold?"]
     waiting = [made_cell(1, 256, 0.1, 0.0), made_cell(2, 256, 0.09, 0.04), made_cell(4, 256, 0.08, 0.055)]
-    words = {answer.question: answer.words for answer in answer_all(find(waiting))}
+    words = {answer.question: answer.text for answer in answer_all(find(waiting))}
     assert "stops scaling well at 2 ranks" in words["Is scaling linear, and where does it stop?"]
     assert "waiting for other ranks**: 69% of the step" in words["What is the bottleneck, and what to try next?"]
 

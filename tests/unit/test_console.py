@@ -11,7 +11,7 @@ from contextlib import redirect_stdout
 
 import pytest
 
-from paceline.metrics.console import Console, Field, fit, is_told_in_brief
+from paceline.metrics.console import Console, Field, fit, has_brief_line
 from paceline.metrics.screen import LiveLine, ScreenLog, fold, is_live, paint
 from paceline.runs.epoch_clock import EpochClock
 
@@ -39,7 +39,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> FakeTerminal:
 
 
 def live_console() -> Console:
-    console = Console(is_speaking=True, clock=EpochClock(195), epochs=100)
+    console = Console(is_enabled=True, clock=EpochClock(195), epochs=100)
     console._total_steps, console._step, console._values = 19500, 1234, VALUES
     return console
 
@@ -68,7 +68,7 @@ def test_on_a_fake_terminal_of_eighty_columns_all_that_matters_is_there(terminal
 
 
 def test_the_last_step_of_an_epoch_belongs_to_it() -> None:
-    console = Console(is_speaking=False, clock=EpochClock(9), epochs=2)
+    console = Console(is_enabled=False, clock=EpochClock(9), epochs=2)
     assert [console._epoch_of(step) for step in (0, 1, 9, 10, 18)] == [1, 1, 1, 2, 2]
 
 
@@ -93,7 +93,7 @@ def test_plain_lines_on_a_fake_terminal_that_is_none(
 ) -> None:
     monkeypatch.setenv(*variable)
     with redirect_stdout(terminal):
-        console = Console(is_speaking=True, clock=EpochClock(9), epochs=2)
+        console = Console(is_enabled=True, clock=EpochClock(9), epochs=2)
         console.start(first_step=0, total_steps=18)
         console.step(9, 18, VALUES)
         console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)
@@ -113,11 +113,11 @@ def test_in_brief_there_are_no_steps_and_about_ten_epochs(
     """PACELINE_OUTPUT=brief, for the logs of other programs' tasks: the last epoch is always there."""
     monkeypatch.setenv("PACELINE_OUTPUT", "brief")
     told = {
-        epochs: [epoch for epoch in range(1, epochs + 1) if is_told_in_brief(epoch, epochs)] for epochs in range(1, 400)
+        epochs: [epoch for epoch in range(1, epochs + 1) if has_brief_line(epoch, epochs)] for epochs in range(1, 400)
     }
     assert all(epochs in lines and len(lines) <= 11 for epochs, lines in told.items())
     assert told[10] == list(range(1, 11))
-    console = Console(is_speaking=True, clock=EpochClock(9), epochs=100)
+    console = Console(is_enabled=True, clock=EpochClock(9), epochs=100)
     console.start(first_step=0, total_steps=900)
     for epoch in range(1, 101):
         console.step(9 * epoch, 900, VALUES)
@@ -166,7 +166,7 @@ def test_a_fake_terminal_that_knows_no_stars(terminal: FakeTerminal) -> None:
 
 def test_rows_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_OUTPUT", "json")
-    console = Console(is_speaking=True, clock=EpochClock(9), epochs=2)
+    console = Console(is_enabled=True, clock=EpochClock(9), epochs=2)
     console.note("paceline  header")
     console.epoch(2, 18, {**VALUES, "seconds": 1.0}, VALUES, False)
     captured = capsys.readouterr()
@@ -177,7 +177,7 @@ def test_rows_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
 
 
 def test_nobody_but_the_primary_speaks(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(is_speaking=False, clock=EpochClock(9), epochs=2)
+    console = Console(is_enabled=False, clock=EpochClock(9), epochs=2)
     console.note("x")
     console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)
     assert capsys.readouterr().out == ""

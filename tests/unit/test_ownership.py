@@ -167,7 +167,7 @@ def test_a_rank_whose_owner_lost_the_lock_changes_nothing(folder: RunFolder) -> 
             lambda: old.write_status("preempted", step=6),
             recorder._write_csv,
             lambda: Recorder(old, resume_step=0),
-            old.tell_mirror,
+            old.update_mirror_status,
         ):
             with pytest.raises(OwnerLost) as lost:
                 write()
@@ -238,7 +238,7 @@ def test_an_owner_that_lost_the_run_leaves_the_new_owners_words(folder: RunFolde
     assert folder.lock.read_text() == words
 
 
-# --- Ranks of the owner before ----------------------------------------------------------------------------------------
+# --- Ranks of the previous owner --------------------------------------------------------------------------------------
 
 
 def test_ranks_of_a_dead_owner_are_ended_before_the_new_one_begins(folder: RunFolder) -> None:

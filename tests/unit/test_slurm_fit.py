@@ -161,7 +161,7 @@ def test_private_partitions_and_nodes_are_not_known() -> None:
 
 
 def test_a_plugin_of_the_site_may_change_the_job() -> None:
-    """With job_submit/lua only what no node of the cluster can give is certain."""
+    """With job_submit/lua a job is refused only if no node of the cluster can provide the resources."""
     plugin = facts(config=CONFIG.replace("JobSubmitPlugins        = (null)", "JobSubmitPlugins = lua"))
     for name in ("a partition that is not there", "an account of others", "more time than the partition allows"):
         assert refused(IMPOSSIBLE[name][0], plugin) == []

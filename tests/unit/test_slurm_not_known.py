@@ -147,7 +147,7 @@ def test_srun_may_overcommit_by_a_variable() -> None:
 def test_the_user_is_the_owner_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm counts jobs for the user id; LOGNAME and USER may hold any name."""
     asked: list[list[str]] = []
-    monkeypatch.setattr(slurm_facts, "_ask", asked.append)
+    monkeypatch.setattr(slurm_facts, "_query", asked.append)
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
         monkeypatch.setenv(name, "ada")
     mine = pwd.getpwuid(os.getuid()).pw_name

@@ -68,7 +68,7 @@ def test_compute_bound() -> None:
     assert found.kind == "compute-bound"
     assert found.line == (
         "compute-bound: 71% of the matrix ceiling (493 TFLOP/s of 694), data wait 1%, exchange 2%;"
-        " next: more or faster GPUs: little is left to gain on this one"
+        " next: more or faster GPUs: this one is nearly fully used"
     )
     assert found.to_json() == {"kind": "compute-bound", "text": found.text, "try": found.tip}
 
@@ -104,7 +104,8 @@ def test_overhead_is_little_arithmetic_though_nobody_waits() -> None:
         " much of a step is not matrix arithmetic"
     )
     assert found.tip == (
-        "a larger --global-batch-size (small operators cost their call), or --profile, to see which operators"
+        "a larger --global-batch-size (small operators are dominated by launch overhead),"
+        " or --profile, to see which operators"
     )
     idle = judged(ranks((8, 0, 0)), replace(GPU, step_ms=8.0, host_overhead_share=0.4), Speed(9e12, 100e12))
     assert idle.text.endswith("and the GPU waits 40% of it for its host")
@@ -129,7 +130,7 @@ def test_without_a_ceiling_it_says_why_and_claims_no_overhead() -> None:
         "compute-bound: 99% of a step is computing (the run was too short to measure the matrix ceiling), data wait 1%"
     )
     sharded = judged(ranks((100, 1, None), (100, 1, None)))
-    assert sharded.text.endswith("data wait 1%, exchange not told apart")
+    assert sharded.text.endswith("data wait 1%, exchange not measured separately")
 
 
 # --- Advice is true for the run it is given to
@@ -146,7 +147,7 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
     ("times", "setting", "speed", "tip"),
     [
         # compute-bound
-        (QUICK, GPU, DENSE, "more or faster GPUs: little is left to gain on this one"),
+        (QUICK, GPU, DENSE, "more or faster GPUs: this one is nearly fully used"),
         (
             *(QUICK, with_train(replace(GPU, precision="float32 (tf32)"), compile="never"), DENSE),
             "mixed precision (leave out --no-amp), or no --compile never",
@@ -156,7 +157,7 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
             *(QUICK, replace(CPU, cores=8), DENSE),
             "the other cores too: 2 of 8 are used (--processes, --omp-num-threads)",
         ),
-        (QUICK, replace(CPU, load=6.6), DENSE, "fewer other programs beside it (load 6.6 on 2 cores)"),
+        (QUICK, replace(CPU, load=6.6), DENSE, "fewer other programs on this machine (load 6.6 on 2 cores)"),
         # overhead
         (QUICK, GPU, Speed(1.0, 100.0), "--profile, to see which operators"),
         (
@@ -182,7 +183,7 @@ WAITING, TALKING, QUICK = ranks((100, 40, 0)), ranks((100, 1, 40), (100, 1, 40))
         ),
         (
             *(WAITING, replace(CPU, is_packed=True, config=Config(data=DataConfig(dataset="folder"))), DENSE),
-            "a faster disk, or memory enough for the packed pictures, or --augment none",
+            "a faster disk, or enough memory for the packed pictures, or --augment none",
         ),
         (WAITING, CPU, DENSE, "--augment none, or a GPU, which would hold this data set in its own memory"),
         (

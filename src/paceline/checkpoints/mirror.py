@@ -91,7 +91,7 @@ class StoreMirror:
         self._point(remote)
         self._prune(remote)
         if is_last:  # with the final state of the upload in status.json
-            self._folder.tell_mirror()
+            self._folder.update_mirror_status()
         if is_last or time.monotonic() >= self._small_files_due_s:
             self._send_small_files(remote.store)
             self._small_files_due_s = time.monotonic() + _SMALL_FILES_EVERY_S
@@ -113,7 +113,7 @@ class StoreMirror:
 
     def finish_behind(self) -> str:
         with suppress(OSError):
-            self._folder.tell_mirror()
+            self._folder.update_mirror_status()
         return (
             f"\n  folder:  {self._folder.path}"
             f"\n  push it: paceline checkpoints {self._folder.path} --push"

@@ -88,7 +88,7 @@ def _print_pod_logs(record: JobRecord, last_lines: int | None, *, is_for_all: bo
     chosen = choose_pod(pods, f"{cluster.namespace}/{record.job_id}")
     if not is_for_all:
         if chosen.index:
-            _remark(f"pod 0 is gone; this is the log of pod {chosen.index} ({chosen.name})")
+            _remark(f"pod 0 was deleted; this is the log of pod {chosen.index} ({chosen.name})")
         return _write_out(read_log(cluster, chosen, record.api, last_lines))
     with_log = sorted((pod for pod in pods if pod.has_log), key=lambda pod: pod.index)
     indexes, has_text = [pod.index for pod in with_log], False

@@ -70,19 +70,19 @@ def run(arguments: list[str]) -> int:
 
 def _study(arguments: list[str]) -> int:
     from paceline.cli.submit_common import split_flags
-    from paceline.tools.study.cells import look, open_cells
-    from paceline.tools.study.grid import go_on, write_spec
+    from paceline.tools.study.cells import open_cells, read_states
+    from paceline.tools.study.grid import continue_study, write_spec
 
     is_slurm = _place(arguments) == "slurm"
     cluster = {name: s for name, s in job_settings().items() if name not in _NOT_OURS} if is_slurm else {}
     typed, train = split_flags(arguments, {**cluster, **_OWN})
     loaded, spec = _plan(typed, train, "slurm" if is_slurm else "local")
     folder = Path(_value(typed, "output_dir") or Path("studies") / spec.name).absolute()
-    spec = go_on(folder, spec)
+    spec = continue_study(folder, spec)
     _check_cells(train, spec)
     shapes = _shapes(typed, loaded, train, spec, folder) if is_slurm else {}
     spec = _state_isolation(spec, shapes)
-    states = look(folder, spec)
+    states = read_states(folder, spec)
     retries = "retry" in typed
     if "dry_run" in typed:
         _show_grid(spec, states, folder, shapes, retries=retries)
@@ -262,9 +262,9 @@ def _run(folder: Path, spec: StudySpec, states: list[CellState], shapes: dict[in
     try:
         with Board(spec, states, folder) as board:
             if shapes:
-                run_queue(folder, spec, shapes, states, retries=retries, tell=board.tell, say=board.say)
+                run_queue(folder, spec, shapes, states, retries=retries, on_change=board.update, say=board.say)
             else:
-                run_local(folder, spec, states, retries=retries, tell=board.tell)
+                run_local(folder, spec, states, retries=retries, on_change=board.update)
     except KeyboardInterrupt:
         words = "the jobs stay in the queue; " if shapes else ""
         print(f"\nstopped; {words}the same command goes on", file=sys.stderr)
@@ -276,11 +276,11 @@ def _finish(folder: Path, spec: StudySpec, states: list[CellState]) -> int:
 
     failed = [found for found in states if found.state == "failed"]
     for found in failed:
-        print(f"failed    {found.cell.name}: {found.words}")
+        print(f"failed    {found.cell.name}: {found.reason}")
     if not any(found.state == "finished" for found in states):
         print("no cell has finished, so there is nothing to report")
         return EXIT_DIFFERENT
-    for line in write_report(folder, spec, [(f.cell.name, f.words) for f in failed]):
+    for line in write_report(folder, spec, [(f.cell.name, f.reason) for f in failed]):
         print(line)
     if failed:
         print("next      the same command with --retry")
@@ -307,11 +307,11 @@ def _collect(arguments: list[str]) -> int:
 
 
 def _report_only(arguments: list[str]) -> int:
-    from paceline.tools.study.cells import look
+    from paceline.tools.study.cells import read_states
     from paceline.tools.study.grid import read_spec
 
     if len(arguments) != 1 or arguments[0].startswith("-"):
         raise UserError("paceline study report needs one study", got=" ".join(arguments), hint="its folder")
     folder = Path(arguments[0]).absolute()
     spec = read_spec(folder)
-    return _finish(folder, spec, look(folder, spec))
+    return _finish(folder, spec, read_states(folder, spec))

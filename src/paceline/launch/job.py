@@ -285,7 +285,7 @@ def _check_time(spec: JobSpec, settings: JobSettings) -> None:
     limit_s = parse_time_s(spec.time, settings["time"].where)
     if limit_s <= spec.signal_notice_s:
         raise UserError(
-            "the warning would come before the job has begun",
+            "the warning signal would come before the job starts",
             where=settings["time"].where,
             got=f"a limit of {limit_s} s, a notice of {spec.signal_notice_s} s before it",
             allowed=f"a limit above {spec.signal_notice_s} s",

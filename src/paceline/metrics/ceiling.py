@@ -1,7 +1,7 @@
-"""The most a device can do: a large matrix product in the run's precision, timed here and remembered.
+"""The highest FLOP/s of a device: a large matrix product in the run's precision, measured once and cached.
 
-Peak figures of data sheets are for other clocks and other cooling; this one is the device's own, with as many ranks at
-it as the run has. It is kept in a small file per kind of device, so that a machine is asked once.
+Peak values in data sheets assume other clocks and cooling. This value is measured on the device itself, with the
+run's number of ranks. It is cached in a small file per kind of device.
 """
 
 from __future__ import annotations
@@ -27,21 +27,23 @@ from paceline.runtime.detect import World
 from paceline.settings.small_files import read_json_object
 
 _FIRST_SIDE, _LAST_SIDE = 256, 16384
-_LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.004}  # for a matrix product to be at its best
+_LONG_ENOUGH_S = {"cpu": 0.02, "cuda": 0.004}  # a shorter product does not reach full speed
 _SECONDS = {"cpu": 0.6, "cuda": 0.2}
 
 
 def measure_matmul_flops(device: str, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large product of square matrices, at its best."""
+    """The best measured FLOP/s of a large product of square matrices."""
     kind = torch.device(device).type
     side, best_s, is_last = _FIRST_SIDE, 0.0, False
-    dice = torch.Generator(device).manual_seed(0)  # of its own: the run's random numbers stay what they are
+    generator = torch.Generator(device).manual_seed(0)  # keep the run's random state
     with _tf32_on_gpus(kind):
         while not is_last:
-            # Twice the side is eight times the work.
+            # Doubling the side multiplies the work by eight.
             is_last = 8 * best_s >= _LONG_ENOUGH_S[kind] or 2 * side > _LAST_SIDE
-            # Random: a GPU multiplies ones faster than numbers, because it takes less power.
-            left, right, out = (torch.randn(side, side, device=device, dtype=dtype, generator=dice) for _ in range(3))
+            # Use random numbers: a GPU multiplies ones faster, because that needs less power.
+            left, right, out = (
+                torch.randn(side, side, device=device, dtype=dtype, generator=generator) for _ in range(3)
+            )
             product = partial(torch.matmul, left, right, out=out)
             best_s = min(repeat(product, device, _SECONDS[kind] if is_last else 0.0).seconds)
             rate = 2 * side**3 / best_s
@@ -51,7 +53,7 @@ def measure_matmul_flops(device: str, dtype: torch.dtype) -> float:
 
 @contextmanager
 def _tf32_on_gpus(kind: str) -> Iterator[None]:
-    """Convolutions in float32 may use TF32 there: the ceiling must not be lower than the work."""
+    """Float32 convolutions may use TF32 on a GPU, so the ceiling must use TF32, too."""
     if kind != "cuda":
         yield
         return
@@ -68,7 +70,7 @@ def name_precision(dtype: torch.dtype, device: str) -> str:
     return f"{name} (tf32)" if dtype is torch.float32 and device.startswith("cuda") else name
 
 
-# --- Remembered from run to run
+# --- Cached between runs
 
 
 @dataclass(frozen=True)
@@ -109,18 +111,18 @@ def cache_file(conditions: Conditions) -> Path:
 
 
 def recall(conditions: Conditions) -> float | None:
-    """What an earlier run measured under these conditions; None if there is no such file, or not a whole one."""
+    """The value that an earlier run measured under these conditions; None if the file is missing or invalid."""
     try:
         content = read_json_object(cache_file(conditions))
         rate = float(content["flops_per_s"])
-    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # RuntimeError: a user without a home
+    except (OSError, RuntimeError, ValueError, KeyError, TypeError):  # RuntimeError: the user has no home folder
         return None
     is_ours = all(content.get(name) == value for name, value in asdict(conditions).items())
     return rate if is_ours and math.isfinite(rate) and rate > 0 else None
 
 
 def remember(conditions: Conditions, flops_per_s: float) -> None:
-    """Where nothing can be written, the next run measures again."""
+    """Write errors are ignored: the next run measures again."""
     with suppress(OSError, RuntimeError):
         path = cache_file(conditions)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -131,9 +133,9 @@ def remember(conditions: Conditions, flops_per_s: float) -> None:
 
 
 def find_ceilings(world: World, dtype: torch.dtype, *, may_measure: bool, surpassed: float = 0.0) -> list[float] | None:
-    """Every rank's ceiling; None where it is not known and may not be measured. Collective.
+    """The ceiling of every rank; None if it is unknown and may not be measured. Collective.
 
-    `surpassed` is what a rank has done itself: a remembered ceiling below that was measured on a busy machine.
+    `surpassed`: the FLOP/s that this rank has reached. A lower cached ceiling was measured on a busy machine.
     """
     conditions = conditions_of(world, dtype)
     known = recall(conditions) or 0.0
@@ -148,16 +150,16 @@ def find_ceilings(world: World, dtype: torch.dtype, *, may_measure: bool, surpas
 
 
 def _mean_per_node(rates: list[float], world: World) -> list[float]:
-    """Ranks of a node are neighbours and alike; what one of them lacked another one had."""
+    """Average over the ranks of a node. They share its resources, so their individual values vary."""
     size = world.local_world_size
     nodes = [rates[first : first + size] for first in range(0, len(rates), size)]
     return [sum(node) / len(node) if min(node) > 0.0 else 0.0 for node in nodes for _ in node]
 
 
 def _measure(world: World, dtype: torch.dtype) -> float:
-    """All ranks at once, as in training: they may share cores, memory and power."""
+    """Measure on all ranks at once, as in training: they may share cores, memory and power."""
     wait_for_all(world)
     try:
         return measure_matmul_flops(world.device, dtype)
-    except torch.OutOfMemoryError:  # the run's own tensors fill the device
+    except torch.OutOfMemoryError:  # the run's tensors fill the device
         return 0.0

@@ -1,9 +1,9 @@
-"""What a person sees while a run is under way. Only the primary has a speaking one.
+"""The console output of a run. Only the primary rank prints.
 
-On a terminal: a table with one row per epoch, and below it a live line with the numbers of the moment. Elsewhere: the
-same numbers as plain lines with a fixed order of fields, for grep. Under --json the rows go to standard output as
-JSON and the rest to standard error; under --quiet nobody speaks but warnings and the result. In brief there are no
-lines of steps, and of many epochs every second, third, ... has a line.
+On a terminal: a table with one row per epoch, and below it a live line with the current numbers. Elsewhere: the same
+numbers as plain lines with a fixed order of fields, for grep. Under --json, rows go to standard output as JSON and
+messages to standard error. Under --quiet, only warnings and the result are printed. Brief output has no step lines,
+and with many epochs only every second, third, ... epoch has a line.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.metrics.screen import (
     can_show,
     fit_to,
     is_live,
+    message_stream,
     output_mode,
     paint,
-    speech,
     width_of,
     write_line,
 )
@@ -35,22 +35,22 @@ _MOST_BRIEF_EPOCHS = 10
 
 @dataclass(frozen=True)
 class Field:
-    """A piece of the live line."""
+    """A field of the live line."""
 
     long: str
     short: str
-    weight: int  # where there is no room, the lightest goes first
+    weight: int  # if the line is too long, the field with the lowest weight is removed first
 
 
 class Console:
-    """Prints the story of a run."""
+    """Prints the progress of a run."""
 
     def __init__(
-        self, *, is_speaking: bool, metric_lines: bool = False, clock: EpochClock | None = None, epochs: int = 0
+        self, *, is_enabled: bool, metric_lines: bool = False, clock: EpochClock | None = None, epochs: int = 0
     ) -> None:
         self._mode = output_mode()
-        self._has_rows = is_speaking and self._mode == "json"
-        self._is_speaking = is_speaking and self._mode != "quiet"
+        self._has_rows = is_enabled and self._mode == "json"
+        self._is_enabled = is_enabled and self._mode != "quiet"
         self._metric_lines = metric_lines
         self.clock = clock
         self._epochs = epochs
@@ -58,36 +58,36 @@ class Console:
         self._first_step = self._step = 0
         self._total_steps = 0
         self._values: Mapping[str, float] = {}
-        self._started = self._told = time.perf_counter()
+        self._started = self._updated_s = time.perf_counter()
 
     @property
     def _is_live(self) -> bool:
-        """Asked anew each time: a terminal may be lost in the middle of a run."""
-        return self._is_speaking and self._mode != BRIEF and is_live(speech())
+        """Checked each time: the terminal may close during the run."""
+        return self._is_enabled and self._mode != BRIEF and is_live(message_stream())
 
     def note(self, text: str, *, style: str | None = None) -> None:
-        if self._is_speaking:
-            out = speech()
+        if self._is_enabled:
+            out = message_stream()
             write_line(paint(fit_to(out, text), style, out), out)
 
     def start(self, *, first_step: int, total_steps: int) -> None:
-        """The first step is about to be taken."""
+        """Called before the first step."""
         self._first_step = self._step = first_step
         self._total_steps = total_steps
-        self._started = self._told = time.perf_counter()
+        self._started = self._updated_s = time.perf_counter()
         if self._is_live:
             self.note("")
-            self.note(_row(_HEADING, "", width_of(speech()) - 1), style="dim")
-            self._line = LiveLine(speech())
+            self.note(_row(_HEADING, "", width_of(message_stream()) - 1), style="dim")
+            self._line = LiveLine(message_stream())
             self._line.start(self._compose)
 
     def remaining_s(self, step: int, total_steps: int) -> float:
-        """Seconds to go at the pace so far."""
+        """Estimated seconds to the end, at the average speed so far."""
         done = max(step - self._first_step, 1)
         return (time.perf_counter() - self._started) / done * (total_steps - step)
 
     def step(self, step: int, total_steps: int, values: Mapping[str, float]) -> None:
-        self._step, self._values, self._told = step, values, time.perf_counter()
+        self._step, self._values, self._updated_s = step, values, time.perf_counter()
         if self._line is not None and self._is_live:
             self._line.draw()
             return
@@ -105,7 +105,7 @@ class Console:
     def epoch(
         self, epoch: int, step: int, train: Mapping[str, float], val: Mapping[str, float] | None, best: bool
     ) -> None:
-        """A row of the table. There may be nothing to validate on."""
+        """Print a row of the table. There may be no validation set."""
         epochs = self._epochs
         if self._has_rows:
             row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": step}
@@ -120,9 +120,9 @@ class Console:
                 *((f"{val['loss']:.4f}", f"{val['accuracy']:.2%}") if val else ("-", "-")),
                 *(f"{train['throughput']:,.0f}", format_seconds(train["seconds"])),
             ]
-            mark = ("★" if can_show("★", speech()) else "*") + " best" if best else ""
-            self.note(_row(cells, mark, width_of(speech()) - 1), style="green" if best else None)
-        elif self._mode != BRIEF or is_told_in_brief(epoch, epochs):
+            mark = ("★" if can_show("★", message_stream()) else "*") + " best" if best else ""
+            self.note(_row(cells, mark, width_of(message_stream()) - 1), style="green" if best else None)
+        elif self._mode != BRIEF or has_brief_line(epoch, epochs):
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
                 f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
@@ -146,7 +146,7 @@ class Console:
     # --- The live line
 
     def _epoch_of(self, step: int) -> int:
-        """The one that this step belongs to: the last step of an epoch is not the first of the next."""
+        """The epoch of a step. The last step of an epoch still belongs to it."""
         return self.clock.locate(max(step - 1, 0))[0] + 1 if self.clock else 0
 
     def _compose(self, width: int) -> str:
@@ -158,7 +158,7 @@ class Console:
         if not values:
             waited = format_seconds(time.perf_counter() - self._started)
             return fit([*fields, Field(f"first steps, {waited}", waited, 8)], width)
-        left_s = max(self.remaining_s(step, total) - (time.perf_counter() - self._told), 0)
+        left_s = max(self.remaining_s(step, total) - (time.perf_counter() - self._updated_s), 0)
         eta = f"eta {format_seconds(left_s)}"
         wait = f"data wait {values['data_wait']:.0%}"
         fields += [
@@ -173,28 +173,29 @@ class Console:
         return self._with_bar(fit(fields, width), width, step / max(total, 1))
 
     def _with_bar(self, text: str, width: int, share: float) -> str:
-        """What room is left shows how far the run is."""
+        """Fill the remaining width with a progress bar."""
         room = min(width - len(text) - 2, _WIDEST_BAR)
         if room < _NARROWEST_BAR:
             return text
         done = round(room * share)
-        full, empty = ("━", "─") if can_show("━─", speech()) else ("=", "-")
-        return f"{text}  {paint(full * done, 'green', speech())}{paint(empty * (room - done), 'dim', speech())}"
+        stream = message_stream()
+        full, empty = ("━", "─") if can_show("━─", stream) else ("=", "-")
+        return f"{text}  {paint(full * done, 'green', stream)}{paint(empty * (room - done), 'dim', stream)}"
 
 
-def is_told_in_brief(epoch: int, epochs: int) -> bool:
-    """Every epoch of ten, every second of twenty, and the last one."""
+def has_brief_line(epoch: int, epochs: int) -> bool:
+    """Whether an epoch has a line in brief output: each of ten epochs, every second of twenty, and the last."""
     return epoch % math.ceil(epochs / _MOST_BRIEF_EPOCHS) == 0 or epoch == epochs
 
 
 def _own_metrics(row: Mapping[str, float]) -> str:
-    """What the user's own functions measured."""
+    """The values of the user's own metric functions."""
     own = {name: value for name, value in row.items() if name not in ("loss", "accuracy", "throughput")}
     return "".join(f" {name} {value:.4f}" for name, value in own.items())
 
 
 def fit(fields: list[Field], width: int) -> str:
-    """Fields side by side: in full, or short, or without the lightest."""
+    """Join the fields: in long form, in short form, or without those of the lowest weight."""
     for names in ([field.long for field in fields], [field.short for field in fields]):
         text = "  ".join(name for name in names if name)
         if len(text) <= width:
@@ -206,7 +207,7 @@ def fit(fields: list[Field], width: int) -> str:
 
 
 def _row(cells: list[str], mark: str, width: int) -> str:
-    """Of the table. In a narrow window the last columns are left out, the mark never."""
+    """A row of the table. In a narrow window the last columns are left out, but not the mark."""
     padded = [cell.rjust(len(heading)) for cell, heading in zip(cells, _HEADING, strict=True)]
     while len(padded) > 1 and len("  ".join([*padded, mark])) > width:
         padded.pop()

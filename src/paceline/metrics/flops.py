@@ -1,7 +1,7 @@
-"""The arithmetic of a training step: what a model's matrix products and convolutions cost, forward and backward.
+"""Count the floating-point operations of a training step: matrix products and convolutions, forward and backward.
 
-A copy of the model is built on the meta device, where tensors have shapes and no data: nothing is computed, and the
-run's weights, statistics and random numbers stay what they are.
+A copy of the model is built on the meta device, where tensors have shapes and no data. Nothing is computed. The run's
+weights, statistics and random numbers do not change.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from torch.nn import functional as F
 from paceline.models.registry import build_model
 from paceline.settings.schema import ModelConfig
 
-_SAMPLES = 2  # BatchNorm refuses to train on one
+_SAMPLES = 2  # BatchNorm cannot train on one
 _MOST_WORDS = 120
 
 
 @dataclass(frozen=True)
 class FlopCount:
-    """Floating-point operations of forward and backward; None with the reason where they cannot be counted."""
+    """Floating-point operations of forward and backward; None and the reason if they cannot be counted."""
 
     per_sample: int | None
     note: str = ""
 
 
 def count_flops(config: ModelConfig, input_shape: tuple[int, ...], num_classes: int) -> FlopCount:
-    """Products grow with the number of samples, so a few of them tell the cost of each."""
+    """The cost grows linearly with the number of samples, so a few samples give the cost of each."""
     try:
         total = _count_on("meta", config, input_shape, num_classes)
-    except Exception:  # a model of the user's own may look at its numbers, which are none there
+    except Exception:  # a user's model may read tensor values, which the meta device does not have
         try:
             with torch.random.fork_rng(devices=[]):
                 total = _count_on("cpu", config, input_shape, num_classes)
@@ -43,7 +43,7 @@ def count_flops(config: ModelConfig, input_shape: tuple[int, ...], num_classes: 
 
 
 def _count_on(device: str, config: ModelConfig, input_shape: tuple[int, ...], num_classes: int) -> int:
-    # Imported here: it brings half a second of torch along, which only a run that counts should pay.
+    # Imported here: the import takes half a second.
     from torch.utils.flop_counter import FlopCounterMode
 
     with torch.device(device):

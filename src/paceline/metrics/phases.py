@@ -1,8 +1,8 @@
-"""Where a step's time goes: data, forward, backward, waiting for others, update, and the rest.
+"""Measure the phases of a step: data, forward, backward, communication, update, and the rest.
 
-The clock hears of every phase a rank enters. On a CPU that is all there is to know. On a GPU the host runs ahead of the
-device, so now and then a step's phases are marked on the device instead; the step as a whole needs no marks, because
-it waits for the device once.
+The clock is called at every phase that a rank enters. On a CPU the host's clock is enough. On a GPU the host runs ahead
+of the device, so the phases of some steps are marked with CUDA events. The whole step needs no events, because it
+synchronises with the device once.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from array import array
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # studies know the phases' names without it
+if TYPE_CHECKING:  # studies import the phase names without torch
     import torch
 
 STEP_PHASES = ("data", "forward", "backward", "communication", "update", "other")
 _INSIDE = {"data": "data", "forward": "forward", "backward": "backward", "reduce": "communication", "update": "update"}
 WARMUP_STEPS = 10
-_MARK_EVERY = 8  # on a GPU: marks cost the host time it needs for launching
+_MARK_EVERY = 8  # on a GPU: recording events costs host time
 
 
 class PhaseClock:
-    """Of this rank, over the steps of this attempt after its first ones."""
+    """Phase times of this rank, over the steps of this attempt after the warm-up."""
 
     def __init__(self, device: str = "cpu") -> None:
         self._is_cuda = device.startswith("cuda")
@@ -37,7 +37,7 @@ class PhaseClock:
         self._is_paused = False
 
     def enter(self, phase: str) -> None:
-        """A phase begins, and the one before it ends. Entering `data`, or anything but a step, ends the step."""
+        """Start a phase and end the previous one. `data`, and any phase outside of a step, ends the step."""
         if self._is_paused:
             return
         now = time.perf_counter()
@@ -59,7 +59,7 @@ class PhaseClock:
             self._mark(self._phase)
 
     def pause(self) -> None:
-        """The steps to come do not count: they are watched too closely to be as fast as others."""
+        """Do not count the next steps: the profiler slows them down."""
         self.enter("pause")
         self._is_paused = True
 
@@ -67,7 +67,7 @@ class PhaseClock:
         self._is_paused = False
 
     def waited(self, seconds: float, size_bytes: int) -> None:
-        """So much of the current phase the rank stood waiting for others."""
+        """Count this part of the current phase as communication."""
         if self._is_paused:
             return
         self._bytes += size_bytes
@@ -97,7 +97,7 @@ class PhaseClock:
         self._marks.append((phase, event))
 
     def _read_marks(self) -> None:
-        """At the end of the step after the marked one, which has waited for the device: nobody waits once more."""
+        """Called one step after the marked one. That step has synchronised, so reading the events does not block."""
         if not self._unread:
             return
         self._unread[-1][1].synchronize()
@@ -107,7 +107,7 @@ class PhaseClock:
         self._unread = []
 
     def summary(self, *, is_waiting_known: bool = True) -> dict[str, Any]:
-        """Milliseconds per step, after the warm-up where the attempt had one."""
+        """Milliseconds per step, without the warm-up if the attempt was longer."""
         self.enter("end")
         self._read_marks()
         has_warmed_up = len(self._step_s) > WARMUP_STEPS
@@ -129,7 +129,7 @@ class PhaseClock:
 
 
 def _quantile(values: list[float], share: float) -> float:
-    """The value below which this share of them lies, between neighbours."""
+    """The quantile, with linear interpolation."""
     ordered = sorted(values)
     position = share * (len(ordered) - 1)
     low = int(position)

@@ -1,7 +1,7 @@
-"""A few steps of a run under torch's profiler: a trace per rank for Perfetto, and where the time went.
+"""Record a few steps of a run with torch's profiler: a trace per rank for Perfetto, and a table of operators.
 
-The profiler hears of every phase a rank enters and needs no line in the loop. It changes no number, but it costs
-time: the steps it records are not in the run's own figures.
+The profiler is called at every phase that a rank enters and needs no line in the loop. It does not change results, but
+it costs time: recorded steps are not part of the run's timing.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from paceline.runtime.detect import World
 _log = logging.getLogger("paceline")
 PROFILE_FOLDER = "profile"
 _WARM_UP_STEPS, _STEPS, _TOP = 10, 10, 10
-_ENOUGH_STEPS = 3  # of an epoch that ends before ten are recorded
-_MARKS = ("data", "forward", "backward", "reduce", "update")  # a step's phases, to find one's way in the trace
+_ENOUGH_STEPS = 3  # if the epoch ends before ten steps are recorded
+_MARKS = ("data", "forward", "backward", "reduce", "update")  # the phases of a step, as labels in the trace
 _NAME_WIDTH = 48
 
 
 @dataclass(frozen=True)
 class Operator:
-    """All calls of one operator, without what it called in turn."""
+    """All calls of one operator, without the operators it calls."""
 
     name: str
     calls: int
@@ -47,7 +47,7 @@ def file_of(rank: int) -> str:
 
 
 class Recording:
-    """torch's profiler at work on this rank, with marks of our own in its trace."""
+    """A running torch profiler on this rank, with labels for the phases in its trace."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -63,7 +63,7 @@ class Recording:
         self._seconds = -time.perf_counter()
 
     def mark(self, name: str) -> None:
-        """From here to the next mark the trace says this."""
+        """Label the trace from here to the next mark."""
         self._end_mark()
         self._mark = record_function(name)
         self._mark.__enter__()
@@ -88,20 +88,20 @@ class Recording:
         self._profiler.export_chrome_trace(str(path))
 
     def top_operators(self) -> tuple[Operator, ...]:
-        """Seconds of adding up: for the one rank that tells."""
+        """Takes seconds, so only the rank that prints calls it."""
         return rank_operators(list(self._profiler.key_averages()), is_cuda=self._is_cuda)
 
     def device_busy_share(self) -> float | None:
-        """The share of the recorded time in which the GPU had something to do; None on a CPU."""
+        """The share of the recorded time in which the GPU ran kernels; None on a CPU."""
         if not self._is_cuda:
             return None
         return covered(_kernel_spans(self._profiler.events() or [])) / 1e6 / self._seconds
 
 
 def rank_operators(events: Sequence[FunctionEventAvg], *, is_cuda: bool) -> tuple[Operator, ...]:
-    """By the device's time on a GPU, where a kernel counts for the operator that launched it.
+    """Operators by self time. On a GPU this is device time, and a kernel counts for the operator that launched it.
 
-    Steps that are replayed as a whole launch no operators: there the kernels are told themselves.
+    A replayed CUDA graph launches no operators. Its kernels are listed instead.
     """
     found = _self_times(events, DeviceType.CPU, is_cuda=is_cuda)
     if is_cuda:
@@ -114,7 +114,7 @@ def rank_operators(events: Sequence[FunctionEventAvg], *, is_cuda: bool) -> tupl
 
 
 def _self_times(events: Sequence[FunctionEventAvg], kind: DeviceType, *, is_cuda: bool) -> list[tuple[str, int, float]]:
-    """Name, calls and seconds of everything on this kind of device but marks, which are no work."""
+    """Name, calls and seconds of all events on this kind of device, without marks."""
     return [
         (str(event.key), event.count, (event.self_device_time_total if is_cuda else event.self_cpu_time_total) / 1e6)
         for event in events
@@ -123,7 +123,7 @@ def _self_times(events: Sequence[FunctionEventAvg], kind: DeviceType, *, is_cuda
 
 
 def _is_mark(name: str | None, event: FunctionEvent | FunctionEventAvg) -> bool:
-    """On a GPU's track a mark, torch's own too, is only the span of the kernels below it."""
+    """On a GPU track a mark (also torch's own) is only the span of its kernels."""
     is_span = event.device_type == DeviceType.CUDA and bool(getattr(event, "is_user_annotation", False))
     return name in _MARKS or is_span
 
@@ -138,7 +138,7 @@ def _kernel_spans(events: Sequence[FunctionEvent]) -> list[tuple[float, float]]:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of what at least one span covers."""
+    """The total length that at least one span covers."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         if end > reached:
@@ -152,12 +152,12 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 @dataclass(frozen=True)
 class RunProfile:
-    """What was recorded; the operators and the GPU's share are the primary's."""
+    """The recorded profile. Operators and GPU share are those of the primary rank."""
 
     files: tuple[str, ...]  # by rank, in the folder
     first_step: int
     steps: int
-    step_s: float  # while recorded, which takes longer
+    step_s: float  # measured while recording, which is slower
     device_busy_share: float | None
     top: tuple[Operator, ...]
 
@@ -165,11 +165,11 @@ class RunProfile:
         return {"folder": PROFILE_FOLDER, **asdict(self)}
 
     def table(self) -> str:
-        """For people, and for grep."""
+        """A text table, also for grep."""
         last = self.first_step + self.steps - 1
         lines = [f"steps {self.first_step} to {last} of rank 0, {format_time(self.step_s)} each while recorded"]
         if self.device_busy_share is not None:
-            lines.append(f"the GPU had something to do {self.device_busy_share:.0%} of the time")
+            lines.append(f"the GPU ran kernels {self.device_busy_share:.0%} of the time")
         lines += ["", f"{'operator':<{_NAME_WIDTH}} {'self time':>10} {'share':>6} {'calls':>8}"]
         for operator in self.top:
             name = operator.name if len(operator.name) <= _NAME_WIDTH else operator.name[: _NAME_WIDTH - 1] + "~"
@@ -179,19 +179,19 @@ class RunProfile:
 
 
 class StepProfiler:
-    """Waits until the first steps are over, records some, writes them down, and is silent from then on."""
+    """Skips the first steps, records some steps, writes the profile, and then does nothing more."""
 
     def __init__(self, world: World, folder: RunFolder, before_write: Callable[[int], None]) -> None:
         self._world = world
         self._folder = folder
-        self._before_write = before_write  # it may take seconds, for which the watchdog should be ready
+        self._before_write = before_write  # extends the watchdog's limit: writing may take seconds
         self._seen = 0  # steps begun in this attempt
         self._recording: Recording | None = None
         self._first_step, self._steps = 0, 0
         self.result: RunProfile | None = None
 
     def enter(self, phase: str, step: int, clock: PhaseClock) -> None:
-        """The rank is about to begin a phase. All ranks do, in the same order: so all record the same steps."""
+        """Called before each phase. All ranks enter phases in the same order, so all record the same steps."""
         if self.result is not None:
             return
         is_new_step = phase == "data"
@@ -210,14 +210,14 @@ class StepProfiler:
             self._recording.mark(phase)
 
     def _end(self, clock: PhaseClock, *, is_last_chance: bool) -> None:
-        """Ten steps are recorded, or the epoch is over. A few of it will do; fewer are tried again."""
+        """Stop after ten steps or at the end of the epoch. With too few steps, try again in the next epoch."""
         recording, self._recording = self._recording, None
         assert recording is not None
         recording.end()
         if self._steps >= _ENOUGH_STEPS or is_last_chance:
             self._before_write(self._first_step + self._steps - 1)
             self.result = self._write(recording)
-            wait_for_all(self._world)  # while the watchdog allows for it: one rank has more to write than the others
+            wait_for_all(self._world)  # one rank writes more than the others
         clock.resume()
 
     def _write(self, recording: Recording) -> RunProfile:
@@ -236,7 +236,7 @@ class StepProfiler:
             if world.is_primary:
                 write_atomically(folder / "top.txt", found.table())
                 for path in set(folder.glob("rank-*.json.gz")) - {folder / name for name in found.files}:
-                    path.unlink()  # of an earlier attempt with more ranks
+                    path.unlink()  # from an earlier attempt with more ranks
         except OSError as error:
             self._folder.warn_on_write_error(PROFILE_FOLDER, error)
         return found

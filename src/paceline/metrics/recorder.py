@@ -1,8 +1,8 @@
-"""The metrics of a run. `metrics.jsonl` is the truth; everything else is made from it.
+"""The metrics of a run. `metrics.jsonl` is the source; all other files are derived from it.
 
-A row is one JSON object with its step. On resume, rows after the resumed step are cut off before
-anything is appended, so no file ever holds a step or an epoch twice. On a full disk rows wait in memory
-until there is room: a warning, once, and training goes on.
+A row is one JSON object with its step. On resume, rows after the resumed step are removed before anything is appended,
+so no file contains a step or an epoch twice. On a full disk, rows wait in memory until there is space. The run warns
+once and training continues.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path) -> list[Row]:
-    """All complete rows; a line torn by a crash is left out."""
+    """All complete rows. A line that a crash has cut off is left out."""
     return read_objects(path, ROW)
 
 
 def inherit_rows(source: RunFolder, folder: RunFolder) -> None:
-    """A run that goes on in a new folder takes its history along."""
+    """A run that continues in a new folder copies its earlier rows."""
     if source.path.resolve() != folder.path.resolve() and not folder.metrics_jsonl.exists():
         rows = read_rows(source.metrics_jsonl)
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 class Recorder:
-    """Appends rows and keeps the derived files in step. Only the primary has one."""
+    """Appends rows and updates the derived files. Only the primary rank has one."""
 
     def __init__(self, folder: RunFolder, *, resume_step: int, is_validation_due: bool = False) -> None:
-        """`is_validation_due`: the epoch that ends at this step will be validated, and recorded, by this run."""
+        """`is_validation_due`: this run will validate and record the epoch that ends at the resumed step."""
         folder.require_owner()
         self._folder = folder
         self._sinks: list[Sink] = []
         self._rows = [row for row in read_rows(folder.metrics_jsonl) if row["step"] <= resume_step]
         if is_validation_due:
             self._rows = [row for row in self._rows if row["kind"] != "epoch" or row["step"] < resume_step]
-        # The test rows of an earlier finish belong to that finish.
+        # Test rows of an earlier end of the run are removed: this run tests again.
         self._rows = [row for row in self._rows if row.get("phase") != "test"]
         write_atomically(folder.metrics_jsonl, "".join(json.dumps(row) + "\n" for row in self._rows))
         self._file = open(folder.metrics_jsonl, "ab", buffering=0, opener=open_plain)  # noqa: SIM115
@@ -59,14 +59,14 @@ class Recorder:
         self._write_csv()
 
     def open_trackers(self, names: tuple[str, ...], config: dict[str, Any]) -> None:
-        """From now on every row goes to these trackers too; they are given the rows so far."""
+        """Send all rows to these trackers: the existing ones now, later ones as they are recorded."""
         self._sinks = open_sinks(names, self._folder, config, history=self._rows)
 
     def step(self, step: int, **values: float) -> None:
         self._append({"kind": "step", "step": step, **values})
 
     def epoch(self, step: int, *, epoch: int, phase: str, **values: float | dict[str, list[float]]) -> None:
-        """phase: train, val or test. `ranks`: columns with a number of each rank; they are not for trackers."""
+        """phase: train, val or test. `ranks`: columns with one number per rank, which trackers do not get."""
         self._append({"kind": "epoch", "step": step, "epoch": epoch, "phase": phase, **values})
         self._write_csv()
 
@@ -84,7 +84,7 @@ class Recorder:
             self._try(type(sink).__name__, partial(sink.write, row))
 
     def _write_waiting(self) -> None:
-        """All lines or none of them: half a line would spoil the next one too."""
+        """Write all lines or none: a partial line would corrupt the next one."""
         whole_bytes = os.fstat(self._file.fileno()).st_size
         try:
             if self._file.write(self._waiting) != len(self._waiting):
@@ -105,7 +105,7 @@ class Recorder:
 
     def _replace_csv(self, text: str) -> None:
         self._folder.require_owner()
-        write_atomically(self._folder.metrics_csv, text, is_durable=False)  # it is made from metrics.jsonl
+        write_atomically(self._folder.metrics_csv, text, is_durable=False)  # derived from metrics.jsonl
 
     def _try(self, what: str, write: Callable[[], object]) -> None:
         try:

@@ -1,8 +1,8 @@
-"""Standard output and error that can neither end nor stall a run.
+"""Standard output and error that can neither end nor block a run.
 
-A terminal goes away with its ssh connection, a reader such as `head` closes its pipe, a file is on a full disk, a
-reader stops reading. `print` raises then, or waits for ever. These streams do neither. What the console does not take
-any more goes to a log of the run. A reader that is only slow gets everything later, up to a limit in memory.
+An ssh connection closes its terminal, `head` closes its pipe, a disk is full, a reader stops reading. `print` would
+then raise or block. These streams do neither. If the console is lost, output goes to a log of the run. A slow reader
+gets everything later, up to a limit in memory.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from typing import IO, TYPE_CHECKING, cast
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-_PATIENCE_S = 1.0  # how long a run waits for a console that takes nothing
+_PATIENCE_S = 1.0  # how long a run waits for a console that does not read
 _PATIENCE_AT_END_S = 5.0
 _MOST_WAITING_BYTES = 2**20
-_CHUNK_BYTES = 4096  # a pipe takes so much in one piece, or nothing (PIPE_BUF)
+_CHUNK_BYTES = 4096  # PIPE_BUF: a pipe accepts this much atomically
 _SMALL_CHUNK_BYTES = 256
-_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # a log in a run folder is no link
+_APPEND = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC  # do not follow a link in a run folder
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class SafeStream(io.TextIOBase):
-    """A text stream on a descriptor. Writing never raises, and never waits for longer than a moment."""
+    """A text stream on a descriptor. Writing never raises and never blocks for long."""
 
     def __init__(self, descriptor: int, encoding: str) -> None:
         super().__init__()
-        self.loss: str | None = None  # why the console takes nothing any more
-        self.is_slow = False  # the console takes nothing at the moment
+        self.loss: str | None = None  # why the console is lost; None if it works
+        self.is_slow = False  # the console is not reading at the moment
         self._descriptor = descriptor
         self._encoding = encoding
         self._lock = threading.RLock()
-        self._begun = ""  # a line without its end
-        self._waiting = bytearray()  # what the console has not taken yet
+        self._begun = ""  # an incomplete line
+        self._waiting = bytearray()  # not yet accepted by the console
         self._left_out = 0  # lines that went to the log only
         self._log: Path | None = None
-        self._kept = bytearray()  # for the log, until it is known
+        self._kept = bytearray()  # for the log, until its path is known
         self._how_to_stop = ""
         self._open()
 
-    # --- What Python expects of a stream
+    # --- The text stream interface
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -57,7 +57,7 @@ class SafeStream(io.TextIOBase):
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        return "backslashreplace"  # a character that the console does not know is spelled out
+        return "backslashreplace"  # escape characters that the console cannot encode
 
     @property
     def buffer(self) -> IO[bytes]:
@@ -88,7 +88,7 @@ class SafeStream(io.TextIOBase):
             begun, self._begun = self._begun, ""
             self._send(begun.encode(self._encoding, self.errors))
 
-    # --- What a run needs
+    # --- For the run
 
     def send_bytes(self, data: bytes) -> None:
         with self._lock:
@@ -96,13 +96,13 @@ class SafeStream(io.TextIOBase):
             self._send(data)
 
     def write_at_once(self, data: bytes) -> None:
-        """For signal handlers: without waiting, and without the lock, which an interrupted write may hold."""
+        """For signal handlers: does not block, and does not take the lock, which the interrupted write may hold."""
         if self.loss is None and not self.is_slow:
             with suppress(OSError):
                 os.write(self._target, data)
 
     def keep_in(self, log: Path, how_to_stop: str) -> None:
-        """Where output goes that the console does not take."""
+        """Set the log for output that the console does not accept."""
         with self._lock:
             self._log, self._how_to_stop = log, how_to_stop
             kept, self._kept = bytes(self._kept), bytearray()
@@ -111,7 +111,7 @@ class SafeStream(io.TextIOBase):
             self._keep(kept)
 
     def send_to(self, log: Path) -> None:
-        """From now on all output, that of native libraries included, goes to this file."""
+        """Redirect all output to this file, including output of native libraries."""
         self.finish()
         with self._lock:
             self._log = log
@@ -120,7 +120,7 @@ class SafeStream(io.TextIOBase):
             self._open()
 
     def finish(self) -> None:
-        """The process is about to end: a slow console gets a last chance."""
+        """Before the process ends, write what a slow console has not read yet."""
         with self._lock:
             self.flush()
             self.is_slow = False
@@ -128,10 +128,10 @@ class SafeStream(io.TextIOBase):
             self._keep(bytes(self._waiting))
             self._waiting.clear()
 
-    # --- Inside
+    # --- Internals
 
     def _open(self) -> None:
-        """Writes must not block. O_NONBLOCK belongs to an open file that other programs share: open it once more."""
+        """Writes must not block. Other programs share O_NONBLOCK of an open file, so open the file again."""
         self._target = self._descriptor
         try:
             mode = os.fstat(self._descriptor).st_mode
@@ -154,14 +154,14 @@ class SafeStream(io.TextIOBase):
         if self._waiting:
             self._drain(_PATIENCE_S)
         if len(self._waiting) > _MOST_WAITING_BYTES:
-            end = self._waiting.rfind(b"\n", 0, _MOST_WAITING_BYTES) + 1  # between lines
+            end = self._waiting.rfind(b"\n", 0, _MOST_WAITING_BYTES) + 1  # cut between lines
             surplus = bytes(self._waiting[end:])
             del self._waiting[end:]
             self._left_out += surplus.count(b"\n")
             self._keep(surplus)
 
     def _drain(self, patience_s: float) -> None:
-        """Write what is waiting, for as long as the console takes something."""
+        """Write waiting output while the console accepts it."""
         deadline = time.monotonic() + (0.0 if self.is_slow else patience_s)
         while self._waiting and self.loss is None:
             try:
@@ -190,10 +190,10 @@ class SafeStream(io.TextIOBase):
         try:
             return bool(select.select([], [self._target], [], max(0.0, deadline - time.monotonic()))[1])
         except (OSError, ValueError):
-            return True  # the write itself finds out what is wrong
+            return True  # the write reports the error
 
     def _give_up(self, error: OSError) -> None:
-        if error.errno in _NO_ROOM:  # there may be room again
+        if error.errno in _NO_ROOM:  # space may become free again
             self._left_out += self._waiting.count(b"\n")
             self._keep(bytes(self._waiting))
             self._waiting.clear()
@@ -201,19 +201,19 @@ class SafeStream(io.TextIOBase):
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """The console is gone for good."""
+        """The console is lost permanently."""
         self.loss = os.strerror(error.errno) if error.errno else str(error)
         name = "standard error" if self._descriptor == 2 else "standard output"
         stop = f" To stop it: {self._how_to_stop}." if self._how_to_stop else ""
         waiting, self._waiting = bytes(self._waiting), bytearray()
         self._divert()
         self._keep(
-            f"note: {name} is gone ({self.loss}). The run goes on, and its output goes on here.{stop}\n".encode()
+            f"note: {name} is gone ({self.loss}). The run continues, and its output continues here.{stop}\n".encode()
         )
         self._keep(waiting)
 
     def _divert(self) -> None:
-        """Point the descriptor itself at the log: native libraries and child processes write there too."""
+        """Redirect the descriptor to the log, so that native libraries and child processes write there, too."""
         if self._target != self._descriptor:
             with suppress(OSError):
                 os.close(self._target)
@@ -231,7 +231,7 @@ class SafeStream(io.TextIOBase):
                 return
 
     def _keep(self, data: bytes) -> None:
-        """In the log; before there is one, in memory, the newest part."""
+        """Write to the log. If there is none yet, keep the newest part in memory."""
         if not data:
             return
         if self._log is None:
@@ -266,7 +266,7 @@ class _Bytes(io.RawIOBase):
 
 
 def protect_console() -> None:
-    """Put safe streams in the places of standard output and error. Streams that somebody replaced stay."""
+    """Replace standard output and error by safe streams. Streams that were already replaced are kept."""
     for number, name in ((1, "stdout"), (2, "stderr")):
         stream = getattr(sys, name)
         if stream is None or stream is getattr(sys, f"__{name}__"):
@@ -277,7 +277,7 @@ def protect_console() -> None:
 
 
 class _PipeFile(io.FileIO):
-    """A pipe whose reader may leave at any time, as `head` does. What is written after that is discarded."""
+    """A pipe whose reader may close it at any time, as `head` does. Later writes are discarded."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:
@@ -294,18 +294,18 @@ def _discard(descriptor: int) -> None:
 
 
 def discard_output() -> None:
-    """The reader is gone, and this command ends. What is still in a buffer must not fail when Python flushes it."""
+    """The reader closed the pipe and this command ends. Make sure that the final flush does not fail."""
     for stream in (sys.__stdout__, sys.__stderr__):
         if stream is not None:
             _discard(stream.fileno())
 
 
 def outlive_readers() -> None:
-    """A closed pipe does not end this command: its work is done, and its exit code does not depend on the reader."""
+    """A closed pipe does not end this command. Its work is completed, and its exit code does not change."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper) or stream is not getattr(sys, f"__{name}__"):
-            continue  # closed, or replaced by a program that calls us
+            continue  # closed, or replaced by the calling program
         mode = os.fstat(stream.fileno()).st_mode
         if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):
             continue
@@ -322,19 +322,19 @@ def outlive_readers() -> None:
 
 
 def _streams() -> list[SafeStream]:
-    """Those of this process; below a live line they lie one deeper."""
+    """The safe streams of this process, also below a live line."""
     found = [getattr(stream, "below", stream) for stream in (sys.stdout, sys.stderr)]
     return [stream for stream in found if isinstance(stream, SafeStream)]
 
 
 def keep_console_in(log: Path, how_to_stop: str) -> None:
-    """What the console does not take goes to this file."""
+    """Set the log for output that the console does not accept."""
     for stream in _streams():
         stream.keep_in(log, how_to_stop)
 
 
 def send_console_to(log: Path) -> None:
-    """All output goes to this file from now on, that of native libraries included."""
+    """Redirect all output to this file, including output of native libraries."""
     finish_console()
     streams = _streams()
     for stream in streams:
@@ -346,7 +346,7 @@ def send_console_to(log: Path) -> None:
 
 
 def finish_console() -> None:
-    """Before the process ends. Never raises, so that no exit code changes."""
+    """Called before the process ends. Never raises, so that the exit code does not change."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):
             stream.flush()
@@ -355,13 +355,13 @@ def finish_console() -> None:
 
 
 def describe_console_loss() -> dict[str, str]:
-    """For status.json: empty as long as the console takes what is written."""
+    """For status.json; empty while the console works."""
     loss = next((stream.loss for stream in _streams() if stream.loss is not None), None)
-    return {} if loss is None else {"console": f"lost ({loss}); the output goes on in the logs"}
+    return {} if loss is None else {"console": f"lost ({loss}); the output continues in the logs"}
 
 
 def write_at_once(stream: object, data: bytes) -> None:
-    """In a signal handler: `print` could meet its own lock there."""
+    """For signal handlers, where `print` could deadlock on its own lock."""
     stream = getattr(stream, "below", stream)
     if isinstance(stream, SafeStream):
         stream.write_at_once(data)

@@ -1,7 +1,7 @@
-"""How words reach a person: around a live line on a terminal, as plain lines everywhere else.
+"""Console output: around a live line on a terminal, as plain lines everywhere else.
 
-A live line is written and the cursor goes back to its beginning. So whoever speaks next - this process, a supervisor
-after this process was killed, a terminal that has folded the line in two - only has to erase from the cursor on.
+After the live line is written, the cursor returns to its beginning. The next writer (this process, or the supervisor
+after this process was killed) only has to erase from the cursor on. This also works if the terminal wrapped the line.
 """
 
 from __future__ import annotations
@@ -18,55 +18,55 @@ from typing import Any, TextIO, cast
 from paceline.errors import printable
 from paceline.metrics.safe_output import write_at_once
 
-OUTPUT = "PACELINE_OUTPUT"  # quiet or json: what `paceline train` was asked for, for the ranks it starts
-BRIEF = "brief"  # a value of it: a line per epoch, at most about ten; for the logs of other programs' tasks
+OUTPUT = "PACELINE_OUTPUT"  # quiet or json: passes the flag of `paceline train` to its ranks
+BRIEF = "brief"  # a value of OUTPUT: at most about ten epoch lines, for task logs of other programs
 ERASE = "\r\x1b[J"
-# Between these a line that is too wide is cut by the terminal: for a moment after a window has become narrower the
-# system still tells its old width.
+# Between these codes the terminal cuts a line that is too wide. Right after a window became narrower, the system still
+# reports the old width.
 UNFOLDED, FOLDED = "\x1b[?7l", "\x1b[?7h"
 _COLOURS = {"red": "31", "green": "32", "yellow": "33", "dim": "2", "bold": "1"}
 COLOUR_CODES = (*_COLOURS.values(), "0")
-_TICK_S = 1.0  # a clock goes on, and a resized window is noticed, without a new step
+_TICK_S = 1.0  # update clocks and notice a resized window also without a new step
 _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
 
 
 def output_mode() -> str:
-    """quiet, json, brief, or empty: as usual."""
+    """quiet, json, brief, or empty for normal output."""
     return os.environ.get(OUTPUT, "")
 
 
-def speech() -> TextIO:
-    """Where the story of a run is told; standard output is for rows where somebody asked for rows."""
+def message_stream() -> TextIO:
+    """The stream for messages: standard output, but standard error if standard output has JSON rows."""
     return sys.stderr if output_mode() == "json" else sys.stdout
 
 
 def say(text: str) -> None:
-    """One line of the story, from whoever is not the console."""
+    """Print a message without a Console object."""
     if output_mode() != "quiet":
-        write_line(text, speech())
+        write_line(text, message_stream())
 
 
 def write_line(text: str, stream: TextIO) -> None:
-    """In one piece: killed in between, a rank would leave a line without its end, and the next would begin in it."""
+    """Write a line in one call. If a rank is killed, no partial line is left."""
     stream.write(text + "\n")
     stream.flush()
 
 
 def is_live(stream: TextIO) -> bool:
-    """Whether lines may be rewritten: on a terminal that can, and that no machine reads along."""
+    """Whether lines may be rewritten: only on a capable terminal, and not in CI."""
     is_plain = os.environ.get("TERM", "dumb") == "dumb" or os.environ.get("CI", "").lower() not in ("", "0", "false")
     return not is_plain and stream.isatty()
 
 
 def paint(text: str, colour: str | None, stream: TextIO) -> str:
-    """In colour where that can be seen and is wanted (https://no-color.org)."""
+    """Add colour if the terminal supports it and NO_COLOR is not set (https://no-color.org)."""
     if colour is None or os.environ.get("NO_COLOR") or not is_live(stream):
         return text
     return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
 
 
 def width_of(stream: TextIO) -> int:
-    """Columns of the terminal behind a stream, asked anew each time: windows are resized."""
+    """The current columns of the terminal behind a stream. Windows can be resized."""
     try:
         return os.get_terminal_size(stream.fileno()).columns or 80
     except (OSError, ValueError):
@@ -82,7 +82,7 @@ def can_show(text: str, stream: TextIO) -> bool:
 
 
 def fold(text: str, width: int) -> str:
-    """A line that is too wide, broken between words, the rest indented under its own text. Paths stay whole."""
+    """Wrap a line that is too wide between words, with a hanging indent. Paths are not broken."""
     if len(text) < width or width < 20:
         return text
     label = _LABEL.match(text)
@@ -100,7 +100,7 @@ def fold(text: str, width: int) -> str:
 
 
 def fit_to(stream: TextIO, text: str) -> str:
-    """Lines as they look best there: folded on a terminal, left alone for grep."""
+    """Wrap lines on a terminal. Elsewhere leave them unchanged, for grep."""
     if not is_live(stream):
         return text
     return "\n".join(fold(line, width_of(stream)) for line in text.split("\n"))
@@ -115,14 +115,14 @@ def in_words_s(seconds: float) -> str:
 
 
 def erase_live_line() -> None:
-    """Before a supervisor speaks: its ranks may just have drawn one, and been killed. Safe in a signal handler."""
-    stream = speech()
+    """Erase a live line that a killed rank has left, before the supervisor prints. Safe in a signal handler."""
+    stream = message_stream()
     if output_mode() != "quiet" and is_live(stream):
         write_at_once(stream, ERASE.encode())
 
 
 class LiveLine:
-    """One line at the bottom of a terminal, renewed in place. Whatever is printed meanwhile appears above it."""
+    """One line at the bottom of a terminal, rewritten in place. All other output appears above it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -133,7 +133,7 @@ class LiveLine:
         self._replaced = (sys.stdout, sys.stderr)
 
     def start(self, compose: Callable[[int], str]) -> None:
-        """`compose` makes the line for a width."""
+        """`compose` returns the line for a width."""
         self._compose = compose
         self._replaced = (sys.stdout, sys.stderr)
         sys.stdout, sys.stderr = (cast(TextIO, _Above(self, stream)) for stream in self._replaced)
@@ -143,12 +143,12 @@ class LiveLine:
     def draw(self) -> None:
         with self._lock:
             if not self._stream.isatty() or getattr(self._stream, "is_slow", False):
-                return  # the terminal is gone, or takes nothing at the moment
+                return  # the terminal is closed, or not reading
             self._stream.write(ERASE + UNFOLDED + self._compose(width_of(self._stream) - 1) + FOLDED + "\r")
             self._stream.flush()
 
     def above(self, text: str, stream: TextIO) -> None:
-        """Print whole lines above the live one; `stream` may be another file, or another door to this terminal."""
+        """Print complete lines above the live line. `stream` may be another file, or stderr on the same terminal."""
         with self._lock:
             if stream.isatty():
                 self._stream.write(ERASE)
@@ -165,7 +165,7 @@ class LiveLine:
             for name, original in zip(("stdout", "stderr"), self._replaced, strict=True):
                 stream = getattr(sys, name)
                 if isinstance(stream, _Above):
-                    stream.let_go()
+                    stream.write_rest()
                     setattr(sys, name, original)
             if self._stream.isatty():
                 self._stream.write(ERASE)
@@ -177,7 +177,7 @@ class LiveLine:
 
 
 class _Above:
-    """Stands in for standard output and error while a live line is shown. Lines pass when they are whole."""
+    """Replaces standard output or error while a live line is shown. Writes only complete lines."""
 
     def __init__(self, line: LiveLine, stream: TextIO) -> None:
         self._line = line
@@ -186,7 +186,7 @@ class _Above:
 
     @property
     def below(self) -> TextIO:
-        """The stream that this one stands in for."""
+        """The stream that this one replaces."""
         return self._stream
 
     def write(self, text: str) -> int:
@@ -197,9 +197,9 @@ class _Above:
         return len(text)
 
     def flush(self) -> None:
-        """What has no end yet waits for it."""
+        """Nothing to do: an incomplete line waits for its end."""
 
-    def let_go(self) -> None:
+    def write_rest(self) -> None:
         if self._begun:
             self._line.above(self._begun, self._stream)
 
@@ -208,7 +208,7 @@ class _Above:
 
 
 def pass_on(text: str, stream: TextIO | None) -> bool:
-    """Print what another process said; False if this stream takes nothing any more, which must not end the other."""
+    """Print the output of a child process. Returns False on a write error, so that the child is not ended."""
     try:
         print(text, end="", file=stream, flush=True)
     except (OSError, ValueError):
@@ -220,7 +220,7 @@ ONLY_IN_LOG = {"is_only_in_log": True}  # for `extra=`: a record that is not for
 
 
 class ScreenLog(logging.Handler):
-    """The primary's notes and warnings on the screen. Errors are left to the screen that explains the end."""
+    """Prints notes and warnings of the primary rank. Errors are skipped: the error screen shows them."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if getattr(record, "is_only_in_log", False):
@@ -228,10 +228,10 @@ class ScreenLog(logging.Handler):
         is_warning = record.levelno >= logging.WARNING
         if record.levelno >= logging.ERROR or (output_mode() == "quiet" and not is_warning):
             return
-        # Asked to be quiet, standard output has one line, which scripts take.
-        stream = sys.stderr if output_mode() == "quiet" else speech()
+        # Under --quiet, standard output has only the result line, for scripts.
+        stream = sys.stderr if output_mode() == "quiet" else message_stream()
         try:
-            text = printable(self.format(record))  # names of files are part of some
+            text = printable(self.format(record))  # a message may contain a file name with control characters
             write_line(paint(text, "yellow" if is_warning else None, stream), stream)
-        except Exception:  # a closed pipe, a full disk: logging's own way to tell, which never raises
+        except Exception:  # a closed pipe or a full disk; handleError never raises
             self.handleError(record)

@@ -1,4 +1,4 @@
-"""How fast, and how much of the time stood waiting for data. Durations are monotonic."""
+"""Throughput and data waiting time. Durations use the monotonic clock."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 @dataclass
 class Stopwatch:
-    """Counts samples and waiting since it was last read."""
+    """Counts samples and waiting time since the last reading."""
 
     started: float = field(default_factory=time.perf_counter)
     samples: int = 0
@@ -46,12 +46,12 @@ class Memory:
 
 
 def read_memory(device: str) -> Memory:
-    """Of the GPU this rank uses, or of the process on a CPU."""
+    """The memory of this rank's GPU, or of the process on a CPU."""
     if device.startswith("cuda"):
-        seen = torch.cuda.memory_stats(device)  # makes a table of a hundred numbers: once is enough
+        seen = torch.cuda.memory_stats(device)  # slow: call it once
         now, peak = (seen.get(f"allocated_bytes.all.{name}", 0) for name in ("current", "peak"))
         return Memory(now / 2**20, peak / 2**20)
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss counts bytes there and kilobytes elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes on macOS and in kilobytes elsewhere
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20
     statm = Path("/proc/self/statm")
     if not statm.exists():
@@ -61,7 +61,7 @@ def read_memory(device: str) -> Memory:
 
 
 class EnergyMeter:
-    """What this rank's GPU has used since the meter was made; None where its driver does not tell."""
+    """Energy that this rank's GPU has used since the meter was created; None if the driver does not report it."""
 
     def __init__(self, device: str) -> None:
         self._device = device
@@ -81,5 +81,5 @@ class EnergyMeter:
             pynvml.nvmlInit()
             handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(self._device).uuid}")
             return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1000
-        except Exception:  # no library, no permission, an old card: there is no figure, and nothing else is wrong
+        except Exception:  # no library, no permission, or an old GPU: report no value
             return None

@@ -1,7 +1,7 @@
-"""Work, done again and again, and how long each round took on its device.
+"""Repeat work and measure how long each round takes on its device.
 
-On a GPU each round lies between two events of its stream, so the host's part of a round counts only where the
-GPU waited for it. On a CPU the host's clock is enough.
+On a GPU each round is measured between two CUDA events, so host time counts only if the GPU waits for it. On a CPU
+the host's clock is enough.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ class Rounds:
 
     @property
     def p95_s(self) -> float:
-        """19 of 20 rounds were as fast as this."""
+        """The 95th percentile."""
         return sorted(self.seconds)[math.ceil(0.95 * self.count) - 1]
 
 
 def synchronise(device: str) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished all queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
 def time_rounds(work: Work, device: str, rounds: int) -> Rounds:
-    """Run `work` so many times."""
+    """Run `work` for this number of rounds."""
     if device.startswith("cuda"):
         return _time_on_gpu(work, device, rounds)
     seconds = []
@@ -79,7 +79,7 @@ def _time_on_gpu(work: Work, device: str, rounds: int) -> Rounds:
 
 
 def repeat(work: Work, device: str, seconds: float) -> Rounds:
-    """Two rounds to warm up, then as many as fit: three at least."""
+    """Two warm-up rounds, then as many as fit into the time, but at least three."""
     time_rounds(work, device, 2)
     synchronise(device)
     started = time.perf_counter()
@@ -90,16 +90,16 @@ def repeat(work: Work, device: str, seconds: float) -> Rounds:
 
 
 def choose_rounds(work: Work, world: World, seconds: float) -> int:
-    """Warm up, and say how many rounds fill this much time: the same number on every rank."""
-    # In the very first round connections are made and kernels chosen or compiled.
+    """Warm up and return how many rounds fill this time: the same number on every rank."""
+    # The first round opens connections and selects or compiles kernels.
     once = largest_over_ranks(time_rounds(work, world.device, 2).seconds[-1], world)
-    if once < seconds / _MANY:  # quick work is worth a better guess
+    if once < seconds / _MANY:  # short work needs a better estimate
         once = largest_over_ranks(time_rounds(work, world.device, _WARM_UP_ROUNDS).median_s, world)
     return max(_LEAST_ROUNDS, min(_MOST_ROUNDS, round(seconds / max(once, 1e-9))))
 
 
 def gather_numbers(values: Sequence[float], world: World) -> list[list[float]]:
-    """Every rank's numbers on every rank, by rank."""
+    """All-gather the numbers of every rank, in rank order."""
     row = torch.tensor([values], dtype=torch.float64, device=world.device)
     rows: list[list[float]] = gather_lanes(row, world).tolist()
     return rows
@@ -110,6 +110,6 @@ def largest_over_ranks(value: float, world: World) -> float:
 
 
 def mean_over_ranks(rounds: Rounds, world: World) -> Rounds:
-    """Round by round: ranks that work together share a round's time, but for who waits for whom."""
+    """Average each round over ranks. Ranks that work together differ only in how long they wait."""
     everyone = gather_numbers(rounds.seconds, world)
     return Rounds(tuple(statistics.fmean(column) for column in zip(*everyone, strict=True)))

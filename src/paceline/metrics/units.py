@@ -1,6 +1,6 @@
-"""Sizes, times and rates as people write them. Imports no torch.
+"""Format sizes, times and rates for people. Does not import torch.
 
-Sizes count in 1024s, as buffers do; rates in 1000s, as links are sold.
+Sizes use factors of 1024, as buffers do. Rates use factors of 1000, as link speeds do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def format_flops(flops_per_s: float) -> str:
 
 
 def gigabytes(bytes_per_s: float) -> str:
-    """A rate without its unit, for a column that names it."""
+    """A rate without its unit, for a column with the unit in its heading."""
     return _three_digits(bytes_per_s / 1e9)
 
 

@@ -1,7 +1,7 @@
-"""One line: what bounded a run, and the next thing to try. Pure functions of what the ranks' clocks said.
+"""One line: what limits a run, and what to try next. Pure functions of the ranks' phase times.
 
-Ranks of a step end it together, so a slow one shows in the others' waiting, not in their step. What a rank does by
-itself, and what it waits for others, is therefore told apart first.
+All ranks end a step together, so a slow rank shows as waiting time of the others, not as a longer step. So a rank's own
+work and its waiting time are separated first.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from paceline.metrics.units import format_flops
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 
-LEAST_STEPS = WARMUP_STEPS + 1  # of a run with fewer, the clock tells the first ones: they are too few, and too slow
-MUCH = 0.2  # of a step: worth an effort
-_SLOW = 0.1  # likewise, of every rank's step, for the sake of one: every other rank pays for it
-_SHORT_STEP_MS = 50.0  # a step calls hundreds of operators, each costs its caller some 10 us: below this, that shows
-_CROWDED = 1.5  # processes that want to run, per core: more than this run's own
-DENSE = 0.3  # of the matrix ceiling: what convolutions with normalisation reach when the device has enough to do
+LEAST_STEPS = WARMUP_STEPS + 1  # shorter runs have only warm-up steps, which are too slow
+MUCH = 0.2  # share of a step that is worth reporting
+_SLOW = 0.1  # the same for a slow rank; lower, because all other ranks wait for it
+_SHORT_STEP_MS = 50.0  # below this, the launch overhead of hundreds of operators (about 10 us each) matters
+_CROWDED = 1.5  # load per core; above this, other programs compete for the cores
+DENSE = 0.3  # share of the matrix ceiling that convolutions with normalisation reach on a busy device
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class RankTime:
     host: str
     step_ms: float
     data_ms: float
-    communication_ms: float | None  # stood waiting for others; None where that is not told apart
+    communication_ms: float | None  # waiting for other ranks; None if not measured
 
     @property
     def own_ms(self) -> float:
@@ -41,22 +41,22 @@ class RankTime:
 
 @dataclass(frozen=True)
 class SlowRank:
-    """The slowest, held against the median of the others."""
+    """The slowest rank, compared with the median of the others."""
 
     rank: int
     host: str
-    times_slower: float  # 1.5: half as long again
-    lost_share: float  # of a step, on the others
-    is_data: bool  # most of it is its data
+    times_slower: float  # 1.5: takes 50 % longer
+    lost_share: float  # of a step, for the other ranks
+    is_data: bool  # most of the loss is data loading
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of a step's time, the mean over ranks."""
+    """Shares of a step's time, averaged over ranks."""
 
     data: float
-    communication: float | None  # exposed: exchanging, and waiting for slower ranks
-    exchange: float | None  # of that, what the rank that waits least pays too: nobody's slowness
+    communication: float | None  # not hidden by computing: exchange, and waiting for slower ranks
+    exchange: float | None  # without waiting for slower ranks: the minimum over ranks
     slowest: SlowRank | None
     slowest_to_fastest: float | None
 
@@ -67,11 +67,11 @@ class Shares:
 
 @dataclass(frozen=True)
 class Speed:
-    """Arithmetic of all ranks together, over the time of their steps."""
+    """FLOP/s of all ranks together during their steps."""
 
     flops_per_s: float | None = None
     ceiling_flops_per_s: float | None = None
-    note: str = ""  # why one of them is not known
+    note: str = ""  # why a value is unknown
 
     @property
     def mfu(self) -> float | None:
@@ -83,17 +83,17 @@ class Speed:
 
 @dataclass(frozen=True)
 class Setting:
-    """What advice must be true for."""
+    """The configuration and machine for which advice is given."""
 
     config: Config
     world: World
     strategy: str
     precision: str
-    cores: int  # of a node
-    load: float = 0.0  # processes that wanted to run there in the last minute, this run's own included
+    cores: int  # per node
+    load: float = 0.0  # load average of the last minute, including this run
     step_ms: float = 0.0
-    is_packed: bool = False  # the pictures of a folder
-    host_overhead_share: float | None = None  # of a GPU's time: it waited for the host
+    is_packed: bool = False  # the data is a packed folder of pictures
+    host_overhead_share: float | None = None  # share of time in which the GPU waited for the host
 
     @property
     def is_cuda(self) -> bool:
@@ -137,7 +137,7 @@ def split_time(ranks: Sequence[RankTime]) -> Shares:
 
 
 def judge_run(shares: Shares, speed: Speed, setting: Setting) -> RunVerdict:
-    """The largest loss that is worth an effort; without one, computing itself, which is dense or full of overhead."""
+    """Report the largest loss above its threshold. Without one, the run is compute-bound or has overhead."""
     losses = {"input-bound": shares.data / MUCH, "communication-bound": (shares.exchange or 0.0) / MUCH}
     if shares.slowest is not None:
         losses["straggler"] = shares.slowest.lost_share / _SLOW
@@ -145,39 +145,39 @@ def judge_run(shares: Shares, speed: Speed, setting: Setting) -> RunVerdict:
     if losses[kind] < 1.0:
         is_dense = speed.mfu is None or speed.mfu / max(shares.computing, 1e-9) >= DENSE
         kind = "compute-bound" if is_dense else "overhead"
-    words, tips = {
+    text, tips = {
         "input-bound": _judge_input,
         "communication-bound": _judge_communication,
         "straggler": _judge_straggler,
         "compute-bound": _judge_compute,
         "overhead": _judge_overhead,
     }[kind](shares, speed, setting)
-    return RunVerdict(kind, f"{kind}: {words}", ", or ".join(tips[:2]))
+    return RunVerdict(kind, f"{kind}: {text}", ", or ".join(tips[:2]))
 
 
-Judgement = tuple[str, list[str]]  # what is so, and what to try, the best first
+Judgement = tuple[str, list[str]]  # the finding, and tips in order of expected gain
 
 
 def _judge_input(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
-    words = f"{shares.data:.0%} of a step waits for its batch{_at_ceiling(speed, ', ')}"
-    return words, faster_data(setting)
+    text = f"{shares.data:.0%} of a step waits for its batch{_at_ceiling(speed, ', ')}"
+    return text, faster_data(setting)
 
 
 def _judge_communication(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
-    words = f"{shares.exchange or 0.0:.0%} of a step is exchange that computing does not hide"
-    return f"{words}, data wait {shares.data:.0%}", less_exchange(setting)
+    text = f"{shares.exchange or 0.0:.0%} of a step is exchange that computing does not hide"
+    return f"{text}, data wait {shares.data:.0%}", less_exchange(setting)
 
 
 def _judge_straggler(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
     slow = shares.slowest
     assert slow is not None
-    words = f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times the others' time for its own work"
+    text = f"rank {slow.rank} on {slow.host} takes {slow.times_slower:.1f} times the others' time for its own work"
     if slow.is_data:
-        words += ", most of it for its data"
+        text += ", most of it for its data"
         tip = f"look at how {slow.host} reads its data (disk, network, other programs)"
     else:
         tip = f"look at {slow.host}: other programs, heat, a slower device (paceline doctor)"
-    return f"{words}, and they wait {slow.lost_share:.0%} of each step", [tip]
+    return f"{text}, and they wait {slow.lost_share:.0%} of each step", [tip]
 
 
 def _judge_compute(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
@@ -187,11 +187,11 @@ def _judge_compute(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
 
 
 def _judge_overhead(shares: Shares, speed: Speed, setting: Setting) -> Judgement:
-    words = f"{_at_ceiling(speed)} though {_rest(shares)}: much of a step is not matrix arithmetic"
+    text = f"{_at_ceiling(speed)} though {_rest(shares)}: much of a step is not matrix arithmetic"
     idle = setting.host_overhead_share
     if idle is not None and idle >= MUCH:
-        words += f", and the GPU waits {idle:.0%} of it for its host"
-    return words, less_overhead(setting)
+        text += f", and the GPU waits {idle:.0%} of it for its host"
+    return text, less_overhead(setting)
 
 
 def _at_ceiling(speed: Speed, before: str = "") -> str:
@@ -206,13 +206,13 @@ def _at_ceiling(speed: Speed, before: str = "") -> str:
 def _rest(shares: Shares) -> str:
     parts = [f"data wait {shares.data:.0%}"]
     if shares.communication is None:
-        parts.append("exchange not told apart")
+        parts.append("exchange not measured separately")
     elif shares.slowest is not None:
         parts.append(f"exchange {shares.communication:.0%}")
     return ", ".join(parts)
 
 
-# --- What to try, the best first; never what is so already
+# --- Tips in order of expected gain, without settings that are already active
 
 
 def faster_data(setting: Setting) -> list[str]:
@@ -221,7 +221,7 @@ def faster_data(setting: Setting) -> list[str]:
         tips = ["pack the pictures once (paceline data pack)"]
         cores = setting.cores // setting.world.local_world_size
         return [f"more --num-workers than {data.num_workers}", *tips] if data.num_workers < cores else tips
-    tips = ["a faster disk, or memory enough for the packed pictures"] if setting.is_packed else []
+    tips = ["a faster disk, or enough memory for the packed pictures"] if setting.is_packed else []
     if data.augment == "imagenet":
         tips += ["--augment light", f"a smaller --image-size than {data.image_size}"]
     elif data.augment != "none":
@@ -259,9 +259,9 @@ def faster_arithmetic(setting: Setting, *, is_dense: bool = True) -> list[str]:
         tips.append("mixed precision (leave out --no-amp)")
     if not is_dense:
         tips.append("a larger --global-batch-size")
-    if setting.config.train.compile == "never":  # auto has looked whether it pays
+    if setting.config.train.compile == "never":  # auto has already measured whether it helps
         tips.append("no --compile never")
-    return tips or ["more or faster GPUs: little is left to gain on this one"]
+    return tips or ["more or faster GPUs: this one is nearly fully used"]
 
 
 def less_overhead(setting: Setting) -> list[str]:
@@ -278,7 +278,7 @@ def less_overhead(setting: Setting) -> list[str]:
     if setting.is_cuda and train.compile == "never":
         tips.append("no --compile never")
     if setting.step_ms < _SHORT_STEP_MS:
-        tips.append("a larger --global-batch-size (small operators cost their call)")
+        tips.append("a larger --global-batch-size (small operators are dominated by launch overhead)")
     is_profiled = setting.config.run.profile
     tips.append("profile/top.txt, which names the operators" if is_profiled else "--profile, to see which operators")
     return tips
@@ -289,4 +289,4 @@ def _is_crowded(setting: Setting) -> bool:
 
 
 def _quiet_machine(setting: Setting) -> str:
-    return f"fewer other programs beside it (load {setting.load:.1f} on {setting.cores} cores)"
+    return f"fewer other programs on this machine (load {setting.load:.1f} on {setting.cores} cores)"

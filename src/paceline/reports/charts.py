@@ -15,13 +15,13 @@ class Series:
 
     name: str
     y: Numbers
-    x: Sequence[float | str] = ()  # of a bar chart: the bars' labels
+    x: Sequence[float | str] = ()  # in a bar chart, the labels of the bars
     low: Numbers = ()  # an interval around y, of the same length
     high: Numbers = ()
     is_dashed: bool = False  # for values that were not measured: an ideal, a prediction
     has_points: bool = False
     group: str = ""  # series of one group share a colour
-    colour: int | None = None  # its number in the palette, for the same colour in several charts
+    colour: int | None = None  # the number in the palette, to use the same colour in several charts
 
 
 @dataclass(frozen=True)

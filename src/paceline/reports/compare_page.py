@@ -46,13 +46,15 @@ def write_compare_page(
         f"{len(records)} runs compared",
         [section for section in sections if section.blocks],
         subtitle=", ".join(names),
-        verdict="**Equal**, bit for bit, in everything that was compared." if is_equal else _parting(findings),
+        verdict="**Equal**, bit for bit, in everything that was compared."
+        if is_equal
+        else _describe_difference(findings),
         tone="good" if is_equal else "warn",
         footer=f"Written by paceline {paceline.__version__}.",
     )
 
 
-def _parting(findings: Sequence[Finding]) -> str:
+def _describe_difference(findings: Sequence[Finding]) -> str:
     different = [finding for finding in findings if not finding.is_equal]
     more = f" ({len(different)} of {len(findings)} differ from the first)" if len(findings) > 1 else ""
     where = f" {different[0].sentence}, {different[0].lines[0]}." if different[0].lines else ""

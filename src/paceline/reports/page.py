@@ -30,7 +30,7 @@ _MARKUP = re.compile(
     r"`(?P<code>[^`]+)`|\*\*(?P<bold>.+?)\*\*|\[(?P<words>[^\]]+)\]\(#(?P<anchor>[A-Za-z0-9_-]+)\)", re.DOTALL
 )
 _NUMBER_WORDS = re.compile(r"[-+±]?[\d][\d,.:]*( ?(%|x|×|s|ms|min|h|MB|MiB|GB|GiB|KiB|k|M))?")
-_DIGITS = 7  # of the numbers in charts; a screen shows three
+_DIGITS = 7  # significant digits of the numbers in charts
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from paceline.settings.fields import field_table, flatten
 from paceline.settings.load import load_config
 
 Row = dict[str, Any]
-_PLACES = ("output_dir",)  # a place, not a setting of the training
+_PLACES = ("output_dir",)  # not a setting of the training
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class RunFiles:
     config: dict[str, Any]  # empty if it cannot be read
     config_text: str
     environment: Row
-    results: Row  # of a run that did not finish: empty
+    results: Row  # empty for a run that did not finish
     rows: list[Row]
     failures: list[Row]
     faults: list[Row]

@@ -1,4 +1,4 @@
-"""How close a run came to the limits of its devices, for its page."""
+"""The page section about device limits: how close a run came to them."""
 
 from __future__ import annotations
 

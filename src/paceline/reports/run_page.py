@@ -64,7 +64,7 @@ def verdict(run: RunFiles) -> str:
         text = f"**Finished.** {results['test_accuracy']:.2%}{of} are classified correctly"
         if results.get("best_epoch"):
             text += f", with the weights of epoch {results['best_epoch']}"
-        return f"{text}; {_trouble(run)}."
+        return f"{text}; {_failures_text(run)}."
     step = status.get("step")
     at = f" at step {step:,}" if isinstance(step, int) else ""
     reason = f": {status['reason']}" if status.get("reason") else ""
@@ -74,11 +74,11 @@ def verdict(run: RunFiles) -> str:
         return f"**Stopped and saved**{at}{reason}. `{run.folder.resume_command}` continues from there."
     if run.state == "running":
         last = f" of {status['last_step']:,}" if isinstance(status.get("last_step"), int) else ""
-        return f"**Not finished** when this page was written{at}{last}; {_trouble(run)}."
+        return f"**Not finished** when this page was written{at}{last}; {_failures_text(run)}."
     return f"It is not known how this run ended{at}."
 
 
-def _trouble(run: RunFiles) -> str:
+def _failures_text(run: RunFiles) -> str:
     count = len(run.restarts)
     if not count:
         return "there were no failures"
@@ -271,7 +271,7 @@ def _environment(run: RunFiles) -> list[Block]:
     return [Table(["what", "which"], rows), *([Code(words)] if words else [])]
 
 
-# --- Words
+# --- Text
 
 
 def _count(number: int, thing: str) -> str:

@@ -1,4 +1,4 @@
-"""What can be made again, and takes long: measured ceilings, compiled code, bytecode, downloaded weights."""
+"""The cache folder: measured ceilings, compiled code, bytecode, downloaded weights. All of it can be recreated."""
 
 from __future__ import annotations
 

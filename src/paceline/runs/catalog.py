@@ -1,7 +1,7 @@
 """All runs below a folder, from the plain files they keep. There is no index: the files are the catalog.
 
-Small files only: a thousand runs must list in a moment, also over a network. Nobody is asked but this machine's own
-table of processes, about owners that say they live here; schedulers are asked by `paceline status`.
+Only small files are read, so that a thousand runs are listed quickly, also over a network. For owners on this machine,
+the process table shows whether they run. Schedulers are queried only by `paceline status`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _LARGEST_SCRIPT_BYTES = 1_000_000
 _LARGEST_TABLE_BYTES = 100_000_000
 _LOCKS = (LOCK, OWNER_FILE)
 _ENDED = ("finished", "preempted", "cancelled", "failed", "lost", "unknown")
-LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: these are not changed
+LIVING = ("running", "starting", "silent", "submitted")  # running, or possibly running: these are not changed
 STATES = (*LIVING, *_ENDED)
-_DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
-_DEEPEST_IN_STORE = 32  # runs/s3/bucket/a/b/run: a working copy has the path that its store has
-_PROTOCOLS = {  # of fsspec, which is not imported for a listing
+_DEEPEST = 3  # runs/project/sweep/run; use --in for deeper ones
+_DEEPEST_IN_STORE = 32  # runs/s3/bucket/a/b/run: a working copy has the path of its store
+_PROTOCOLS = {  # those of fsspec, which is slow to import
     *("abfs", "abfss", "adl", "az", "dbfs", "file", "ftp", "gcs", "gs", "hdfs", "hf", "http", "https", "local"),
     *("memory", "oci", "oss", "s3", "s3a", "sftp", "smb", "ssh", "wasb", "webhdfs"),
 }
-_SILENT_S = 1800.0  # no word for so long, from an owner that cannot be asked from here
+_SILENT_S = 1800.0  # limit without an update, for an owner that cannot be checked from here
 _STAMP = re.compile(r"(-rehearsal)?-\d{8}-\d{6}(-\d+)?$")
 _TAIL_BYTES = 1 << 16
 _RESTARTED = '"done": "started again'
@@ -74,7 +74,7 @@ class RunEntry:
 
     @property
     def accuracy(self) -> float | None:
-        """What it is worth: on the test set once it is known, before that on validation."""
+        """Test accuracy if it is known, otherwise validation accuracy."""
         return self.test_accuracy if self.test_accuracy is not None else self.best_accuracy
 
     def to_json(self) -> dict[str, Any]:
@@ -93,16 +93,16 @@ def list_runs(root: Path) -> list[RunEntry]:
 
 
 def read_entry(path: Path) -> RunEntry:
-    """One run, named as it was given."""
+    """One run, with the name as given."""
     return _read_entry(path, str(path), {entry.name for entry in os.scandir(path)}, datetime.now().timestamp())
 
 
 def _find(folder: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
-    """Run folders and the names of what they hold. A run holds no runs, but a job array has its tasks inside."""
+    """Run folders and their file names. A run contains no runs, but a job array contains its tasks."""
     try:
         with os.scandir(folder) as found:
             entries = list(found)
-    except OSError:  # gone meanwhile, or not ours to read
+    except OSError:  # removed meanwhile, or not readable
         return
     names = {entry.name for entry in entries}
     if is_run(names):
@@ -116,7 +116,7 @@ def _find(folder: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
 
 
 def is_run(names: set[str]) -> bool:
-    """By what the folder holds: settings with a life of their own, or a job that has not begun yet."""
+    """Whether the file names are those of a run that was started, or of a submitted job."""
     return ("config.yaml" in names and not names.isdisjoint(("status.json", "metrics.jsonl"))) or (
         JOB in names and not any(name.startswith("task-") for name in names)
     )
@@ -152,7 +152,7 @@ def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:
 
 
 def _state(status: dict[str, Any], owner: Owner | None, *, is_left: bool, silent_s: float) -> str:
-    """Empty where the run itself has written nothing."""
+    """The state of a run; empty if the run has written nothing yet."""
     written = str(status.get("status", ""))
     if written and written != "running":
         return written if written in STATES else "unknown"
@@ -167,20 +167,20 @@ def _state(status: dict[str, Any], owner: Owner | None, *, is_left: bool, silent
 
 
 def _state_of_job(path: Path, is_job: bool) -> str:
-    """Of a run that has written nothing here: what `paceline cancel` and `paceline status` have noted of its job."""
+    """The state of a run that has written nothing here, as recorded by `paceline cancel` and `paceline status`."""
     if not is_job:
         return "unknown"
     record = read_object(path / JOB, JOB_RECORD)
     outcome = record.get("outcome", "")
     if record.get("cancelled") or outcome == "CANCELLED":
         return "cancelled"
-    if outcome == "COMPLETED":  # the folder of a Kubernetes run may be seen by its cluster alone
+    if outcome == "COMPLETED":  # the folder of a Kubernetes run may be visible only in the cluster
         return "finished" if record.get("scheduler") == "kubernetes" else "lost"
     return "failed" if outcome else "submitted"
 
 
 def read_owner(folder: Path) -> Owner | None:
-    """Who holds the folder, or held it when it died: a clean release empties the file."""
+    """The owner of the folder, also a dead one. A clean release empties the file."""
     for name in _LOCKS:
         owner = parse_owner(read_text(folder / name))
         if owner is not None:
@@ -189,7 +189,7 @@ def read_owner(folder: Path) -> Owner | None:
 
 
 def _is_left(folder: Path) -> bool:
-    """Whether somebody had the folder and let go of it, without a word of how it ended."""
+    """Whether an owner released the folder without writing a final status."""
     lock, owner = (folder / name for name in _LOCKS)
     try:
         return lock.stat().st_size == 0 and not owner.exists()
@@ -198,7 +198,7 @@ def _is_left(folder: Path) -> bool:
 
 
 def recipe_of(path: Path) -> str:
-    """As the run wrote it down; of older ones the folder's name, less its time."""
+    """The recorded recipe; for older runs the folder's name without its time."""
     recipe = read_object(path / "environment.json", ENVIRONMENT).get("recipe")
     return printable_line(recipe or _STAMP.sub("", path.absolute().name))
 
@@ -217,7 +217,7 @@ def find_by_job(root: Path, job: str) -> Path | None:
 
 
 def _job_name(script: Path) -> str | None:
-    """From the script in the run folder itself: job.json may come from elsewhere and name any file."""
+    """Read only the script in the run folder: job.json is not trusted and may name any file."""
     try:
         text = read_bounded(script, _LARGEST_SCRIPT_BYTES).decode()
     except (OSError, ValueError):
@@ -236,7 +236,7 @@ class _Epochs:
 
 
 def _read_epochs(path: Path) -> _Epochs:
-    """From metrics.csv, which has two lines an epoch: metrics.jsonl may be a hundred times as long."""
+    """Read metrics.csv, which has two lines per epoch; metrics.jsonl may be a hundred times longer."""
     best = speed = None
     try:
         lines = read_bounded(path, _LARGEST_TABLE_BYTES).decode().splitlines()[1:]
@@ -257,7 +257,7 @@ def _read_epochs(path: Path) -> _Epochs:
 
 
 def read_last_step(path: Path) -> dict[str, Any]:
-    """The newest whole row of a step in metrics.jsonl, read from its end."""
+    """The last complete step row of metrics.jsonl, read from its end."""
     if not path.is_file():
         return {}
     try:
@@ -268,7 +268,7 @@ def read_last_step(path: Path) -> dict[str, Any]:
         return {}
     for line in reversed(lines):
         if line.startswith(b'{"kind": "step"'):
-            with suppress(ValueError):  # torn by a crash: the one before
+            with suppress(ValueError):  # incomplete after a crash: use the previous row
                 row: dict[str, Any] = fit(parse_json(line), ROW)
                 return row
     return {}
@@ -282,7 +282,7 @@ def _count(path: Path, what: str) -> int:
 
 
 def _whole(value: object) -> int | None:
-    """A count of steps. One that no double holds is not a number of ours."""
+    """A step count; None if it does not fit into a double."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     return value if is_whole and abs(value) < 2**53 else None  # type: ignore[arg-type, return-value]
 
@@ -290,7 +290,7 @@ def _whole(value: object) -> int | None:
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
-    return float(value) if abs(value) < 1e300 else None  # neither infinite, nor NaN, nor larger than a double
+    return float(value) if abs(value) < 1e300 else None  # not infinite, not NaN, not too large for a double
 
 
 def _time_of(text: object) -> float | None:

@@ -1,7 +1,7 @@
-"""What runs have in common and where they part, as far as their folders say it in text. Tensors are not opened here.
+"""Compare runs by the text files in their folders. Tensors are not opened here.
 
-A step row tells the mean loss since the row before it. So losses are compared interval by interval: two runs that
-log at different steps are compared where their intervals agree.
+A step row has the mean loss since the previous row. So losses are compared interval by interval: two runs that log
+at different steps are compared where their intervals agree.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from paceline.settings.fields import flatten
 from paceline.settings.load import load_config
 
 Row = dict[str, Any]
-# Where and how a run is watched, never what it computes.
+# Settings that do not change what a run computes.
 _SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save", "profile")
 _EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
 HASHES = ("weights_sha256", "optimizer_sha256")
@@ -26,11 +26,11 @@ HASHES = ("weights_sha256", "optimizer_sha256")
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What a run folder says of its run."""
+    """What a run folder records about its run."""
 
     path: Path
     config: dict[str, Any]
-    results: dict[str, Any]  # of a run that did not finish: empty
+    results: dict[str, Any]  # empty for a run that did not finish
     status: str
     rows: list[Row]
 
@@ -41,7 +41,7 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class Pair:
-    """One thing two runs say of themselves, mostly one they do not agree on."""
+    """One value of two runs, usually a difference."""
 
     what: str
     first: Any
@@ -50,13 +50,13 @@ class Pair:
 
 @dataclass(frozen=True)
 class TextComparison:
-    """Two runs beside each other; None where nothing differs."""
+    """The comparison of two runs. None means no difference."""
 
     steps_compared: int
     first_step: Pair | None
     epoch_metrics_compared: int
     first_epoch_metric: Pair | None
-    hashes: list[Pair]  # every hash that both have; only exact runs have one of the optimizer
+    hashes: list[Pair]  # every hash that both have; only exact runs have an optimizer hash
 
     @property
     def other_hashes(self) -> list[Pair]:
@@ -68,11 +68,11 @@ class TextComparison:
 
 
 def read_record(path: Path, rows: list[Row]) -> RunRecord:
-    """Everything but the metrics, which the caller reads: their layer is above this one."""
+    """Read everything except the metrics. The caller passes them, because their layer is above this one."""
     require_run_folder(path)
     config = flatten(load_config(str(path / "config.yaml"), []).config)
     status = RunFolder(path).read_status()
-    # A run that was resumed after its end has the results of that end until it ends again.
+    # If a finished run is resumed, its old results stay until it ends again.
     is_finished = status.get("status", "finished") == "finished"
     results = _read_results(RunFolder(path).results) if is_finished else {}
     words = "finished" if results else ": ".join(str(status[key]) for key in ("status", "reason") if key in status)
@@ -89,7 +89,7 @@ def _read_results(path: Path) -> dict[str, Any]:
 
 
 def config_differences(records: list[RunRecord]) -> dict[str, list[Any]]:
-    """Settings that are not the same in all runs, each with every run's value."""
+    """Settings that differ between runs, each with the values of all runs."""
     names = [name for name in records[0].config if name not in _SILENT]
     table = {name: [record.config[name] for record in records] for name in names}
     return {name: values for name, values in table.items() if any(value != values[0] for value in values)}
@@ -118,7 +118,7 @@ def logged_losses(rows: list[Row]) -> dict[tuple[int, int], float]:
 
 
 def largest_loss_difference(first: list[Row], second: list[Row]) -> float:
-    """Over the loss curves of two runs that logged the same steps; infinite if they did not."""
+    """The largest difference between two loss curves; infinite if the runs logged different steps."""
     mine, other = logged_losses(first), logged_losses(second)
     if not mine or mine.keys() != other.keys():
         return float("inf")

@@ -1,7 +1,7 @@
-"""Drafts: what a file of a run folder is written to before it gets its name in one move.
+"""Drafts: temporary files that are renamed to files of a run folder.
 
-A draft's name says that it is ours and which process writes it. Its random part keeps others from putting a link there
-first.
+A draft's name shows that it is Paceline's and which process writes it. A random part makes the name unpredictable, so
+another user cannot place a link there.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _DRAFT = re.compile(r"\..+\.(?P<pid>[0-9]{1,10})-[0-9a-f]{16}\.paceline-draft")
 
 
 def draft_of(path: Path, pid: int | None = None) -> Path:
-    """A new name beside `path`. What is left of a killed process is removed by the next owner of the folder."""
+    """A new name in the same folder. The next owner of the folder removes drafts of killed processes."""
     return path.with_name(f".{path.name}.{pid or os.getpid()}-{secrets.token_hex(8)}.paceline-draft")
 
 
 def write_draft(draft: Path, content: bytes) -> None:
-    """A new file. A name that is there already, also a link, is an OSError."""
+    """Create a new file. Raises OSError if the name exists, also as a link."""
     descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
         write_all(descriptor, memoryview(content))
@@ -34,7 +34,7 @@ def write_draft(draft: Path, content: bytes) -> None:
 
 
 def remove_drafts(folder: Path) -> None:
-    """Remove what killed processes left of files they were about to replace. Processes of this host may be alive."""
+    """Remove drafts of killed processes. Drafts of processes that still run on this host are kept."""
     for path in folder.glob(".*.paceline-draft"):
         found = _DRAFT.fullmatch(path.name)
         if found is None or THIS_MACHINE.exists(int(found["pid"])):

@@ -1,4 +1,4 @@
-"""Where a run came from: command, code version and machine, written beside its results."""
+"""The origin of a run: command, code version and machine, written to its folder."""
 
 from __future__ import annotations
 

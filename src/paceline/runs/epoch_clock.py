@@ -1,4 +1,4 @@
-"""How a run counts its epochs. If new data has another number of steps per epoch, the count goes on from there."""
+"""How a run counts its epochs. If new data changes the number of steps per epoch, the count continues."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _SHAPE = Fields(
 
 @dataclass(frozen=True)
 class EpochClock:
-    """Which epoch a step lies in."""
+    """Converts steps to epochs."""
 
     steps_per_epoch: int
-    first_step: int = 0  # here an epoch of this length began
+    first_step: int = 0  # the start of the first epoch of this length
     first_epoch: int = 0  # epochs done before it
 
     def locate(self, step: int) -> tuple[int, int]:
@@ -29,24 +29,24 @@ class EpochClock:
         return self.first_epoch + epochs, inside
 
     def end_of(self, epochs: int) -> int:
-        """The step at which so many epochs are done."""
+        """The step at which this many epochs are complete."""
         return self.first_step + (epochs - self.first_epoch) * self.steps_per_epoch
 
     def at_other_length(self, step: int, steps_per_epoch: int) -> EpochClock:
-        """The count goes on at this step with epochs of another length. An epoch that has begun keeps its position."""
+        """Continue the count at this step with epochs of another length. A partial epoch keeps its position."""
         if steps_per_epoch == self.steps_per_epoch:
             return self
         epoch, inside = self.locate(step)
         return EpochClock(steps_per_epoch, step - min(inside, steps_per_epoch - 1), epoch)
 
     def to_json(self) -> dict[str, Any]:
-        """As members of a checkpoint's state."""
+        """The fields in a checkpoint's state."""
         counted_from = {"step": self.first_step, "epoch": self.first_epoch}
         return {"steps_per_epoch": self.steps_per_epoch, "epochs_counted_from": counted_from}
 
     @classmethod
     def from_json(cls, state: dict[str, Any]) -> EpochClock | None:
-        """None if the state does not say it. Raises ValueError for values that no run has saved."""
+        """None if the state has no such fields. Raises ValueError for impossible values."""
         values = fit(state, _SHAPE)
         if "steps_per_epoch" not in values:
             return None

@@ -1,4 +1,4 @@
-"""What the plain files of a run folder hold, as far as anything here depends on it. See `json_files.fit`."""
+"""The fields that readers expect in the JSON files of a run folder. See `json_files.fit`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIRROR = Fields(
     optional={"token": str, "keep_last": COUNT, "keep_best": COUNT, "says": str},
 )
 
-# A name or a number: these go to a scheduler's programs as words of a command.
+# Strings: these become arguments of the scheduler's commands.
 _JOB = {"job_id": str, "cluster": str, "script": str, "command": ListOf(str)}
 JOB_RECORD = Fields(
     required=_JOB,

@@ -1,4 +1,4 @@
-"""The run a person means."""
+"""Find a run by path, name, beginning of a name, or job."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def find_run(name: str) -> RunFolder:
 
 
 def locate_run(name: str) -> Path:
-    """The same as a path, which may be no run. The path of a folder is taken as it is."""
+    """Like `find_run`, but returns a path that may not be a run. An existing folder is returned unchanged."""
     path = next((path for path in (Path(name), RUNS / name) if path.is_dir()), None)
-    # A job before a beginning: its number may also begin the name of several runs.
+    # Try job ids first: a job's number may also be the beginning of several run names.
     return path or find_by_job(RUNS, name) or _by_beginning(name) or Path(name)
 
 

@@ -3,9 +3,9 @@
     config.yaml  environment.json  status.json  run.lock  metrics.jsonl  metrics.csv  results.json
     report.html  examples.json  data.json
     tensorboard/  profile/  logs/rank-*.log  checkpoints/{step-*,latest,best}  mirror.json (a run in an object store)
-    after trouble: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
+    after a failure: failure.json  failures.jsonl  stacks/rank-*.txt  bad-batches/  faults.jsonl
 
-Small files are replaced whole, by rename, so that a reader never sees half of one.
+Small files are replaced by rename, so that a reader never sees a partial file.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from paceline.settings.small_files import not_plain, open_plain
 
 _log = logging.getLogger("paceline")
 RUNS = Path("runs")
-ATTEMPT_MARK = "attempt"  # begins the log of an attempt, followed by its number
+ATTEMPT_MARK = "attempt"  # the first line of an attempt's log: this word and its number
 MIRROR_NOTE = "mirror.json"
-TEMPORARY = "PACELINE_TEMPORARY_FOLDER"  # 1: a task's, removed at its end; messages do not send people there
-CHECKPOINT_MARK = "manifest.json"  # what makes a step folder a checkpoint
+TEMPORARY = "PACELINE_TEMPORARY_FOLDER"  # 1: removed at the end of a task; messages do not refer to it
+CHECKPOINT_MARK = "manifest.json"  # a step folder with this file is a checkpoint
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 _STACKS = re.compile(r"attempt-[0-9]+-rank-[0-9]+\.txt")
-_WRITTEN_FILES = (  # by a run, whatever was there
+_WRITTEN_FILES = (  # a run replaces these
     *("data.json", "results.json", "environment.json", "report.html", "examples.json", "metrics.csv", "status.json"),
     *("failure.json", "failures.jsonl", "faults.jsonl", "requeues.jsonl"),
 )
-_REPLACED_IN_FOLDERS = {  # what a run writes anew or removes, by folder
+_REPLACED_IN_FOLDERS = {  # files that a run replaces or removes, by folder
     "tensorboard": re.compile(r".*", re.DOTALL),
     ".mirror": re.compile(r".*", re.DOTALL),
     "profile": re.compile(r"top\.txt|rank-[0-9]+\.json\.gz"),
@@ -62,10 +62,10 @@ _STEP_FOLDER = re.compile(r"((damaged|replaced)-)?step-[0-9]+")
 
 
 def write_atomically(path: Path, text: str, *, is_durable: bool = True) -> None:
-    """Replace a small file in one move.
+    """Replace a small file by rename.
 
-    Durable: after a power loss the file holds the old text or the new one. Files that are replaced while training
-    waits and that can be made again do without it, since a flush may take as long as a step.
+    Durable: after a power loss the file has the old text or the new text. A flush may take as long as a step. Files
+    that are replaced during training and can be recreated are therefore not durable.
     """
     temporary = draft_of(path)
     try:
@@ -86,12 +86,12 @@ def write_json(path: Path, content: dict[str, Any], *, is_durable: bool = True) 
 
 
 def flush(path: Path) -> None:
-    """Return when a file's contents, or a folder's names, are on the disk."""
+    """Write a file's contents, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems have no fsync for folders: their server decides when names are durable.
+        # Some network file systems have no fsync for folders.
         if error.errno not in _NO_FSYNC or not stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise
     finally:
@@ -99,7 +99,7 @@ def flush(path: Path) -> None:
 
 
 def is_lost(folder: Path, error: OSError) -> bool:
-    """Whether the folder itself is gone or not ours to write, so that no later write can succeed."""
+    """Whether the folder is removed or read-only, so that no later write can succeed."""
     if error.errno in (errno.ENOENT, errno.ENOTDIR):
         return not folder.is_dir()
     return error.errno in (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -115,22 +115,22 @@ def lost_folder(path: Path, error: OSError) -> CheckpointError:
 
 
 class RankLog(logging.Handler):
-    """A rank's log file. What cannot be written is left out, told once: a full disk must not fill the screen."""
+    """A rank's log file. If it cannot be written, lines are dropped with a single warning."""
 
     def __init__(self, path: Path) -> None:
-        # First: a handler that could not open its file must not be known to logging.
+        # Open the file first: if that fails, the handler must not be registered with logging.
         self._file = open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)  # noqa: PTH123, SIM115
         self._path = path
-        self._is_told = False
+        self._is_reported = False
         super().__init__()
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._file.write((self.format(record) + "\n").encode(errors="replace"))
         except OSError as error:
-            if not self._is_told:
-                self._is_told = True
-                # Unbuffered: the output of most ranks goes to this very file, and must not fail again at their end.
+            if not self._is_reported:
+                self._is_reported = True
+                # Unbuffered: most ranks print to this file, and a buffer would fail again at exit.
                 with suppress(OSError):
                     os.write(1, f"warning: {self._path.name} cannot be written: {error.strerror}\n".encode())
 
@@ -140,7 +140,7 @@ class RankLog(logging.Handler):
 
 
 class RunFolder:
-    """Paths and small files of one run. A process of the run is a member: it writes only while its owner owns it."""
+    """Paths and small files of one run. Members write only while their owner holds the folder."""
 
     def __init__(self, path: Path, member: Member | None = None) -> None:
         self.path = path
@@ -173,7 +173,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str | None:
-        """Continues this run with its own settings, whatever flags it was started with. None for a temporary folder."""
+        """The command that resumes this run with its own settings. None for a temporary folder."""
         return None if self.is_temporary else f"paceline train {shlex.quote(str(self.config))} --resume auto"
 
     def create(self) -> None:
@@ -181,8 +181,8 @@ class RunFolder:
             new = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
             for folder in (self.path, self.logs, self.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)
-            # A checkpoint is durable only if the names of all folders around it are. Those that were there already
-            # may be as new as a start that was killed.
+            # A checkpoint is durable only if all its parent folders are. Flush existing ones, too: a start that was
+            # killed may have created them without a flush.
             for folder in dict.fromkeys((self.path, self.path.parent, *(path.parent for path in new))):
                 flush(folder)
         except OSError as error:
@@ -199,13 +199,13 @@ class RunFolder:
 
     @property
     def files_of_others(self) -> list[str]:
-        """What a run would overwrite or remove, in a folder in which no run was ever started."""
+        """Files that a run would overwrite or remove, in a folder in which no run was ever started."""
         names = set(names_in(self.path))
         found = sorted({self.config.name, self.metrics_jsonl.name, *_WRITTEN_FILES} & names)
         for name, replaced in _REPLACED_IN_FOLDERS.items():
             inside = sorted(names_in(self.path / name)) if name in names else []
             found += [f"{name}/{inner}" for inner in inside if replaced.fullmatch(inner)]
-        # Another person's program may use the same names. Without a lock file, a user may have deleted it.
+        # Another program may use the same names. A missing lock file proves nothing: the user may have deleted it.
         is_run = LOCK in names or "paceline" in read_object(self.environment, ENVIRONMENT) or has_checkpoint(self.path)
         return [] if is_run else found
 
@@ -216,7 +216,7 @@ class RunFolder:
         return self.stacks / f"attempt-{attempt}-rank-{rank}.txt"
 
     def drop_empty_stacks(self) -> None:
-        """Every rank opens a file for its stacks; most never need it."""
+        """Every rank opens a file for stack traces. Remove the empty ones."""
         with suppress(OSError):  # not empty, not there, or in a folder that has turned read-only
             for path in self.stacks.glob("*.txt"):
                 if _STACKS.fullmatch(path.name) and path.stat().st_size == 0:
@@ -227,7 +227,7 @@ class RunFolder:
         """state: running, preempted, finished or failed. Raises OwnerLost."""
         self._require_owner_if_known()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
-        if state != "running" and "last_step" not in details:  # how far it was on its way, for whoever lists runs
+        if state != "running" and "last_step" not in details:  # keep the progress for listings
             kept = self.read_status().get("last_step")
             details |= {"last_step": kept} if kept is not None else {}
         content = {
@@ -241,15 +241,15 @@ class RunFolder:
         try:
             write_json(self.status, content, is_durable=state != "running")
         except OSError as error:
-            if state != "failed":  # that is told on the screen already
+            if state != "failed":  # the failure is already on the screen
                 self.warn_on_write_error(self.status.name, error)
         else:
             self.warn_on_write_error(self.status.name, None)
 
     def warn_on_write_error(self, what: str, error: OSError | None) -> None:
-        """A write for people to read failed: a warning, once, and training goes on. None: it works (again).
+        """Warn once if a file for people cannot be written, and continue training. None: the write succeeded.
 
-        On a full disk room may come back. Where the folder itself is lost nothing of the training can be kept: the end.
+        Space on a full disk may become free again. If the folder itself is lost, raise: nothing can be saved any more.
         """
         if error is None:
             if what in self._unwritable:
@@ -260,25 +260,25 @@ class RunFolder:
             raise lost_folder(self.path, error) from error
         if what not in self._unwritable:
             self._unwritable.add(what)
-            _log.warning("warning: %s cannot be written: %s; training goes on without it", what, error.strerror)
+            _log.warning("warning: %s cannot be written: %s; training continues without it", what, error.strerror)
 
     def read_status(self) -> dict[str, Any]:
         return read_object(self.status, STATUS)
 
     def stays_over(self, before: dict[str, Any]) -> bool:
-        """Whether the run had ended before a start, and this start has not gone on with it: then its status stays."""
+        """Whether the run had ended before this start and was not continued. Its status is then kept."""
         return before.get("status") in ("finished", "preempted") and self.read_status() == before
 
-    def tell_mirror(self) -> None:
-        """Bring what status.json says of the mirror up to date, when nobody writes it any more."""
+    def update_mirror_status(self) -> None:
+        """Update the mirror's progress in status.json after the last status was written."""
         self._require_owner_if_known()
         status = self.read_status()
         if status:
             write_json(self.status, {**status, **self._mirror_line()})
 
     def _mirror_line(self) -> dict[str, Any]:
-        """How far the mirror has come: told by whoever mirrors, which may be another process."""
-        from paceline.runs.mirror_note import read_own_note  # which itself needs this file
+        """The mirror's progress. The process that mirrors writes it; it may be another process."""
+        from paceline.runs.mirror_note import read_own_note  # a circular import at module level
 
         note = read_own_note(self.path)
         return {"mirror": note.says} if note is not None and note.says else {}
@@ -287,9 +287,9 @@ class RunFolder:
     def owned(
         self, on_lost: Callable[[OwnerLost], None] | None = None, machine: Machine = THIS_MACHINE
     ) -> Iterator[Member]:
-        """Hold the folder; a second owner is refused. The lock dies with its process.
+        """Lock the folder; a second owner is refused. The lock is released when the process ends.
 
-        on_lost: called, in another thread, if another host takes the folder over all the same.
+        on_lost: called in another thread if another host takes over the folder.
         """
         before = self.member
         self._require_plain()
@@ -306,7 +306,7 @@ class RunFolder:
                 self.member = before
 
     def _require_plain(self) -> None:
-        """What a run changes in place must be plain files in folders of its own, not links to elsewhere."""
+        """Files that a run changes in place must be regular files in its own folders, not links."""
         folders = (self.logs, self.stacks, self.profile, self.tensorboard, self.bad_batches, self.path / ".mirror")
         in_place = (self.lock, self.path / OWNER_FILE, self.metrics_jsonl, self.failures, self.faults, self.requeues)
         for path in folders:
@@ -316,21 +316,21 @@ class RunFolder:
         for path in (*in_place, *(path for path in inside if path.is_symlink() or not path.is_dir())):
             if path.is_symlink() or (path.exists() and not path.is_file()):
                 raise not_plain(path)
-        for path in (self.config, *(self.path / name for name in _WRITTEN_FILES)):  # replaced by a move
+        for path in (self.config, *(self.path / name for name in _WRITTEN_FILES)):  # replaced by rename
             if path.is_dir() and not path.is_symlink():
                 raise not_plain(path)
 
     def require_owner(self) -> None:
-        """Before a change that must last. Raises OwnerLost; OSError if the lock file cannot be read now."""
+        """Called before a durable change. Raises OwnerLost; OSError if the lock file cannot be read."""
         if self.member is not None:
             self.member.require()
 
     def _require_owner_if_known(self) -> None:
-        with suppress(OSError):  # the write that follows tells what is wrong with the disk
+        with suppress(OSError):  # the following write reports the disk error
             self.require_owner()
 
     def refuse_if_owned(self) -> None:
-        """A quick look before anything is started; `owned` is what counts."""
+        """An early check before anything is started. Only `owned` is reliable."""
         self._require_plain()
         refuse_checkpoints_of_another_run(self.path)
         lock.refuse_if_owned(self.lock)
@@ -339,7 +339,7 @@ class RunFolder:
 def has_checkpoint(path: Path) -> bool:
     """Whether this is a checkpoint, or a run folder or checkpoints folder that holds one, also a damaged one.
 
-    A folder that cannot be read is an error: taken for an empty one, it would start a run at step 0.
+    A folder that cannot be read is an error. If it counted as empty, a run would start at step 0.
     """
 
     def look() -> bool:
@@ -356,7 +356,7 @@ def require_run_folder(path: Path) -> None:
 
 def _nearest_run(path: Path) -> str:
     names = [entry.name for entry in RUNS.iterdir() if entry.is_dir()] if RUNS.is_dir() else []
-    # Times of day are half of most names, and all alike: without a good match, none.
+    # The time stamps make all names similar. Suggest only a good match.
     close = [] if path.exists() else difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
     return (
         f"perhaps you meant {RUNS / close[0]}"

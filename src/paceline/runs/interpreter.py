@@ -1,7 +1,7 @@
-"""How Paceline starts further Python processes: a file in the working folder never takes the place of a module.
+"""How Paceline starts Python processes so that a file in the working folder never replaces a module.
 
-`python -m` and `python -c` put the working folder first on the path. A `random.py` of the user, or of somebody else,
-would then be imported instead of Python's own. The command `paceline` itself does not look there.
+`python -m` and `python -c` put the working folder first on the path. A file `random.py` there would then be imported
+instead of Python's own module. The command `paceline` itself does not import from the working folder.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 
 SAFE_PATH = "PYTHONSAFEPATH"
 _ONE_AT_A_TIME = threading.RLock()  # a thread must not remove the variable while another starts a process
-OURS = "paceline"  # any value works; this one shows who has set it
+OURS = "paceline"  # any value works; this one shows that Paceline set it
 
 
 def python_command(*arguments: str) -> list[str]:
-    """Python with the path of this process: with the working folder only if this process has it, too."""
+    """The command to start Python. The child imports from the working folder only if this process does."""
     return [sys.executable, *([] if has_working_folder() else ["-P"]), *arguments]
 
 
@@ -33,7 +33,7 @@ def has_working_folder() -> bool:
 
 @contextmanager
 def safe_path() -> Iterator[None]:
-    """Processes that multiprocessing starts inside do not look in the working folder, until they get our path."""
+    """Processes that multiprocessing starts in this block do not import from the working folder during start-up."""
     with _ONE_AT_A_TIME:
         is_set = SAFE_PATH in os.environ
         os.environ.setdefault(SAFE_PATH, OURS)
@@ -45,6 +45,6 @@ def safe_path() -> Iterator[None]:
 
 
 def forget_safe_path() -> None:
-    """In such a process: programs that user code starts run as usual."""
+    """Called in such a process, so that programs started by user code run as usual."""
     if os.environ.get(SAFE_PATH) == OURS:
         del os.environ[SAFE_PATH]

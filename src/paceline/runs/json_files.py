@@ -1,7 +1,7 @@
 """JSON files of a run folder, with the types that their readers expect.
 
-They may come from another machine, another version or another person. `settings/small_files.py` bounds size, depth and
-numbers. `fit` keeps of an object what has the expected type, and leaves out the rest as if it was not written.
+The files may come from another machine, another version or another person. `settings/small_files.py` limits size,
+depth and numbers. `fit` keeps the members that have the expected type and drops the others.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.settings.small_files import LARGEST_JSON_BYTES, parse_json, read_small
 
-LARGEST_LINES_BYTES = 1 << 30  # metrics of months; only whole lines of it are parsed
+LARGEST_LINES_BYTES = 1 << 30  # enough for months of metrics; only complete lines are parsed
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ Shape = Fields | tuple[Fields, ...] | None
 
 @dataclass(frozen=True)
 class ListOf:
-    """A list of values of one kind. Where an item does not fit, the list does not, or goes without it."""
+    """A list of values of one kind. An item that does not fit is dropped, or makes the list invalid."""
 
     items: Any
     drops: bool = False
@@ -59,18 +59,18 @@ class Word:
     allowed: tuple[str, ...]
 
 
-COUNT = Number(0, 2**53, is_whole=True)  # what JavaScript keeps, too
+COUNT = Number(0, 2**53, is_whole=True)  # the largest integer that JavaScript keeps exactly
 SHARE = Number(0, 1)
 MAYBE = type(None)  # for pairs such as (COUNT, MAYBE)
 
 
 def read_bounded(path: Path, at_most_bytes: int = LARGEST_JSON_BYTES) -> bytes:
-    """The bytes of a file of a run folder: a plain file, not too large. Raises OSError or ValueError."""
+    """Read a file of a run folder. Raises OSError or ValueError if it is not a regular file, or too large."""
     return read_small(path, at_most_bytes, follows_links=False)
 
 
 def read_object(path: Path, shape: Shape = None) -> dict[str, Any]:
-    """What a small file of a run says; nothing where it is missing or not whole."""
+    """The object in a small file of a run; empty if the file is missing or invalid."""
     try:
         content = parse_json(read_bounded(path))
         return fit(content, shape or _ANYTHING)  # type: ignore[no-any-return]
@@ -79,7 +79,7 @@ def read_object(path: Path, shape: Shape = None) -> dict[str, Any]:
 
 
 def read_objects(path: Path, shape: Shape = None) -> list[dict[str, Any]]:
-    """Every whole line of a file with an object to a line; one that a crash has torn is left out."""
+    """The objects of a file with one object per line. A line that a crash has cut off is left out."""
     try:
         content = read_bounded(path, LARGEST_LINES_BYTES)
     except (OSError, ValueError):
@@ -96,10 +96,10 @@ def parse_lines(content: bytes, shape: Shape = None) -> Iterator[dict[str, Any]]
 
 
 def fit(value: Any, shape: Any) -> Any:
-    """The value without members that do not fit. Raises ValueError where the value itself does not.
+    """The value without members that do not fit. Raises ValueError if the value itself does not fit.
 
-    A shape is a type, a tuple of shapes (one of them), Number, Word, Fields, ListOf or MapOf. float takes whole numbers
-    and NaN too, and no type but bool takes True. None stands for anything.
+    A shape is a type, a tuple of alternative shapes, Number, Word, Fields, ListOf or MapOf. float accepts whole numbers
+    and NaN, too. Only bool accepts True. None accepts anything.
     """
     if shape is None:
         return value

@@ -1,7 +1,7 @@
-"""Checkpoints on another disk: a `checkpoints` that leads out of its run folder belongs to one run folder.
+"""Checkpoints on another disk: a `checkpoints` that links out of its run folder belongs to one run folder.
 
-The lock is in the run folder. Two run folders that share one checkpoints folder, as after `cp -r`, would each replace
-and drop the checkpoints of the other. So a mark in such a checkpoints folder names the run folder that uses it.
+The lock is in the run folder. After `cp -r`, two run folders share one linked checkpoints folder, and each would
+delete checkpoints of the other. So a mark file in the checkpoints folder names the run folder that uses it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SIGNS_OF_A_RUN = ("config.yaml", "status.json", "run.lock", "run.owner")
 
 
 def claim_linked_checkpoints(folder: Path) -> None:
-    """By the owner of the run folder, before it writes there. Raises UserError if another run folder uses them."""
+    """The owner of the run folder calls this before it writes. Raises UserError if another run folder uses them."""
     checkpoints = folder / "checkpoints"
     if not _leads_out(checkpoints):
         return
@@ -43,7 +43,7 @@ def _write_mark(folder: Path, mark: Path) -> None:
     try:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        refuse_checkpoints_of_another_run(folder)  # under the lock of the mark: another may start now
+        refuse_checkpoints_of_another_run(folder)  # while the mark is locked: another run may start now
         words = {"folder": str(folder.resolve()), "inode": folder.stat().st_ino, "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
         os.write(descriptor, (json.dumps(words) + "\n").encode())
@@ -52,7 +52,7 @@ def _write_mark(folder: Path, mark: Path) -> None:
 
 
 def refuse_checkpoints_of_another_run(folder: Path) -> None:
-    """Reads only. Raises UserError."""
+    """Raises UserError. Writes nothing."""
     checkpoints = folder / "checkpoints"
     if not _leads_out(checkpoints):
         return
@@ -67,15 +67,15 @@ def refuse_checkpoints_of_another_run(folder: Path) -> None:
     if _exists(named):
         if _is_same(named / "checkpoints", checkpoints):
             raise _refusal(checkpoints, str(named))
-        return  # it was moved, or uses other checkpoints by now
-    # A moved run folder keeps its inode. On another host the path alone says nothing.
+        return  # it was moved, or uses other checkpoints now
+    # A moved run folder keeps its inode. On another host the path alone proves nothing.
     if mark.get("inode") != folder.stat().st_ino and mark.get("host") != socket.gethostname():
         hint = f"if no run folder there uses them any more: rm {checkpoints / MARK}"
         raise _refusal(checkpoints, f"{named} on {mark.get('host')}", hint)
 
 
 def _leads_out(checkpoints: Path) -> bool:
-    """By a link, or as a mount of its own."""
+    """Whether the folder is a link or a mount point."""
     if not checkpoints.is_dir():
         return False
     return checkpoints.is_symlink() or checkpoints.stat().st_dev != checkpoints.parent.stat().st_dev

@@ -1,10 +1,11 @@
-"""One owner per run folder, by a lock that dies with its process.
+"""One owner per run folder, enforced by a lock that the kernel releases when its process ends.
 
-`run.lock` is flocked and says who holds it, with a random id. A clean release empties the file. So a file with words in
-it and no lock on it belongs to an owner that died, and is taken over with a note. Some file systems lock within one
-host only: an owner on another host is taken over only when nothing in the folder shows a sign of life. Where the file
-system has no flock, `run.owner` stands in: created by the first process, removed on release, and taken over only from
-an owner that is provably dead. The ranks of the owner before end first (`members.py`).
+The owner holds a flock on `run.lock` and writes its process and a random id into the file. A clean release empties the
+file. A file with content but without a lock belongs to an owner that died: it is taken over with a note. Some file
+systems lock within one host only. An owner on another host is taken over only if no file of the folder changes any
+more. If the file system has no flock, `run.owner` is used instead. The first process creates it and removes it on
+release. It is taken over only from an owner that is provably dead. The ranks of the previous owner are ended first
+(`members.py`).
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ _log = logging.getLogger("paceline")
 _NO_FLOCK_HERE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)
 _NO_LINKS_HERE = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_WORDS_WAIT_S = 0.5  # a winner writes its name within a moment of winning
+_OWNER_WRITE_WAIT_S = 0.5  # a new owner writes its record shortly after it gets the lock
 _POLL_S = 0.01
 _held: set[int] = set()  # locked descriptors of this process
 
 
 def _close_in_child() -> None:
-    """A lock lasts until the last copy of its descriptor is closed: a forked child must not keep it."""
+    """A lock lasts until the last copy of its descriptor is closed. Close the copy in a forked child."""
     for descriptor in _held:
         with suppress(OSError):
             os.close(descriptor)
@@ -53,14 +54,15 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def owned(lock: Path, machine: Machine = THIS_MACHINE) -> Iterator[str]:
-    """Hold a run folder by its lock file; a second owner is refused at once. Gives the id of this ownership."""
+    """Lock a run folder. Yields the id of this ownership. Raises UserError at once if there is another owner."""
     owner = new_owner(machine)
     other_file = lock.with_name(OWNER_FILE)
-    # Before the lock file is made: a new one would tell a living run, whose own was deleted, that it lost the folder.
+    # Check this before the lock file is created. If the lock file of a running process was deleted, a new one would
+    # make that process believe that it lost the folder.
     _refuse_living_member(lock.parent, machine)
     descriptor = _flocked(lock, machine)
     if descriptor is None:
-        _refuse_living(lock, machine)  # of another machine, where the same file can be locked
+        _refuse_living(lock, machine)  # another machine may be able to lock this file
         with _owner_file(other_file, owner, machine):
             yield owner.id
         return
@@ -71,21 +73,22 @@ def owned(lock: Path, machine: Machine = THIS_MACHINE) -> Iterator[str]:
             _refuse_living(path, machine)
         let_members_save(lock.parent, machine)
         _write_owner(descriptor, owner)
-        words = parse_owner(dead)
-        if dead and (words is None or not words.is_visible_on(machine) or words.is_dead_on(machine)):
-            _tell_of_takeover(words or dead)  # a free lock with the words of a living process was copied
+        previous = parse_owner(dead)
+        # If the named process is running, the lock file is a copy: nothing was taken over.
+        if dead and (previous is None or not previous.is_visible_on(machine) or previous.is_dead_on(machine)):
+            _log_takeover(previous or dead)
         end_members(lock.parent, owner.id, machine)
         yield owner.id
     finally:
-        if _id_in(lock) == owner.id:  # else these are words of an owner on another host, or of one that died
-            with suppress(OSError):  # a folder that can no longer be written still loses its lock
+        if _id_in(lock) == owner.id:  # otherwise the file names an owner on another host, or a dead one
+            with suppress(OSError):  # the lock is released even if the folder can no longer be written
                 os.ftruncate(descriptor, 0)
         _held.discard(descriptor)
         os.close(descriptor)
 
 
 def refuse_if_owned(lock: Path, machine: Machine = THIS_MACHINE) -> None:
-    """An early answer that takes no lock: refuses if the owner is seen to be alive."""
+    """Check without taking the lock. Raises UserError if the owner is visibly alive."""
     _refuse_living_member(lock.parent, machine)
     for path in (lock, lock.with_name(OWNER_FILE)):
         owner = parse_owner(read_text(path))
@@ -97,7 +100,7 @@ def refuse_if_owned(lock: Path, machine: Machine = THIS_MACHINE) -> None:
 
 
 def _refuse_living_member(folder: Path, machine: Machine) -> None:
-    """The lock file can be deleted, or copied. The owner's own record tells of it all the same."""
+    """The lock file may have been deleted or copied. Use the owner's record in `.members`."""
     require_real_members(folder)
     owner = living_owner(folder, machine)
     if owner is not None:
@@ -105,12 +108,12 @@ def _refuse_living_member(folder: Path, machine: Machine) -> None:
 
 
 def _refuse_living(path: Path, machine: Machine) -> None:
-    """Of an owner that this machine cannot see, only the files tell whether it lives."""
+    """For an owner on another machine, file changes are the only sign that it is alive."""
     owner = parse_owner(read_text(path))
     if owner is None or owner.is_visible_on(machine):
         return
     if is_written_elsewhere(path.parent, machine):
-        ends = f"if it runs no more, it is taken over {SILENT_S:.0f} s after its last sign of life"
+        ends = f"if it has ended, the folder is free {SILENT_S:.0f} s after its last heartbeat"
         raise _refusal(path, str(owner), hint=ends)
 
 
@@ -118,7 +121,7 @@ def _refuse_living(path: Path, machine: Machine) -> None:
 
 
 def _flocked(lock: Path, machine: Machine) -> int | None:
-    """A locked descriptor; None where the file system knows no such lock."""
+    """A locked descriptor; None if the file system has no flock."""
     try:
         return _open_flocked(lock, machine)
     except OSError as error:
@@ -130,17 +133,17 @@ def _flocked(lock: Path, machine: Machine) -> int | None:
 
 
 def _open_flocked(lock: Path, machine: Machine) -> int:
-    """A descriptor that holds the lock of the file that has this name now. Raises UserError if it is taken."""
+    """Lock the file that has this name now. Raises UserError if another process holds the lock."""
     while True:
         descriptor = open_plain(lock, os.O_RDWR | os.O_APPEND)
         try:
             machine.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_named(descriptor, lock):  # else it was deleted meanwhile, and another process may lock a new one
+            if _is_named(descriptor, lock):  # otherwise the file was replaced meanwhile: lock the new one
                 return descriptor
         except OSError as error:
             os.close(descriptor)
             if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
-                raise _refusal(lock, _who_has(lock, machine)) from error
+                raise _refusal(lock, _read_living_owner(lock, machine)) from error
             raise
         os.close(descriptor)
 
@@ -152,8 +155,8 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _who_has(path: Path, machine: Machine) -> str:
-    """The words of the living owner. It may have won so lately that those of a dead one still stand here."""
+def _read_living_owner(path: Path, machine: Machine) -> str:
+    """The owner that holds the lock. The file may still name a dead owner for a moment after a takeover."""
 
     def living() -> str | None:
         text = read_text(path)
@@ -163,12 +166,12 @@ def _who_has(path: Path, machine: Machine) -> str:
     return _wait_for(living, machine) or "an unknown owner"
 
 
-# --- Without --------------------------------------------------------------------------------------------------------
+# --- Without flock ----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def _owner_file(path: Path, owner: Owner, machine: Machine) -> Iterator[None]:
-    _log.info("note: this file system has no locks; %s says whose run folder this is", path)
+    _log.info("note: this file system has no locks; %s names the owner of the run folder", path)
     _create_owner_file(path, owner, machine)
     try:
         end_members(path.parent, owner.id, machine)
@@ -180,14 +183,16 @@ def _owner_file(path: Path, owner: Owner, machine: Machine) -> Iterator[None]:
 
 def _create_owner_file(path: Path, owner: Owner, machine: Machine) -> None:
     try:
-        _create_with_words(path, owner, machine)
+        _create_with_owner(path, owner, machine)
     except FileExistsError:
         _take_over(path, owner, machine)
 
 
-def _create_with_words(path: Path, owner: Owner, machine: Machine) -> None:
-    """Raises FileExistsError. The file has its words from the beginning: an empty one, as a kill or a power loss may
-    leave it, names no owner that could be seen to be dead."""
+def _create_with_owner(path: Path, owner: Owner, machine: Machine) -> None:
+    """Create the file with its content in one step. Raises FileExistsError.
+
+    An empty file, left by a kill or a power loss, would name no owner whose death could be checked.
+    """
     draft = draft_of(path, machine.pid)
     try:
         descriptor = open_plain(draft, os.O_WRONLY | os.O_TRUNC)
@@ -208,26 +213,26 @@ def _create_with_words(path: Path, owner: Owner, machine: Machine) -> None:
 
 
 def _take_over(path: Path, owner: Owner, machine: Machine) -> None:
-    """Replace the file of a dead owner. One at a time: two that saw it dead must not both win."""
+    """Replace the file of a dead owner. The guard file lets only one process do it."""
     _require_dead(path, machine)
     guard = path.with_suffix(".takeover")
     interrupted = parse_owner(read_text(guard))
     if interrupted is not None and interrupted.is_dead_on(machine):
-        guard.unlink(missing_ok=True)  # of a takeover that was killed; should two do this, the id decides
+        guard.unlink(missing_ok=True)  # left by a killed takeover; if two processes remove it, the id decides
     try:
-        _create_with_words(guard, owner, machine)
+        _create_with_owner(guard, owner, machine)
     except FileExistsError:
         newcomer = _wait_for(lambda: None if guard.exists() else read_text(path), machine)
-        words = str(parse_owner(newcomer) or "a process that is taking it over")
-        raise _refusal(path, words, hint=_remove(guard)) from None
+        other = str(parse_owner(newcomer) or "a process that is taking it over")
+        raise _refusal(path, other, hint=_remove(guard)) from None
     try:
-        dead = _require_dead(path, machine)  # once more: another may have taken it over before we had the guard
+        dead = _require_dead(path, machine)  # check again: another process may have been faster
         let_members_save(path.parent, machine)
         guard.replace(path)
     except BaseException:
         guard.unlink(missing_ok=True)
         raise
-    _tell_of_takeover(dead)
+    _log_takeover(dead)
 
 
 def _require_dead(path: Path, machine: Machine) -> Owner:
@@ -238,7 +243,7 @@ def _require_dead(path: Path, machine: Machine) -> Owner:
     return owner
 
 
-# --- Both -------------------------------------------------------------------------------------------------------------
+# --- Shared -----------------------------------------------------------------------------------------------------------
 
 
 def _refusal(path: Path, owner: str, *, hint: str = "") -> UserError:
@@ -252,16 +257,16 @@ def _refusal(path: Path, owner: str, *, hint: str = "") -> UserError:
 
 
 def _remove(path: Path) -> str:
-    return f"if it runs no more, which cannot be seen from here: rm {path}"
+    return f"if it has ended (this machine cannot check that): rm {path}"
 
 
-def _tell_of_takeover(dead: Owner | str) -> None:
-    # A warning: where no log is set up yet, Python prints it on standard error.
-    _log.warning("note: the owner before, %s, ended without releasing this run folder; taking it over", dead)
+def _log_takeover(dead: Owner | str) -> None:
+    # A warning: if logging is not set up yet, Python prints it on standard error.
+    _log.warning("note: the previous owner, %s, ended without releasing this run folder; taking it over", dead)
 
 
 def _write_owner(descriptor: int, owner: Owner) -> None:
-    """Written before it is believed; on a full disk the lock itself still counts."""
+    """Ignore write errors: on a full disk the lock itself still protects the folder."""
     os.ftruncate(descriptor, 0)
     with suppress(OSError):
         os.write(descriptor, owner.to_json().encode())
@@ -273,8 +278,8 @@ def _id_in(path: Path) -> str:
 
 
 def _wait_for(answer: Callable[[], str | None], machine: Machine) -> str | None:
-    """What another process is about to write, or None if it does not come."""
-    deadline = machine.now_s() + _WORDS_WAIT_S
+    """Poll for what another process is about to write; None after the time limit."""
+    deadline = machine.now_s() + _OWNER_WRITE_WAIT_S
     while not (found := answer()) and machine.now_s() < deadline:
         machine.sleep(_POLL_S)
     return found

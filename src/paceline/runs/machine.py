@@ -1,6 +1,6 @@
-"""What ownership asks of a computer: its name, its processes, file locks, and the time.
+"""What ownership needs from a computer: its name, its processes, file locks, and the time.
 
-The only place where ownership touches the system. A test passes another `Machine` to run two computers in one process.
+Ownership uses the system only through this class. Tests pass another `Machine` to simulate two computers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Machine:
 
     @property
     def boot_id(self) -> str | None:
-        """Changes when the machine starts again; None where the system has none."""
+        """Changes at every boot; None if the system does not provide it."""
         return read_text(Path("/proc/sys/kernel/random/boot_id")) or None
 
     @property
     def pid_namespace(self) -> str | None:
-        """Containers on one machine may share its name. Their process numbers mean nothing to each other."""
+        """Containers on one machine may share its host name, but each has its own process numbers."""
         try:
             return str(Path("/proc/self/ns/pid").readlink())
         except OSError:
@@ -57,11 +57,11 @@ class Machine:
             return False
         except PermissionError:
             pass
-        # A zombie holds nothing and writes nothing. While other threads run, only its main thread has exited.
+        # A zombie holds no files and writes nothing. If other threads still run, only the main thread has exited.
         return stat_fields(pid)[:1] != ["Z"] or has_several_threads(pid)
 
     def process_start(self, pid: int) -> str | None:
-        """In clock ticks since the machine started. Together with the number it identifies a process."""
+        """The start time in clock ticks since boot. With the process number it identifies a process."""
         return process_start(pid)
 
     def kill(self, pid: int, start: str) -> None:
@@ -70,7 +70,7 @@ class Machine:
             ProcessHandle(pid, start=start).send(signal.SIGKILL)
 
     def has_open(self, pid: int, path: Path) -> bool | None:
-        """Whether a process has this very file open for writing; None where the system does not say."""
+        """Whether a process has this file open for writing; None if the system does not provide it."""
         return has_open_for_writing(pid, path)
 
     def flock(self, descriptor: int, operation: int) -> None:
@@ -87,7 +87,7 @@ class Machine:
         os.utime(path)
 
     def changed_ns(self, path: Path) -> int | None:
-        """When a file changed last. Opened first: a network file system then asks its server."""
+        """The modification time. Opening the file first makes a network file system ask its server."""
         try:
             with path.open("rb") as file:
                 return os.fstat(file.fileno()).st_mtime_ns
@@ -95,7 +95,7 @@ class Machine:
             return None
 
     def file_clock_ns(self, folder: Path) -> int:
-        """The time of the file system's own clock. Clocks of two computers may differ."""
+        """The current time of the file system's clock. Clocks of two computers may differ."""
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
             file.write(b"1")
             file.flush()
@@ -106,7 +106,7 @@ THIS_MACHINE = Machine()
 
 
 def read_text(path: Path) -> str:
-    """What a small file says; empty if it cannot be read."""
+    """The text of a small file; empty if it cannot be read."""
     try:
         return read_small(path, _LARGEST_BYTES).decode(errors="replace").strip()
     except (OSError, ValueError):

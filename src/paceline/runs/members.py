@@ -1,13 +1,14 @@
 """The processes that belong to an ownership: the owner and its ranks, each with a record in `.members`.
 
-Every member holds the owner's id. It touches its record every few seconds and looks whether `run.lock` still carries
-the id. When another owner has written its own id there, a member writes nothing more and ends. A new owner lets the
-ranks of a dead one save, puts its id into the lock file, ends those ranks on this machine and waits for those
-elsewhere. Only then does it start ranks of its own. Times of files are compared with each other, never with this
-machine's clock.
+Every member knows the owner's id. Every few seconds it touches its record (a heartbeat) and checks that `run.lock`
+still contains the id. If `run.lock` contains another id, the member stops writing and ends. A new owner first lets the
+ranks of a dead owner save. Then it writes its id into the lock file, ends those ranks on this machine and waits for
+those on other machines. Only then does it start its own ranks. File times are compared with each other, never with
+this machine's clock.
 
-A record can be copied with its folder, or written by another person. So a member keeps its record open for writing, and
-the record names the folder. A process without this proof is no member: its record is removed and it gets no signal.
+A record can be copied with its folder, or written by another person. So a member keeps its record open for writing,
+and the record names the folder. A process without this proof is not a member: it gets no signal, and its record is
+removed.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from paceline.settings.small_files import open_plain
 OWNER_ID = "PACELINE_OWNER_ID"  # set by the supervisor for the ranks it starts
 MEMBERS = ".members"
 BEAT_S = 2.0
-SILENT_S = 30.0  # without a sign of life for so long a process on another machine counts as dead
-_SURELY_OLD_S = 600.0  # no two clocks of file servers and clients differ by so much
+SILENT_S = 30.0  # a process on another machine counts as dead after this time without a heartbeat
+_SURELY_OLD_S = 600.0  # clocks of file servers and clients differ by less
 _WATCH_S = 2.5 * BEAT_S
 _SAVE_GRACE_S = 10.0  # for the last save of ranks whose owner died
 _KILL_S = 10.0
@@ -39,7 +40,7 @@ _POLL_S = 0.02
 
 
 class Member:
-    """This process's part in a run."""
+    """This process as a member of a run."""
 
     def __init__(
         self,
@@ -53,15 +54,15 @@ class Member:
         self.id = owner_id
         self._is_owner = is_owner
         self._close_record: Callable[[], object] = lambda: None
-        self.on_lost = on_lost  # called by the thread that looks after the record
+        self.on_lost = on_lost  # called by the heartbeat thread
         self._folder = folder
         self._machine = machine
-        self._seen_in = ""  # the file that carried our id
+        self._seen_in = ""  # the file that contained our id
         self._record = folder / MEMBERS / f"{machine.host}-{machine.pid}-{owner_id[:8]}.json"
         self._has_left = threading.Event()
 
     def join(self, *, beats: bool = True) -> None:
-        """Before this process writes anything. Raises OwnerLost if the run has another owner already."""
+        """Call this before the process writes anything. Raises OwnerLost if the run has another owner."""
         self.require()
         with suppress(OSError):  # on a full disk the id in the lock file still keeps two owners apart
             self._write_record()
@@ -75,10 +76,10 @@ class Member:
         record = replace(process, is_owner=self._is_owner or None, folder=_identify(self._folder))
         draft = self._record.with_suffix(".tmp")
         descriptor = open_plain(draft, os.O_WRONLY | os.O_TRUNC)
-        # Open until this process leaves or ends: the proof that the record is about this process.
+        # Keep the record open until this process leaves or ends. This proves that the record is about this process.
         self._close_record = weakref.finalize(self, os.close, descriptor)
         os.write(descriptor, record.to_json().encode())
-        os.fsync(descriptor)  # an empty record, as a power loss leaves it, would name no process
+        os.fsync(descriptor)  # after a power loss an empty record would name no process
         draft.replace(self._record)
 
     def require(self) -> None:
@@ -88,7 +89,7 @@ class Member:
             if found == self.id:
                 self._seen_in = name
                 return
-        # A lock file that was deleted names no other owner. An emptied one was held by another owner meanwhile.
+        # A deleted lock file names no other owner. An empty one was held by another owner meanwhile.
         is_gone = bool(self._seen_in) and (self._seen_in == OWNER_FILE or self._seen_in in ids)
         if is_gone or any(ids.values()):
             raise OwnerLost(
@@ -98,10 +99,10 @@ class Member:
             )
 
     def beat(self) -> None:
-        """A sign of life, and a look at the lock file. Raises OwnerLost."""
+        """Touch the record and check the lock file. Raises OwnerLost."""
         with suppress(OSError):
             self._machine.touch(self._record)
-        with suppress(OSError):  # what cannot be read now says nothing
+        with suppress(OSError):  # a read error is no evidence of another owner
             self.require()
 
     def leave(self) -> None:
@@ -127,12 +128,12 @@ def _name_owner(folder: Path) -> str:
 
 
 def read_members(folder: Path) -> dict[Path, Owner | None]:
-    """By record; None for one that cannot be read."""
+    """The members by record file; None for a record that cannot be read."""
     return {path: parse_owner(read_text(path)) for path in _files(folder, "*.json")}
 
 
 def require_real_members(folder: Path) -> None:
-    """Records are written and removed here: behind a link these could be files of anything else."""
+    """Refuse a link: records are written and removed here, and a link could lead to other files."""
     if _kind(folder / MEMBERS) not in (None, stat.S_IFDIR):
         raise UserError(
             "the records of a run's processes must be in a folder, and this is a link or a file",
@@ -142,14 +143,14 @@ def require_real_members(folder: Path) -> None:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    """Regular files among the records, in a real folder."""
+    """The regular files in the folder of records, if it is a real folder."""
     if _kind(folder / MEMBERS) != stat.S_IFDIR:
         return []
     return [path for path in sorted((folder / MEMBERS).glob(pattern)) if _kind(path) == stat.S_IFREG]
 
 
 def _kind(path: Path) -> int | None:
-    """The type of a file, not of what a link leads to; None if there is none."""
+    """The file type without following links; None if there is no file."""
     try:
         return stat.S_IFMT(path.lstat().st_mode)
     except OSError:
@@ -162,8 +163,8 @@ def _identify(folder: Path) -> str:
 
 
 def drop_dead_members(folder: Path, machine: Machine = THIS_MACHINE) -> None:
-    """Remove the records of this machine's processes that have ended. Killed ones could not do it."""
-    with suppress(OSError):  # the folder may be read-only by now; the next owner sees that they are dead
+    """Remove the records of processes on this machine that were killed."""
+    with suppress(OSError):  # the folder may be read-only by now; the next owner removes the records
         for path, member in read_members(folder).items():
             if member is not None and member.is_visible_on(machine) and member.is_dead_on(machine):
                 path.unlink(missing_ok=True)
@@ -174,7 +175,7 @@ def drop_dead_members(folder: Path, machine: Machine = THIS_MACHINE) -> None:
 
 
 def is_written_elsewhere(folder: Path, machine: Machine) -> bool:
-    """Whether a process of another machine still writes here: lately, or while we watch."""
+    """Whether a process on another machine has written here recently, or writes while we watch."""
     signs = [folder / "status.json", *_files(folder, "*.json")]
     times = {path: time for path in signs if (time := machine.changed_ns(path)) is not None}
     if not times:
@@ -184,7 +185,7 @@ def is_written_elsewhere(folder: Path, machine: Machine) -> bool:
         return True
     if silent_s > _SURELY_OLD_S:
         return False
-    # Some file systems stamp files with the clock of the writer. Such a time proves nothing; a change does.
+    # Some file systems use the writer's clock for file times. Only a change proves that the process is alive.
     deadline = machine.now_s() + _WATCH_S
     while machine.now_s() < deadline:
         machine.sleep(_POLL_S)
@@ -194,32 +195,32 @@ def is_written_elsewhere(folder: Path, machine: Machine) -> bool:
 
 
 def living_owner(folder: Path, machine: Machine) -> Owner | None:
-    """An owner on this machine that still runs. Its lock file may have been deleted."""
+    """An owner that still runs on this machine. Its lock file may have been deleted."""
     living = _living_here(folder, machine)
     return next((member for member in living.values() if member.is_owner), None)
 
 
 def let_members_save(folder: Path, machine: Machine) -> None:
-    """Ranks of a dead owner stop at their next step, save and leave. While they still may: give them the time."""
+    """Ranks of a dead owner stop at their next step, save and end. Wait for them before the lock file changes."""
     deadline = machine.now_s() + _SAVE_GRACE_S
-    is_told = False
+    is_reported = False
     while machine.now_s() < deadline:
         living = _living_here(folder, machine)
         if not living:
             return
-        if not is_told:
-            is_told = True
-            _tell(f"note: waiting until {_count(len(living))} of the previous owner have saved")
+        if not is_reported:
+            is_reported = True
+            _print_note(f"note: waiting until {_count(len(living))} of the previous owner have saved")
         machine.sleep(_POLL_S)
 
 
 def end_members(folder: Path, owner_id: str, machine: Machine) -> None:
-    """After the lock file carries `owner_id`: no process of an earlier owner is left when this returns.
+    """End all processes of earlier owners. Call this when the lock file contains `owner_id`.
 
-    Raises UserError if one stays.
+    Raises UserError if one cannot be ended.
     """
     _end_here(folder, owner_id, machine)
-    _wait_for_those_elsewhere(folder, owner_id, machine)
+    _wait_for_other_machines(folder, owner_id, machine)
     with suppress(OSError):
         for draft in _files(folder, "*.tmp"):
             draft.unlink(missing_ok=True)
@@ -227,7 +228,7 @@ def end_members(folder: Path, owner_id: str, machine: Machine) -> None:
 
 
 def _end_here(folder: Path, owner_id: str, machine: Machine) -> None:
-    """Ranks of a dead owner. What is not provably one of them gets no signal."""
+    """End the ranks of a dead owner on this machine. A process that is not provably a member gets no signal."""
     deadline = machine.now_s() + _KILL_S
     while True:
         living = _living_here(folder, machine, owner_id)
@@ -237,7 +238,7 @@ def _end_here(folder: Path, owner_id: str, machine: Machine) -> None:
         if not living:
             return
         for path, member in living.items():
-            # Without a start time it may be another process with this number.
+            # Without a start time this may be another process with the same number.
             if member.process_start is not None and _belongs_to(folder, path, member, machine):
                 machine.kill(member.pid, member.process_start)
         if machine.now_s() > deadline:
@@ -245,11 +246,11 @@ def _end_here(folder: Path, owner_id: str, machine: Machine) -> None:
         machine.sleep(_POLL_S)
 
 
-def _wait_for_those_elsewhere(folder: Path, owner_id: str, machine: Machine) -> None:
-    """A rank that lives sees the new id at its next beat and removes its record. A dead one's record stays as it is."""
+def _wait_for_other_machines(folder: Path, owner_id: str, machine: Machine) -> None:
+    """A living rank sees the new id at its next heartbeat and removes its record. Remove the records of dead ranks."""
     started_s = machine.now_s()
     first_seen: dict[Path, tuple[int | None, float]] = {}
-    is_told = False
+    is_reported = False
     while others := _others(folder, machine, owner_id):
         clock_ns = machine.file_clock_ns(folder)
         for path in others:
@@ -262,15 +263,15 @@ def _wait_for_those_elsewhere(folder: Path, owner_id: str, machine: Machine) -> 
                 path.unlink(missing_ok=True)
         if machine.now_s() - started_s > _ELSEWHERE_S:
             raise _refusal(folder, [member for member in others.values() if member])
-        if not is_told:
-            is_told = True
+        if not is_reported:
+            is_reported = True
             hosts = ", ".join(sorted({member.host if member else "unknown" for member in others.values()}))
-            _tell(f"note: waiting for {_count(len(others))} of the previous owner, on {hosts}")
+            _print_note(f"note: waiting for {_count(len(others))} of the previous owner, on {hosts}")
         machine.sleep(_POLL_S)
 
 
 def _others(folder: Path, machine: Machine, owner_id: str = "") -> dict[Path, Owner | None]:
-    """Members of other ownerships; never this very process, which may have owned the folder before."""
+    """Members of other ownerships, without this process, which may have owned the folder before."""
 
     def is_other(member: Owner | None) -> bool:
         if member is None:
@@ -282,7 +283,7 @@ def _others(folder: Path, machine: Machine, owner_id: str = "") -> dict[Path, Ow
 
 
 def _living_here(folder: Path, machine: Machine, owner_id: str = "") -> dict[Path, Owner]:
-    """Other members on this machine that still run, and those of which it cannot be said."""
+    """Other members on this machine that still run, or that may still run."""
     return {
         path: member
         for path, member in _others(folder, machine, owner_id).items()
@@ -294,7 +295,7 @@ def _living_here(folder: Path, machine: Machine, owner_id: str = "") -> dict[Pat
 
 
 def _belongs_to(folder: Path, record: Path, member: Owner, machine: Machine) -> bool | None:
-    """Whether a living process is a member of this very folder; None where the system does not say."""
+    """Whether a living process is a member of this folder; None if the system cannot show it."""
     if member.folder is not None and member.folder != _identify(folder):
         return False  # the folder is a copy
     return machine.has_open(member.pid, record)
@@ -313,6 +314,6 @@ def _count(members: int) -> str:
     return "1 process" if members == 1 else f"{members} processes"
 
 
-def _tell(text: str) -> None:
+def _print_note(text: str) -> None:
     with suppress(OSError):  # a closed terminal
         os.write(2, f"{text}\n".encode())

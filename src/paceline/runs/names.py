@@ -1,4 +1,4 @@
-"""Names of new run folders: `runs/<recipe>-<date>-<time>`, and `-02`, `-03`, ... for more in the same second."""
+"""Names of new run folders: `runs/<recipe>-<date>-<time>`, with `-02`, `-03`, ... if the second is taken."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STAMP = re.compile(r"-(?P<time>[0-9]{8}-[0-9]{6})(-(?P<number>[0-9]{1,9}))?$")
 
 
 def propose_run_folder(name: str) -> Path:
-    """A folder that is free now, for a plan. Nothing is created, so another run may take it."""
+    """A folder name that is free now. Nothing is created, so another run may take it."""
     return next(path for path in _candidates(name) if not path.exists())
 
 
 def claim_run_folder(name: str) -> Path:
-    """Create a new folder for one run. Of several processes, each gets its own, because mkdir is atomic."""
+    """Create a new folder for one run. mkdir is atomic, so concurrent processes get different folders."""
     path = RUNS
     try:
         for path in _candidates(name):
@@ -50,7 +50,7 @@ def _candidates(name: str) -> Iterator[Path]:
     yield RUNS / stem
     number = 2
     while True:
-        yield RUNS / f"{stem}-{number:02}"  # two digits: a list by name is a list by age
+        yield RUNS / f"{stem}-{number:02}"  # two digits, so that sorting by name sorts by age
         number += 1
 
 
@@ -66,18 +66,18 @@ def _make(path: Path) -> None:
                 if not RUNS.is_dir():
                     raise NotADirectoryError(20, "runs is not a folder") from None
             else:
-                flush(RUNS.parent)  # a checkpoint is durable only if the names of all folders around it are
+                flush(RUNS.parent)  # a checkpoint is durable only if all its parent folders are
         else:
             return
 
 
 def newest_run_folder(recipe_name: str) -> Path | None:
-    """The newest run of this recipe that has a checkpoint to go on from.
+    """The newest run of this recipe that has a checkpoint.
 
-    By its exact name, `<recipe>-<time>`: a recipe `sweep` has no part in the runs of `sweep-3`. A folder that another
-    recipe says it wrote is left alone.
+    The name must be exactly `<recipe>-<time>`: a recipe `sweep` does not match runs of `sweep-3`. A folder that
+    records another recipe is skipped.
     """
-    # A run's own config.yaml, used as a recipe, is named after its run; the run it makes records the first recipe.
+    # If a run's config.yaml is used as the recipe, its name is the run's name. The new run records the first recipe.
     recipes = (recipe_name, _STAMP.sub("", recipe_name))
     names = read_patiently("looking for runs", RUNS, lambda: names_in(RUNS))
     stamps = {name: _STAMP.fullmatch(name.removeprefix(recipe_name)) for name in names if name.startswith(recipe_name)}

@@ -1,4 +1,4 @@
-"""Tags and a note that people put on a run: `notes.json` in its folder, which training never touches."""
+"""Tags and a note that users put on a run: `notes.json` in its folder. Training never changes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Notes:
 
 
 def read_notes(folder: Path) -> Notes:
-    """Nothing, where there are none or the file is not ours. Its text may come from anybody: control characters go."""
+    """Empty if the file is missing or invalid. The text is not trusted: control characters are removed."""
     content = read_object(folder / NOTES, _SHAPE)
     return Notes(tuple(map(printable_line, content.get("tags", ()))), printable_line(content.get("note", "")))
 

@@ -12,23 +12,23 @@ from paceline.runs.machine import THIS_MACHINE, Machine
 from paceline.settings.small_files import parse_json, read_small
 
 _LARGEST_BYTES = 1_000_000
-LOCK, OWNER_FILE = "run.lock", "run.owner"  # the second one where the file system has no locks
+LOCK, OWNER_FILE = "run.lock", "run.owner"  # run.owner is used if the file system has no locks
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, told apart from a later one that has the same number."""
+    """A process, with enough detail to distinguish it from a later process of the same number."""
 
     host: str
     pid: int
     since: str
-    boot_id: str | None  # None where the system does not tell
+    boot_id: str | None  # None if the system does not provide it
     process_start: str | None
     pid_namespace: str | None = None
-    id: str = ""  # of one ownership: random, shared by the owner and its ranks
-    # In a record of `.members` only:
+    id: str = ""  # random; one per ownership, shared by the owner and its ranks
+    # Only in records of `.members`:
     is_owner: bool | None = None
-    folder: str | None = None  # the run folder, told apart from a copy of it
+    folder: str | None = None  # identifies the run folder, so that a copy is recognised
 
     def __str__(self) -> str:
         return f"{self.host} pid {self.pid} since {self.since}"
@@ -45,12 +45,12 @@ class Owner:
         return self.is_visible_on(THIS_MACHINE) and not self.is_provably_dead
 
     def is_visible_on(self, machine: Machine) -> bool:
-        """Whether this machine's process numbers can tell if the process lives."""
+        """Whether this machine can check if the process is alive."""
         pairs = ((self.boot_id, machine.boot_id), (self.pid_namespace, machine.pid_namespace))
         return self.host == machine.host and all(None in pair or pair[0] == pair[1] for pair in pairs)
 
     def is_dead_on(self, machine: Machine) -> bool:
-        """Nothing can be said of the processes of another host or container."""
+        """False for processes of another host or container, which cannot be checked."""
         if self.host != machine.host:
             return False
         if self.boot_id is not None and machine.boot_id is not None and self.boot_id != machine.boot_id:
@@ -108,9 +108,9 @@ def parse_owner(text: str | None) -> Owner | None:
 
 
 def read_ids(folder: Path) -> dict[str, str]:
-    """The owner's id by file: run.lock and, without locks, run.owner. Empty: no owner is named there.
+    """The owner's id by file: run.lock and, without locks, run.owner. Empty if the file names no owner.
 
-    Raises OSError when a file is there and cannot be read: that says nothing about who owns the folder.
+    Raises OSError if a file exists and cannot be read: then the owner is unknown.
     """
     found = {}
     for name in (LOCK, OWNER_FILE):
@@ -118,7 +118,7 @@ def read_ids(folder: Path) -> dict[str, str]:
             owner = parse_owner(read_small(folder / name, _LARGEST_BYTES).decode(errors="replace"))
         except FileNotFoundError:
             continue
-        except ValueError:  # larger than any owner's words: no owner of ours wrote it
+        except ValueError:  # too large for an owner's record
             owner = None
         found[name] = owner.id if owner else ""
     return found

@@ -1,7 +1,7 @@
-"""Storage that may not answer for a while: reads are repeated for a limited time, then they end with exit code 4.
+"""Retry reads from storage that is temporarily unavailable. After a time limit the run ends with exit code 4.
 
-An error of the storage says nothing about the bytes. It is never a reason to rename or delete a checkpoint, to take an
-older one, or to start a run at step 0. Only bytes that were read and are wrong are damage.
+A storage error does not mean that the data is damaged. It is never a reason to rename or delete a checkpoint, to use
+an older one, or to start a run at step 0. Only data that was read and is wrong is damaged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _T = TypeVar("_T")
 
 
 class UnreadableNow(CheckpointError):
-    """The storage did not give the bytes. Whether they are good is not known."""
+    """The storage could not be read. The data may be intact."""
 
     def __init__(self, path: Path | str, error: OSError) -> None:
         super().__init__(
@@ -41,9 +41,9 @@ def patience_s() -> float:
 
 
 def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
-    """Repeat a read until it works or the time is up; then raise UnreadableNow. A missing file is not repeated."""
+    """Repeat a read until it works. Raises UnreadableNow after the time limit. A missing file is not retried."""
     limit_s = patience_s()
-    deadline, pause_s, is_told = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
+    deadline, pause_s, is_reported = time.monotonic() + limit_s, _FIRST_PAUSE_S, False
     while True:
         try:
             return read()
@@ -54,16 +54,15 @@ def read_patiently(what: str, path: Path, read: Callable[[], _T]) -> _T:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise found from (error if isinstance(error, OSError) else error.__cause__)
-            if not is_told:
-                is_told = True
+            if not is_reported:
+                is_reported = True
                 _log.warning("warning: %s: %s; trying again for up to %.0f s", what, found.got, limit_s)
         time.sleep(min(pause_s, left_s))
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
 
 def is_present(path: Path) -> bool:
-    """Whether there is anything under this name. Raises OSError if the storage does not answer: `Path.exists` and
-    `Path.glob` may say no then."""
+    """Whether the path exists. Raises OSError if the storage does not answer; `Path.exists` could return False."""
     try:
         os.lstat(path)
     except (FileNotFoundError, NotADirectoryError):

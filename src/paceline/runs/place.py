@@ -1,4 +1,4 @@
-"""Which folder a run writes to, and what it goes on from. Decided once, by one process."""
+"""Which folder a run writes to, and what it resumes from. One process decides this, once."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class RunPlace:
     folder: Path
     resume_from: Path | None  # a run folder or a checkpoint in one
     is_restart: bool = False  # another attempt of the same run, in its folder
-    new_name: str = ""  # of a new run without a folder of its own yet: `folder` is only a proposal until it is claimed
+    new_name: str = ""  # set for a new run: `folder` is only a proposal until it is claimed
 
 
 def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> RunPlace:
     """Turn output_dir and resume into paths of this machine; nothing is created yet (`claimed` does that).
 
-    For a URL that is its working copy, into which `checkpoints.mirror` has fetched what the store holds.
+    For a URL, the path is the working copy. `checkpoints.mirror` has already fetched the contents of the store.
     restart_in: the folder of an earlier attempt of the same job.
     """
     run = loaded.config.run
@@ -78,9 +78,9 @@ def decide_place(loaded: LoadedConfig, *, restart_in: Path | None = None) -> Run
 
 
 def starts_anew(loaded: LoadedConfig) -> bool:
-    """Whether the run goes on from nothing.
+    """Whether the run starts without a checkpoint.
 
-    In `train RUN/config.yaml --resume auto`, the load policy of the file was about the first start of that run.
+    In `train RUN/config.yaml --resume auto`, the load policy in the file applied to the first start of that run.
     """
     run = loaded.config.run
     if run.resume != "auto" or run.load_policy != "none":
@@ -104,7 +104,7 @@ def claim_place(place: RunPlace) -> RunPlace:
 
 @contextmanager
 def claimed(place: RunPlace) -> Iterator[RunPlace]:
-    """The same for a request that may still be refused: then a folder that was created and is empty is removed."""
+    """Like `claim_place`, but if the block fails, remove the created folder if it is empty."""
     result = claim_place(place)
     try:
         yield result
@@ -115,10 +115,10 @@ def claimed(place: RunPlace) -> Iterator[RunPlace]:
 
 
 def _place_for_continuation(folder: Path, source: Path) -> RunPlace:
-    """A run in a folder of its own, which begins with what another run has reached.
+    """A run in its own folder that starts from the checkpoint of another run.
 
-    The same command again, after a stop, goes on with that run. The folder of any other run is refused: its
-    checkpoints would give way to those of the source.
+    If the same command is repeated after a stop, it resumes that run. The folder of any other run is refused: its
+    checkpoints would be replaced by those of the source.
     """
     if not RunFolder(folder).holds_a_run:
         _refuse_files_of_others(folder)
@@ -145,14 +145,14 @@ def _already_holds_a_run(folder: Path) -> UserError:
     return UserError(
         "this folder already holds a run",
         where=str(folder),
-        hint=f"--output-dir {folder} --resume auto to go on with it, or another --output-dir",
+        hint=f"--output-dir {folder} --resume auto to resume it, or another --output-dir",
     )
 
 
 def read_source(folder: Path, resume_from: Path | None) -> str:
-    """What environment.json says of the run that this one was started from; empty if from none.
+    """The source to record in environment.json: the run that this one starts from; empty if there is none.
 
-    A run that goes on with itself keeps what it has recorded at its beginning.
+    A run that resumes itself keeps the source that it recorded at its first start.
     """
     if resume_from is not None and not is_same_folder(folder, owner_of(resume_from)):
         return describe_source(resume_from)
@@ -161,8 +161,8 @@ def read_source(folder: Path, resume_from: Path | None) -> str:
 
 
 def describe_source(source: Path) -> str:
-    """One text for one checkpoint or run, from wherever it is named. `latest` and `best` stay what they are."""
-    path = Path(os.path.abspath(source))  # noqa: PTH100 - `..` goes, links at the end stay
+    """The same text for the same checkpoint or run, however the path is written. `latest` and `best` are kept."""
+    path = Path(os.path.abspath(source))  # noqa: PTH100 - removes `..` but does not follow links
     return str(path.parent.resolve() / path.name)
 
 
@@ -171,9 +171,9 @@ def is_same_folder(one: Path, other: Path) -> bool:
 
 
 def find_folder_of_job(loaded: LoadedConfig, job: str) -> Path | None:
-    """The run that an earlier attempt of this job has begun and not finished.
+    """The unfinished run of an earlier attempt of this job.
 
-    Found by what the run itself has recorded. The newest run of the recipe may be another one, and may be finished.
+    It is found by the job id in the run's own records. The newest run of the recipe may be another run, or finished.
     """
     run = loaded.config.run
     named = [local_path(run.output_dir)] if run.output_dir else []
@@ -189,7 +189,7 @@ def find_folder_of_job(loaded: LoadedConfig, job: str) -> Path | None:
 
 
 def _place_for_restart(loaded: LoadedConfig, folder: Path) -> RunPlace:
-    """In the folder of the attempt before, from its checkpoint; without one, from where that attempt started."""
+    """Restart in the folder of the previous attempt from its checkpoint, or else from that attempt's source."""
     if has_checkpoint(folder):
         return RunPlace(folder, folder, is_restart=True)
     resume = loaded.config.run.resume
@@ -199,7 +199,7 @@ def _place_for_restart(loaded: LoadedConfig, folder: Path) -> RunPlace:
 
 
 def check_paths(loaded: LoadedConfig) -> None:
-    """Not the empty text of an unset shell variable, and not longer than a path may be."""
+    """Refuse an empty path (an unset shell variable) and a path that is too long."""
     for name in ("output_dir", "resume", "init_from"):
         given = str(getattr(loaded.config.run, name))
         if not given and loaded.origin(name) == "flag":
@@ -228,11 +228,11 @@ def check_init_from(loaded: LoadedConfig) -> None:
 
 
 def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
-    """This run's own folder if it has something to go on from; what else may be taken, the policy says."""
-    beside = loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None
-    if beside is not None and RunFolder(beside).files_of_others:
-        beside = None  # a recipe of the user's own that has this name
-    own = given or beside
+    """Resume in this run's own folder if it has a checkpoint; otherwise the load policy decides."""
+    recipe_folder = loaded.recipe_path.parent if loaded.recipe_path.name == "config.yaml" else None
+    if recipe_folder is not None and RunFolder(recipe_folder).files_of_others:
+        recipe_folder = None  # a user's own recipe with the name config.yaml
+    own = given or recipe_folder
     newest = newest_run_folder(loaded.recipe_name)
     if loaded.config.run.load_policy == "eager":
         folder, source = own, newest
@@ -245,7 +245,7 @@ def _place_for_auto(loaded: LoadedConfig, given: Path | None) -> RunPlace:
 
 
 def owner_of(source: Path) -> Path:
-    """The run folder of a path given to --resume: itself, or the one around its checkpoints folder."""
+    """The run folder of a path given to --resume: the path itself, or the parent of its checkpoints folder."""
     around = source.absolute().parent
     if (source / CHECKPOINT_MARK).exists() and around.name == "checkpoints":
         return around.parent

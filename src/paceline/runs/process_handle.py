@@ -56,7 +56,7 @@ class ProcessHandle:
 
     @property
     def state(self) -> str | None:
-        """The letter of /proc/PID/stat, such as R, S, T or Z; None if it is reaped, or if there is no /proc."""
+        """The state letter of /proc/PID/stat, such as R, S, T or Z; None if it is reaped, or without /proc."""
         fields = stat_fields(self.pid)
         return fields[0] if fields and self._is_same_process() else None
 
@@ -99,7 +99,7 @@ class ProcessHandle:
 
 
 def process_start(pid: int) -> str | None:
-    """In clock ticks since the machine started; None where the system does not say."""
+    """The start time in clock ticks since boot; None if the system does not provide it."""
     fields = stat_fields(pid)
     return fields[_START_TIME] if len(fields) > _START_TIME else None
 
@@ -114,11 +114,11 @@ def stat_fields(pid: int) -> list[str]:
 
 
 def has_open_for_writing(pid: int, path: Path) -> bool | None:
-    """Whether a process has this very file open for writing; None where the system does not say."""
+    """Whether a process has this file open for writing; None if the system does not provide it."""
     try:
         wanted = path.lstat()
         descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
-    except FileNotFoundError:  # the file, or the process, has gone
+    except FileNotFoundError:  # the file or the process does not exist any more
         return False if Path("/proc/self/fd").is_dir() else None
     except OSError:
         return None
@@ -129,7 +129,7 @@ def has_open_for_writing(pid: int, path: Path) -> bool | None:
 
 def _is_open_as(descriptor: Path, name: str, wanted: os.stat_result) -> bool:
     try:
-        # By its name first: a look at a file on another file system, which may not answer, would wait.
+        # Compare names first. A stat of a file on another file system could hang.
         if name not in descriptor.readlink().name:
             return False
         if not os.path.samestat(descriptor.stat(), wanted):
@@ -158,7 +158,7 @@ def identity_of(pid: int) -> str:
 
 
 def identity_of_this_process() -> str:
-    """For the environment of a child."""
+    """Passed to a child in its environment."""
     return identity_of(os.getpid())
 
 
@@ -185,7 +185,7 @@ def find_forked(pid: int) -> ProcessHandle | None:
 def end_group(leader: subprocess.Popen[Any], *, ask: int = signal.SIGTERM, grace_s: float) -> None:
     """End a child that leads its own process group, and all processes that are left in its group.
 
-    The child is reaped last. Until then its number, which is also the number of the group, belongs to nobody else.
+    The child is reaped last. Until then no other process can get its number, which is also the number of the group.
     """
     if leader.returncode is None:
         if exit_code_of(leader) is None:
@@ -198,7 +198,7 @@ def end_group(leader: subprocess.Popen[Any], *, ask: int = signal.SIGTERM, grace
 
 
 def wait_for_group(leader: int, limit_s: float) -> None:
-    """Until a process group whose leader has ended is empty, but not longer. Nothing is sent to it."""
+    """Wait until a process group whose leader has ended is empty, or until the limit. Sends no signal."""
     deadline = time.monotonic() + limit_s
     with suppress(ProcessLookupError, PermissionError):
         while time.monotonic() < deadline:

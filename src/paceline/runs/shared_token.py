@@ -1,6 +1,6 @@
-"""Is a folder the same one on every node: a node writes a file with a random name there, the others look for it.
+"""Check that all nodes share a folder: one node writes a file with a random name, the others look for it.
 
-Nodes without shared storage may have folders of one name each. Training on them loses checkpoints, so it is not begun.
+Nodes without shared storage may each have a local folder with the same name. Training there would lose checkpoints.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from paceline.errors import Cause, UserError
 from paceline.runs.drafts import draft_of
 
-NODE_LOCAL = "PACELINE_NODE_LOCAL_FOLDER"  # set where a store brings every node its checkpoints, as under Metaflow
+NODE_LOCAL = "PACELINE_NODE_LOCAL_FOLDER"  # set if an uploader copies checkpoints to every node, as under Metaflow
 SIGHT_S = 5.0  # how long a network file system may take to show a new file
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 _MOST_NODES_NAMED = 8
@@ -23,11 +23,11 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_token(folder: Path) -> str:
-    """The name of a new file in this folder; empty where the disk has no room for one. Raises OSError.
+    """The name of a new file in this folder; empty if the disk is full. Raises OSError.
 
-    The name is random: no node has looked for it before, so no cache of a file system can hold an old answer.
+    The name is random, so no node has a cached lookup for it.
     """
-    # A draft: what a killed process leaves of it is removed by the next owner of the run folder.
+    # Use a draft name: if this process is killed, the next owner of the run folder removes the file.
     name = draft_of(folder / "shared-folder").name
     try:
         with (folder / name).open("x") as file:
@@ -49,7 +49,7 @@ def remove_token(folder: Path, name: str) -> None:
 
 
 def find_token(folder: Path, name: str, sight_s: float = SIGHT_S) -> str:
-    """Empty if this node sees the file; else why not. Waits for a file system that shows new files late."""
+    """Empty if this node sees the file; otherwise the reason. Waits, because network file systems show files late."""
     deadline_s, pause_s = time.monotonic() + sight_s, _FIRST_PAUSE_S
     while True:
         try:
@@ -72,7 +72,7 @@ def _describe(folder: Path, error: OSError) -> str:
 
 
 def not_shared(troubles: Mapping[str, Mapping[str, str]], writer: str) -> UserError:
-    """`troubles`: by node, then by folder, what that node found. `writer`: the node that wrote there."""
+    """`troubles`: the problem by node and folder. `writer`: the node that wrote the file."""
     nodes = list(troubles)
     named = ", ".join(nodes[:_MOST_NODES_NAMED]) + (", ..." if len(nodes) > _MOST_NODES_NAMED else "")
     folders = list(dict.fromkeys(folder for found in troubles.values() for folder in found))

@@ -1,4 +1,4 @@
-"""Whose code a run folder would execute. Code of a folder from elsewhere is not executed unless the user says so.
+"""Code in run folders: code that is not signed by this user is not executed unless the user allows it.
 
 The source of a run's functions is stored in its checkpoints (runs/sources.py), with a mark: a keyed hash (HMAC) of it.
 The key is outside of all run folders and only its owner can read it. A checkpoint that another person or machine made,
@@ -36,7 +36,7 @@ from paceline.settings.small_files import read_small
 RECORD = "code.json"
 TRUST_FLAG = "--trust-code"
 TRUST_VARIABLE = "PACELINE_TRUST_CODE"  # set by the flag, for the ranks that a command starts
-_is_trusting = ContextVar("is_trusting", default=False)  # per thread: another thread may read a folder from elsewhere
+_is_trusting = ContextVar("is_trusting", default=False)  # per thread: another thread may read an untrusted folder
 _SHAPE = Fields(required={"hmac_sha256": ListOf(str)})
 _KEY_BYTES = 32
 _LARGEST_CODE_BYTES = 10_000_000
@@ -44,7 +44,7 @@ _MARKS = ("status.json", "metrics.jsonl", "environment.json", "checkpoints", REC
 
 
 class _NoKey(Exception):
-    """There is no key that we can use; the text says why."""
+    """There is no usable key; the text gives the reason."""
 
 
 @contextmanager
@@ -62,12 +62,12 @@ def is_trusting() -> bool:
 
 
 def trust_variables() -> dict[str, str]:
-    """For a process that is started in such a block."""
+    """The environment variables for a process that is started in such a block."""
     return {TRUST_VARIABLE: "1"} if is_trusting() else {}
 
 
 def sign_code(folder: Path, config: Config) -> str:
-    """Mark the code of a run as this user's. Returns why that was not possible; empty if it was, or has no code."""
+    """Sign the code of a run with this user's key. Returns the reason if that fails; otherwise empty."""
     references = code_references(config)
     if not references:
         with suppress(OSError):
@@ -90,7 +90,7 @@ def require_trusted_run(folder: Path) -> None:
 
 
 def require_trusted_recipe(loaded: LoadedConfig) -> None:
-    """The same for a recipe that is the config.yaml of a run folder. What flags name is the user's own choice."""
+    """The same for a recipe that is the config.yaml of a run folder. Code named by flags is trusted."""
     folder = loaded.recipe_path.parent
     is_run = loaded.recipe_path.name == "config.yaml" and any((folder / name).exists() for name in _MARKS)
     if is_run and any(loaded.origin(name) == "file" for name in CODE_FIELDS):
@@ -145,7 +145,7 @@ def _untrusted(where: str, fault: str) -> UserError:
 
 
 def _require_files(references: list[CodeReference]) -> None:
-    """A file that is not there is no question of trust: a name without a folder is looked for in the working folder."""
+    """Report a missing file as missing, not as untrusted. A relative name refers to the working folder."""
     missing = [item for item in references if item.is_file and not item.path.exists()]
     if missing:
         is_relative = any(not item.path.is_absolute() for item in missing)
@@ -174,7 +174,7 @@ def _find_fault(folder: Path, references: list[CodeReference]) -> str:
 
 
 def _seals(key: bytes, folder: Path, item: CodeReference) -> set[str]:
-    """What marks a function as ours: the content of its file, and for a file outside of the run folder its place."""
+    """The signatures of a function: of its file's content and, for a file outside of the run folder, of its path."""
     path, root = _file_of(item), folder.resolve()
     name = "" if item.is_file else item.place
     facts = []
@@ -189,7 +189,7 @@ def _seals(key: bytes, folder: Path, item: CodeReference) -> set[str]:
 
 
 def _file_of(item: CodeReference) -> Path | None:
-    """The file, or that of a module's outermost package. Looking up an inner one would import the outer one."""
+    """The file, or the file of a module's top-level package. Looking up a submodule would import the package."""
     if item.is_file:
         return item.path.resolve()
     try:
@@ -200,7 +200,7 @@ def _file_of(item: CodeReference) -> Path | None:
 
 
 def hash_code(config: Config) -> dict[CodeReference, str]:
-    """What each function's file holds now. Functions whose file cannot be read are left out."""
+    """A hash of each function's file. Functions whose file cannot be read are left out."""
     hashes = {}
     for item in code_references(config):
         with suppress(OSError, ValueError):
@@ -211,7 +211,7 @@ def hash_code(config: Config) -> dict[CodeReference, str]:
 
 
 def _imported_file_of(item: CodeReference) -> Path | None:
-    """The file of a module that is imported already, also of an inner one."""
+    """The file of a module or submodule that is already imported."""
     file = getattr(sys.modules.get(item.place), "__file__", None)
     return Path(file) if isinstance(file, str) else None
 
@@ -229,7 +229,7 @@ def key_path() -> Path:
         return (Path(base) if base else Path.home() / ".local" / "state") / "paceline" / "code.key"
     except RuntimeError as error:
         raise _NoKey(
-            "there is no home folder for the key that marks your runs; PACELINE_STATE names another"
+            "there is no home folder for the key that signs your runs; set PACELINE_STATE to a folder"
         ) from error
 
 
@@ -241,13 +241,13 @@ def _key(*, create: bool = True) -> bytes:
         if not create:
             raise _NoKey(f"there is no key of yours at {path}: it was trained elsewhere") from error
     except OSError as error:
-        raise _NoKey(f"the key that marks your runs cannot be read: {path}: {error.strerror}") from error
+        raise _NoKey(f"the key that signs your runs cannot be read: {path}: {error.strerror}") from error
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _create_key(path)
         return _read_key(path)
     except OSError as error:
-        raise _NoKey(f"the key that marks your runs cannot be written: {path}: {error.strerror}") from error
+        raise _NoKey(f"the key that signs your runs cannot be written: {path}: {error.strerror}") from error
 
 
 def _read_key(path: Path) -> bytes:
@@ -255,8 +255,8 @@ def _read_key(path: Path) -> bytes:
     with open(descriptor, "rb") as file:  # noqa: PTH123 - a descriptor
         about = os.fstat(descriptor)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid() or about.st_mode & 0o077:
-            # Who can read the key can mark a folder as ours.
-            raise _NoKey(f"{path} must be a file of yours that nobody else can read: remove it, or chmod 600")
+            # Anyone who can read the key can sign a folder.
+            raise _NoKey(f"{path} must be your file, without access for other users: remove it, or chmod 600")
         key = file.read(_KEY_BYTES + 1)
     if len(key) != _KEY_BYTES:
         raise _NoKey(f"{path} is not a key of {_KEY_BYTES} bytes: remove it")
@@ -264,7 +264,7 @@ def _read_key(path: Path) -> bytes:
 
 
 def _create_key(path: Path) -> None:
-    """Whole or not at all; of two processes that create one, the first wins and both read its key."""
+    """Create the key atomically. If two processes do this, both use the key of the first."""
     descriptor, name = tempfile.mkstemp(prefix=".code.key.", dir=path.parent)  # has mode 0600
     try:
         with open(descriptor, "wb") as file:  # noqa: PTH123 - a descriptor

@@ -22,7 +22,7 @@ _STEPS, _EVAL_BATCHES = 2, 2
 
 def rehearse(config: Config, world: World, place: RunPlace, guards: Guards) -> Results:
     """Run both parts and report success. A failure raises the same error as in the real run."""
-    console = Console(is_speaking=world.is_primary)
+    console = Console(is_enabled=world.is_primary)
     started = time.perf_counter()
     short, longer = (_shortened(config, steps, world.world_size) for steps in (_STEPS, 2 * _STEPS))
     train(short, world, place, guards, eval_batches=_EVAL_BATCHES)

@@ -60,7 +60,7 @@ def open_session(
         state = components.resume(checkpoint, world)
         _take_over(checkpoint, state, folder, checkpoints, world)
     console = Console(
-        is_speaking=world.is_primary,
+        is_enabled=world.is_primary,
         metric_lines=config.run.metric_lines,
         clock=components.plan.clock,
         epochs=config.train.epochs,

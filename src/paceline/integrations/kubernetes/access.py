@@ -1,4 +1,4 @@
-"""Who reaches the pods of a job, and what they reach: NetworkPolicy, Secret, ServiceAccount. Labels and names, too."""
+"""Access to and from the pods of a job: NetworkPolicy, Secret, ServiceAccount. Also labels and names."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def secret_name(job: KubernetesJob) -> str:
 
 
 def build_secret(job: KubernetesJob, value: str) -> Object | None:
-    """What the pods of several nodes prove to each other. Not in the manifest, which others may read."""
+    """The secret with which pods authenticate to each other. It is not in the manifest, which others may read."""
     if job.nodes == 1:
         return None
     return {
@@ -48,14 +48,14 @@ def about_secret(job: KubernetesJob, namespace: str) -> list[str]:
         return []
     name = secret_name(job)
     return [
-        "The pods prove a secret to each other. paceline submit creates it; with kubectl apply, create it yourself:",
+        "The pods authenticate with a secret. paceline submit creates it; with kubectl apply, create it yourself:",
         f"  openssl rand -hex 32 | kubectl create{namespace} secret generic {name} --from-file={RUN_SECRET}=/dev/stdin",
         f"  kubectl label{namespace} secret {name} {NAME_LABEL}={job.name}",
     ]
 
 
 def network_policy(job: KubernetesJob) -> Object:
-    """Only pods of this job reach its pods: the ports of torch's store, gloo and NCCL ask nobody who they are."""
+    """Only pods of this job reach its pods: torch's store, gloo and NCCL do not authenticate connections."""
     pods = {"podSelector": {"matchLabels": {NAME_LABEL: job.name}}}
     return {
         "apiVersion": "networking.k8s.io/v1",
@@ -70,7 +70,7 @@ def needs_service_account(job: KubernetesJob) -> bool:
 
 
 def service_account(job: KubernetesJob) -> Object:
-    """Of a TrainJob's pods: its patch of a pod cannot say `automountServiceAccountToken`, a ServiceAccount can."""
+    """For pods of a TrainJob: its pod patch cannot set `automountServiceAccountToken`, but a ServiceAccount can."""
     return {
         "apiVersion": "v1",
         "kind": "ServiceAccount",
@@ -80,9 +80,9 @@ def service_account(job: KubernetesJob) -> Object:
 
 
 def keep_token_out(job: KubernetesJob, pod: Object, container: Object) -> None:
-    """Of a TrainJob's pod: an account of its own that mounts no token, and a mount in the place of any token.
+    """For a pod of a TrainJob: use an account without a token, and mount an empty folder over the token's path.
 
-    The mount also holds where a runtime sets an account or asks for its token.
+    The mount also works if a runtime sets another account or requests its token.
     """
     if needs_service_account(job):
         pod["serviceAccountName"] = job.name

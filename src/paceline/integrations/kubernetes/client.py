@@ -1,6 +1,6 @@
-"""The official Kubernetes client, as far as a job needs it: create, look, stream logs, delete.
+"""The official Kubernetes client, reduced to what a job needs: create, read, stream logs, delete.
 
-Jobs, JobSets and TrainJobs are asked for by one generic interface, so all three are plain dictionaries here.
+Jobs, JobSets and TrainJobs use one generic interface, so all three are dictionaries here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paceline.integrations.slurm.client import JobState
 from paceline.launch.job_record import JobRecord
 from paceline.runtime.secret import create_secret
 
-_TIMEOUT_S = (5, 20)  # to connect, and between two bytes
+_TIMEOUT_S = (5, 20)  # to connect, and between two reads
 _KINDS = {  # group, version, plural
     "job": ("batch", "v1", "jobs"),
     "jobset": ("jobset.x-k8s.io", "v1alpha2", "jobsets"),
@@ -36,12 +36,12 @@ _OPERATORS = {"jobset": "JobSets", "trainjob": "TrainJobs: Kubeflow Trainer v2 i
 
 
 class ClusterUnavailable(PacelineError):
-    """The cluster did not answer, or not to us."""
+    """The cluster did not answer, or refused access."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A namespace of a cluster, by a context of the kubeconfig (empty: the current one)."""
+    """A namespace of a cluster, selected by a context of the kubeconfig (empty: the current one)."""
 
     context: str = ""
     given_namespace: str = ""
@@ -62,7 +62,7 @@ class Cluster:
             ) from error
 
     def require(self) -> None:
-        """A client and a kubeconfig, or one screen."""
+        """Raise UserError without a client or a kubeconfig."""
         assert self._client is not None
 
     @cached_property
@@ -97,15 +97,15 @@ class Cluster:
     # --- Create and delete
 
     def create(self, job: KubernetesJob) -> None:
-        """The job first: what it needs belongs to it, and goes with it.
+        """Create the job first: it owns the other objects, so they are deleted with it.
 
-        The secret comes last. Pods do not start without it, so by then only they can reach each other.
+        The secret comes last. Pods do not start without it. By then the network policy protects them.
         """
         *needed, main = build_objects(job)
         secret = build_secret(job, create_secret())
         needed += [secret] if secret is not None else []
         group, version, plural = _KINDS[job.api]
-        with asking(f"create {main['kind']} {job.name} in {self.namespace}", job.api):
+        with api_errors(f"create {main['kind']} {job.name} in {self.namespace}", job.api):
             created = self._objects.create_namespaced_custom_object(
                 group, version, self.namespace, plural, main, _request_timeout=_TIMEOUT_S
             )
@@ -121,17 +121,17 @@ class Cluster:
                     "ServiceAccount": self._core.create_namespaced_service_account,
                     "NetworkPolicy": self._networking.create_namespaced_network_policy,
                 }[item["kind"]]
-                with asking(f"create {item['kind']} {item['metadata']['name']} in {self.namespace}", job.api):
+                with api_errors(f"create {item['kind']} {item['metadata']['name']} in {self.namespace}", job.api):
                     make(self.namespace, item, _request_timeout=_TIMEOUT_S)
         except PacelineError:
             with suppress(PacelineError):  # the first error is the cause
-                self.delete(job.name, job.api)  # pods without it would wait for ever
+                self.delete(job.name, job.api)  # pods without the object would wait forever
             raise
 
     def delete(self, name: str, api: str) -> None:
-        """Its pods get SIGTERM and their grace to save in."""
+        """The pods get SIGTERM and a grace period to save."""
         group, version, plural = _KINDS[api]
-        with asking(f"delete {name} in {self.namespace}", api):
+        with api_errors(f"delete {name} in {self.namespace}", api):
             self._objects.delete_namespaced_custom_object(
                 group,
                 version,
@@ -142,12 +142,12 @@ class Cluster:
                 _request_timeout=_TIMEOUT_S,
             )
 
-    # --- Look
+    # --- Read
 
     def read_state(self, name: str, api: str) -> JobState:
-        """In the words of the house; an empty state: the cluster does not know the job, or no longer."""
+        """The state of a job; empty if the cluster does not know the job, or no longer."""
         group, version, plural = _KINDS[api]
-        with asking(f"read {name} in {self.namespace}", api):
+        with api_errors(f"read {name} in {self.namespace}", api):
             found = self._objects.list_namespaced_custom_object(
                 group,
                 version,
@@ -161,9 +161,9 @@ class Cluster:
         return read_job_state(name, found[0], self.read_pods(name), self._read_events(name))
 
     def _read_events(self, name: str) -> list[dict[str, Any]]:
-        """Why pods of the job cannot be created. Empty also without the right to read events."""
+        """Events about pods that cannot be created. Empty also without permission to read events."""
         try:
-            with asking(f"list events in {self.namespace}", "job"):
+            with api_errors(f"list events in {self.namespace}", "job"):
                 answer = self._core.list_namespaced_event(
                     self.namespace,
                     field_selector="type=Warning",
@@ -172,13 +172,13 @@ class Cluster:
                 )
         except UserError:
             return []
-        own = (name, f"{name}-{REPLICATED_JOB}-0")  # a JobSet's Job has its own name
+        own = (name, f"{name}-{REPLICATED_JOB}-0")  # the name of a JobSet's Job
         items = json.loads(answer.data)["items"]
         return sort_events(item for item in items if (item.get("involvedObject") or {}).get("name") in own)
 
     def read_pods(self, name: str) -> list[PodView]:
         """All pods of a job that the cluster still knows, oldest first."""
-        with asking(f"list the pods of {name} in {self.namespace}", "job"):
+        with api_errors(f"list the pods of {name} in {self.namespace}", "job"):
             answer = self._core.list_namespaced_pod(
                 self.namespace,
                 label_selector=f"{NAME_LABEL}={name}",
@@ -188,8 +188,8 @@ class Cluster:
         return read_pods(json.loads(answer.data)["items"])
 
     def stream_log(self, pod: str, api: str, *, read_timeout_s: int = _TIMEOUT_S[1], **options: Any) -> Iterator[bytes]:
-        """What a pod has printed. Raises urllib3's errors if the stream breaks."""
-        with asking(f"read the log of {pod}", api):
+        """The log of a pod. Raises urllib3's errors if the stream breaks."""
+        with api_errors(f"read the log of {pod}", api):
             answer = self._core.read_namespaced_pod_log(
                 pod,
                 self.namespace,
@@ -205,12 +205,12 @@ class Cluster:
 
 
 def _kubeconfig() -> str | None:
-    """None: ~/.kube/config. The client itself would only look at what was set when it was imported."""
+    """None: ~/.kube/config. The client itself reads the variable only at import."""
     return os.environ.get("KUBECONFIG") or None
 
 
 def broken_stream_errors() -> tuple[type[Exception], ...]:
-    """What a stream that breaks in the middle raises."""
+    """The exceptions of a stream that breaks."""
     require_client()
     from kubernetes.client import rest
 
@@ -234,8 +234,8 @@ def read_kubernetes_state(record: JobRecord) -> JobState:
 
 
 @contextmanager
-def asking(what: str, api: str) -> Iterator[None]:
-    """Every refusal of the cluster as one screen."""
+def api_errors(what: str, api: str) -> Iterator[None]:
+    """Convert API errors to Paceline errors."""
     require_client()
     from kubernetes.client import ApiException
 
@@ -261,11 +261,9 @@ def _refusal(what: str, api: str, error: Any) -> PacelineError:
     if error.status == 404 and "namespaces" in message:
         return UserError("there is no such namespace", where=what, got=message, hint="--namespace NAME")
     if error.status == 404 and verb == "create" and api in _OPERATORS:
-        return UserError(
-            f"the cluster knows no {_OPERATORS[api]}", where=what, got=message, hint="--api job needs none"
-        )
+        return UserError(f"the cluster has no {_OPERATORS[api]}", where=what, got=message, hint="--api job needs none")
     if "admission webhook" in message or "admission policy" in message:
-        # A webhook answers 403 or 400 as it likes; what it says is about the job, not about rights.
+        # An admission webhook may answer 403 or 400. Its message is about the job, not about permissions.
         hint = "--runtime NAME; kubectl get clustertrainingruntimes lists them" if api == "trainjob" else None
         return UserError("the cluster refuses the job", where=what, got=message, hint=hint)
     if error.status == 403 and _QUOTA.search(message):

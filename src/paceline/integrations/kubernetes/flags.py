@@ -1,4 +1,4 @@
-"""The flags of `paceline submit kubernetes`, judged before anything starts: each value, and what contradicts what."""
+"""The flags of `paceline submit kubernetes`. Each value and each combination is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from paceline.settings.sites import JobSetting, JobSettings, check_given
 
 @cache
 def kubernetes_settings() -> dict[str, JobSetting]:
-    """Every flag of its own by name, in the order of `--help`."""
+    """The flags by name, in the order of `--help`."""
     settings = [
         JobSetting("image", "IMAGE", "container image with paceline in it, with a tag or a digest"),
         JobSetting("nodes", "N", "pods, one to a node (1)", "number"),
@@ -42,7 +42,9 @@ def kubernetes_settings() -> dict[str, JobSetting]:
         JobSetting(
             "runs", "CLAIM", f"where runs are kept: a PersistentVolumeClaim or /PATH of all nodes; at {RUNS_PATH}"
         ),
-        JobSetting("data", "CLAIM", f"where data lies: a PersistentVolumeClaim or /PATH of all nodes; at {DATA_PATH}"),
+        JobSetting(
+            "data", "CLAIM", f"where data is kept: a PersistentVolumeClaim or /PATH of all nodes; at {DATA_PATH}"
+        ),
         JobSetting("mount", "CLAIM:PATH", "one more volume, CLAIM or /PATH, optionally :ro; may be repeated", "lines"),
         JobSetting("api", "KIND", "job (needs no operator), jobset, or trainjob (Kubeflow Trainer v2)"),
         JobSetting("runtime", "NAME", "training runtime of a trainjob (torch-distributed)"),
@@ -87,7 +89,7 @@ def kubernetes_settings() -> dict[str, JobSetting]:
 
 
 def parse_kubernetes_job(settings: JobSettings) -> KubernetesJob:
-    """The cluster's part of a job. Every value, and what contradicts what, is judged here."""
+    """Build the job from the flags. Checks every value and every combination."""
     check_given(settings)
     nodes = read_number(settings, "nodes", 1, low=1, high=10_000)
     ranks, has_gpus = _parse_ranks(settings, nodes)
@@ -136,7 +138,7 @@ def parse_kubernetes_job(settings: JobSettings) -> KubernetesJob:
     return job
 
 
-# --- Several together -------------------------------------------------------------------------------------------------
+# --- Combinations -----------------------------------------------------------------------------------------------------
 
 
 def _parse_ranks(settings: JobSettings, nodes: int) -> tuple[int, bool]:
@@ -168,7 +170,7 @@ def _check_together(job: KubernetesJob, settings: JobSettings) -> None:
     if in_bytes(job.shm) >= in_bytes(job.memory):
         where = settings["shm" if "shm" in settings else "memory"].where
         got = f"{job.shm} of {job.memory}"
-        raise UserError("/dev/shm would take all memory of the pod", where=where, got=got, hint="a larger --memory")
+        raise UserError("/dev/shm would use all memory of the pod", where=where, got=got, hint="a larger --memory")
     if job.cpus and job.cpus < job.ranks_per_node:
         raise UserError(
             "more ranks than CPUs in a pod",

@@ -1,4 +1,4 @@
-"""A job for a Kubernetes cluster, as data; `kubernetes_manifest.py` writes it down, `kubernetes_flags.py` reads it."""
+"""A Kubernetes job as data. `flags.py` creates it from flags, `manifest.py` writes the manifest."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from typing import Literal, get_args
 Api = Literal["job", "jobset", "trainjob"]
 APIS: tuple[Api, ...] = get_args(Api)
 RUNS_PATH, DATA_PATH = "/runs", "/data"
-FILES_PATH = "/etc/paceline"  # a recipe and functions of the user's own
-REPLICATED_JOB = "node"  # of a JobSet: as Kubeflow's runtimes call theirs, so that host names are the same
+FILES_PATH = "/etc/paceline"  # the user's recipe and functions
+REPLICATED_JOB = "node"  # in a JobSet: the same name as in Kubeflow's runtimes, so that host names are the same
 DEFAULT_RUNTIME = "torch-distributed"
-_LONGEST_LABEL = 63  # of DNS: names of pods, jobs and services
+_LONGEST_LABEL = 63  # DNS limit for names of pods, jobs and services
 _LONGEST_NAME = 50
 
 
 @dataclass(frozen=True)
 class Volume:
-    """A claim or a folder of every node, and where pods see it."""
+    """A claim or a folder of every node, and its mount path."""
 
     source: str
     path: str
@@ -40,19 +40,19 @@ class Toleration:
 
 @dataclass(frozen=True)
 class KubernetesJob:
-    """Everything the manifest says."""
+    """All values of the manifest."""
 
     image: str
     runs: Volume
     name: str = "paceline"
-    command: tuple[str, ...] = ()  # what was typed, for the reader of the manifest
+    command: tuple[str, ...] = ()  # the typed command, as a comment in the manifest
     train: tuple[str, ...] = ()  # the arguments of `paceline train`
     files: tuple[tuple[str, str], ...] = ()  # name and text of each file the pods need
     nodes: int = 1
     ranks_per_node: int = 1
     has_gpus: bool = False
     gpu_resource: str = "nvidia.com/gpu"
-    volumes: tuple[Volume, ...] = ()  # beside the one of runs
+    volumes: tuple[Volume, ...] = ()  # in addition to the volume of runs
     api: Api = "job"
     runtime: str = DEFAULT_RUNTIME
     cpus: int = 0
@@ -73,9 +73,9 @@ class KubernetesJob:
     node_selector: tuple[tuple[str, str], ...] = ()
     tolerations: tuple[Toleration, ...] = ()
     node_timeout_s: int = 0  # 0: the cluster's default, 300
-    labels: tuple[tuple[str, str], ...] = ()  # of the pods, beside our own
+    labels: tuple[tuple[str, str], ...] = ()  # of the pods, in addition to our own
     annotations: tuple[tuple[str, str], ...] = ()  # of the pods
-    resources: tuple[tuple[str, str], ...] = ()  # beside CPUs, memory and GPUs
+    resources: tuple[tuple[str, str], ...] = ()  # in addition to CPUs, memory and GPUs
     capabilities: tuple[str, ...] = ()
     scheduler: str = ""
     ephemeral_storage: str = ""
@@ -89,7 +89,7 @@ class KubernetesJob:
 
     @property
     def most_failures(self) -> int:
-        """Failures of its own that a pod may have; of a JobSet, all pods together. More for a longer run."""
+        """Allowed failures per pod; for a JobSet, of all pods together. Grows with the time limit."""
         return self.retries * max(1, math.ceil(self.limit_s / 86_400))
 
     @property
@@ -97,25 +97,27 @@ class KubernetesJob:
         return (self.runs, *self.volumes)
 
     def holds(self, path: str) -> bool:
-        """Whether pods find this path on a volume."""
+        """Whether this path is on a volume of the pods."""
         place = PurePosixPath(path)
         return any(place.is_relative_to(volume.path) for volume in self.all_volumes)
 
 
 def longest_name(api: Api, nodes: int, runtime: str = DEFAULT_RUNTIME) -> int:
-    """Of a job whose pods and inner jobs still have names. An operator refuses a longer one, or waits for ever."""
+    """The longest job name for which the names of pods and inner jobs are valid."""
     suffixes = [f"-{nodes - 1}"]  # the host name of a pod
     if api != "job":
-        suffixes.append(f"-{REPLICATED_JOB}-0-{nodes - 1}-abcde")  # a pod, with the five letters of its controller
+        suffixes.append(
+            f"-{REPLICATED_JOB}-0-{nodes - 1}-abcde"
+        )  # a pod, with the five random letters of its controller
     if api == "trainjob" and runtime != DEFAULT_RUNTIME:
-        suffixes.append("-dataset-initializer-0")  # other runtimes may have such a job
+        suffixes.append("-dataset-initializer-0")  # other runtimes may have this job
     return min(_LONGEST_NAME, _LONGEST_LABEL - max(map(len, suffixes)))
 
 
 def as_name(text: str, longest: int = _LONGEST_NAME) -> str:
-    """The nearest name that Kubernetes takes; of a long one the end, which has the time in it."""
+    """The nearest name that Kubernetes accepts. A long text is cut at its beginning: the end contains the time."""
     name = re.sub(r"[^a-z0-9-]+", "-", text.lower()).strip("-")
     short = name[-longest:].strip("-")
     if not short[:1].isdigit():
         return short
-    return f"run-{name[4 - longest :].strip('-')}"  # a Service's name begins with a letter
+    return f"run-{name[4 - longest :].strip('-')}"  # the name of a Service must start with a letter

@@ -1,7 +1,7 @@
 """Logs of the pods of a job: of one pod, of all of them, or followed until the job has ended.
 
-A stream breaks for reasons that have nothing to do with the run: a load balancer ends an idle connection, a kubelet
-rotates a log, a pod is replaced. Each line carries its time, so a new stream goes on after the last line shown.
+A stream may break although the run continues: a load balancer closes an idle connection, a kubelet rotates a log, a
+pod is replaced. Each line has a timestamp, so a new stream continues after the last line shown.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from paceline.integrations.kubernetes.state import PodView, newest_pods
 from paceline.launch.job_record import JobRecord
 
 _POLL_S = 2.0
-_IDLE_S = 60  # a stream that is silent for so long is opened anew: it may be dead
-_OVERLAP_S = 5  # read again after a break; lines that were shown are dropped by their time
-_MOST_FAILURES = 30  # in a row, of a cluster that does not answer
+_IDLE_S = 60  # a stream without data for this time is reopened: it may be dead
+_OVERLAP_S = 5  # read again after a break; lines already shown are dropped by their timestamp
+_MOST_FAILURES = 30  # consecutive, if the cluster does not answer
 
 
 def choose_pod(pods: Sequence[PodView], where: str, index: int = 0) -> PodView:
-    """The pod that speaks for the job: the newest of this index that has a log, else one that is left."""
+    """The pod whose log to show: the newest of this index that has a log, otherwise any remaining pod."""
     own = [pod for pod in pods if pod.index == index]
     with_log = [pod for pod in own if pod.has_log] or [pod for pod in newest_pods(pods) if pod.has_log]
     if with_log:
@@ -43,7 +43,7 @@ def read_log(cluster: Cluster, pod: PodView, api: str, last_lines: int | None) -
 
 
 def read_last_line(record: JobRecord) -> str:
-    """The last thing the job said; empty where it cannot be read."""
+    """The last line of the job's log; empty if it cannot be read."""
     cluster = cluster_of(record)
     try:
         pod = choose_pod(cluster.read_pods(record.job_id), record.job_id)
@@ -55,12 +55,14 @@ def read_last_line(record: JobRecord) -> str:
 
 
 def follow_log(record: JobRecord, last_lines: int | None, say: Callable[[str], None]) -> Iterator[bytes]:
-    """Pod 0 and its successors, until the job has ended. `say` gets remarks that are not part of a log."""
+    """Follow pod 0 and its successors until the job ends. `say` gets notes that are not part of a log."""
     cluster, position = cluster_of(record), _Position()
     failures = 0
     while True:
         try:
-            is_over = not cluster.read_state(record.job_id, record.api).is_active  # asked first: nothing comes after
+            is_over = not cluster.read_state(
+                record.job_id, record.api
+            ).is_active  # read the state before the log, so that no lines are missed
             pod = _next_pod(cluster.read_pods(record.job_id), position, is_over=is_over)
             if pod is None and is_over:
                 return
@@ -82,21 +84,21 @@ def follow_log(record: JobRecord, last_lines: int | None, say: Callable[[str], N
 
 @dataclass
 class _Position:
-    """Where the reader stands in the log of a pod."""
+    """The reader's position in the log of a pod."""
 
     pod: str = ""
-    is_read: bool = False  # to its end: the pod had ended when its log was opened
-    last_time: str = ""  # of the last line shown, comparable as text
-    heard_s: float = 0.0  # when the stream was last known to be alive
-    shown_then: int = 0  # lines with that time: some container runtimes give one time to many lines
-    seen_before: str = ""  # what a stream that is opened again repeats: up to this time ...
-    to_skip: int = 0  # ... and so many lines with this very time
+    is_read: bool = False  # completely: the pod had ended when its log was opened
+    last_time: str = ""  # timestamp of the last line shown, comparable as text
+    heard_s: float = 0.0  # when the stream last returned data
+    shown_then: int = 0  # lines shown with this timestamp; some container runtimes use one timestamp for many lines
+    seen_before: str = ""  # a reopened stream repeats lines up to this timestamp ...
+    to_skip: int = 0  # ... and this number of lines with this timestamp
 
     def begin_stream(self) -> None:
         self.seen_before, self.to_skip = self.last_time, self.shown_then
 
     def is_new(self, moment: str) -> bool:
-        """Whether the line of this time was not shown yet; it counts as shown from now on."""
+        """Whether the next line with this timestamp is new. Counts it as shown."""
         if moment < self.seen_before:
             return False
         if moment == self.seen_before and self.to_skip:
@@ -108,7 +110,7 @@ class _Position:
 
 
 def _next_pod(pods: Sequence[PodView], position: _Position, *, is_over: bool) -> PodView | None:
-    """The pod that is being read until it is read to its end, then its successor. None: there is none yet."""
+    """The current pod until its log is complete, then its successor. None if there is none yet."""
     own = [pod for pod in pods if pod.index == 0 and pod.has_log]
     names = [pod.name for pod in own]
     if position.pod in names:
@@ -116,7 +118,7 @@ def _next_pod(pods: Sequence[PodView], position: _Position, *, is_over: bool) ->
         return own[place] if not position.is_read else next(iter(own[place + 1 :]), None)
     if own and not (is_over and position.is_read):
         return own[-1]
-    # While the job is active, pod 0 will come. Afterwards another pod's log is better than none.
+    # While the job is active, wait for pod 0. After the job has ended, use the log of another pod.
     others = [pod for pod in newest_pods(pods) if pod.has_log]
     return others[0] if is_over and others and not position.pod else None
 
@@ -125,7 +127,7 @@ def _announce(pod: PodView, position: _Position, say: Callable[[str], None]) -> 
     if position.pod:
         say(f"pod {pod.index} was replaced; its successor is {pod.name}")
     elif pod.index:
-        say(f"pod 0 is gone; this is the log of pod {pod.index} ({pod.name})")
+        say(f"pod 0 was deleted; this is the log of pod {pod.index} ({pod.name})")
 
 
 def _follow_pod(
@@ -145,22 +147,22 @@ def _follow_pod(
             *lines, rest = (rest + chunk).split(b"\n")
             yield from (shown for line in lines if (shown := _new_line(line, position)) is not None)
     except broken_stream_errors():
-        rest = b""  # a part of a line: it comes again, whole
+        rest = b""  # a partial line; the new stream repeats it
     if rest and (shown := _new_line(rest, position)) is not None:
         yield shown
 
 
 def _new_line(line: bytes, position: _Position) -> bytes | None:
-    """A line without its time; None if it was shown before the stream broke."""
+    """A line without its timestamp; None if it was already shown."""
     stamp, _, text = line.partition(b" ")
     moment = _comparable(stamp.decode(errors="replace"))
     if moment is None:
-        return line + b"\n"  # this server writes no times
+        return line + b"\n"  # this server writes no timestamps
     return text + b"\n" if position.is_new(moment) else None
 
 
 def _comparable(stamp: str) -> str | None:
-    """A time such as 2026-11-15T10:00:00.12Z as text that sorts by time: its fraction has nine digits."""
+    """Pad the fraction of a timestamp such as 2026-11-15T10:00:00.12Z to nine digits, so that it sorts as text."""
     if len(stamp) < 20 or stamp[10] != "T":
         return None
     fraction = "".join(letter for letter in stamp[19:].partition("+")[0] if letter.isdecimal())

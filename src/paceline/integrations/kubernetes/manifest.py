@@ -1,7 +1,7 @@
-"""The manifest of a job: what a careful person would write by hand, as YAML in one order, for a reviewer to read.
+"""The manifest of a job: readable YAML in a fixed order.
 
-Three kinds of jobs from one pod: an Indexed Job, which every cluster knows; a JobSet, which starts all pods anew when
-one has failed; a TrainJob of Kubeflow Trainer v2, where a runtime that the cluster's owner wrote decides the rest.
+Three kinds of jobs use the same pod: an Indexed Job, which every cluster supports; a JobSet, which restarts all pods
+if one fails; a TrainJob of Kubeflow Trainer v2, where a runtime of the cluster sets the rest.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ def write_manifest(job: KubernetesJob) -> str:
     """All objects of a job as one YAML text."""
     import yaml
 
-    # A newline in a text, or in the comment with the command, could begin another document.
+    # A newline in a value, or in the comment with the command, could start another document.
     check_fields(job, secret=("env", "command"), exempt=("files",))
     for name, _ in job.files:
         check_text(name, "the name of a file")
 
     class Dumper(yaml.SafeDumper):
         def ignore_aliases(self, data: object) -> bool:
-            return True  # `&id001` is nothing for people to read
+            return True  # no anchors such as `&id001`
 
         def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-            super().increase_indent(flow, False)  # lists stand below their key, indented
+            super().increase_indent(flow, False)  # indent lists below their key
 
     def text(dumper: yaml.SafeDumper, value: str) -> yaml.ScalarNode:
-        # Line by line, unless YAML would change one of its other line breaks.
+        # Use a literal block, unless YAML would change another kind of line break.
         style = '"' if _OTHER_BREAKS & set(value) else "|" if "\n" in value else None
         return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
@@ -64,12 +64,12 @@ def write_manifest(job: KubernetesJob) -> str:
 
 
 def build_objects(job: KubernetesJob) -> list[Object]:
-    """The job itself comes last: what its pods need is there before them."""
+    """The job comes last, so that the objects its pods need exist first."""
     objects: list[Object] = []
     if job.files:
         objects.append(_files(job))
     if job.nodes > 1 and job.api == "job":
-        objects.append(_service(job))  # the others bring their own
+        objects.append(_service(job))  # JobSets and TrainJobs create their own
     if needs_service_account(job):
         objects.append(service_account(job))
     objects.append(network_policy(job))
@@ -77,14 +77,14 @@ def build_objects(job: KubernetesJob) -> list[Object]:
 
 
 def _about_owner(job: KubernetesJob, namespace: str) -> list[str]:
-    """Only the cluster knows the uid of the job, so a manifest cannot say what belongs to it."""
+    """A manifest cannot set owner references, because only the cluster knows the uid of the job."""
     *beside, main = build_objects(job)
     names = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in beside]
     names += [f"secret/{secret_name(job)}"] if job.nodes > 1 else []
     owner = f'"apiVersion":"{main["apiVersion"]}","kind":"{main["kind"]}","name":"{job.name}","uid":"\'$uid\'"'
     patch = f'{{"metadata":{{"ownerReferences":[{{{owner}}}]}}}}'
     return [
-        "paceline submit makes what is beside the job belong to it, so that it goes with it. After kubectl apply:",
+        "paceline submit makes the job own the other objects, so that they are deleted with it. After kubectl apply:",
         f"  uid=$(kubectl get{namespace} {main['kind'].lower()} {job.name} --output jsonpath={{.metadata.uid}})",
         f"  kubectl patch{namespace} {' '.join(names)} --type merge --patch '{patch}'",
     ]
@@ -110,7 +110,7 @@ def _header(job: KubernetesJob) -> str:
 
 def _about_failures(job: KubernetesJob) -> list[str]:
     if job.api == "trainjob":
-        return ["Retries and what exit codes mean to them are up to the runtime."]
+        return ["The runtime decides about retries and exit codes."]
     final = ", ".join(map(str, FINAL_CODES))
     whose = "" if job.api == "jobset" else " to each pod"
     return [
@@ -120,7 +120,7 @@ def _about_failures(job: KubernetesJob) -> list[str]:
     ]
 
 
-# --- Beside the job ---------------------------------------------------------------------------------------------------
+# --- Other objects ----------------------------------------------------------------------------------------------------
 
 
 def _files(job: KubernetesJob) -> Object:
@@ -134,7 +134,7 @@ def _files(job: KubernetesJob) -> Object:
 
 
 def _service(job: KubernetesJob) -> Object:
-    """Headless: it gives each pod a name of its own, from the start, and nothing else."""
+    """A headless Service, which only gives each pod a DNS name."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -163,10 +163,10 @@ def _job(job: KubernetesJob) -> Object:
 
 
 def _indexed(job: KubernetesJob, *, most_failures: int) -> Object:
-    """One pod for each node, all at once, each knowing its number.
+    """One pod per node, all started together, each with its index.
 
-    Failures are counted, and their back-off is computed, for each pod alone. Counted together, pods that are evicted at
-    the same time would double the delay of their successors once for each of them, up to ten minutes.
+    Failures and back-off are counted per pod. If they were counted together, each of several pods evicted at the same
+    time would double the delay of all successors, up to ten minutes.
     """
     spec: Object = {
         "completionMode": "Indexed",
@@ -178,7 +178,7 @@ def _indexed(job: KubernetesJob, *, most_failures: int) -> Object:
     if job.limit_s:
         spec["activeDeadlineSeconds"] = job.limit_s
     if job.nodes > 1:
-        # Node 0 ends well only when all have.
+        # Node 0 succeeds only if all nodes succeed.
         spec["successPolicy"] = {"rules": [{"succeededIndexes": "0"}]}
     spec["podFailurePolicy"] = {"rules": _failure_rules(job)}
     spec["template"] = {"metadata": pod_metadata(job), "spec": build_pod(job)}
@@ -186,7 +186,7 @@ def _indexed(job: KubernetesJob, *, most_failures: int) -> Object:
 
 
 def _failure_rules(job: KubernetesJob) -> list[Object]:
-    """Lost nodes and polite stops are tried again and not counted; a mistake ends the job; all else counts."""
+    """Lost nodes and requested stops are retried and not counted. A user error ends the job. Other failures count."""
 
     def codes(action: str, *values: int) -> Object:
         which = {"containerName": CONTAINER[job.api], "operator": "In", "values": list(values)}
@@ -200,7 +200,7 @@ def _failure_rules(job: KubernetesJob) -> list[Object]:
 
 
 def _jobset(job: KubernetesJob) -> Object:
-    """A failure that counts ends its Job at once; the JobSet then starts all pods anew, unless it was a mistake."""
+    """A failure that counts ends its Job at once. The JobSet then restarts all pods, except after a user error."""
     mistake = {"name": "mistake", "action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
     late = {"name": "deadline", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]}
     spec: Object = {"suspend": True} if job.queue else {}
@@ -221,7 +221,7 @@ def _jobset(job: KubernetesJob) -> Object:
 
 
 def _trainjob(job: KubernetesJob) -> Object:
-    """What it may say of its pods stands in a patch of its runtime; retries and exit codes are the runtime's own."""
+    """Settings of the pods are a patch of the runtime. The runtime decides about retries and exit codes."""
     pod = build_pod(job)
     train = pod.pop("containers")[0]
     for name in ("restartPolicy", "enableServiceLinks", "automountServiceAccountToken"):

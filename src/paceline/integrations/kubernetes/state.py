@@ -1,4 +1,4 @@
-"""What the objects of a cluster say about a job, in our words. Pure: no client, no network."""
+"""The state of a job, computed from the objects of the cluster. Pure: no client, no network."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Object = dict[str, Any]
 _STUCK_AFTER_S = 60
 _CREATE_FAILURES = ("FailedCreate", "JobCreationFailed", "CreateFailed")
 OUT_OF_SERVICE = "node.kubernetes.io/out-of-service=nodeshutdown:NoExecute"
-_STOPPED = (EXIT_PREEMPTED, 143)  # asked to stop: never the cause of a failure
+_STOPPED = (EXIT_PREEMPTED, 143)  # exit codes after a stop request: never the cause of a failure
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class PodView:
     waits_for: str = ""
     exit_code: int | None = None
     finished: str = ""
-    is_disrupted: bool = False  # evicted, preempted, or its node is gone
-    must_end_by: str = ""  # its deletion timestamp: when it was asked to end, plus its grace
+    is_disrupted: bool = False  # evicted, preempted, or its node was lost
+    must_end_by: str = ""  # the deletion timestamp: the time of the request plus the grace period
 
     @property
     def has_ended(self) -> bool:
@@ -41,11 +41,11 @@ class PodView:
 
     @property
     def is_terminating(self) -> bool:
-        """Asked to end, and not ended yet: it does not train, whatever its phase says."""
+        """Deletion was requested and the pod has not ended. It does not train, also if its phase is Running."""
         return bool(self.must_end_by) and not self.has_ended
 
     def is_stuck(self, now: datetime) -> bool:
-        """It should have ended long ago: its node does not answer, so nothing confirms its end."""
+        """The grace period is long over. The node does not answer, so the end of the pod is not confirmed."""
         if not self.is_terminating:
             return False
         return (now - datetime.fromisoformat(self.must_end_by)).total_seconds() > _STUCK_AFTER_S
@@ -56,17 +56,17 @@ class PodView:
 
     @property
     def has_log(self) -> bool:
-        """A pod that its node refused has failed without a container."""
+        """A pod that its node rejected has failed without a container."""
         return self.phase in ("Running", "Succeeded") or (self.phase == "Failed" and self.exit_code is not None)
 
     @property
     def was_ended_by_cluster(self) -> bool:
-        """Its exit code says nothing about the training."""
+        """Then the exit code is not the result of the training."""
         return self.is_disrupted or bool(self.must_end_by)
 
     @property
     def counts_as_failure(self) -> bool:
-        """As the Job's podFailurePolicy counts."""
+        """Whether the Job's podFailurePolicy counts it."""
         is_failure = self.phase == "Failed" and self.exit_code not in (0, EXIT_PREEMPTED)
         return is_failure and not self.was_ended_by_cluster
 
@@ -77,7 +77,7 @@ def read_pods(items: Iterable[Object]) -> list[PodView]:
 
 
 def newest_pods(pods: Iterable[PodView]) -> list[PodView]:
-    """The newest pod of each index, by index. A pod that is being deleted gives way to its successor."""
+    """The newest pod of each index, by index. A pod that is being deleted is replaced by its successor."""
     newest: dict[int, PodView] = {}
     for pod in pods:
         before = newest.get(pod.index)
@@ -101,7 +101,7 @@ def _read_pod(pod: Object) -> PodView:
         phase=status.get("phase") or "Pending",
         node=(pod.get("spec") or {}).get("nodeName") or "",
         started=str(status.get("startTime") or ""),
-        waits_for=next((text for text in map(in_words, waiting + unscheduled) if text), ""),
+        waits_for=next((text for text in map(reason_text, waiting + unscheduled) if text), ""),
         exit_code=next((item.get("exitCode") for item in ended), None),
         finished=next((str(item.get("finishedAt") or "") for item in ended), ""),
         is_disrupted=any(item["type"] == "DisruptionTarget" and item["status"] == "True" for item in conditions),
@@ -109,13 +109,13 @@ def _read_pod(pod: Object) -> PodView:
     )
 
 
-def in_words(item: Object) -> str:
+def reason_text(item: Object) -> str:
     """The reason and the message of a condition, a waiting container or an event."""
     return f"{item.get('reason') or ''}: {item.get('message') or ''}".strip(": ")
 
 
 def read_job_state(name: str, found: Object, pods: Sequence[PodView], events: Sequence[Object] = ()) -> JobState:
-    """The state of a Job, JobSet or TrainJob, from the object, all of its pods and events that tell of trouble."""
+    """The state of a Job, JobSet or TrainJob, from the object, all its pods and its warning events."""
     held = {item["type"]: item for item in _status(found).get("conditions") or [] if item.get("status") == "True"}
     newest = newest_pods(pods)
     nodes = ",".join(dict.fromkeys(pod.node for pod in newest if pod.node))
@@ -124,7 +124,7 @@ def read_job_state(name: str, found: Object, pods: Sequence[PodView], events: Se
         return JobState(name, "COMPLETED", nodes=nodes, restarts=failures)
     if "Failed" in held:
         code = _deciding_code(held["Failed"], pods)
-        return JobState(name, "FAILED", in_words(held["Failed"]), nodes, restarts=failures, exit_code=code)
+        return JobState(name, "FAILED", reason_text(held["Failed"]), nodes, restarts=failures, exit_code=code)
     if found["metadata"].get("deletionTimestamp"):
         return JobState(name, "COMPLETING", _deletion_in_words(newest), nodes)
     if "Suspended" in held or (found.get("spec") or {}).get("suspend"):
@@ -143,7 +143,7 @@ def _status(found: Object) -> Object:
 
 
 def _count_wanted(found: Object) -> int:
-    """Pods that the job has when it is complete; 0: its object does not say."""
+    """The number of pods of a complete job; 0 if unknown."""
     spec = found.get("spec") or {}
     if "trainer" in spec:
         return int(spec["trainer"].get("numNodes") or 0)
@@ -152,13 +152,13 @@ def _count_wanted(found: Object) -> int:
 
 
 def _count_failures(found: Object, pods: Sequence[PodView]) -> int:
-    """Failures that count. A Job's own `failed` includes pods that the controller or an eviction has ended."""
-    restarts = int(_status(found).get("restarts") or 0)  # of a JobSet, which deletes the pods of earlier attempts
+    """Failures that count. The Job's field `failed` also includes pods that the controller or an eviction ended."""
+    restarts = int(_status(found).get("restarts") or 0)  # a JobSet deletes the pods of earlier attempts
     return max(restarts, sum(pod.counts_as_failure for pod in pods))
 
 
 def _deciding_code(failed: Object, pods: Sequence[PodView]) -> str:
-    """The exit code behind a failure: a final one, else the last that counts. Stops and deleted pods decide nothing."""
+    """The exit code that caused a failure: a final one, else the last that counts. Ignores stopped and deleted pods."""
     if failed.get("reason") == "DeadlineExceeded":
         return ""
     ended = sorted((pod for pod in pods if pod.exit_code), key=lambda pod: pod.finished)
@@ -182,8 +182,8 @@ def _why_waiting(pods: Sequence[PodView], running: int, wanted: int, events: Seq
     reasons += [pod.waits_for for pod in pods if pod.waits_for]
     reasons += [f"pod {pod.index} on {pod.node} is being ended" for pod in pods if pod.is_terminating]
     reasons += [f"pod {pod.index} ended with {pod.exit_code}" for pod in pods if pod.phase == "Failed"]
-    if len(pods) < wanted:  # a pod that cannot be created has no object that could say why
-        reasons += [in_words(event) for event in events]
+    if len(pods) < wanted:  # a pod that cannot be created has no object; events have the reason
+        reasons += [reason_text(event) for event in events]
     what = f"{running} of {wanted} pods run" if pods else "no pod yet"
     return "; ".join([what, *reasons[:1]])
 
@@ -197,7 +197,7 @@ def _stuck_in_words(pod: PodView) -> str:
 
 
 def sort_events(items: Iterable[Object]) -> list[Object]:
-    """Events that tell why a pod cannot be created, the newest first."""
+    """Events about pods that cannot be created, newest first."""
     kept = [item for item in items if item.get("type") == "Warning" and item.get("reason") in _CREATE_FAILURES]
     return sorted(kept, key=lambda item: str(item.get("lastTimestamp") or item.get("eventTime") or ""), reverse=True)
 

@@ -19,7 +19,7 @@ Object = dict[str, Any]
 
 
 def leader_host(job: KubernetesJob) -> str:
-    """The name of node 0's pod within the namespace."""
+    """The host name of node 0's pod within the namespace."""
     pod = f"{job.name}-0" if job.api == "job" else f"{job.name}-{REPLICATED_JOB}-0-0"
     return f"{pod}.{job.name}"
 
@@ -38,9 +38,9 @@ def pod_metadata(job: KubernetesJob) -> Object:
 def build_pod(job: KubernetesJob) -> Object:
     pod: Object = {}
     if job.nodes > 1 and job.api == "job":
-        pod["subdomain"] = job.name  # of the headless Service: pods are NAME-INDEX.NAME
+        pod["subdomain"] = job.name  # the headless Service: pods are NAME-INDEX.NAME
     pod |= {
-        "restartPolicy": "Never",  # a pod that has failed is for the Job's policy to judge
+        "restartPolicy": "Never",  # the Job's failure policy handles failed pods
         "terminationGracePeriodSeconds": job.grace_s,
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,
@@ -79,14 +79,14 @@ def _tolerations(job: KubernetesJob) -> list[Object]:
         row |= {"value": item.value} if item.value else {}
         row |= {"effect": item.effect} if item.effect else {}
         rows.append(row)
-    if job.node_timeout_s:  # the cluster adds these two with 300 s, unless they are here
+    if job.node_timeout_s:  # without these two, the cluster adds them with 300 s
         gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": job.node_timeout_s}
         rows += [{"key": key, **gone} for key in _NODE_TAINTS]
     return rows
 
 
 def _one_to_a_node(job: KubernetesJob) -> Object:
-    """Two pods of a job on one node would share its network and lose both when it fails."""
+    """Spread pods: two pods on one node would share its network, and both would be lost with it."""
     term = {"labelSelector": {"matchLabels": {NAME_LABEL: job.name}}, "topologyKey": "kubernetes.io/hostname"}
     return {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": [term]}}
 
@@ -124,7 +124,7 @@ def _container(job: KubernetesJob) -> Object:
 
 
 def _literal(text: str) -> str:
-    """Kubernetes would put a variable's value in the place of `$(NAME)`."""
+    """Escape `$(NAME)`, which Kubernetes would expand."""
     return text.replace("$(", "$$(")
 
 
@@ -132,7 +132,7 @@ def _environment(job: KubernetesJob) -> list[Object]:
     rows: list[Object] = [
         {"name": "PYTHONUNBUFFERED", "value": "1"},
         {"name": "HOME", "value": "/tmp"},
-        {"name": "USER", "value": "paceline"},  # the image may not know the number the pod runs as
+        {"name": "USER", "value": "paceline"},  # the image may have no name for the pod's user id
     ]
     if job.nodes > 1:
         rows += [

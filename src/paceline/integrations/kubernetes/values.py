@@ -1,4 +1,4 @@
-"""Values of the flags of `paceline submit kubernetes`, one at a time: what Kubernetes would take, or one screen."""
+"""Check single values of the flags of `paceline submit kubernetes`: what Kubernetes accepts, or an error screen."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.settings.variables import START_TIMEOUT
 _DNS_LABEL = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 _DNS_NAME = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
 _LABEL = re.compile(_DNS_LABEL)
-_SERVICE = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # the job's Service has its name
+_SERVICE = re.compile(r"[a-z]([a-z0-9-]*[a-z0-9])?")  # also the name of the job's Service
 _SUBDOMAIN = re.compile(_DNS_NAME)
 _KEY = re.compile(rf"((?=[^/]{{1,253}}/){_DNS_NAME}/)?[A-Za-z0-9]([A-Za-z0-9._-]{{0,61}}[A-Za-z0-9])?")
 _VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
@@ -34,7 +34,7 @@ _VARIABLE_FORMS = "NAME=VALUE, or NAME=secret:SECRET/KEY for a key of a Secret i
 _QUANTITY = re.compile(r"(?P<number>[0-9]+(\.[0-9]+)?)(?P<unit>[KMGTP]i|[kMGTP])?")
 _BYTES = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _BYTES |= {f"{unit}i": 1024 ** (power + 1) for power, unit in enumerate("KMGTP")}
-# A registry has a dot, a port or is localhost; what is before the first slash is part of the path otherwise.
+# A registry has a dot or a port, or is localhost. Otherwise the text before the first slash is part of the path.
 _REGISTRY = r"(?=[^/]*[.:]|localhost)(?i:" + _DNS_NAME + r")(:[0-9]+)?/"
 _IMAGE_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
@@ -43,7 +43,7 @@ _IMAGE = re.compile(
 )
 _LONGEST_IMAGE_NAME = 255
 _EFFECTS = ("NoSchedule", "PreferNoSchedule", "NoExecute")
-# Written by the manifest, by the launcher or by torch. A second value would replace theirs.
+# Set by the manifest, the launcher or torch. A second value would replace them.
 _OWN_VARIABLES = (
     *(
         "PYTHONUNBUFFERED",
@@ -68,7 +68,7 @@ _OWN_LABELS = (
 _NODE_TAINTS = ("node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable")
 _CAPABILITY = re.compile(r"[A-Z][A-Z0-9_]*")
 _HUGE_PAGES = re.compile(r"hugepages-(?P<page>[1-9][0-9]*[KMG]i)")
-_LONGEST_RESOURCE_DOMAIN = 253 - len("requests.")  # quotas put this in front of the name
+_LONGEST_RESOURCE_DOMAIN = 253 - len("requests.")  # quotas prefix the name with this
 _MOST_ANNOTATION_BYTES = 256 * 1024
 # The API server warns about these, and newer nodes do not have the old labels.
 _RENAMED_LABELS = {
@@ -78,7 +78,7 @@ _RENAMED_LABELS = {
     "failure-domain.beta.kubernetes.io/zone": "topology.kubernetes.io/zone",
     "failure-domain.beta.kubernetes.io/region": "topology.kubernetes.io/region",
 }
-# Without effect on today's clusters, or for pods that a node starts by itself.
+# Without effect on current clusters, or only for static pods.
 _REFUSED_ANNOTATIONS = (
     "scheduler.alpha.kubernetes.io/critical-pod",
     "security.alpha.kubernetes.io/",
@@ -95,7 +95,7 @@ def in_bytes(quantity: str) -> Fraction:
     return Fraction(match["number"]) * _BYTES[match["unit"] or ""]
 
 
-# --- One value --------------------------------------------------------------------------------------------------------
+# --- Single values ----------------------------------------------------------------------------------------------------
 
 
 def flag_of(name: str) -> str:
@@ -148,7 +148,7 @@ def read_names(settings: JobSettings, name: str) -> tuple[str, ...]:
 
 
 def _refuse_repeated(settings: JobSettings, name: str, keys: Sequence[str]) -> None:
-    """The API server warns about a second entry of one name, and keeps one of them."""
+    """The API server warns about a repeated name and keeps only one entry."""
     for key in keys:
         if keys.count(key) > 1:
             what = f"{flag_of(name)} gives {printable_line(key)} twice"
@@ -224,14 +224,14 @@ def parse_gpu_resource(settings: JobSettings) -> str:
 
 
 def _is_extended(name: str) -> bool:
-    """Whether a node's plugin may offer it. Names in kubernetes.io/ are the cluster's own: no node ever has more."""
+    """Whether a device plugin may offer it. Names in kubernetes.io/ are reserved."""
     domain = name.partition("/")[0]
     is_native = "/" not in name or "kubernetes.io/" in name or name.startswith("requests.")
     return bool(_KEY.fullmatch(name)) and not is_native and len(domain) <= _LONGEST_RESOURCE_DOMAIN
 
 
 def parse_resources(settings: JobSettings) -> tuple[tuple[str, str], ...]:
-    """Extended resources in whole numbers, as rdma/hca=1; huge pages by size."""
+    """Extended resources are whole numbers, such as rdma/hca=1. Huge pages are sizes."""
     rows = []
     for text in read_values(settings, "resource"):
         name, _, amount = text.partition("=")
@@ -268,7 +268,7 @@ def parse_capabilities(settings: JobSettings) -> tuple[str, ...]:
 
 
 def parse_pairs(settings: JobSettings, name: str) -> tuple[tuple[str, str], ...]:
-    """KEY=VALUE of labels, annotations and selectors. Only an annotation has any text as its value."""
+    """KEY=VALUE of labels, annotations and selectors. Only annotations accept any text as value."""
     rows = []
     for text in read_values(settings, name):
         key, is_set, value = text.partition("=")
@@ -277,7 +277,7 @@ def parse_pairs(settings: JobSettings, name: str) -> tuple[tuple[str, str], ...]
             examples = {"node_selector": "accelerator=h100", "label": "scheduling.x-k8s.io/pod-group=NAME"}
             example = examples.get(name, "k8s.v1.cni.cncf.io/networks=rdma-net")
             raise invalid(settings, name, text, f"KEY=VALUE, as {example}")
-        # Kueue reads annotations for topologies from users. Its queue is a flag.
+        # Users may set Kueue's topology annotations. Kueue's queue is a flag.
         is_kueues = name == "annotation" and key.startswith(_KUEUE) and key != f"{_KUEUE}queue-name"
         if name != "node_selector" and key.startswith(_OWN_LABELS) and not is_kueues:
             raise invalid(settings, name, text, "a key that is not the manifest's own", "leave it out")
@@ -286,7 +286,7 @@ def parse_pairs(settings: JobSettings, name: str) -> tuple[tuple[str, str], ...]
             raise invalid(settings, name, text, "a label that nodes still have", hint)
         if name == "annotation" and key.startswith(_REFUSED_ANNOTATIONS):
             hint = "--priority-class NAME" if "critical-pod" in key else "leave it out"
-            raise invalid(settings, name, key, "a key that clusters still read from pods", hint)
+            raise invalid(settings, name, key, "a key that current clusters read from pods", hint)
         rows.append((key, value))
     _refuse_repeated(settings, name, [key for key, _ in rows])
     size_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in rows)

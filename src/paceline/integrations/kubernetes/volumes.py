@@ -1,4 +1,4 @@
-"""The volumes of a Kubernetes job, from its flags: claims and folders of every node, and where pods see them."""
+"""The volumes of a Kubernetes job, from its flags: claims or folders of every node, and their mount paths."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _parse_mount(text: str, settings: JobSettings) -> Volume:
 
 
 def _source(settings: JobSettings, name: str, text: str) -> str:
-    """A claim's name, or an absolute path of the nodes."""
+    """The name of a claim, or an absolute path on the nodes."""
     if not text.startswith("/"):
         if "/" in text:
             raise invalid(settings, name, text, "the name of a PersistentVolumeClaim, or an absolute path of all nodes")

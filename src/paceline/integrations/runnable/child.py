@@ -1,4 +1,4 @@
-"""A `paceline` command as the child of a pipeline's step: it speaks through the step, and stops with it."""
+"""Run a `paceline` command as a child process of a pipeline step. The step prints its output and forwards signals."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from paceline.integrations.runnable.output import show
 from paceline.launch.child import Child, start_child
 from paceline.metrics.screen import OUTPUT, pass_on
 
-_LOOK_S = 0.1
-_PASSED_ON = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+_POLL_S = 0.1
+_FORWARDED = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
 
 
 def run_paceline(arguments: list[str], log: Path) -> int:
-    """Run it to its end and return its exit code. What it prints is added to the log, and printed here as it comes.
+    """Run the command and return its exit code. Its output is appended to the log and printed here as it arrives.
 
-    It prints into a file and not into a pipe: if this process is killed, a pipe would break while the run still saves.
+    The child prints into a file, not into a pipe. If this process is killed, a pipe would break while the run saves.
     """
     with log.open("ab") as sink, log.open("rb") as source:
         source.seek(0, os.SEEK_END)
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", OUTPUT: ""}  # the log is complete, whatever is shown
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", OUTPUT: ""}  # always write the complete log
         with (
             start_child(arguments, stdout=sink, stderr=subprocess.STDOUT, environment=environment) as child,
-            _passing_on_signals(child),
+            _forward_signals(child),
         ):
             return _print_until_end(child, source)
 
@@ -42,7 +42,7 @@ def _print_until_end(child: Child, source: BufferedReader) -> int:
     code = None
     while code is None:
         with suppress(subprocess.TimeoutExpired):
-            code = child.wait(_LOOK_S)
+            code = child.wait(_POLL_S)
         text = decoder.decode(source.read(), final=code is not None)
         pass_on(text, sys.stdout)
         show(text)
@@ -50,16 +50,16 @@ def _print_until_end(child: Child, source: BufferedReader) -> int:
 
 
 @contextmanager
-def _passing_on_signals(child: Child) -> Iterator[None]:
-    """Only the main thread may; in another one whoever started it has to."""
+def _forward_signals(child: Child) -> Iterator[None]:
+    """Only the main thread can install signal handlers. In another thread, the caller must forward signals."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def send_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         child.send_signal(number)
 
-    before = {number: signal.signal(number, send_on) for number in (getattr(signal, name) for name in _PASSED_ON)}
+    before = {number: signal.signal(number, forward) for number in (getattr(signal, name) for name in _FORWARDED)}
     try:
         yield
     finally:

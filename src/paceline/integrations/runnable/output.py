@@ -1,7 +1,7 @@
-"""What of a pipeline reaches the screen. Runnable prints about four hundred lines of its own for a run.
+"""The console output of a pipeline. Runnable itself prints about four hundred lines per run.
 
-PACELINE_OUTPUT=brief: the steps' own lines, and none per training step. quiet: the result, or the error. What is kept
-from the screen is in the run folder's `pipeline.log`.
+PACELINE_OUTPUT=brief: only the lines of the pipeline's steps, none per training step. quiet: only the result or the
+error. Hidden output goes to the run folder's `pipeline.log`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from typing import TextIO
 from paceline.metrics.screen import BRIEF, output_mode, pass_on
 
 _PER_STEP = re.compile(r"step \d+/\d+ ")
-_screen: TextIO | None = None  # where standard output led before
-_begun = ""  # of a line that has no end yet
+_screen: TextIO | None = None  # the original standard output
+_begun = ""  # an incomplete line
 
 
-def tell(text: str, end: str = "\n") -> None:
-    """Words of a step, for the person at the screen as well."""
+def print_line(text: str, end: str = "\n") -> None:
+    """Print a line of a step, also to the original standard output."""
     print(text, end=end, flush=True)
     show(text + end)
 
 
 def show(text: str) -> None:
-    """On the screen, if standard output does not lead there now and the person wants more than the result."""
+    """In brief mode, print to the original standard output."""
     global _begun
     if _screen is None or output_mode() != BRIEF:
         return
@@ -39,8 +39,8 @@ def show(text: str) -> None:
 
 
 @contextmanager
-def only_own_words(find_folder: Callable[[], Path]) -> Iterator[None]:
-    """In brief and quiet, everything that this process and its children print meanwhile goes to a file."""
+def hide_other_output(find_folder: Callable[[], Path]) -> Iterator[None]:
+    """In brief and quiet mode, redirect the output of this process and its children to a file."""
     global _screen
     if output_mode() not in (BRIEF, "quiet"):
         yield
@@ -48,16 +48,16 @@ def only_own_words(find_folder: Callable[[], Path]) -> Iterator[None]:
     kept = {number: os.dup(number) for number in (1, 2)}
     with tempfile.TemporaryFile() as hidden, os.fdopen(kept[1], "w", encoding="utf-8") as _screen:
         try:
-            _lead_to({1: hidden.fileno(), 2: hidden.fileno()})
+            _redirect({1: hidden.fileno(), 2: hidden.fileno()})
             yield
         finally:
-            _lead_to(kept)
+            _redirect(kept)
             os.close(kept[2])
             _save(hidden.fileno(), find_folder())
             _screen = None
 
 
-def _lead_to(files: dict[int, int]) -> None:
+def _redirect(files: dict[int, int]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     for number, file in files.items():
@@ -65,7 +65,7 @@ def _lead_to(files: dict[int, int]) -> None:
 
 
 def _save(hidden: int, folder: Path) -> None:
-    """Beside the run, after what earlier starts have said. Runnable may have named the run only just now."""
+    """Append to pipeline.log in the run folder. Runnable may have chosen the run's name only now."""
     if not folder.is_dir():  # the pipeline was only compiled, or ended before its first step
         return
     os.lseek(hidden, 0, os.SEEK_SET)

@@ -1,8 +1,8 @@
 """Runnable's parameters become a recipe and flags.
 
-A parameter is any recipe key, `recipe` itself, or one of two names of its own: `batch_size` is the batch of one
-process and `learning_rate` the rate itself, where a recipe has the global batch and the rate for 256 samples.
-Parameters come from a YAML file; the environment (`RUNNABLE_PRM_EPOCHS=3`) wins over it.
+A parameter is any recipe key, `recipe` itself, or one of two additional names. `batch_size` is the batch of one process
+(a recipe has the global batch). `learning_rate` is the actual rate (a recipe has the rate for 256 samples). Parameters
+come from a YAML file. The environment (`RUNNABLE_PRM_EPOCHS=3`) takes precedence.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _RUNNABLES_OWN = (
     "retry_run_id",
     "retry_indicator",
     "log_level",
-)  # an Argo workflow hands them to its first step
-_DECIDED = ("output_dir", "resume", "load_policy", "rehearse")  # the run's folder belongs to the run id
-_LR_BATCH = 256  # a recipe's base_lr is for a batch of this many
+)  # an Argo workflow passes them to its first step
+_DECIDED = ("output_dir", "resume", "load_policy", "rehearse")  # the run id decides about the run's folder
+_LR_BATCH = 256  # a recipe's base_lr is for this batch size
 
 
 @dataclass(frozen=True)
 class Given:
-    """A parameter's value, and where it was written."""
+    """A parameter's value and its origin."""
 
     value: Any
     where: str
@@ -50,14 +50,14 @@ class Given:
 
 @dataclass(frozen=True)
 class Request:
-    """What `paceline train` is asked to do."""
+    """The arguments of `paceline train`."""
 
     recipe: str
     flags: list[str]
 
 
 def read_parameters(file: str, environment: Mapping[str, str] = os.environ) -> dict[str, Given]:
-    """The parameters Runnable will see, each with its line or variable."""
+    """The parameters that Runnable will use, each with its line or variable."""
     given = _read_file(Path(file))
     for name, text in environment.items():
         if name.startswith(PREFIX):
@@ -95,7 +95,7 @@ def _read_file(path: Path) -> dict[str, Given]:
 
 
 def _as_typed(node: yaml.Node) -> Any:
-    """Scalars stay the text the user typed, as in a recipe."""
+    """Scalars stay the typed text, as in a recipe."""
     if isinstance(node, yaml.SequenceNode):
         return [_as_typed(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -104,12 +104,12 @@ def _as_typed(node: yaml.Node) -> Any:
 
 
 def name_parameters(values: Mapping[str, Any]) -> dict[str, Given]:
-    """The same from what Runnable hands to a step; it has forgotten where each came from."""
+    """The same for parameters that Runnable passes to a step, without their origin."""
     return {name: Given(value, f"parameter {name}") for name, value in values.items()}
 
 
 def make_request(parameters: Mapping[str, Given]) -> tuple[Request, LoadedConfig]:
-    """Translate and check everything that can be found wrong before a process is started."""
+    """Translate the parameters, and check them before a process is started."""
     given = {name: item for name, item in parameters.items() if name not in _RUNNABLES_OWN}
     recipe = _one_text("recipe", given.pop("recipe", Given(DEFAULT_RECIPE, "")))
     batch, rate = given.pop("batch_size", None), given.pop("learning_rate", None)
@@ -137,9 +137,9 @@ def _read_settings(given: Mapping[str, Given]) -> dict[str, Setting]:
             raise unknown_name(name, item.where)
         if field.name in _DECIDED:
             raise UserError(
-                f"{name} is not for parameters: a run's folder follows from its run id",
+                f"{name} is not a parameter: the run id decides about the run's folder",
                 where=item.where,
-                hint="RUNNABLE_RUN_ID=NAME chooses it, RUNNABLE_RETRY_RUN_ID=NAME goes on with it",
+                hint="RUNNABLE_RUN_ID=NAME chooses it, RUNNABLE_RETRY_RUN_ID=NAME continues it",
             )
         _add(settings, Setting(field, _values(field, name, item), "flag", item.where), name)
     return settings
@@ -157,7 +157,7 @@ def _add(settings: dict[str, Setting], setting: Setting, name: str) -> None:
 
 
 def _texts(name: str, given: Given) -> tuple[str, ...]:
-    """A value as it would be typed."""
+    """A value as typed text."""
     items = given.value if isinstance(given.value, list) else [given.value]
     if any(item is None or isinstance(item, dict | list) for item in items):
         found = "nothing" if items == [None] else "a mapping"
@@ -187,7 +187,7 @@ def _setting(name: str, value: float, where: str) -> Setting:
 
 
 def _global_batch(batch: Given, settings: Mapping[str, Setting]) -> Setting:
-    """The batch of one process times their number, as asked for: it stays so on a machine with fewer cores."""
+    """The batch of one process times the requested number of processes, also on a machine with fewer cores."""
     world = settings.get("processes")
     if world is None or not world.values[0].isdecimal() or int(world.values[0]) == 0:
         raise UserError(
@@ -201,7 +201,7 @@ def _global_batch(batch: Given, settings: Mapping[str, Setting]) -> Setting:
 
 
 def _keep_lanes(settings: dict[str, Setting]) -> None:
-    """Exact weights depend on the lanes: as many as processes were asked for, however many there will be."""
+    """Exact weights depend on the lanes. Use the requested number of processes, also if fewer are started."""
     world = settings.get("processes")
     if world is not None and world.values[0].isdecimal() and int(world.values[0]) > 0:
         settings["lanes"] = _setting("lanes", int(world.values[0]), world.where)
@@ -224,7 +224,7 @@ def _flags(settings: Mapping[str, Setting]) -> list[str]:
 
 
 def _load(recipe: str, settings: Mapping[str, Setting]) -> LoadedConfig:
-    """Resolve; whatever is found wrong, now or later, is blamed on the line or variable, not on our flag."""
+    """Resolve the settings. Errors name the user's line or variable, not our flag."""
     try:
         loaded = load_config(recipe, _flags(settings))
     except UserError as error:
@@ -243,7 +243,7 @@ def load_request(request: Request) -> LoadedConfig:
 
 
 def _check(loaded: LoadedConfig) -> None:
-    """What `paceline train` would refuse later."""
+    """Raise the errors that `paceline train` would raise later."""
     check_loaded(loaded)
     processes = parse_processes(loaded.config.parallel.processes)
     if processes.low == processes.high and not processes.is_open:
@@ -251,7 +251,7 @@ def _check(loaded: LoadedConfig) -> None:
 
 
 def fit_world(loaded: LoadedConfig) -> tuple[list[str], str | None]:
-    """Flags that fit the number of ranks to this machine, and a warning; nothing where there is room enough."""
+    """Flags that reduce the number of ranks to fit this machine, and a warning; empty if all ranks fit."""
     config = loaded.config
     asked = parse_processes(config.parallel.processes)
     gpus = count_gpus(config.parallel)
@@ -262,7 +262,7 @@ def fit_world(loaded: LoadedConfig) -> tuple[list[str], str | None]:
     batch = config.train.global_batch_size
     there = _count(room, "GPU" if gpus else "core")
     warning = (
-        f"warning: world_size {config.parallel.processes} is more than there is room for ({there}): "
+        f"warning: world_size {config.parallel.processes} is more than this machine allows ({there}): "
         f"{_count(ranks, 'rank')} with {batch // ranks} samples each; the global batch stays {batch}"
     )
     return ["--processes", str(ranks) if asked.low == asked.high else f"{min(asked.low, ranks)}:{ranks}"], warning

@@ -1,4 +1,4 @@
-"""Starting a Runnable pipeline: wrong parameters end here, and a failed step ends with one screen and an exit code."""
+"""Start a Runnable pipeline. Wrong parameters and failed steps end with one error screen and an exit code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError, UserError
 from paceline.integrations.runnable import steps
-from paceline.integrations.runnable.output import only_own_words
+from paceline.integrations.runnable.output import hide_other_output
 from paceline.integrations.runnable.parameters import PREFIX, make_request, read_parameters
 
 PARAMETERS_FILE = "RUNNABLE_PARAMETERS_FILE"
-_NAMES_OF_RUNNABLE = ("runnable", "extensions")  # packages that it installs
+_NAMES_OF_RUNNABLE = ("runnable", "extensions")  # packages that Runnable installs
 CONFIGURATION_FILE = "RUNNABLE_CONFIGURATION_FILE"
 
 
-def see_through(main: Callable[[], object], *, script: str, parameters_file: str) -> int:
+def run_pipeline(main: Callable[[], object], *, script: str, parameters_file: str) -> int:
     """Check everything, run the pipeline that `main` executes, and return the exit code for the shell."""
     try:
         _check(script, parameters_file)
@@ -27,8 +27,8 @@ def see_through(main: Callable[[], object], *, script: str, parameters_file: str
     except PacelineError as error:
         print(error.screen(), file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:  # in another step than train, which saves
-        print(f"\ninterrupted; to go on after the steps that are done: {_retry(script)}", file=sys.stderr)
+    except KeyboardInterrupt:  # not in the step train, which saves
+        print(f"\ninterrupted; to continue after the completed steps: {_retry(script)}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
@@ -46,7 +46,7 @@ def _check(script: str, parameters_file: str) -> None:
     top = place.relative_to(Path.cwd().resolve()).parts[0]
     if top in _NAMES_OF_RUNNABLE:
         raise UserError(
-            f"a pipeline cannot lie in a folder named {top}: Runnable imports it by that name",
+            f"a pipeline cannot be in a folder named {top}: Runnable imports it by that name",
             where=str(Path.cwd()),
             got=os.path.relpath(script),
             hint="rename the folder, or cd into it",
@@ -59,7 +59,7 @@ def _check(script: str, parameters_file: str) -> None:
     retried, run_id = os.environ.get(steps.RETRY_RUN_ID), os.environ.get(steps.RUN_ID)
     _check_run_id(steps.RETRY_RUN_ID if retried else steps.RUN_ID, retried or run_id)
     if retried:
-        # Runnable takes the parameters of the first start.
+        # Runnable uses the parameters of the first start.
         ignored = sorted(name for name in os.environ if name.startswith(PREFIX) or name == PARAMETERS_FILE)
         if ignored:
             print(f"note      a retry keeps the parameters of its first start; not used: {', '.join(ignored)}")
@@ -68,7 +68,7 @@ def _check(script: str, parameters_file: str) -> None:
         raise UserError(
             "there is a run of this id already",
             where=str(steps.run_folder().path),
-            hint=f"{steps.RETRY_RUN_ID}={run_id} goes on with it; or take another id",
+            hint=f"{steps.RETRY_RUN_ID}={run_id} continues it; or use another id",
         )
     make_request(read_parameters(os.environ.get(PARAMETERS_FILE) or parameters_file))
 
@@ -84,11 +84,11 @@ def _check_run_id(variable: str, run_id: str | None) -> None:
 
 
 def _run(main: Callable[[], object], script: str) -> int:
-    with only_own_words(lambda: steps.run_folder().path):
-        from runnable import exceptions  # greets on import, so not before the parameters are right
+    with hide_other_output(lambda: steps.run_folder().path):
+        from runnable import exceptions  # prints a greeting on import, so check the parameters first
 
     try:
-        with only_own_words(lambda: steps.run_folder().path):
+        with hide_other_output(lambda: steps.run_folder().path):
             main()
     except exceptions.RunLogExistsError as error:
         raise UserError(
@@ -101,8 +101,8 @@ def _run(main: Callable[[], object], script: str) -> int:
     except exceptions.ExecutionFailedError:
         return _tell_failure(script)
     summary = steps.artifacts() / "report.txt"
-    if summary.is_file():  # not where the pipeline was only compiled
-        print(summary.read_text(), end="")  # again: Runnable's own summary is long
+    if summary.is_file():  # missing if the pipeline was only compiled
+        print(summary.read_text(), end="")  # print it again at the end, after Runnable's long summary
     return EXIT_FINISHED
 
 
@@ -125,6 +125,6 @@ def _retry(script: str) -> str:
 
 
 def _reasons(failure: PacelineError | None) -> list[str]:
-    """What the step said, and what the training itself said of its end."""
-    told = steps.run_folder().read_status().get("reason")  # of its last attempt
-    return [reason for reason in (failure.what if failure else None, told) if reason] or ["see above"]
+    """The error of the step, and the reason in the training's status."""
+    status_reason = steps.run_folder().read_status().get("reason")  # of the last attempt
+    return [reason for reason in (failure.what if failure else None, status_reason) if reason] or ["see above"]

@@ -1,8 +1,8 @@
 """The five steps of a Runnable pipeline: prepare_data, train, aggregate, evaluate, report.
 
-Each is a plain function that Runnable calls with parameters. They share the run folder `runs/<run id>`: the training
-is an ordinary `paceline train` in it, and what belongs into Runnable's catalog is laid out in its folder `artifacts`,
-under fixed names. A retry has the same run id, so it finds the folder and goes on from the newest checkpoint.
+Each is a plain function that Runnable calls with parameters. They share the run folder `runs/<run id>`. The training
+is an ordinary `paceline train` in this folder. Files for Runnable's catalog are in its folder `artifacts`, with fixed
+names. A retry has the same run id, so it finds the folder and resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paceline.checkpoints.format import step_folders, step_of
 from paceline.checkpoints.store import inspect_checkpoint, pointed_at
 from paceline.errors import EXIT_FINISHED, PacelineError
 from paceline.integrations.runnable.child import run_paceline
-from paceline.integrations.runnable.output import tell
+from paceline.integrations.runnable.output import print_line
 from paceline.integrations.runnable.parameters import Request, fit_world, load_request, make_request, name_parameters
 from paceline.metrics.recorder import Row, read_rows
 from paceline.runs.epoch_clock import EpochClock
@@ -31,15 +31,15 @@ _CHECKPOINT_END = "_checkpoint"
 CHECKPOINT = f"distributed_model{_CHECKPOINT_END}"  # the last one
 BEST_CHECKPOINT = f"best_model{_CHECKPOINT_END}"
 CHECKPOINTS = f"*{_CHECKPOINT_END}/*"  # for the catalog
-TRAINING_LOG = "training_output.log"  # of all attempts
+TRAINING_LOG = "training_output.log"  # output of all attempts
 RESULTS = "distributed_training_results.json"
 
-first_failure: PacelineError | None = None  # of this process's steps: Runnable keeps words, but no exit code
+first_failure: PacelineError | None = None  # Runnable keeps the message of a failed step, but not its exit code
 _Step = TypeVar("_Step", bound=Callable[..., Any])
 
 
 class CommandFailed(PacelineError):
-    """A command of a step ended badly; it has told why itself."""
+    """A command of a step failed. It has printed the reason itself."""
 
     def __init__(self, command: str, exit_code: int) -> None:
         super().__init__(f"{command} ended with exit code {exit_code}")
@@ -51,7 +51,7 @@ def run_folder() -> RunFolder:
 
 
 def artifacts() -> Path:
-    """Below the working folder, where Runnable's catalog takes files from."""
+    """A folder below the working folder, from which Runnable's catalog copies files."""
     return run_folder().path / "artifacts"
 
 
@@ -61,7 +61,7 @@ def catalogued(*names: str) -> list[str]:
 
 
 def _step(function: _Step) -> _Step:
-    """Runnable turns every exception into a failed step; what the process ends with is decided by the first one."""
+    """Runnable turns every exception into a failed step. Keep the first one: it decides the exit code."""
 
     @functools.wraps(function)
     def wrapped(**given: Any) -> Any:
@@ -71,7 +71,7 @@ def _step(function: _Step) -> _Step:
             return function(**given)
         except PacelineError as error:
             first_failure = first_failure or error
-            tell(error.screen())
+            print_line(error.screen())
             raise
 
     return wrapped  # type: ignore[return-value]
@@ -79,7 +79,7 @@ def _step(function: _Step) -> _Step:
 
 @_step
 def prepare_data(**parameters: Any) -> dict[str, Any]:
-    """Check the parameters, get the data, and write down what it is. Returns the request for `train`."""
+    """Check the parameters, load the data and describe it in a file. Returns the request for `train`."""
     request, loaded = make_request(name_parameters(parameters))
     from paceline.data.order import split_train_validation
     from paceline.data.registry import load_dataset
@@ -99,32 +99,32 @@ def prepare_data(**parameters: Any) -> dict[str, Any]:
     }
     write_json(artifacts() / "dataset_info.json", info)
     parts = f"{len(train_ids):,} training, {len(validation_ids):,} validation and {len(data.test):,} test samples"
-    tell(f"data      {info['name']}, {parts}, fingerprint {info['fingerprint']}")
+    print_line(f"data      {info['name']}, {parts}, fingerprint {info['fingerprint']}")
     return {"recipe": request.recipe, "flags": request.flags}
 
 
 @_step
 def train(training_request: dict[str, Any]) -> None:
-    """`paceline train` in the run folder, from the beginning, or in a retry from the newest checkpoint."""
+    """Run `paceline train` in the run folder. A retry resumes from the newest checkpoint."""
     request = Request(**training_request)
     loaded = load_request(request)
     flags, warning = fit_world(loaded)
     if warning:
-        tell(warning)
+        print_line(warning)
     arguments = ["train", request.recipe, *request.flags, *flags, "--output-dir", str(run_folder().path)]
     if os.environ.get(RETRY_RUN_ID):
         arguments += ["--resume", "auto"]
     try:
         code = run_paceline(arguments, artifacts() / TRAINING_LOG)
     finally:
-        _copy_logs(run_folder())  # above all those of a training that failed
+        _copy_logs(run_folder())  # most useful after a failure
     if code != EXIT_FINISHED:
         raise CommandFailed("paceline train", code)
     _copy_checkpoints(run_folder(), loaded.config.run.save_frequency)
 
 
 def _copy_logs(folder: RunFolder) -> None:
-    """The output of each rank, complete. What rank 0 prints goes to the console, which training_output.log holds."""
+    """Copy the complete output of each rank. Console output of rank 0 is in training_output.log."""
     for log in folder.logs.glob("rank-*.log"):
         target = artifacts() / f"process_{log.stem.removeprefix('rank-')}_output.log"
         shutil.copyfile(log, target)
@@ -134,11 +134,11 @@ def _copy_logs(folder: RunFolder) -> None:
 
 
 def _copy_checkpoints(folder: RunFolder, save_frequency: int) -> None:
-    """The last one, the best one, and those that `save_frequency` keeps; each whole, with its manifest."""
+    """Copy the last one, the best one, and those that `save_frequency` keeps, each with its manifest."""
     for old in artifacts().glob(f"*{_CHECKPOINT_END}"):
         shutil.rmtree(old)
     latest, best = (pointed_at(folder.checkpoints, name) for name in ("latest", "best"))
-    assert latest is not None  # a finished run has saved
+    assert latest is not None  # a finished run has a checkpoint
     shutil.copytree(latest, artifacts() / CHECKPOINT)
     if best is not None:
         shutil.copytree(best, artifacts() / BEST_CHECKPOINT)
@@ -152,21 +152,21 @@ def _copy_checkpoints(folder: RunFolder, save_frequency: int) -> None:
 
 @_step
 def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
-    """Bring the metrics of all ranks together. Returns avg_final_accuracy and total_training_time."""
+    """Combine the metrics of all ranks. Returns avg_final_accuracy and total_training_time."""
     folder = run_folder()
     results = json.loads(folder.results.read_text())
     rows = read_rows(folder.metrics_jsonl)
     epochs = [row for row in rows if row.get("phase") == "train"]
-    # A run that ended inside an epoch has steps after its last whole epoch.
+    # A run that ended inside an epoch has steps after its last complete epoch.
     rest = [row for row in rows if row["step"] > (epochs[-1]["step"] if epochs else 0)]
     first_step = epochs[-1]["step"] if epochs else 0
     in_epochs_s = sum(row["seconds"] for row in epochs)
     seconds = in_epochs_s + seconds_of_steps(rest, results["distributed_training"]["global_batch_size"], first_step)
-    # Of a run that had nothing left to train in its last attempt, the rows know the last epoch.
+    # If the last attempt had nothing left to train, take the last epoch from the rows.
     final = {name: results["performance"][f"avg_final_{name}"] for name in ("loss", "accuracy")}
     if final["accuracy"] is None and epochs:
         final = {name: epochs[-1][name] for name in final}
-    # One rate: samples over the seconds in steps. results.json counts validation and saving of the last attempt too.
+    # One rate: samples per second of step time. results.json also counts validation and saving of the last attempt.
     results["samples_per_second"] = results["samples_seen"] / max(seconds, 1e-9)
     results["performance"] |= {
         "avg_final_loss": final["loss"],
@@ -185,12 +185,12 @@ def aggregate(training_request: dict[str, Any]) -> tuple[float | None, float]:
     for file in (folder.metrics_jsonl, folder.metrics_csv):
         shutil.copyfile(file, artifacts() / file.name)
     ranks = len(results["process_metrics"])
-    tell(f"metrics   of {ranks} rank{'s' if ranks > 1 else ''}: {results['steps']} steps in {seconds:.1f} s")
+    print_line(f"metrics   of {ranks} rank{'s' if ranks > 1 else ''}: {results['steps']} steps in {seconds:.1f} s")
     return final["accuracy"], seconds
 
 
 def add_epochs(entry: dict[str, Any], epochs: list[Row], seconds: float) -> dict[str, Any]:
-    """What one rank's own samples gave, epoch by epoch, over all attempts; its rate is its part of the one rate."""
+    """Add the metrics of one rank's samples per epoch, over all attempts. Its rate is its share of the total rate."""
     rank, own = entry["rank"], []
     for row in epochs:
         columns = row.get("ranks", {})
@@ -203,7 +203,7 @@ def add_epochs(entry: dict[str, Any], epochs: list[Row], seconds: float) -> dict
 
 
 def seconds_of_steps(rows: list[Row], global_batch_size: int, before: int = 0) -> float:
-    """What the steps of a run took, each counted once, over all its attempts; evaluation and saving left out."""
+    """The time of all steps over all attempts, each step counted once, without evaluation and saving."""
     total = 0.0
     for row in rows:
         if row["kind"] == "step":
@@ -214,16 +214,18 @@ def seconds_of_steps(rows: list[Row], global_batch_size: int, before: int = 0) -
 
 @_step
 def evaluate(training_request: dict[str, Any]) -> float:
-    """Test the best weights again, from the catalog's checkpoint, in one process. Returns test_accuracy."""
+    """Test the best weights of the catalog's checkpoint in one process. Returns test_accuracy."""
     from paceline.training.reuse import evaluate_run, open_run
 
-    name = BEST_CHECKPOINT if (artifacts() / BEST_CHECKPOINT).is_dir() else CHECKPOINT  # nothing was validated
-    run = open_run(artifacts() / name, [], trust_code=True)  # the pipeline's own run, perhaps of another node
+    name = (
+        BEST_CHECKPOINT if (artifacts() / BEST_CHECKPOINT).is_dir() else CHECKPOINT
+    )  # there is no best checkpoint without validation
+    run = open_run(artifacts() / name, [], trust_code=True)  # the pipeline's own run, possibly from another node
     evaluation = evaluate_run(run)
     classes = run.classes
     content = evaluation.to_json(classes, step=run.checkpoint.step, checkpoint=name)
     write_json(artifacts() / "evaluation.json", content)
-    tell(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
+    print_line(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
     return evaluation.accuracy
 
 
@@ -234,7 +236,7 @@ def report(
     total_training_time: float,
     test_accuracy: float,
 ) -> None:
-    """The page of the run, its config and its surroundings into the catalog, and a few lines for people."""
+    """Copy the run's page, config and environment to the catalog, and print a summary."""
     folder = run_folder()
     page = folder.path / "report.html"
     for file in (page, folder.config, folder.environment):

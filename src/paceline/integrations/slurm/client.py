@@ -1,6 +1,6 @@
-"""Slurm's five clients: submit a job, ask about it and end it.
+"""Slurm's five command-line clients: submit a job, query its state, cancel it.
 
-Every client has a time limit, since all of them stall when the controller is away, and none needs accounting.
+Every call has a time limit, because clients hang if the controller is down. No call needs accounting.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ACTIVE = (
 
 
 class SlurmUnavailable(PacelineError):
-    """A client of Slurm is missing or did not answer in time."""
+    """A Slurm client is missing or did not answer in time."""
 
 
 @dataclass(frozen=True)
 class JobState:
-    """What Slurm says of a job. An empty state: it does not know the job, or no longer."""
+    """The state of a job in Slurm. Empty if Slurm does not know the job, or no longer."""
 
     job_id: str
     state: str = ""
@@ -40,7 +40,7 @@ class JobState:
     time_left: str = ""
     restarts: int = 0
     exit_code: str = ""
-    tasks: dict[str, int] = field(default_factory=dict)  # of an array: how many in which state
+    tasks: dict[str, int] = field(default_factory=dict)  # for an array: the number of tasks by state
 
     @property
     def is_active(self) -> bool:
@@ -57,8 +57,8 @@ def require_sbatch() -> None:
 
 
 def submit_script(script: Path, spec: JobSpec | None = None) -> tuple[str, str]:
-    """The job's id, and its cluster where there are several."""
-    # A site may set SBATCH_EXPORT=NONE; variables without a value come from our environment.
+    """Returns the job id, and the cluster if there are several."""
+    # A site may set SBATCH_EXPORT=NONE, but the job takes variables without a value from our environment.
     needs_variables = spec is not None and any("=" not in text for text in spec.env)
     answer = _client("sbatch", "--parsable", *(["--export=ALL"] if needs_variables else []), str(script))
     if answer.returncode:
@@ -66,7 +66,7 @@ def submit_script(script: Path, spec: JobSpec | None = None) -> tuple[str, str]:
             "sbatch refuses the job",
             where=str(script),
             got=_first_lines(answer.stderr),
-            hint=hint_for(answer.stderr) or "change what the message names, or ask the site's support",
+            hint=hint_for(answer.stderr) or "correct the setting in the message, or contact the site's support",
         )
     found = re.search(r"^(\d+)(?:;(\S+))?$", answer.stdout, re.MULTILINE)
     if found is None:
@@ -75,13 +75,13 @@ def submit_script(script: Path, spec: JobSpec | None = None) -> tuple[str, str]:
 
 
 def read_state(job_id: str, cluster: str = "") -> JobState:
-    """The queue first; of jobs that have left it, the controller's memory, then accounting if there is any."""
-    state = _ask_squeue(job_id, cluster)
-    details = _ask_scontrol(job_id, cluster)
+    """Query the queue, then the controller, then accounting if the site has it."""
+    state = _query_squeue(job_id, cluster)
+    details = _query_scontrol(job_id, cluster)
     if state is None and details:
         state = JobState(job_id, state=details.get("JobState", ""), nodes=_named(details.get("NodeList", "")))
     if state is None:
-        return _ask_sacct(job_id, cluster) or JobState(job_id)
+        return _query_sacct(job_id, cluster) or JobState(job_id)
     restarts = details.get("Restarts", "0")
     code = "" if state.is_active else details.get("ExitCode", "")
     return replace(state, restarts=read_number(restarts) or 0, exit_code=code)
@@ -93,8 +93,8 @@ def cancel_job(job_id: str, cluster: str = "") -> None:
         raise PacelineError(f"job {job_id} could not be cancelled", got=_first_lines(answer.stderr))
 
 
-def _ask_squeue(job_id: str, cluster: str) -> JobState | None:
-    """None when the queue does not know the job."""
+def _query_squeue(job_id: str, cluster: str) -> JobState | None:
+    """None if the job is not in the queue."""
     form = "--format=%i|%T|%r|%S|%M|%L|%N"
     answer = _client("squeue", *_on(cluster), "--jobs=" + job_id, "--states=all", "--noheader", form)
     if answer.returncode and "nvalid job id" not in answer.stderr:
@@ -105,7 +105,7 @@ def _ask_squeue(job_id: str, cluster: str) -> JobState | None:
     counts: dict[str, int] = {}
     for row in rows:
         counts[row[1]] = counts.get(row[1], 0) + 1
-    # Of an array, the task that is furthest from its end stands for all.
+    # For an array, report the task that is furthest from its end.
     order = ["RUNNING", "COMPLETING", "PENDING", *_ACTIVE]
     _, state, reason, start, running_for, left, nodes = min(
         rows, key=lambda row: order.index(row[1]) if row[1] in order else len(order)
@@ -123,8 +123,8 @@ def _ask_squeue(job_id: str, cluster: str) -> JobState | None:
     )
 
 
-def _ask_scontrol(job_id: str, cluster: str) -> dict[str, str]:
-    """Knows the number of requeues; forgets a job minutes after its end."""
+def _query_scontrol(job_id: str, cluster: str) -> dict[str, str]:
+    """The controller knows the number of requeues. It forgets a job minutes after its end."""
     try:
         answer = _client("scontrol", *_on(cluster), "--oneliner", "show", "job", job_id)
     except SlurmUnavailable:
@@ -133,8 +133,8 @@ def _ask_scontrol(job_id: str, cluster: str) -> dict[str, str]:
     return dict(re.findall(r"(\w+)=(\S*)", first[0])) if first else {}
 
 
-def _ask_sacct(job_id: str, cluster: str) -> JobState | None:
-    """Accounting where there is some, else the file of completed jobs some sites keep instead."""
+def _query_sacct(job_id: str, cluster: str) -> JobState | None:
+    """Query accounting, or the file of completed jobs that some sites keep instead."""
     for source, columns in ([], "State,NodeList,ExitCode"), (["--completion"], "State,NodeList"):
         try:
             only = [] if source else ["--allocations", *_on(cluster)]
@@ -158,9 +158,9 @@ def _client(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     except FileNotFoundError as error:
         raise SlurmUnavailable(f"there is no {name} on this machine", where="PATH") from error
     except subprocess.TimeoutExpired as error:
-        asked = "; the job may have arrived all the same: squeue --me" if name == "sbatch" else ""
+        note = "; the job may be in the queue: squeue --me" if name == "sbatch" else ""
         raise SlurmUnavailable(
-            f"{name} did not answer within {CLIENT_TIMEOUT_S:g} s", hint=f"is the controller up? scontrol ping{asked}"
+            f"{name} did not answer within {CLIENT_TIMEOUT_S:g} s", hint=f"is the controller up? scontrol ping{note}"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """What a Slurm cluster offers: its partitions, nodes, accounts and QOS, as its own clients report them.
 
-A question that gets no answer in time leaves its part of the facts empty. So does an answer that is incomplete or not
-understood: not known is never read as none. Nothing here raises.
+If a query gets no answer in time, its part of the facts is unknown. The same holds for an answer that is incomplete or
+cannot be parsed: unknown is never treated as "none". Nothing here raises.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from paceline.errors import UserError
 from paceline.launch.job import parse_time_s
 
 ASK_TIMEOUT_S = 3.0
-# These plugins only judge a job. Any other one may change its partition, account or QOS after it is submitted.
+# These plugins only check a job. Any other plugin may change its partition, account or QOS.
 _JUDGING_PLUGINS = frozenset({"require_timelimit", "throttle"})
-_MOST_DIGITS = 18  # Slurm keeps numbers in 64 bits
+_MOST_DIGITS = 18  # Slurm uses 64-bit numbers
 _MEMORY_UNITS_MB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -39,7 +39,7 @@ class Gres:
 
 @dataclass(frozen=True)
 class NodeKind:
-    """Nodes of one partition that are alike."""
+    """Identical nodes of one partition."""
 
     count: int
     cpus: int
@@ -58,7 +58,7 @@ NOT_KNOWN = sys.maxsize
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one job. None: no limit. A limit that is not understood is NOT_KNOWN, which no job exceeds."""
+    """Limits of one job. None: no limit. A limit that cannot be parsed is NOT_KNOWN, which no job exceeds."""
 
     time_s: int | None = None
     nodes: int | None = None
@@ -80,7 +80,7 @@ class Partition:
     denied_accounts: frozenset[str] = frozenset()
     allowed_qos: frozenset[str] | None = None
     denied_qos: frozenset[str] = frozenset()
-    qos: str = ""  # whose limits come first for jobs of this partition
+    qos: str = ""  # its limits take precedence for jobs of this partition
     kinds: tuple[NodeKind, ...] = ()  # empty: not known
 
 
@@ -93,10 +93,10 @@ class Qos:
 
 @dataclass(frozen=True)
 class Association:
-    """An account of this user, and what it may use."""
+    """An account of this user, and its permissions."""
 
     account: str
-    partition: str = ""  # empty: every one
+    partition: str = ""  # empty: all partitions
     qos: frozenset[str] = frozenset()
     default_qos: str = ""
     limits: Limits = Limits()
@@ -104,13 +104,13 @@ class Association:
 
 @dataclass(frozen=True)
 class SlurmFacts:
-    """None: could not be asked, so nothing may be concluded from it."""
+    """What is known about the cluster. None: unknown."""
 
     version: tuple[int, int] | None = None
     partitions: Mapping[str, Partition] | None = None
-    rewrites_jobs: bool = False  # a plugin of the site may change what a job asks for
-    is_federated: bool = False  # or may be
-    can_grow: bool = False  # nodes may register that are not listed now
+    rewrites_jobs: bool = False  # a plugin of the site may change a job's request
+    is_federated: bool = False  # also true if unknown
+    can_grow: bool = False  # more nodes may register later
     max_array_size: int | None = None
     enforces: frozenset[str] = frozenset()  # associations, limits, qos
     has_accounting: bool = False
@@ -121,12 +121,12 @@ class SlurmFacts:
 
 
 def ask_slurm() -> SlurmFacts:
-    """All questions at once, since each takes a connection to the controller or to the database."""
+    """Send all queries in parallel: each needs a connection to the controller or the database."""
     user = _user()
     questions = {
         "config": ["scontrol", "show", "config"],
         "partitions": ["scontrol", "--all", "--oneliner", "show", "partition"],
-        # --exact: nodes that differ get lines of their own, instead of one line with "4+".
+        # --exact: different nodes get separate lines, instead of one line with "4+".
         "nodes": ["sinfo", "--all", "--noheader", "--exact", "--format=%R|%D|%c|%m|%G|%f"],
         "node_count": ["sinfo", "--all", "--noheader", "--format=%D"],
         "federation": ["scontrol", "show", "federation"],
@@ -141,19 +141,19 @@ def ask_slurm() -> SlurmFacts:
         "user": ["sacctmgr", "--noheader", "--parsable2", "show", "user", user, "format=defaultaccount"],
     }
     with ThreadPoolExecutor(len(questions)) as threads:
-        answers = dict(zip(questions, threads.map(_ask, questions.values()), strict=True))
+        answers = dict(zip(questions, threads.map(_query, questions.values()), strict=True))
     return read_facts(answers, user)
 
 
 def _user() -> str:
-    """Slurm goes by the user id; LOGNAME and USER may hold any name."""
+    """Slurm uses the user id. LOGNAME and USER may have any value."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # a number without a name
+    except KeyError:  # the user id has no name
         return ""
 
 
-def _ask(command: list[str]) -> str | None:
+def _query(command: list[str]) -> str | None:
     try:
         done = subprocess.run(
             command,
@@ -170,7 +170,7 @@ def _ask(command: list[str]) -> str | None:
 
 
 def read_facts(answers: Mapping[str, str | None], user: str = "") -> SlurmFacts:
-    """The clients' answers, by the names that `ask_slurm` gives them. Pure."""
+    """Parse the clients' answers, with the names used in `ask_slurm`. Pure."""
     config = dict(re.findall(r"^(\w+)\s*= (.*?)\s*$", answers.get("config") or "", re.MULTILINE))
     if not config:
         return SlurmFacts(user=user)
@@ -185,7 +185,7 @@ def read_facts(answers: Mapping[str, str | None], user: str = "") -> SlurmFacts:
         is_federated=_may_be_federated(answers.get("federation"), has_accounting),
         can_grow=_can_grow(config, answers.get("node_count")),
         max_array_size=read_number(config.get("MaxArraySize", "")),
-        enforces=frozenset(_words(config.get("AccountingStorageEnforce", "")) or ()),
+        enforces=frozenset(_names(config.get("AccountingStorageEnforce", "")) or ()),
         has_accounting=has_accounting,
         user=user,
         default_account=_read_default_account(answers.get("user"), rows, config),
@@ -200,8 +200,8 @@ def read_facts(answers: Mapping[str, str | None], user: str = "") -> SlurmFacts:
 def _read_partitions(
     text: str | None, kinds: Mapping[str, tuple[NodeKind, ...]], config: Mapping[str, str]
 ) -> dict[str, Partition] | None:
-    """None: not known, also if only a part of the answer is understood."""
-    hidden = _words(config.get("PrivateData", "")) or frozenset()
+    """None if unknown, also if a part of the answer cannot be parsed."""
+    hidden = _names(config.get("PrivateData", "")) or frozenset()
     if not text or "partitions" in hidden:
         return None
     if "nodes" in hidden:
@@ -220,10 +220,10 @@ def _read_partitions(
                 min_nodes=read_number(values.get("MinNodes", "")) or 0,
                 max_nodes=read_number(values.get("MaxNodes", "")),
                 max_cpus_per_node=read_number(values.get("MaxCPUsPerNode", "")),
-                allowed_accounts=_words(values.get("AllowAccounts", "")),
-                denied_accounts=_words(values.get("DenyAccounts", "")) or frozenset(),
-                allowed_qos=_words(values.get("AllowQos", "")),
-                denied_qos=_words(values.get("DenyQos", "")) or frozenset(),
+                allowed_accounts=_names(values.get("AllowAccounts", "")),
+                denied_accounts=_names(values.get("DenyAccounts", "")) or frozenset(),
+                allowed_qos=_names(values.get("AllowQos", "")),
+                denied_qos=_names(values.get("DenyQos", "")) or frozenset(),
                 qos="" if values.get("QoS", "N/A") == "N/A" else values["QoS"].lower(),
                 kinds=_all_or_none(kinds.get(name, ()), total, config),
             )
@@ -241,13 +241,13 @@ def _all_or_none(kinds: tuple[NodeKind, ...], total: str, config: Mapping[str, s
 
 
 def _read_kinds(text: str | None) -> dict[str, tuple[NodeKind, ...]]:
-    """Of partitions whose every line is understood."""
+    """The node kinds of each partition. Partitions with a line that cannot be parsed are left out."""
     found: dict[str, list[NodeKind]] = {}
     not_understood: set[str] = set()
     for line in (text or "").splitlines():
         parts = line.split("|", maxsplit=5)
         if line.strip() and len(parts) < 2:
-            return {}  # a notice, which may stand in place of any line
+            return {}  # a notice, which may replace any line
         kind = _read_kind(parts)
         if kind is None:
             not_understood.add(parts[0])
@@ -263,13 +263,13 @@ def _read_kind(parts: list[str]) -> NodeKind | None:
     gres, features = read_gres(parts[4]), parts[5].strip()
     if not count or cpus is None or memory_mb is None or gres is None:
         return None
-    # `all` and `none` are names here, as any other.
+    # `all` and `none` are ordinary names here.
     names = [] if features == "(null)" else [name.strip().lower() for name in features.split(",")]
     return NodeKind(count, cpus, memory_mb, gres, frozenset(name for name in names if name))
 
 
 def read_gres(text: str) -> tuple[Gres, ...] | None:
-    """`gpu:a100:4(S:0,1),shard:8`: of a node or of a request. None: not understood."""
+    """Parse `gpu:a100:4(S:0,1),shard:8` of a node or a request. None if it cannot be parsed."""
     found: list[Gres] = []
     for item in re.sub(r"\([^)]*\)", "", text).split(","):
         if not item.strip() or item.strip().lower() == "none":
@@ -289,7 +289,7 @@ def read_gres(text: str) -> tuple[Gres, ...] | None:
 
 
 def _read_rows(text: str | None, columns: int) -> list[list[str]] | None:
-    """A table of sacctmgr. None: not known, also if any line is no row of it."""
+    """Parse a table of sacctmgr. None if unknown, also if a line is not a row."""
     if text is None:
         return None
     rows = [line.split("|") for line in text.splitlines() if line.strip()]
@@ -297,7 +297,7 @@ def _read_rows(text: str | None, columns: int) -> list[list[str]] | None:
 
 
 def _read_default_account(text: str | None, rows: list[list[str]] | None, config: Mapping[str, str]) -> str:
-    """A user of several clusters has one on each, and the answer does not say of which cluster it is."""
+    """A user of several clusters has one on each, and the answer does not name the cluster."""
     names = (text or "").lower().split()
     if rows is None or len(names) != 1:
         return ""
@@ -310,7 +310,7 @@ def _read_associations(rows: list[list[str]] | None, config: Mapping[str, str]) 
     if rows is None:
         return None
     return tuple(
-        Association(account.lower(), partition, _words(qos) or frozenset(), default_qos.lower(), _limits(wall, tres))
+        Association(account.lower(), partition, _names(qos) or frozenset(), default_qos.lower(), _limits(wall, tres))
         for cluster, account, partition, qos, default_qos, wall, tres in rows
         if cluster == config.get("ClusterName", cluster)
     )
@@ -319,7 +319,7 @@ def _read_associations(rows: list[list[str]] | None, config: Mapping[str, str]) 
 def _read_qos(text: str | None) -> dict[str, Qos] | None:
     rows = _read_rows(text, 4)
     found = {
-        name.lower(): Qos(name.lower(), _words(flags) or frozenset(), _limits(wall, tres))
+        name.lower(): Qos(name.lower(), _names(flags) or frozenset(), _limits(wall, tres))
         for name, flags, wall, tres in rows or ()
     }
     return found or None
@@ -335,12 +335,12 @@ def _limits(wall: str, tres: str) -> Limits:
 
 
 def _rewrites_jobs(config: Mapping[str, str]) -> bool:
-    plugins = (_words(config.get(name, "")) or () for name in ("JobSubmitPlugins", "CliFilterPlugins"))
+    plugins = (_names(config.get(name, "")) or () for name in ("JobSubmitPlugins", "CliFilterPlugins"))
     return any(name.rpartition("/")[2] not in _JUDGING_PLUGINS for group in plugins for name in group)
 
 
 def _can_grow(config: Mapping[str, str], node_count: str | None) -> bool:
-    """Dynamic nodes: more may register than are listed now, or it is not known how many."""
+    """Dynamic nodes: more nodes may register than are listed now. True also if unknown."""
     if "MaxNodeCount" not in config:
         return False
     most, now = read_number(config["MaxNodeCount"]), [read_number(line) for line in (node_count or "").split()]
@@ -360,18 +360,18 @@ def _seconds(text: str) -> int | None:
 
 
 def read_number(text: str) -> int | None:
-    """None: not a number, or not one that Slurm can have."""
+    """None if it is not a number, or too large for Slurm."""
     return int(text) if text.isascii() and text.isdecimal() and len(text) <= _MOST_DIGITS else None
 
 
-def _words(text: str) -> frozenset[str] | None:
-    """A list of names, None for all or for no list."""
+def _names(text: str) -> frozenset[str] | None:
+    """A list of names; None for all, or if there is no list."""
     if text.strip().lower() in ("", "all", "(null)", "none", "n/a"):
         return None
     return frozenset(word.strip().lower() for word in text.split(",") if word.strip())
 
 
 def read_memory_mb(text: str) -> float:
-    """As sbatch reads --mem: without a unit, megabytes."""
+    """Parse --mem like sbatch: the default unit is megabytes."""
     unit = text[-1:].upper()
     return int(text[:-1]) * _MEMORY_UNITS_MB[unit] if unit in _MEMORY_UNITS_MB else int(text)

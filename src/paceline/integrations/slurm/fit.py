@@ -1,6 +1,6 @@
-"""Can this cluster ever start this job? A pure comparison of what a job asks for with what Slurm reports.
+"""Check whether this cluster can ever start a job: compare the job's request with what Slurm reports. Pure.
 
-A job that is refused here would be refused by sbatch or wait for ever. Where the facts leave a doubt, it passes.
+A job that is refused here would be refused by sbatch or wait forever. If the facts are incomplete, the job passes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _GPU_SETTINGS = ("gpus_per_node", "gres")
 
 
 def require_possible(request: Request, facts: SlurmFacts, where: Mapping[str, str]) -> None:
-    """One screen for all that the cluster cannot give. `where` says from where each setting comes."""
+    """Raise one error for everything that the cluster cannot provide. `where`: the origin of each setting."""
     problems = find_problems(request, facts)
     if "cpus_per_task" not in where and any(item.setting in _GPU_SETTINGS for item in problems):
         # The number of CPUs was derived from the number of GPUs, so the GPUs are the reason.
@@ -43,7 +43,7 @@ def _hint(problem: Problem, request: Request) -> list[str]:
 
 
 def find_problems(request: Request, facts: SlurmFacts) -> list[Problem]:
-    """Empty if the job can start, or if that cannot be said."""
+    """Empty if the job can start, or if that is unknown."""
     if request.may_leave_cluster or facts.is_federated:
         return []
     if facts.rewrites_jobs:
@@ -64,7 +64,7 @@ def find_problems(request: Request, facts: SlurmFacts) -> list[Problem]:
 
 
 def describe_closed(request: Request, facts: SlurmFacts) -> str:
-    """Which partition takes the job and does not start it now, in words, or nothing."""
+    """A note if the partition accepts the job but does not start jobs now; otherwise empty."""
     if request.may_leave_cluster or facts.is_federated or facts.rewrites_jobs or not facts.partitions:
         return ""
     candidates, _ = _candidates(request, facts)
@@ -81,7 +81,7 @@ def _candidates(request: Request, facts: SlurmFacts) -> tuple[list[Partition], P
     """Partitions that Slurm may choose for the job; any of them is enough."""
     partitions = facts.partitions or {}
     if facts.rewrites_jobs or (request.spec.reservation and not request.partitions):
-        return list(partitions.values()), None  # a plugin or the reservation decides
+        return list(partitions.values()), None  # a job submit plugin or the reservation decides
     allowed = some_names(partitions)
     if not request.partitions:
         default = [partition for partition in partitions.values() if partition.is_default]
@@ -103,7 +103,7 @@ def _candidates(request: Request, facts: SlurmFacts) -> tuple[list[Partition], P
 
 
 def _other_partition(request: Request, tried: set[str], facts: SlurmFacts) -> str:
-    """One that would start the job, if it were asked for."""
+    """A partition that could start the job."""
     for name, partition in (facts.partitions or {}).items():
         elsewhere = replace(request, spec=replace(request.spec, partition=name))
         if name not in tried and partition.state == "UP" and not _check_partition(elsewhere, partition, facts):
@@ -114,7 +114,7 @@ def _other_partition(request: Request, tried: set[str], facts: SlurmFacts) -> st
 def _check_partition(request: Request, partition: Partition, facts: SlurmFacts) -> list[Problem]:
     nodes = [] if facts.can_grow else _check_nodes(request, partition, facts)
     if facts.rewrites_jobs:
-        return nodes  # only what no node of the cluster can give is certain
+        return nodes  # certain only if no node of the cluster can provide it
     state = []
     if partition.state in ("INACTIVE", "DRAIN"):
         what = "the partition takes no jobs now"
@@ -138,7 +138,7 @@ def _check_time(request: Request, partition: Partition, facts: SlurmFacts) -> li
         return [
             Problem(
                 "time",
-                "the warning would come before the job has begun",
+                "the warning signal would come before the job starts",
                 f"no --time: the limit of partition {partition.name} is {slurm_time(default_s)}",
                 f"a limit above {notice_s} s",
                 f"--time {slurm_time(min(most_s or 3600, 3600))}",
@@ -152,7 +152,7 @@ def _check_time(request: Request, partition: Partition, facts: SlurmFacts) -> li
             "the time limit is longer than the partition allows",
             request.named("time"),
             f"up to {slurm_time(most_s)} in partition {partition.name}",
-            f"--time {slurm_time(most_s)}: a job that reaches its limit saves and goes on after it",
+            f"--time {slurm_time(most_s)}: a job that reaches its limit saves and continues after a requeue",
         )
     ]
 
@@ -184,9 +184,9 @@ def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> l
         return []
     if fitting == total:
         return [Problem("nodes", "there are not so many nodes", got, f"1 to {total} in {where}", f"--nodes {total}")]
-    words = f"{fitting} of the {total} nodes of {where} have all that a node of this job needs"
+    allowed = f"{fitting} of the {total} nodes of {where} have what a node of this job needs"
     hint = f"--nodes {fitting}, or ask for less on each node" if fitting else "ask for less on each node"
-    return [Problem("nodes", "there are not so many nodes of this kind", got, words, hint)]
+    return [Problem("nodes", "there are not enough nodes of this kind", got, allowed, hint)]
 
 
 def _count_fitting(request: Request, partition: Partition) -> int:
@@ -210,7 +210,7 @@ def _check_cpus(request: Request, partition: Partition) -> list[Problem]:
         return []
     tasks = f"{spec.tasks_per_node} tasks x " if spec.tasks_per_node > 1 else ""
     share = most // spec.tasks_per_node
-    least = 1 if spec.start == "ranks" else spec.ranks_per_node  # of a task
+    least = 1 if spec.start == "ranks" else spec.ranks_per_node  # CPUs of a task
     hint = f"--cpus-per-task {share}" if share >= least else f"fewer ranks on a node: at most {most}, with one CPU each"
     return [
         Problem(
@@ -245,7 +245,7 @@ def _check_gres(request: Request, partition: Partition) -> list[Problem]:
 
 
 def _other_gres(partition: Partition, item: Gres, flag: str, prefix: str) -> str:
-    """The type that a node has, in place of one that none has."""
+    """Suggest a type that exists on a node."""
     there = [other for kind in partition.kinds for other in kind.gres if other.name == item.name]
     best = max(there, key=lambda other: other.count, default=None)
     if best is None:
@@ -273,7 +273,7 @@ def _check_memory(request: Request, partition: Partition) -> list[Problem]:
 
 
 def _check_constraint(request: Request, partition: Partition) -> list[Problem]:
-    """Only one plain feature: an expression of several is for Slurm to judge."""
+    """Check only a single feature. Slurm checks expressions of several features."""
     wanted = request.spec.constraint
     if not re.fullmatch(r"[\w.-]+", wanted):
         return []

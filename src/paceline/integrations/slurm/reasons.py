@@ -1,4 +1,4 @@
-"""Why a Slurm job waits, in plain words, and whether it can start at all."""
+"""Explain why a Slurm job is pending, and whether it can start at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a pending reason means. `never`: the job does not start unless a person changes something."""
+    """What a pending reason means. `never`: the job does not start without a change by a person."""
 
     words: str
     hint: str = ""
@@ -59,7 +59,7 @@ _REASONS = {
     "MaxPoweredUpNodes": Waiting("as many nodes are powered up as the site allows"),
     "QOSUsageThreshold": Waiting("its QOS is over its share of use"),
 }
-# Limits have a name for each kind of resource. Those of one job stay; those of a group end with other jobs.
+# Limits have a name for each kind of resource. Limits of one job are permanent; limits of a group end with other jobs.
 _PATTERNS = (
     (r"(QOS|Assoc)Max\w*PerJob\w*|(QOS|Assoc)Max\w*PerNode", "one job may not ask for so much", "ask for less", True),
     (r"QOSMin\w*", "one job must ask for more", "another --qos", True),
@@ -67,7 +67,7 @@ _PATTERNS = (
     (r"(QOS|Assoc)Grp\w*Minutes\w*", "the account or QOS has used its time", "ask the site's support", False),
     (r"(QOS|Assoc|Association)\w*|Max\w+PerAccount", "the account or QOS uses as much as it may", _JOBS_END, False),
     (r"Nodes required for job are DOWN.*", "nodes it needs are down or drained", "sinfo -R shows why", False),
-    # Sentences of Slurm, in place of a name.
+    # Slurm sometimes reports a sentence instead of a name.
     (r"Job's account .*", "its account may not use the partition", "another --account or --partition", True),
     (r"Job's QOS .*", "its QOS may not use the partition", "another --qos or --partition", True),
     (r".*requeued held|.*held state", "it could not be started and is held", "scontrol release JOB", True),
@@ -75,7 +75,7 @@ _PATTERNS = (
 
 
 def explain_reason(reason: str) -> Waiting | None:
-    """None for a reason that is not known here: a site may have its own."""
+    """None for an unknown reason: a site may have its own."""
     name = reason.strip("()").partition(",")[0].strip()
     if name in _REASONS:
         return _REASONS[name]

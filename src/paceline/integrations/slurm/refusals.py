@@ -1,4 +1,4 @@
-"""What to do when sbatch refuses a job, by the words of its message."""
+"""Hints for jobs that sbatch refuses, chosen by its error message."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import re
 
 _PARTITIONS = "sinfo -o '%P %a %l %D %c %G' lists partitions with their limits, nodes, CPUs and GPUs"
 _ACCOUNTS = "sacctmgr show assoc user=$USER format=account,partition,qos lists yours"
-_CONTROLLER = "scontrol ping says whether the controller is up; try again when it is"
-# The first that matches counts. Slurm's texts change a little between versions, so only their core is looked for.
+_CONTROLLER = "scontrol ping shows whether the controller is up; try again when it is"
+# The first match is used. Slurm's messages change slightly between versions, so the patterns match only their core.
 _HINTS = (
     (r"account or account/partition combination|invalid account", f"another --account: {_ACCOUNTS}"),
     (r"qos", f"another --qos: {_ACCOUNTS}"),
@@ -27,20 +27,20 @@ _HINTS = (
     (r"node name", "sinfo --Node lists nodes"),
     (r"job array", "a smaller --array: scontrol show config | grep MaxArraySize"),
     (r"policy limit|limit.*(size|resources)|submit limit", "wait until your other jobs end, or ask the site's support"),
-    (r"requeue", "leave the line about requeueing out; ask the site's support whether jobs may be requeued"),
-    (r"credential|munge|authentication", "munge -n | unmunge says whether munge works here; ask the site's support"),
+    (r"requeue", "remove the requeue line; ask the site's support whether jobs may be requeued"),
+    (r"credential|munge|authentication", "munge -n | unmunge shows whether munge works; contact the site's support"),
     (r"unable to contact|connection refused|connect failure|socket timed out|timed out|zero bytes", _CONTROLLER),
-    (r"configuration source|slurm\.conf", "this machine knows no cluster: log in to the cluster, or set SLURM_CONF"),
+    (r"configuration source|slurm\.conf", "no cluster is configured here: log in to the cluster, or set SLURM_CONF"),
     (r"access.*denied|permission", "ask the site's support"),
     (r"invalid (option|argument)|unrecognized option|illegal", "paceline submit slurm ... --dry-run prints the script"),
 )
-# The job may be in the queue all the same, since only the answer was lost.
+# The job may be in the queue: perhaps only the answer was lost.
 _ANSWER_LOST = re.compile(r"socket timed out|timed out", re.IGNORECASE)
 
 
 def hint_for(message: str) -> str | None:
-    """None for a message that is not known: a plugin of the site may write its own, which says what to do."""
+    """None for an unknown message, for example from a plugin of the site."""
     found = next((hint for pattern, hint in _HINTS if re.search(pattern, message, re.IGNORECASE)), None)
     if found is not None and _ANSWER_LOST.search(message):
-        return f"squeue --me says whether the job arrived all the same\n{found}"
+        return f"squeue --me shows whether the job is in the queue\n{found}"
     return found

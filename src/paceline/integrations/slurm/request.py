@@ -1,4 +1,4 @@
-"""What a job asks Slurm for, as sbatch reads it, and one thing that the cluster cannot give."""
+"""The resources that a job requests, as sbatch reads them, and the problems of a request."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from paceline.errors import UserError
 from paceline.integrations.slurm.facts import Gres, read_gres, read_number
 from paceline.launch.job import JobSpec, parse_time_s
 
-# Settings that a variable may decide as well: SBATCH_PARTITION for sbatch, SLURM_PARTITION for srun.
+# Settings that an environment variable may also set: SBATCH_PARTITION for sbatch, SLURM_PARTITION for srun.
 _VARIABLES = {
     **{"partition": "PARTITION", "account": "ACCOUNT", "qos": "QOS"},
     **{"time": "TIMELIMIT", "constraint": "CONSTRAINT", "reservation": "RESERVATION"},
 }
-# What other variables of sbatch may change. Their values are not read, so these settings are not checked then.
+# Settings that other variables of sbatch may change. Their values are not read, so these settings are not checked.
 _NOT_READ = {
     "mem": r"MEM_PER_\w+",
     "gpus": r"GRES|GPUS\w*|TRES_PER_\w+",
@@ -34,7 +34,7 @@ _MOST_NAMES = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """One value that the cluster cannot give. `setting` is its name among the settings of a job."""
+    """One value that the cluster cannot provide. `setting` is the name of the job's setting."""
 
     setting: str
     what: str
@@ -45,11 +45,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Request:
-    """What sbatch or srun reads: its options, and variables in place of them."""
+    """What sbatch or srun reads: options, and environment variables that replace them."""
 
     spec: JobSpec
-    from_variables: Mapping[str, str] = field(default_factory=dict)  # setting: the variable that decides it
-    options: frozenset[str] = frozenset()  # of extra #SBATCH lines, without dashes
+    from_variables: Mapping[str, str] = field(default_factory=dict)  # the variable that sets each setting
+    options: frozenset[str] = frozenset()  # options of extra #SBATCH lines, without dashes
     may_leave_cluster: bool = False
     has_known_cpus: bool = True
 
@@ -63,7 +63,7 @@ class Request:
 
     @property
     def gres(self) -> tuple[Gres, ...]:
-        """Of a node, as far as it is understood."""
+        """The generic resources of a node, as far as they can be parsed."""
         wanted = read_gres(self.spec.gres)
         if wanted is None or self.spec.gres.lower() == "none":
             return ()
@@ -72,21 +72,21 @@ class Request:
         return wanted
 
     def without_names(self) -> Request:
-        """What a plugin of the site leaves certain: it may translate types of GPU and features, and split an array."""
+        """The request without what a site plugin may change: GPU types, features, and the array."""
         gpus = sum(item.count for item in self.gres if item.name == "gpu")
         gres = f"gpu:{gpus}" if gpus and self.spec.gres else ""
         return replace(self, spec=replace(self.spec, constraint="", array="", gpus=str(gpus or ""), gres=gres))
 
     @property
     def time_s(self) -> int | None:
-        """Slurm counts whole minutes. None: not said, or not understood."""
+        """Slurm rounds up to minutes. None if it is not given or cannot be parsed."""
         try:
             return -(-parse_time_s(self.spec.time) // 60) * 60 if self.spec.time else None
         except UserError:
             return None
 
     def named(self, setting: str) -> str:
-        """The value as it was given, for a screen."""
+        """The value as given, for an error screen."""
         value = getattr(self.spec, setting)
         if setting in self.from_variables:
             return f"{self.from_variables[setting]}={value}"
@@ -94,7 +94,7 @@ class Request:
 
 
 def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> Request:
-    """sbatch prefers variables to the lines of a script."""
+    """For sbatch, variables take precedence over the lines of a script."""
     variables = {name: f"SBATCH_{ending}" for name, ending in _VARIABLES.items() if environment.get(f"SBATCH_{ending}")}
     changed: dict[str, str | int] = {name: environment[variable] for name, variable in variables.items()}
     endings = [name.removeprefix("SBATCH_") for name in environment if name.startswith("SBATCH_")]
@@ -106,7 +106,7 @@ def as_sbatch_reads(spec: JobSpec, environment: Mapping[str, str]) -> Request:
 
 
 def as_srun_reads(nodes: int, tasks: int, words: Sequence[str], environment: Mapping[str, str]) -> Request:
-    """An allocation for `tasks` on each node. srun prefers its options to variables."""
+    """An allocation for `tasks` on each node. For srun, options take precedence over variables."""
     given: dict[str, str] = {}
     left = list(words)
     while left:
@@ -144,7 +144,7 @@ def _request(
     return Request(spec, variables, options, leaves, has_known_cpus=not options & _OVERCOMMIT)
 
 
-# --- Words ------------------------------------------------------------------------------------------------------------
+# --- Text -------------------------------------------------------------------------------------------------------------
 
 
 def some_names(names: Iterable[str]) -> str:
@@ -159,7 +159,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def slurm_time(seconds: int) -> str:
-    """As --time wants it."""
+    """Format seconds for --time."""
     days, rest = divmod(seconds, 86400)
     clock = f"{rest // 3600:02}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}-{clock}" if days else clock

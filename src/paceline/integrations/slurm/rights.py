@@ -1,4 +1,4 @@
-"""May this user's job use this account, QOS and partition, and so much? Pure."""
+"""Check the permissions and limits of a job: account, QOS and partition. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from paceline.integrations.slurm.facts import Association, Limits, Partition, Qos, SlurmFacts
 from paceline.integrations.slurm.request import Problem, Request, nearest, slurm_time, some_names
 
-# From this version on a partition's list of accounts may include the accounts below them, which are not asked for here.
+# From this version on, a partition's list of accounts may include child accounts, which are not queried here.
 _LISTS_MAY_HOLD_SUBACCOUNTS = (24, 5)
 
 
@@ -39,7 +39,7 @@ def _account(request: Request, facts: SlurmFacts) -> str:
 
 
 def _usable(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Association]:
-    """Associations that the job may get. Without a known account, any of the user's."""
+    """Associations that the job may use. If the account is unknown, any of the user's."""
     account = _account(request, facts)
     return [
         found
@@ -50,7 +50,7 @@ def _usable(request: Request, partition: Partition | None, facts: SlurmFacts) ->
 
 
 def _possible_qos(request: Request, facts: SlurmFacts) -> set[str] | None:
-    """The names of the QOS that the job may get. None: any."""
+    """The names of the QOS that the job may use. None: any."""
     if request.spec.qos:
         return {request.spec.qos.lower()}
     usable = _usable(request, None, facts)
@@ -84,10 +84,12 @@ def _check_account(request: Request, partition: Partition | None, facts: SlurmFa
     allowed = partition.allowed_accounts
     is_outside = allowed is not None and account not in allowed and not _may_hold_subaccounts(facts)
     if account in partition.denied_accounts or is_outside:
-        words = some_names(sorted(allowed)) if allowed else f"all but {some_names(sorted(partition.denied_accounts))}"
+        allowed_text = (
+            some_names(sorted(allowed)) if allowed else f"all but {some_names(sorted(partition.denied_accounts))}"
+        )
         got = f"account {account} in partition {partition.name}"
         hint = "another --account, or another --partition"
-        return [Problem("account", "the partition does not allow this account", got, words, hint)]
+        return [Problem("account", "the partition does not allow this account", got, allowed_text, hint)]
     return []
 
 
@@ -103,7 +105,7 @@ def _check_qos(request: Request, partition: Partition | None, facts: SlurmFacts)
         return []
     usable = _usable(request, partition, facts)
     mine = sorted({name for found in usable for name in found.qos})
-    # A list that adds to the parent's, such as +long, is not resolved here.
+    # A list that extends the parent's, such as +long, is not resolved here.
     if usable and mine and asked not in mine and not any(name[0] in "+-" for name in mine):
         what = "this QOS is not one of yours"
         return [Problem("qos", what, got, some_names(mine), f"--qos {nearest(asked, mine)}")]
@@ -111,10 +113,10 @@ def _check_qos(request: Request, partition: Partition | None, facts: SlurmFacts)
         return []
     allowed = partition.allowed_qos
     if asked in partition.denied_qos or (allowed is not None and asked not in allowed):
-        words = some_names(sorted(allowed)) if allowed else f"all but {some_names(sorted(partition.denied_qos))}"
+        allowed_text = some_names(sorted(allowed)) if allowed else f"all but {some_names(sorted(partition.denied_qos))}"
         hint = "another --qos, or another --partition"
         what = f"partition {partition.name} does not allow this QOS"
-        return [Problem("qos", what, got, words, hint)]
+        return [Problem("qos", what, got, allowed_text, hint)]
     return []
 
 
@@ -122,7 +124,7 @@ def _check_qos(request: Request, partition: Partition | None, facts: SlurmFacts)
 
 
 def _check_limits(request: Request, partition: Partition | None, facts: SlurmFacts) -> list[Problem]:
-    """Of the account and the QOS. A job above them waits for ever."""
+    """Check the limits of the account and the QOS. A job above them waits forever."""
     if not facts.enforces & {"limits", "safe"} or facts.associations is None or facts.qos is None:
         return []
     choices = _possible_limits(request, partition, facts, facts.qos)
@@ -137,13 +139,13 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
         ("gpus_per_node", "so many GPUs", spec.nodes * gpus, [limits.gpus for limits in choices]),
     ]
     problems = []
-    for setting, words, value, limits in asked:
+    for setting, resource, value, limits in asked:
         known = [limit for limit in limits if limit is not None]
         if value is None or not known or len(known) < len(limits) or value <= max(known):
             continue
         most = max(known)
         got, allowed = (slurm_time(value), slurm_time(most)) if setting == "time" else (str(value), str(most))
-        what = f"the account or QOS does not allow {words} for one job"
+        what = f"the account or QOS does not allow {resource} for one job"
         hint = f"--time {allowed}" if setting == "time" else "ask for less, or another --qos"
         if setting == "nodes":
             hint = f"--nodes {most}"
@@ -154,13 +156,13 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
 def _possible_limits(
     request: Request, partition: Partition | None, facts: SlurmFacts, known: Mapping[str, Qos]
 ) -> list[Limits]:
-    """One for each account and QOS that the job may get. A limit of a QOS replaces the one of the account."""
+    """One entry for each account and QOS that the job may use. A QOS limit replaces the account's limit."""
     names = _possible_qos(request, facts)
     whole = known.get(partition.qos) if partition is not None else None
     choices = []
     for found in _usable(request, partition, facts):
         possible = sorted(names if names is not None else found.qos)
-        if not possible or any(name not in known for name in possible):  # it may be any, or none
+        if not possible or any(name not in known for name in possible):  # the QOS is unknown
             possible = [*known, ""]
         for name in possible:
             own = known.get(name, Qos(name))
@@ -169,7 +171,7 @@ def _possible_limits(
 
 
 def _merge(account: Limits, own: Limits, whole: Limits) -> Limits:
-    """The partition's QOS and the job's: which one counts depends on flags, so the larger one."""
+    """Flags decide whether the partition's QOS or the job's QOS applies. Use the larger limit."""
 
     def one(name: str) -> int | None:
         limits = [value for value in (getattr(own, name), getattr(whole, name)) if value is not None]

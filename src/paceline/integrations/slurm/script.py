@@ -1,4 +1,4 @@
-"""Slurm: the script of a job. It is what a careful person would write by hand: #SBATCH lines, variables, one srun."""
+"""Write the batch script of a Slurm job: #SBATCH lines, variables, and one srun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TORCHRUN_SIGNALS = "SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
 def write_script(spec: JobSpec) -> str:
-    """job.sbatch for one run, or for an array of equal ones."""
+    """job.sbatch for one run, or for an array of identical runs."""
     _check_lines(spec)
     folder = str(spec.folder)
     if spec.array:
@@ -39,23 +39,23 @@ def write_script(spec: JobSpec) -> str:
 
 
 def write_array_script(spec: JobSpec, commands: list[list[str]], commands_file: Path) -> tuple[str, str]:
-    """One job for several commands, for studies: the script, and the text of a file with one command per task.
+    """One job for several commands, for studies. Returns the script and the text of a file with one command per task.
 
-    A command is a list of arguments of `paceline`, its folder included; task 0 takes the first line.
+    A command is a list of arguments of `paceline`, including its folder. Task 0 runs the first line.
     """
     if not commands:
         raise ValueError("an array needs a command")
     _check_lines(spec)
     for word in (*(word for command in commands for word in command), str(commands_file)):
         check_text(word, "a word of the command")
-    limit = spec.array.partition("%")[2]  # "%4" of a given array: at most four at a time
+    limit = spec.array.partition("%")[2]  # "%4": at most four tasks at a time
     spec = replace(spec, array=f"0-{len(commands) - 1}" + (f"%{limit}" if limit else ""))
     lines = [
         *_header(spec),
         "",
         *_environment(spec),
         "",
-        "# Task N takes line N + 1 of the commands.",
+        "# Task N runs line N + 1 of the commands.",
         f'line=$(sed -n "$((SLURM_ARRAY_TASK_ID + 1))p" {shlex.quote(str(commands_file))})',
         "arguments=()",
         'eval "arguments=($line)"',
@@ -66,7 +66,7 @@ def write_array_script(spec: JobSpec, commands: list[list[str]], commands_file: 
 
 
 def _check_lines(spec: JobSpec) -> None:
-    """Each text becomes part of one line: a newline in it would begin another, which the shell executes."""
+    """Refuse a newline in a value: the shell would execute the rest as another line."""
     check_text(str(spec.folder), "the run folder")
     check_text(str(spec.work_dir), "the working directory", hint="submit from another folder")
     check_fields(spec, secret=("env",))
@@ -102,7 +102,7 @@ def _header(spec: JobSpec) -> list[str]:
 
 def _tasks_comment(spec: JobSpec) -> list[str]:
     return {
-        "agent": ["# One task per node: an agent that starts the node's ranks, and starts them again when one dies."],
+        "agent": ["# One task per node: an agent that starts the node's ranks and restarts them if one fails."],
         "ranks": ["# One task per rank."],
         "torchrun": ["# One task per node: torchrun, which starts the node's ranks."],
     }[spec.start]
@@ -110,28 +110,28 @@ def _tasks_comment(spec: JobSpec) -> list[str]:
 
 def _requeue_lines(spec: JobSpec) -> list[str]:
     if not spec.resume:
-        return ["# It begins anew each time, so it is not to be started twice.", "#SBATCH --no-requeue"]
+        return ["# This run cannot resume, so it is not requeued.", "#SBATCH --no-requeue"]
     lines = []
     if spec.signal_notice_s:
         lines += [
-            f"# {spec.signal_notice_s} s before the time limit: the run saves, leaves, and goes back into the queue.",
+            f"# {spec.signal_notice_s} s before the time limit: the run saves, ends, and is requeued.",
             f"#SBATCH --signal=USR1@{spec.signal_notice_s}",
         ]
     return [
         *lines,
-        "# Back into the queue after the loss of a node, too; the log goes on where it stopped.",
+        "# Requeue also after a node failure, and append to the log.",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
     ]
 
 
 def _environment(spec: JobSpec) -> list[str]:
-    """Modules, python, variables."""
-    # Before the first command: it holds for the whole script.
-    lines = ["# shellcheck disable=SC2016 # words in single quotes are expanded on each node, or not at all"]
+    """Modules, Python, environment variables."""
+    # Placed before the first command, so that it applies to the whole script.
+    lines = ["# shellcheck disable=SC2016 # text in single quotes is expanded on each node, or not at all"]
     lines += ["set -euo pipefail"]
     if spec.modules or spec.conda:
-        lines += ["", "# The scripts of modules and conda read variables that may not be set.", "set +u"]
+        lines += ["", "# Scripts of modules and conda may read unset variables.", "set +u"]
         if spec.modules:
             lines += ["module load " + shlex.join(spec.modules)]
         if spec.conda:
@@ -141,46 +141,46 @@ def _environment(spec: JobSpec) -> list[str]:
         activate = shlex.quote(f"{spec.venv}/bin/activate")
         lines += ["", f"if [ ! -e {activate} ]; then", *_missing(activate, "no such file"), "fi"]
         lines += ["# shellcheck source=/dev/null", f"source {activate}"]
-    lines += ["", "# Lines reach the log when they are printed.", "export PYTHONUNBUFFERED=1"]
+    lines += ["", "# Write lines to the log as soon as they are printed.", "export PYTHONUNBUFFERED=1"]
     if spec.start == "agent":
-        lines += ["# The agents of the nodes find each other by Slurm's own variables.", "export PACELINE_START=agent"]
+        lines += ["# The agents of the nodes find each other through Slurm's variables.", "export PACELINE_START=agent"]
         if spec.nodes > 1:
             lines += [
-                "# They prove to each other that they belong to this job. The secret is made anew at each start.",
+                "# The agents authenticate to each other with a secret. Each start creates a new one.",
                 f"{RUN_SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",  # export would hide a failure
                 f"export {RUN_SECRET}",
             ]
     if spec.resume:
         lines += [
-            "# So often the job may come back from the queue without a step of progress.",
+            "# How often the job may be requeued without progress.",
             f"export PACELINE_MAX_REQUEUES={spec.max_requeues}",
         ]
     if spec.start == "torchrun":
         lines += [
-            "# torchrun starts the ranks without -P, so a file in the working folder could take the place of a module.",
+            "# torchrun starts ranks without -P, so a file in the working folder could replace a module.",
             f"export {SAFE_PATH}={OURS}",
         ]
     if spec.start == "torchrun" and spec.signal_notice_s:
         lines += [
-            "# torchrun would end ranks that are still saving after half a minute.",
+            "# By default torchrun kills ranks that are still saving after 30 s.",
             f"export PET_SHUTDOWN_TIMEOUT={spec.signal_notice_s}",
         ]
     own_file = f"{shlex.quote(str(spec.folder))}/.final-code-${{SLURM_JOB_ID:-}}-${{SLURM_RESTART_COUNT:-0}}"
     lines += [
-        "# A process that must not be started again writes its exit code here. srun may return another one.",
+        "# A process with a final error writes its exit code here. srun may return another one.",
         f"export {FINAL_CODE_FILE}={own_file}",
     ]
     for text in spec.env:
         name, is_set, value = text.partition("=")
-        # Without a value the variable comes from the environment of sbatch, and its value is in no file.
+        # Without a value, sbatch passes the variable from its environment. The value is not written to a file.
         lines.append(f"export {name}={shlex.quote(value)}" if is_set else f': "${{{name}?}}"; export {name}')
     return lines
 
 
 def _choose_resume(spec: JobSpec) -> list[str]:
-    """A given checkpoint is where the first start begins; what the run saved itself is newer."""
+    """The first start uses the given checkpoint. Later starts use the run's own, newer checkpoints."""
     return [
-        "# At first from there; back from the queue, from what this run has saved itself.",
+        "# The first start uses the given checkpoint. After a requeue, use this run's own checkpoints.",
         f"resume={shlex.quote(spec.resume)}",
         f"saved=({shlex.quote(str(spec.folder))}/checkpoints/step-*/manifest.json)",
         'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && [ -e "${saved[0]}" ]; then resume=auto; fi',
@@ -192,10 +192,10 @@ def _ranks_flag(spec: JobSpec) -> list[str]:
 
 
 def _start(spec: JobSpec, command: list[str]) -> list[str]:
-    """The one srun. Tasks end together: one that has lost its peers would wait for nothing."""
+    """The srun command. All tasks end together: a task without its peers would wait forever."""
     steps = [f"srun --ntasks-per-node={spec.tasks_per_node}"]
     if spec.cpus_per_task:
-        steps.append(f"--cpus-per-task={spec.cpus_per_task}")  # srun does not take it over from sbatch
+        steps.append(f"--cpus-per-task={spec.cpus_per_task}")  # srun does not inherit it from sbatch
     steps.append("--kill-on-bad-exit=1")
     if spec.container_image:
         steps.append(f"--container-image={shlex.quote(spec.container_image)}")
@@ -205,8 +205,8 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
         steps.append(f"--environment={shlex.quote(spec.environment)}")
     python = shlex.quote(spec.python)
     check = _check_nodes(spec)
-    lines = ["# Stop signals are for the ranks; this shell waits until they have saved."]
-    # A trap that only notes the signal: without one, bash would end.
+    lines = ["# The ranks handle stop signals. This shell waits until they have saved."]
+    # The trap only records the signal. Without a trap, bash would exit.
     lines += ["stopped=no", "trap 'stopped=yes' TERM USR1"] if check or spec.resume else ["trap : TERM USR1"]
     lines += ["code=0", *check]
     if spec.start == "torchrun":
@@ -218,9 +218,9 @@ def _start(spec: JobSpec, command: list[str]) -> list[str]:
 
 
 def _check_nodes(spec: JobSpec) -> list[str]:
-    """Before the ranks: a node without the python would end them all, and look like a killed task.
+    """Check the installation before the ranks start. A node without Python would look like a killed task.
 
-    A container brings its own python, the same on every node, and may take minutes to start twice.
+    Containers are not checked: they have the same Python on every node, and a second start may take minutes.
     """
     if spec.container_image or spec.environment:
         return []
@@ -229,7 +229,7 @@ def _check_nodes(spec: JobSpec) -> list[str]:
     others = f"srun --nodes={spec.nodes} --ntasks={spec.nodes} --ntasks-per-node=1 " if spec.nodes > 1 else ""
     return [
         "",
-        "# Every node needs this python with paceline in it. Without it the job ends here, and is not requeued.",
+        "# Every node needs this Python with paceline installed. Otherwise the job ends here and is not requeued.",
         "check='",
         *check,
         "'",
@@ -242,7 +242,7 @@ def _check_nodes(spec: JobSpec) -> list[str]:
 
 
 def _missing(where: str, got: str) -> list[str]:
-    """Shell lines that say that this node lacks the installation, and end."""
+    """Shell lines that report a missing installation on this node and exit."""
     return [
         '    echo "error: paceline cannot start on node ${SLURMD_NODENAME:-$(hostname)}" >&2',
         f'    echo "  where:  " {where} >&2',
@@ -253,11 +253,11 @@ def _missing(where: str, got: str) -> list[str]:
 
 
 def _after(spec: JobSpec) -> list[str]:
-    """What a node's agent cannot do for itself: come back after it was killed."""
+    """Requeue after an agent was killed, which it cannot do itself."""
     file = f'"${FINAL_CODE_FILE}"'
     lines = [
         "",
-        "# The exit code of the process that failed first explains more than the signal that ended the others.",
+        "# Use the exit code of the process that failed first, not the signal that ended the others.",
         f'if [ "$code" -ne 0 ] && [ -s {file} ]; then',
         f"    code=$(cat {file})",
         f"    rm -f {file}",
@@ -266,7 +266,7 @@ def _after(spec: JobSpec) -> list[str]:
     if spec.resume:
         back = '"${SLURM_RESTART_COUNT:-0}"'
         lines += [
-            "# A task was killed from outside, and nobody asked for the end: once more, from the newest checkpoint.",
+            "# A task was killed without a stop request: requeue, to resume from the newest checkpoint.",
             f'if [ "$code" -gt 128 ] && [ "$stopped" = no ] && [ {back} -lt {spec.max_requeues} ]; then',
             '    scontrol requeue "$SLURM_JOB_ID" || true',
             "fi",
@@ -275,13 +275,13 @@ def _after(spec: JobSpec) -> list[str]:
 
 
 def _torchrun(spec: JobSpec, srun: str, python: str, command: list[str]) -> list[str]:
-    """Node 0 is the first of the list, and holds the store; the shell on each node knows which one it is."""
+    """Node 0 is the first of the list and hosts the store. The shell on each node knows its own number."""
     ranks = f"--nnodes={spec.nodes} --nproc-per-node={spec.ranks_per_node} --signals-to-handle={_TORCHRUN_SIGNALS}"
     train = [f"-m paceline {command[0]}", *command[1:]]
-    # Not --standalone: torch's dynamic rendezvous unpickles what anybody writes into its store.
+    # Do not use --standalone: torch's dynamic rendezvous unpickles data that any process can write into its store.
     return [
         "",
-        "# The nodes meet on the first one, on a port that neither another job nor this one's earlier start has.",
+        "# The rendezvous is on the first node. The port differs from those of other jobs and earlier starts.",
         'hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         "host=${hosts%%$'\\n'*}",
         "port=$((20000 + (SLURM_JOB_ID * 64 + ${SLURM_RESTART_COUNT:-0}) % 20000))",
@@ -307,5 +307,5 @@ def _option(name: str, value: object) -> str:
 
 
 def _quoted(text: str) -> str:
-    """sbatch reads its lines as a shell does, as far as quotes go."""
+    """sbatch parses quotes like a shell."""
     return shlex.quote(text) if re.search(r"[\s'\"\\#]", text) else text

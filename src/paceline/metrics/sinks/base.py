@@ -1,4 +1,4 @@
-"""What a tracker looks like to the recorder."""
+"""The interface between the recorder and trackers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Sink(Protocol):
 
 
 class CarefulSink(ABC):
-    """A tracker of somebody else's, which may fail in any way: it never ends a run, and says once that it stopped."""
+    """Wraps a third-party tracker. A failure never ends the run: it is reported once, and the tracker is closed."""
 
-    name: str  # as a person knows it
+    name: str  # the name to display
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self._is_quiet = False

@@ -14,31 +14,29 @@ from paceline.metrics.sinks.base import CarefulSink, scalars_of
 from paceline.settings.small_files import write_plain
 
 EXPERIMENT = "paceline"
-# MLflow's own limits, from mlflow.utils.validation; beyond them a server refuses the whole batch.
+# MLflow's limits, from mlflow.utils.validation. A server refuses a whole batch that exceeds them.
 MAX_KEY_LENGTH = 250
 MAX_PARAM_LENGTH = 6000
 MAX_PARAMS_PER_BATCH = 100
 
 
 class MlflowSink(CarefulSink):
-    """One MLflow run per run folder; a resumed run goes on in the same one.
+    """One MLflow run per run folder; a resumed run continues it.
 
-    The recorder never repeats a row up to the resumed step. Rows after it are another matter: MLflow
-    cannot delete points, so those that the interrupted run wrote past its last checkpoint stay. A point
-    that is already there is therefore not written again: every step stands once, the cut-off tail with
-    the values of its first time. `metrics.jsonl` has those of the second.
+    The recorder does not repeat rows up to the resumed step. Rows after it may exist already: MLflow cannot delete
+    points, so points that the interrupted run wrote after its last checkpoint stay. They are not written again. Every
+    step has one point. For repeated steps, MLflow has the first values and `metrics.jsonl` the second.
     """
 
     name = "MLflow"
 
     def __init__(self, folder: Path, config: dict[str, Any]) -> None:
         self._run_id = ""
-        self._points: set[tuple[str, int]] = set()  # what an earlier process wrote
+        self._points: set[tuple[str, int]] = set()  # points of an earlier process
         super().__init__(folder, config)
 
     def _open(self, folder: Path, config: dict[str, Any]) -> None:
-        # A training run calls nobody but the tracker it was told of, and does not wait minutes for it:
-        # the other ranks stand still meanwhile. What the user has set wins.
+        # Disable telemetry and long retries: the other ranks wait meanwhile. The user's own settings take precedence.
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -53,9 +51,9 @@ class MlflowSink(CarefulSink):
 
         from mlflow.tracking import MlflowClient
 
-        # Creating the database is told in many lines that say nothing about the training run.
+        # Creating the database logs many lines that are irrelevant to the run.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
-        # A client of its own rather than mlflow.start_run: no process-wide active run to collide with.
+        # Use a client instead of mlflow.start_run, which sets a process-wide active run.
         self._client = MlflowClient(tracking_uri=uri)
         id_file = folder / ".mlflow-run"
         if id_file.exists() and self._continue(id_file.read_text(encoding="utf-8").strip()):
@@ -66,7 +64,7 @@ class MlflowSink(CarefulSink):
         write_plain(id_file, f"{self._run_id}\n".encode())
 
     def _continue(self, run_id: str) -> bool:
-        """Go on in an earlier run; False if this store does not have it (another URI, or deleted)."""
+        """Continue an earlier run; False if this store does not have it (another URI, or deleted)."""
         from mlflow.exceptions import MlflowException
 
         try:
@@ -78,7 +76,7 @@ class MlflowSink(CarefulSink):
         if run.info.lifecycle_stage != "active":
             return False
         self._run_id = run_id
-        # Parameters are not logged again: MLflow refuses to change one, and --epochs may have grown.
+        # Do not log parameters again: MLflow refuses changes, and --epochs may have changed.
         self._client.update_run(run_id, status="RUNNING")
         for key in run.data.metrics:
             self._points.update((key, point.step) for point in self._client.get_metric_history(run_id, key))
@@ -92,7 +90,7 @@ class MlflowSink(CarefulSink):
             try:
                 return str(self._client.create_experiment(EXPERIMENT, artifact_location=artifacts))
             except MlflowException:
-                # On a shared server another run may have created it since.
+                # On a shared server another run may have created it meanwhile.
                 experiment = self._client.get_experiment_by_name(EXPERIMENT)
                 if experiment is None:
                     raise

@@ -1,4 +1,4 @@
-"""Trackers by name, with a clear word when their package is missing."""
+"""Open trackers by name, with a clear error if their package is missing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 
 
 def check_trackers(names: tuple[str, ...], *, where: str) -> None:
-    """Refuse a tracker that the user chose and does not have."""
+    """Raise UserError if the package of a chosen tracker is not installed."""
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise UserError(
@@ -27,7 +27,7 @@ def check_trackers(names: tuple[str, ...], *, where: str) -> None:
 def open_sinks(
     names: tuple[str, ...], folder: RunFolder, config: dict[str, Any], *, history: list[dict[str, Any]]
 ) -> list[Sink]:
-    """Open every tracker whose package is there."""
+    """Open every tracker whose package is installed."""
     sinks: list[Sink] = []
     for name in names:
         if importlib.util.find_spec(_PACKAGES[name]) is None:

@@ -1,4 +1,4 @@
-"""TensorBoard event files in the run folder, always made from the whole of the metrics."""
+"""TensorBoard event files in the run folder, always written from all metrics rows."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from paceline.settings.small_files import make_plain_folder
 
 
 class TensorBoardSink(CarefulSink):
-    """Epoch rows stand at their epoch, step rows at their step.
+    """Epoch rows use the epoch as x value, step rows the step.
 
-    Event files can only be appended to, so a resumed run writes them anew from the rows it kept: no
-    point is shown twice, and none that the resume has cut off.
+    Event files can only be appended to. A resumed run rewrites them from the rows it keeps, so that no point appears
+    twice and removed rows disappear.
     """
 
     name = "TensorBoard"
@@ -30,8 +30,8 @@ class TensorBoardSink(CarefulSink):
         _silence_writer_threads()
         shutil.rmtree(folder, ignore_errors=True)
         folder.parent.mkdir(parents=True, exist_ok=True)
-        make_plain_folder(folder)  # a link is not removed above, and must not be written through
-        # Two clocks, two sets of files: TensorBoard draws both on an axis called "step".
+        make_plain_folder(folder)  # rmtree does not remove a link, and we must not write through it
+        # Two sets of files, because TensorBoard draws epochs and steps on the same axis "step".
         self._writers = {"epoch": SummaryWriter(str(folder)), "step": SummaryWriter(str(folder / "steps"))}
         for row in self._history:
             self._add(row)
@@ -51,7 +51,7 @@ class TensorBoardSink(CarefulSink):
 
 
 def _silence_writer_threads() -> None:
-    """A thread of TensorBoard that cannot write prints its traceback. The next write raises the same error."""
+    """Hide the traceback of a TensorBoard thread that cannot write. The next write raises the same error."""
     before = threading.excepthook
     if getattr(before, "is_of_paceline", False):
         return

@@ -1,4 +1,4 @@
-"""Weights & Biases runs: offline files in the run folder, or what WANDB_MODE says."""
+"""Weights & Biases runs: offline files in the run folder, or the mode in WANDB_MODE."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ PROJECT = "paceline"
 
 
 class WandbSink(CarefulSink):
-    """One W&B run per run folder; a resumed run goes on under the same id.
+    """One W&B run per run folder; a resumed run continues under the same id.
 
-    Offline, every process leaves its own `offline-run-*` folder, and `wandb sync` joins those with one id.
-    W&B can delete no point, so rows that the interrupted run wrote past its last checkpoint stay, and
-    those of the resumed run up to the same step are left out: every step stands once, the cut-off tail
-    with the values of its first time. `metrics.jsonl` has those of the second. How far each kind of
-    row had come is kept beside the id, because offline there is nobody to ask. A killed process may thus
-    leave a gap of its last second and its last step, never a step twice.
+    Offline, every process writes its own `offline-run-*` folder, and `wandb sync` joins folders with the same id. W&B
+    cannot delete points. Rows that the interrupted run wrote after its last checkpoint stay, and the resumed run does
+    not write these steps again. Every step has one point. For repeated steps, W&B has the first values and
+    `metrics.jsonl` the second. The last step of each kind of row is stored next to the id, because offline there is no
+    server to query. A killed process may leave a gap of its last second or its last step, but never a duplicate.
     """
 
     name = "W&B"
@@ -32,13 +31,13 @@ class WandbSink(CarefulSink):
         super().__init__(folder, config)
 
     def _open(self, folder: Path, config: dict[str, Any]) -> None:
-        mode = None  # as WANDB_MODE says
+        mode = None  # use WANDB_MODE
         if not os.environ.get("WANDB_MODE"):
             mode = "offline"
-            # Offline is offline: W&B's own crash reports stay at home too. Read when wandb is imported.
+            # Offline mode sends no crash reports either. wandb reads this when it is imported.
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
 
-        # Seconds until a row is on disk, 15 by default; what a killed process had not flushed is lost to W&B.
+        # Seconds until a row is on disk, 15 by default. Rows that a killed process has not flushed are lost to W&B.
         os.environ.setdefault("WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL", "1")
 
         import wandb
@@ -52,7 +51,7 @@ class WandbSink(CarefulSink):
             dir=str(folder),
             mode=mode,
             config=config,
-            # The run has its own console and its own log files.
+            # Do not capture the console: the run has its own log files.
             settings=wandb.Settings(console="off", silent=True),
         )
         if self._run.id != run_id:
@@ -60,19 +59,19 @@ class WandbSink(CarefulSink):
         self._keep()
 
     def _read_earlier(self) -> str | None:
-        """The id of this folder's run, if it had one; `_written` is filled along with it."""
+        """Read the id of this folder's W&B run, if there is one, and fill `_written`."""
         try:
             earlier = read_json_object(self._file)
             self._written = {str(kind): int(step) for kind, step in earlier["written"].items()}
             return str(earlier["id"])
-        except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):  # none, or not a whole one
+        except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):  # missing or invalid
             return None
 
     def _log(self, row: dict[str, Any]) -> None:
         kind = str(row.get("phase", "step"))
         if row["step"] <= self._written.get(kind, -1):
             return
-        # W&B joins what is logged at one step, so a step row and the epoch rows after it make one entry.
+        # W&B joins everything logged at one step: a step row and the following epoch rows become one entry.
         self._run.log(scalars_of(row), step=row["step"])
         self._written[kind] = row["step"]
         self._keep()

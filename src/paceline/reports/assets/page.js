@@ -30,7 +30,7 @@ class Figure {
     else this.drawing = drawBars(spec, visible, width, height);
     const { svg } = this.drawing;
     const id = `describes-${spec.number}`;
-    svg.setAttribute("aria-label", spec.title);  // a <title> would come up as a second tooltip
+    svg.setAttribute("aria-label", spec.title);  // a <title> would show a second tooltip
     svg.setAttribute("aria-describedby", id);
     svg.prepend(make("desc", { id }, inWords(spec, visible)));
     this.cursor = make("g", { "aria-hidden": "true" });

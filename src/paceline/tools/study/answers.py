@@ -17,7 +17,7 @@ _WORK = ("forward", "backward")
 @dataclass(frozen=True)
 class Answer:
     question: str
-    words: str
+    text: str
 
 
 def answer_all(findings: Findings) -> list[Answer]:
@@ -28,7 +28,7 @@ def answer_all(findings: Findings) -> list[Answer]:
         Answer("Does accuracy hold?", _accuracy(findings)),
         Answer("Which needs less memory?", _memory(findings)),
     ]
-    return [answer for answer in answers if answer.words]
+    return [answer for answer in answers if answer.text]
 
 
 def _name(strategy: str) -> str:
@@ -40,7 +40,7 @@ def _ranks(count: int) -> str:
 
 
 def _percent(estimate: Estimate) -> str:
-    return estimate.words("{:.0%}")
+    return estimate.show("{:.0%}")
 
 
 # --- Which is faster --------------------------------------------------------------------------------------------------
@@ -82,9 +82,9 @@ def _faster(findings: Findings) -> str:
         return f"Only {only} was measured. `paceline study --strategies ddp,fsdp` compares two."
     # Report the first and last size, and each size where the faster strategy changes.
     leaders = [a.images_per_s.value >= b.images_per_s.value for a, b in pairs]
-    told = [n for n in range(len(pairs)) if n in (0, len(pairs) - 1) or leaders[n] != leaders[n - 1]]
-    words = " ".join(_compare(*pairs[n]) for n in told)
-    return words if len(told) == len(pairs) else f"{words} The same one is faster in between."
+    shown = [n for n in range(len(pairs)) if n in (0, len(pairs) - 1) or leaders[n] != leaders[n - 1]]
+    words = " ".join(_compare(*pairs[n]) for n in shown)
+    return words if len(shown) == len(pairs) else f"{words} The same one is faster in between."
 
 
 def _place(kind: Kind) -> tuple[int, str]:
@@ -106,7 +106,7 @@ def _compare(a: Kind, b: Kind) -> str:
 
 
 def _times(estimate: Estimate) -> str:
-    return estimate.words("{:.2f}") + " times"
+    return estimate.show("{:.2f}") + " times"
 
 
 # --- Is it linear -----------------------------------------------------------------------------------------------------

@@ -48,8 +48,8 @@ class Board:
         if self._live is not None:
             self._live.stop()
 
-    def tell(self, found: CellState) -> None:
-        """A cell has changed."""
+    def update(self, found: CellState) -> None:
+        """Show a changed cell."""
         if self._live is not None:
             self._live.refresh()
             return

@@ -26,18 +26,18 @@ class CellState:
 
     cell: Cell
     state: State
-    words: str = ""
+    reason: str = ""
     measured: Measured | None = None
     began: float = 0.0  # monotonic, while it runs
     wall_s: float | None = None
 
 
-def look(folder: Path, spec: StudySpec) -> list[CellState]:
+def read_states(folder: Path, spec: StudySpec) -> list[CellState]:
     """The state of every cell, from its folder. A cell in state running that we did not start was interrupted."""
     states = []
     for cell in spec.cells():
-        state, words = state_of(folder, cell)
-        found = CellState(cell, state, words, wall_s=read_note(folder, cell).get("wall_s"))
+        state, reason = state_of(folder, cell)
+        found = CellState(cell, state, reason, wall_s=read_note(folder, cell).get("wall_s"))
         if state == "finished":
             found.measured = measure(folder, cell)
         states.append(found)
@@ -59,31 +59,31 @@ def prepare(folder: Path, found: CellState) -> None:
         run.refuse_if_owned()
         shutil.rmtree(run.path)
     note_path(folder, found.cell).unlink(missing_ok=True)
-    found.state, found.words = "waiting", ""
+    found.state, found.reason = "waiting", ""
 
 
 def run_local(
-    folder: Path, spec: StudySpec, states: Sequence[CellState], *, retries: bool, tell: Callable[[CellState], Any]
+    folder: Path, spec: StudySpec, states: Sequence[CellState], *, retries: bool, on_change: Callable[[CellState], Any]
 ) -> None:
-    """Run the open cells. Calls `tell` at every change."""
+    """Run the open cells. Calls `on_change` at every change."""
     for found in open_cells(states, retries=retries):
         prepare(folder, found)
         found.state, found.began = "running", time.monotonic()
-        tell(found)
-        code, words = _run(folder, spec, found)
+        on_change(found)
+        code, reason = _run(folder, spec, found)
         found.wall_s = time.monotonic() - found.began
-        note = {"code": code, "wall_s": found.wall_s, "words": words}
+        note = {"code": code, "wall_s": found.wall_s, "words": reason}
         write_json(note_path(folder, found.cell), note)
         if code == EXIT_USER:
-            found.state, found.words = "failed", words
-            tell(found)
-            raise UserError(f"cell {found.cell.name} is refused", got=words, hint=f"see {_log(folder, found.cell)}")
-        found.state, found.words = state_of(folder, found.cell)
+            found.state, found.reason = "failed", reason
+            on_change(found)
+            raise UserError(f"cell {found.cell.name} is refused", got=reason, hint=f"see {_log(folder, found.cell)}")
+        found.state, found.reason = state_of(folder, found.cell)
         if found.state == "finished":
             found.measured = measure(folder, found.cell)
         elif found.state != "failed":
-            found.state, found.words = "failed", words
-        tell(found)
+            found.state, found.reason = "failed", reason
+        on_change(found)
 
 
 def _run(folder: Path, spec: StudySpec, found: CellState) -> tuple[int, str]:
@@ -136,10 +136,10 @@ def describe(found: CellState) -> str:
             f"{name} finished  {m.images_per_s:>9,.0f} images/s, {m.epoch_s:.2f} s per epoch, "
             f"{1000 * m.step_s:.1f} ms per step{accuracy}{took}"
         )
-    words = found.words.splitlines()[0] if found.words else ""
-    return f"{name} {found.state:<9} {words}".rstrip()
+    reason = found.reason.splitlines()[0] if found.reason else ""
+    return f"{name} {found.state:<9} {reason}".rstrip()
 
 
 def states_as_json(states: Sequence[CellState]) -> str:
-    rows = [{"cell": s.cell.name, "state": s.state, "words": s.words, "wall_s": s.wall_s} for s in states]
+    rows = [{"cell": s.cell.name, "state": s.state, "words": s.reason, "wall_s": s.wall_s} for s in states]
     return json.dumps(rows, indent=2)

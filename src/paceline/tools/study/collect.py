@@ -80,7 +80,7 @@ def state_of(folder: Path, cell: Cell) -> tuple[State, str]:
 
 
 def note_path(folder: Path, cell: Cell) -> Path:
-    """The study's own file about a cell. It is beside the cell's folder, because a new try removes that folder."""
+    """The study's own file about a cell. It is next to the cell's folder, because a new try removes that folder."""
     return folder / CELLS / f"{cell.name}.json"
 
 

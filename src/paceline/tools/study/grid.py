@@ -115,7 +115,7 @@ def read_spec(folder: Path) -> StudySpec:
 
 
 def _refuse_foreign_files(folder: Path) -> None:
-    """A study writes and removes files under names of its own: nothing else may be there."""
+    """A study writes and removes files in its folder, so the folder must not contain other files."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
@@ -124,14 +124,14 @@ def _refuse_foreign_files(folder: Path) -> None:
         raise UserError("the folder of a study is a file", where="flag --output-dir", got=str(folder)) from error
     if names:
         raise UserError(
-            "this folder holds files that are no study",
+            "this folder has files that do not belong to a study",
             where=str(folder),
             got=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
             hint="another --output-dir: a new or empty folder, or a study's",
         )
 
 
-def go_on(folder: Path, spec: StudySpec) -> StudySpec:
+def continue_study(folder: Path, spec: StudySpec) -> StudySpec:
     """An existing study may grow, but its settings may not change."""
     if not (folder / STUDY_FILE).exists():
         _refuse_foreign_files(folder)
@@ -143,7 +143,7 @@ def go_on(folder: Path, spec: StudySpec) -> StudySpec:
             raise UserError(
                 "another study is in this folder",
                 where=str(folder),
-                got=f"{name.replace('_', ' ')}: {_words(new)}; there: {_words(old)}",
+                got=f"{name.replace('_', ' ')}: {_show(new)}; there: {_show(old)}",
                 hint="--output-dir PATH for a new one, or use the same flags to continue",
             )
     kinds = {before.scaling, spec.scaling}
@@ -156,5 +156,5 @@ def go_on(folder: Path, spec: StudySpec) -> StudySpec:
     )
 
 
-def _words(value: object) -> str:
+def _show(value: object) -> str:
     return " ".join(map(str, value)) or "none" if isinstance(value, tuple) else str(value)

@@ -68,7 +68,7 @@ def run_queue(
     states: Sequence[CellState],
     *,
     retries: bool,
-    tell: Callable[[CellState], Any],
+    on_change: Callable[[CellState], Any],
     say: Callable[[str], Any],
 ) -> None:
     """Submit the open cells that are not in a job yet, then wait until every job has ended."""
@@ -85,14 +85,16 @@ def run_queue(
         jobs.append(ArrayJob(job_id, cluster, tuple(found.cell.name for found in mine)))
         _keep(folder, jobs)
         say(f"job {job_id}: an array of {len(mine)} cells, {mine[0].cell.world_size} ranks each")
-    _wait(folder, jobs, {found.cell.name: found for found in states}, tell)
+    _wait(folder, jobs, {found.cell.name: found for found in states}, on_change)
 
 
 def _keep(folder: Path, jobs: Sequence[ArrayJob]) -> None:
     write_atomically(folder / JOBS_FILE, json.dumps([asdict(job) for job in jobs], indent=2) + "\n")
 
 
-def _wait(folder: Path, jobs: list[ArrayJob], states: dict[str, CellState], tell: Callable[[CellState], Any]) -> None:
+def _wait(
+    folder: Path, jobs: list[ArrayJob], states: dict[str, CellState], on_change: Callable[[CellState], Any]
+) -> None:
     pause_s, away_since = _POLL_S[0], 0.0
     while jobs:
         still = []
@@ -107,7 +109,7 @@ def _wait(folder: Path, jobs: list[ArrayJob], states: dict[str, CellState], tell
                 is_active = True
             for name in job.cells:
                 if _update(folder, states[name], job, is_active=is_active):
-                    tell(states[name])
+                    on_change(states[name])
             if is_active:
                 still.append(job)
         jobs = still
@@ -120,13 +122,13 @@ def _update(folder: Path, found: CellState, job: ArrayJob, *, is_active: bool) -
     """Whether a cell's row has changed."""
     if found.state in ("finished", "failed"):
         return False
-    state, words = state_of(folder, found.cell)
+    state, reason = state_of(folder, found.cell)
     if state in ("waiting", "running") and not is_active:
-        state, words = "failed", f"job {job.job_id}_{job.cells.index(found.cell.name)} ended before the run did"
-        write_atomically(note_path(folder, found.cell), json.dumps({"code": 1, "words": words}) + "\n")
+        state, reason = "failed", f"job {job.job_id}_{job.cells.index(found.cell.name)} ended before the run did"
+        write_atomically(note_path(folder, found.cell), json.dumps({"code": 1, "words": reason}) + "\n")
     if state == found.state:
         return False
-    found.state, found.words = state, words
+    found.state, found.reason = state, reason
     if state == "running":
         found.began = time.monotonic()
     if state == "finished":

@@ -57,7 +57,7 @@ def write_report(
     machine = _machine([machine_of] if machine_of else [folder / CELLS / cell.name for cell in spec.cells()])
     path = write_study_page(folder / PAGE, spec, findings, cells, answers, charts, failed, machine=machine)
     lines.append(f"page      {os.path.relpath(path)}")
-    return [*(f"answer    {answer.question} {_plain(answer.words)}" for answer in answers), *lines]
+    return [*(f"answer    {answer.question} {_plain(answer.text)}" for answer in answers), *lines]
 
 
 def write_study_page(
@@ -105,7 +105,7 @@ def _tiles(findings: Findings, cells: Sequence[Measured]) -> Tiles:
     if findings.scaled:
         widest = max(findings.scaled, key=lambda s: (s.kind.world_size, s.efficiency.value))
         tiles.append(Tile("speed-up", f"{widest.speedup.value:.2f}×", widest.kind.label))
-        tiles.append(Tile("efficiency", widest.efficiency.words("{:.0%}").split(" (")[0], widest.kind.label))
+        tiles.append(Tile("efficiency", widest.efficiency.show("{:.0%}").split(" (")[0], widest.kind.label))
     accuracy = best.accuracy
     if accuracy is not None:
         tiles.append(Tile("accuracy", f"{accuracy.value:.2%}", best.label))
@@ -116,24 +116,24 @@ def _tiles(findings: Findings, cells: Sequence[Measured]) -> Tiles:
 
 
 def _answers(answers: Sequence[Answer]) -> list[Block]:
-    return [f"**{answer.question}** {answer.words}" for answer in answers]
+    return [f"**{answer.question}** {answer.text}" for answer in answers]
 
 
 def _table_of_kinds(findings: Findings) -> list[Block]:
     scaled = {id(s.kind): s for s in findings.scaled}
     rows = []
     for kind in findings.kinds:
-        beside = scaled.get(id(kind))
+        compared = scaled.get(id(kind))
         rows.append(
             [
                 kind.label,
                 kind.cells[0].cell.global_batch_size,
                 len(kind.cells),
-                kind.epoch_s.words("{:.2f}"),
-                kind.images_per_s.words("{:,.0f}"),
+                kind.epoch_s.show("{:.2f}"),
+                kind.images_per_s.show("{:,.0f}"),
                 *_step_columns(kind),
-                beside.speedup.words("{:.2f}") if beside else None,
-                _efficiency(beside) if beside else None,
+                compared.speedup.show("{:.2f}") if compared else None,
+                _efficiency(compared) if compared else None,
                 None if kind.peak_mb is None else round(kind.peak_mb),
                 round(kind.cells[0].bytes_per_step / 1e6, 2),
             ]
@@ -143,8 +143,8 @@ def _table_of_kinds(findings: Findings) -> list[Block]:
     return [Table(columns, rows, caption="Means over repeats, with their 95 % intervals in brackets.")]
 
 
-def _efficiency(beside: Scaled) -> str:
-    return beside.efficiency.words("{:.0%}") + (", suspect" if beside.efficiency.value > SUSPECT else "")
+def _efficiency(compared: Scaled) -> str:
+    return compared.efficiency.show("{:.0%}") + (", suspect" if compared.efficiency.value > SUSPECT else "")
 
 
 def _step_columns(kind: Kind) -> list[float | None]:

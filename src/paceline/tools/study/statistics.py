@@ -22,7 +22,7 @@ class Estimate:
     high: float | None = None
     is_too_noisy: bool = False  # the repeats differ too much for a useful interval
 
-    def words(self, form: str = "{:.3g}") -> str:
+    def show(self, form: str = "{:.3g}") -> str:
         text = form.format(self.value)
         if self.is_too_noisy:
             return f"{text} (too noisy for an interval: use more repeats)"
@@ -67,7 +67,9 @@ def ratio(above: Sequence[float], below: Sequence[float]) -> Estimate:
         return Estimate(value)
     parts = []
     for values in (above, below):
-        spread = statistics.stdev(values) / statistics.fmean(values)  # of the logarithm, for small spreads
+        spread = statistics.stdev(values) / statistics.fmean(
+            values
+        )  # the standard deviation of the logarithm, for small spreads
         parts.append(spread**2 / len(values))
     variance = sum(parts)
     if variance == 0:
