@@ -314,9 +314,9 @@ def test_a_validation_set_is_validated_with_and_nothing_is_held_out(own_run: Pat
     components = build_components(quick_config(*flags_for(own_run)), make_world(0, 1))
     assert (components.plan.num_train, components.plan.num_validation) == (changing_data.SAMPLES, 40)
     expected, _ = changing_data._samples(np.arange(*OWN["validation"]))
-    assert components.samples is not None
-    assert components.samples.validation is not None
-    assert torch.equal(components.samples.validation.read(components.validation_data.ids), torch.from_numpy(expected))
+    validation = load_dataset(components.plan.config.data, 0).validation
+    assert validation is not None
+    assert torch.equal(validation.read(components.validation_data.ids), torch.from_numpy(expected))
     labels = [label for batch in components.validation_data.evaluation_batches(16) for label in batch.labels.tolist()]
     assert labels == [number % len(changing_data.CLASSES) for number in range(*OWN["validation"])]
     go_on(own_run)
