@@ -347,8 +347,8 @@ def test_of_a_changed_validation_set_only_old_samples_are_validated_with(
     data = newest_state(own_run)["data"]
     assert data["split"] == "keys"
     for _ in range(2):
-        components = build_components(quick_config(*flags_for(own_run)), make_world(0, 1))
-        components.resume(open_checkpoint(max((own_run / "run" / "checkpoints").glob("step-*"))), make_world(0, 1))
+        newest = open_checkpoint(max((own_run / "run" / "checkpoints").glob("step-*")))
+        components = build_components(quick_config(*flags_for(own_run)), make_world(0, 1), checkpoint=newest)
         assert {now["validation"][0] + place for place in components.validation_data.ids.tolist()} == kept
         assert components.plan.num_validation == len(kept)
         assert components.plan.num_train == changing_data.SAMPLES + now.get("front", 0)
@@ -367,8 +367,8 @@ def test_trained_samples_do_not_become_a_validation_set_of_a_run_without_one(run
     held_out = build_components(quick_config(*flags_for(run)), make_world(0, 1)).validation_data.ids.tolist()
     change(run, validation=[0, 100])
     go_on(run, "--accept-new-data")
-    components = build_components(quick_config(*flags_for(run)), make_world(0, 1))
-    components.resume(open_checkpoint(max((run / "run" / "checkpoints").glob("step-*"))), make_world(0, 1))
+    newest = open_checkpoint(max((run / "run" / "checkpoints").glob("step-*")))
+    components = build_components(quick_config(*flags_for(run)), make_world(0, 1), checkpoint=newest)
     assert components.validation_data.ids.tolist() == [number for number in held_out if number < 100]
     assert not set(components.train_data.ids.tolist()) & set(held_out)
 
