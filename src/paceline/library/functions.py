@@ -3,8 +3,8 @@
 A rank is another process and imports what it needs. A function of a file becomes `FILE.py:FUNCTION`, a function of a
 package becomes `package.module:FUNCTION`. A function of a notebook has no file. Its source, and the source of
 everything in the notebook that it uses, is written to a file in the run folder (`write_down`): modules and imported
-names become imports, functions and classes are written, numbers and texts become constants. Anything else (a tensor, an open file)
-has no source and is refused with its name.
+names become imports, functions and classes are written, numbers and texts become constants. Anything else (a tensor,
+an open file) has no source and is refused with its name.
 """
 
 from __future__ import annotations
