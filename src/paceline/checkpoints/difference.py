@@ -23,12 +23,12 @@ class TensorDifference:
 
     kind: str
     name: str
-    largest: float | None  # None where values cannot be compared one by one; `words` says why
+    largest: float | None  # None where values cannot be compared one by one; `text` says why
     index: tuple[int, ...] | None
-    words: str
+    text: str
 
     def __str__(self) -> str:
-        return f"{self.kind} tensor {self.name}: {self.words}"
+        return f"{self.kind} tensor {self.name}: {self.text}"
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,20 @@ def _compare_tensor(kind: str, name: str, mine: PayloadReader, other: PayloadRea
         which = "first" if name in mine.shapes else "second"
         return TensorDifference(kind, name, None, None, f"only the {which} run has it")
     if mine.shapes[name] != other.shapes[name]:
-        words = f"shape {list(mine.shapes[name])} and {list(other.shapes[name])}"
-        return TensorDifference(kind, name, None, None, words)
+        text = f"shape {list(mine.shapes[name])} and {list(other.shapes[name])}"
+        return TensorDifference(kind, name, None, None, text)
     a, b = mine.read(name), other.read(name)
     if a.dtype != b.dtype:
-        words = f"{a.dtype} and {b.dtype}".replace("torch.", "")
-        return TensorDifference(kind, name, None, None, words)
+        text = f"{a.dtype} and {b.dtype}".replace("torch.", "")
+        return TensorDifference(kind, name, None, None, text)
     if torch.equal(_bytes(a), _bytes(b)):
         return None
     try:
         largest, index = _largest_difference(a, b)
     except (RuntimeError, TypeError):  # torch does not calculate with this type
         return TensorDifference(kind, name, None, None, f"other bits of {a.dtype}".replace("torch.", ""))
-    words = f"largest absolute difference {largest:.6g} at {list(index)}"
-    return TensorDifference(kind, name, largest, index, words)
+    text = f"largest absolute difference {largest:.6g} at {list(index)}"
+    return TensorDifference(kind, name, largest, index, text)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -98,9 +98,9 @@ def _other_bits(a: Tensor, b: Tensor) -> Tensor:
 def _largest_difference(a: Tensor, b: Tensor) -> tuple[float, tuple[int, ...]]:
     precise = torch.complex128 if a.is_complex() else torch.float64
     gap = (a.to(precise) - b.to(precise)).abs()
-    # Where a NaN or an infinity meets a number, nothing is farther apart; where both are the same, nothing is nearer.
+    # A NaN or an infinity differs from a number by infinity; two equal ones do not differ.
     gap = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, gap.nan_to_num(nan=float("inf")))
-    # Bits may differ where values do not: then the first such element is told.
+    # Bits may differ where values do not: then the first such element is reported.
     position = int((gap if gap.any() else _other_bits(a, b)).reshape(-1).to(torch.float64).argmax())
     index = torch.unravel_index(torch.tensor(position), a.shape)
     return float(gap.reshape(-1)[position]), tuple(int(number) for number in index)

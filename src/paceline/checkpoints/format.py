@@ -1,14 +1,14 @@
-"""A checkpoint on disk, and the proof that it is whole. Imports no torch: verifying must be cheap to start.
+"""The files of a checkpoint, and their verification. Imports no torch, so that a check starts fast.
 
     step-00000700/
       model.safetensors  optimizer.safetensors  [ema.safetensors]      one set, or under FSDP one per rank:
-      model-00000-of-00002.safetensors ...                             slices that know their place
+      model-00000-of-00002.safetensors ...                             slices with their place in the whole
       state.json       everything that is not a tensor
       manifest.json    size and CRC-32 of every file above, and of itself
 
-What is not listed in the manifest is never opened. Names in it are matched against the ones above, sizes are
-compared with the files' before a byte is read, and nothing is ever unpickled. CRC-32 finds accidents, not forgers:
-against those stands that every file is parsed as data, with bounds, whatever its checksum says.
+A file that is not listed in the manifest is never opened. Names in it must be those above, sizes are compared with
+those of the files before a byte is read, and nothing is unpickled. CRC-32 finds accidental damage, not manipulation:
+every file is parsed as data, with bounds, whatever its checksum says.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ except ImportError:  # pragma: no cover
 SCHEMA_VERSION = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 STEP_PREFIX = "step-"
-REPLACED_PREFIX = "replaced-"  # of a checkpoint that makes room for a new one of the same step
+REPLACED_PREFIX = "replaced-"  # of a checkpoint that is replaced by a new one of the same step
 _FILE_NAME = re.compile(r"(model|optimizer|ema|statistics)(-[0-9]{5}-of-[0-9]{5})?\.safetensors|state\.json")
 LARGEST_JSON_BYTES = 16 * 2**20
-CHUNK_BYTES = 4 * 2**20  # what is read, written and summed at once
+CHUNK_BYTES = 4 * 2**20  # read, written and summed at once
 _SEAL = ',\n "crc32": "%08x"\n}\n'
 _SEAL_BYTES = len(_SEAL % 0)
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _MOST_DIMENSIONS = 64
-# The name is missing, or is no plain file: a link (not followed), a folder or a pipe.
+# The file is missing, or is not a plain file: a link (not followed), a folder or a pipe.
 _NOT_A_FILE = errno.EISDIR
 _NO_SUCH_FILE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, _NOT_A_FILE)
-# What a parser may raise on bytes from elsewhere.
+# What a parser may raise on untrusted bytes.
 _MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, RecursionError)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """One thing that is wrong with a checkpoint."""
+    """One fault of a checkpoint."""
 
     file: str
     expected: str
@@ -65,7 +65,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class FileSeal:
-    """What a file must be."""
+    """Size and checksum of a file."""
 
     size_bytes: int
     crc32: int
@@ -90,7 +90,7 @@ class Manifest:
 
 
 class DamagedCheckpoint(Exception):
-    """Carries what is wrong; the caller decides whether to fall back or to stop."""
+    """A damaged checkpoint. The caller decides whether to use an older one or to stop."""
 
     def __init__(self, damage: Damage) -> None:
         super().__init__(str(damage))
@@ -98,7 +98,7 @@ class DamagedCheckpoint(Exception):
 
 
 class NewerSchema(DamagedCheckpoint):
-    """Whole, but not ours to read: falling back would throw good work away."""
+    """A valid checkpoint of a newer version. Using an older one would lose good work."""
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -153,13 +153,13 @@ def check_headers(folder: Path, manifest: Manifest) -> None:
 
 
 def verify(folder: Path) -> Manifest:
-    """Check a checkpoint down to its last bit.
+    """Check every bit of a checkpoint.
 
     Raises DamagedCheckpoint at the first fault; UnreadableNow if the storage does not give the bytes.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
-    check_headers(folder, manifest)  # before the sums: what is no payload is not worth reading through
+    check_headers(folder, manifest)  # before the checksums: a file without a valid header need not be read completely
     for name, seal in manifest.files.items():
         try:
             actual = checksum_of(folder / name)
@@ -200,7 +200,7 @@ def checksum_of(path: Path) -> int:
 def step_folders(folder: Path) -> list[Path]:
     """Committed checkpoints, newest first: by step, never by time.
 
-    A folder that cannot be listed raises UnreadableNow: taken for an empty one, it would start a run at step 0.
+    A folder that cannot be listed raises UnreadableNow: as an empty folder it would start a run at step 0.
     """
     try:
         with os.scandir(folder) as entries:
@@ -210,7 +210,7 @@ def step_folders(folder: Path) -> list[Path]:
     except OSError as error:
         raise UnreadableNow(folder, error) from error
     steps = {name for name in names if is_step_name(name)}
-    # A save of a step that was there already, ended between two renames: the old checkpoint has lost its name only.
+    # A save of an existing step may end between two renames. The old checkpoint then has this name.
     steps |= {name for name in names if is_replaced_name(name) and name.removeprefix(REPLACED_PREFIX) not in steps}
     return sorted((folder / name for name in steps), key=step_of, reverse=True)
 
@@ -243,7 +243,7 @@ def _seal(text: bytes) -> bytes:
 
 
 def _check_seal(raw: bytes) -> None:
-    """Every bit of a manifest is as it was written; compared before it is parsed."""
+    """Check the checksum of a manifest, before it is parsed."""
     sealed = _seal(raw[:-_SEAL_BYTES] + b"\n}")
     if raw != sealed:
         found, wanted = (text[-_SEAL_BYTES:].decode(errors="replace") for text in (raw, sealed))
@@ -291,14 +291,14 @@ def _read_small(folder: Path, name: str) -> bytes:
 
 
 def _judge_error(path: Path, expected: str, error: OSError) -> DamagedCheckpoint | UnreadableNow:
-    """What an error of the storage means: a file that is missing or no file is damage, all else says nothing."""
+    """A missing file, or one that is not a plain file, is damage. Any other error of the storage is not."""
     if error.errno in _NO_SUCH_FILE:
         return DamagedCheckpoint(Damage(path.name, expected, error.strerror or "nothing"))
     return UnreadableNow(path, error)
 
 
 def _open_plain(path: Path) -> BufferedReader:
-    """Open a file that is neither a link, nor a folder, nor a pipe that would never answer."""
+    """Open a plain file: not a link, a folder or a pipe."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):

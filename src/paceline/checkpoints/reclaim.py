@@ -1,7 +1,7 @@
-"""What a run's folder can give back to the disk, and giving it back. Never anything outside of run folders.
+"""Frees the disk space of a run: what can be deleted, and the deletion. Nothing outside of run folders is deleted.
 
-By default a run loses the checkpoints nobody needs: of a finished one all but the best, of one that may be resumed all
-but the best and the newest. Its results, metrics and logs stay. A whole run goes only where that was asked for.
+By default these are checkpoints that are not needed: of a finished run all but the best, of a run that may be resumed
+all but the best and the newest. Results, metrics and logs stay. A whole run is deleted only if the user asks for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def plan_reclaim(entry: RunEntry, *, whole: bool, thorough: bool = False) -> Rec
     if whole:
         return Reclaim(entry, (entry.path,), _size_of(entry.path), "nothing", is_whole=True)
     checkpoints = RunFolder(entry.path).checkpoints
-    if checkpoints.is_symlink():  # on another disk, perhaps of somebody else's making
+    if checkpoints.is_symlink():  # on another disk; perhaps another person made the link
         return Reclaim(entry, (), 0, "checkpoints, a link to elsewhere", is_whole=False)
     steps = step_folders(checkpoints)
     wanted = _wanted(checkpoints, steps, needs_newest=entry.state != "finished", thorough=thorough)
@@ -85,7 +85,7 @@ def _refuse_living(entry: RunEntry) -> None:
 
 
 def reclaim(plan: Reclaim) -> int:
-    """Remove it, holding the run's lock: whoever starts the run meanwhile is refused. Returns the bytes."""
+    """Remove it, holding the run's lock: a start of the run is refused meanwhile. Returns the bytes."""
     folder = RunFolder(plan.entry.path)
     try:
         with folder.owned():

@@ -83,8 +83,10 @@ class Retention:
 
 
 def with_one_retry(what: str, action: Callable[[], _T]) -> _T:
-    """Do something that can be done twice, and once more after a pause if the storage only stumbled. For writes: a
-    save that fails costs one checkpoint. Reads are repeated for longer, by `read_patiently`."""
+    """Repeat an action once after a pause if the storage failed with a passing error. The action must be repeatable.
+
+    For writes: a save that fails loses one checkpoint only. Reads are repeated for longer, by `read_patiently`.
+    """
     try:
         return action()
     except (OSError, UnreadableNow) as error:
@@ -119,9 +121,9 @@ def _seal_folder(temporary: Path, seals: dict[str, FileSeal], state_bytes: bytes
 
 
 def _give_name(temporary: Path) -> Path:
-    """From here on a checkpoint is visible. One of the same step, of before a resume, makes room for it."""
+    """Rename the folder, which commits the checkpoint. An existing one of the same step is replaced."""
     final = temporary.with_name(temporary.name.removeprefix(_TEMPORARY))
-    # A rename over a network may be done and reported as failed: at a second try there is nothing left to rename.
+    # A rename on a network file system may succeed and report an error. At a second try nothing is left to rename.
     if temporary.exists() or not final.exists():
         if final.exists():
             _rename(final, REPLACED_PREFIX)
@@ -143,7 +145,7 @@ def settle_replaced(folder: Path) -> None:
 
 
 def take_in(temporary: Path, before_naming: Callable[[], None] = lambda: None) -> Path:
-    """Give a temporary folder that was filled from elsewhere its name, once all of it is on disk and verified."""
+    """Give a folder that was copied from another place its name, after it is flushed and verified."""
     for path in [*temporary.iterdir(), temporary]:
         flush(path)
     verify(temporary)
@@ -305,7 +307,7 @@ def _with_prefix(folder: Path, prefix: str) -> list[Path]:
 
 
 def supersede_after(folder: Path, step: int) -> None:
-    """A run that went back to this step must never again go on from a later one of before."""
+    """Set aside checkpoints after this step: the run returned to it and must not continue from a later one."""
     for path in step_folders(folder):
         if step_of(path) > step:
             with suppress(FileNotFoundError):  # a listing may be older than our own last rename
@@ -346,7 +348,7 @@ def _merit(state: dict[str, Any]) -> tuple[float, float]:
 
 
 def _readable_states(paths: list[Path]) -> dict[Path, dict[str, Any]]:
-    """Of those checkpoints whose state can be read: of the others it is not known whether they must be kept."""
+    """States of the checkpoints that can be read. It is not known whether the others must be kept."""
     states = {}
     for path in paths:
         with suppress(DamagedCheckpoint, UnreadableNow):

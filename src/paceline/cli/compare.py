@@ -264,7 +264,7 @@ def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:
         "first_tensor": {
             "kind": difference.kind,
             "name": difference.name,
-            "words": difference.words,
+            "words": difference.text,
             # JSON knows no infinity; the words do.
             "largest": difference.largest if math.isfinite(difference.largest or 0.0) else None,
             "index": list(difference.index) if difference.index is not None else None,

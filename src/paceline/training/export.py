@@ -81,6 +81,7 @@ _FORWARD = "with torch.no_grad():\n    logits = model(torch.from_numpy(inputs))[
 _LOAD_SAFETENSORS = """\
 import torch
 from paceline.settings.schema import ModelConfig
+from paceline.models.registry import build_model
 from safetensors.torch import load_file
 
 # Any other model with these parameter names does as well.
