@@ -1,9 +1,9 @@
-"""Two checkouts of Paceline side by side on two CPU ranks: does a step cost more than before?
+"""Compare the step time of two checkouts of Paceline on two CPU ranks.
 
     python benchmarks/beside.py BEFORE/.venv/bin/python AFTER/.venv/bin/python [--rounds 5]
 
-Each round trains the CNN and the MLP of benchmarks/cpu.py with both, the first one first in every other round. The
-ratio is taken round by round, so that what else the machine does affects both.
+Each round trains the CNN and the MLP of benchmarks/cpu.py with both checkouts, in alternating order. The ratio is
+computed per round, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from cpu import flags_of, ride
+from cpu import flags_of, time_run
 from cpu_ranks import WORKS
 from reliability import describe_machine
 
@@ -35,7 +35,7 @@ def main() -> None:
             turn = [options.before, options.after] if number % 2 == 0 else [options.after, options.before]
             for python in turn:
                 with tempfile.TemporaryDirectory() as folder:
-                    done = ride(recipe, flags_of(WORKS[name]), Path(folder), STEPS[name], WARMUP[name], python)
+                    done = time_run(recipe, flags_of(WORKS[name]), Path(folder), STEPS[name], WARMUP[name], python)
                 seen[python].append((1000 / done.steps_per_s, 1000 * done.step_cpu_s))
         for index, clock in enumerate(("wall", "CPU of all processes")):
             before, after = ([row[index] for row in seen[python]] for python in (options.before, options.after))

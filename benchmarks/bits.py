@@ -1,9 +1,9 @@
-"""Two checkouts of Paceline side by side: do eight runs end with the same weights, bit for bit?
+"""Compare two checkouts of Paceline: do eight runs end with bit-identical weights?
 
     python benchmarks/bits.py BEFORE/.venv/bin/python AFTER/.venv/bin/python
 
-For changes that must not change a number. Exit code 1 if a run differs. Bits depend on the processor and on torch, so
-they are compared here and now, and never with a record.
+For changes that must not change results. Exit code 1 if a run differs. Bits depend on the processor and on torch, so
+both checkouts run now on the same machine.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PICTURES = (*SMALL, "--input-size=3x32x32", "--augment=light", "--warmup-epochs=
 
 @dataclass(frozen=True)
 class Case:
-    """A run: its recipe, its flags, and the step at which it is stopped and resumed."""
+    """A run: recipe, flags, and the step at which it is stopped and resumed."""
 
     name: str
     recipe: str

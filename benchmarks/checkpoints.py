@@ -1,11 +1,11 @@
-"""What a checkpoint of 250 MB costs: torch.save, torch.distributed.checkpoint, and ours, on one disk.
+"""The cost of saving a checkpoint of 250 MB: torch.save, torch.distributed.checkpoint and Paceline, on one disk.
 
     python benchmarks/checkpoints.py [--folder PATH] [--repeats 5] [--output benchmarks/results]
 
-A state of fp32 weights and momentum, 125 MB each, is saved by every method in turn, five times over, each time into a
-new folder after the disk has come to rest. `total` ends when the method says that the checkpoint is saved (for the
-asynchronous save: when nothing is in flight any more), `stall` when the caller may go on training. Ours includes the
-reading back and verifying. What the checksums cost is the same save with a constant in their place.
+The state has fp32 weights and momentum, 125 MB each. Each method saves it five times, in alternating order, into a new
+folder after a sync of the disk. `total` ends when the checkpoint is saved (for the asynchronous save: when no write is
+pending). `stall` ends when the caller can continue training. Paceline's time includes reading back and verifying. The
+cost of checksums is the difference to a save with a constant instead of each checksum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from paceline.checkpoints.store import Retention
 from paceline.runtime.detect import World
 
 ALONE = World(0, 1, 0, 1, "the benchmark", "here", "cpu", "gloo", torch.get_num_threads())
-NUM_TENSORS, ITEMS = 50, 625_000  # 50 tensors of 2.5 MB: 125 MB of weights, and as much momentum
+NUM_TENSORS, ITEMS = 50, 625_000  # 50 tensors of 2.5 MB: 125 MB of weights, and 125 MB of momentum
 State = dict[str, dict[str, torch.Tensor]]
 
 
@@ -54,7 +54,7 @@ def make_state() -> State:
 
 
 class Ours:
-    """One manager for all repeats, as in a run: its staging memory is there from the second save on."""
+    """One manager for all repeats, as in a run: only the first save allocates staging memory."""
 
     def __init__(self, *, is_async: bool, has_checksums: bool = True) -> None:
         self._is_async, self._has_checksums = is_async, has_checksums
@@ -64,7 +64,7 @@ class Ours:
     def __call__(self, state: State, folder: Path) -> Timing:
         self._step += 1
         if self._manager is None:
-            retention = Retention(keep_last=10**6)  # deleting is no part of the comparison
+            retention = Retention(keep_last=10**6)  # do not measure deletion
             self._manager = CheckpointManager(
                 folder.parent / f"ours-{id(self)}",
                 ALONE,
@@ -115,7 +115,7 @@ def save_with_torch_and_flush(state: State, folder: Path) -> Timing:
 def save_with_dcp(state: State, folder: Path) -> Timing:
     started = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is one process, for one
+        warnings.simplefilter("ignore")  # for example, that there is only one process
         dcp.save(state, checkpoint_id=folder, no_dist=True)
     seconds = time.perf_counter() - started
     return Timing(seconds, seconds)
@@ -132,12 +132,12 @@ METHODS: dict[str, Callable[[State, Path], Timing]] = {
 
 
 def measure(folder: Path, repeats: int) -> dict[str, list[Timing]]:
-    """Interleaved, so that a busy minute of the machine meets all methods. Round 0 warms up."""
+    """Interleave the methods, so that other load affects all of them. Round 0 is the warm-up."""
     state = make_state()
     timings: dict[str, list[Timing]] = {name: [] for name in METHODS}
     names = list(METHODS)
     for number in range(repeats + 1):
-        turn = number % len(names)  # nobody always comes after the same one, whose traces the disk may still hold
+        turn = number % len(names)  # rotate the order, because a save may affect the next one through the disk
         for name in [*names[turn:], *names[:turn]]:
             os.sync()
             timings[name].append(METHODS[name](state, folder / f"{number}-{names.index(name)}"))
@@ -182,12 +182,11 @@ def report(rounds: dict[str, list[Timing]], repeats: int, others: float) -> str:
     )
     lines += [
         "",
-        f"- The asynchronous save stalls its caller for {share:.1%} of a synchronous save (target: at most 25 %)."
-        f" The first one, which also allocates its memory, stalled for {first_s:.3f} s.",
+        f"- The asynchronous save blocks its caller for {share:.1%} of a synchronous save (target: at most 25 %)."
+        f" The first one, which also allocates its memory, blocked it for {first_s:.3f} s.",
         f"- Checksums cost {(sync - bare) / sync:.1%} of a synchronous save (target: less than 5 %); in CPU time of all"
         f" threads, {with_sums:.3f} s with and {without:.3f} s without them.",
-        f"- Meanwhile everything else on the machine, the kernel's writing included, took {others:.0%} of its CPU"
-        " time.",
+        f"- Other load on the machine, including writes by the kernel, took {others:.0%} of its CPU time.",
     ]
     return "\n".join(lines) + "\n"
 

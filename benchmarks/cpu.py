@@ -1,12 +1,11 @@
-"""Two CPU ranks: Paceline beside DDP by hand, Lightning and Accelerate, in turn, round after round.
+"""Compare Paceline with plain DDP, Lightning and Accelerate on two CPU ranks, in interleaved rounds.
 
     make bench-cpu                                        # in .venv-bench, about seven minutes
     python benchmarks/cpu.py [--rounds 5] [--output benchmarks/results] [--quick]
 
-Ours is the real command, `paceline train`, with everything on: supervisor, guards, metrics, checkpoints. Its speed is
-taken with a stopwatch outside of it, at the lines it prints, and compared with what its own results.json says.
-Everybody else marks the end of each step (cpu_ranks.py). The first steps of each do not count; evaluation is in
-nobody's time.
+Paceline is measured as the command `paceline train` with supervisor, guards, metrics and checkpoints. Its speed is
+measured from outside, by the times of its log lines, and compared with its results.json. The other trainers record the
+end of each step (cpu_ranks.py). Warm-up steps and evaluation are not counted.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from cpu_ranks import WORKS, Work
 RANKS = Path(__file__).with_name("cpu_ranks.py")
 LOG_EVERY = 10
 TITLES = {
-    "paceline": "**Paceline**, `paceline train`, stopwatch outside",
+    "paceline": "**Paceline**, `paceline train`, measured from outside",
     "same-means": "a bare loop with the same means",
     "by-hand": "DataLoader + DDP by hand",
     "lightning": "Lightning",
@@ -48,7 +47,7 @@ HEADINGS = {
     "mlp": "The Runnable seed's MLP, 784-256-128-10, 64 per rank (samples/s)",
 }
 TARGETS = {"cnn": 1.4, "mlp": 1.7}
-MOST_SLOWER = 0.03  # than the bare loop
+MOST_SLOWER = 0.03  # compared with the bare loop
 SIZES = (10_000, 100_000, 1_000_000)
 
 
@@ -65,17 +64,19 @@ def flags_of(work: Work) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Ride:
-    """What came of one `paceline train`."""
+class RunTimes:
+    """The times of one `paceline train`."""
 
-    steps_per_s: float  # between the lines of two steps, by the stopwatch
-    step_cpu_s: float  # of all its processes together, between the same lines
+    steps_per_s: float  # measured from outside, between two log lines
+    step_cpu_s: float  # of all its processes, between the same lines
     own_steps_per_s: float  # from results.json: all steps after the first ten
-    median_step_ms: float  # of the same
-    rank_mb: float  # memory that belongs to one rank alone
+    median_step_ms: float  # of the same steps
+    rank_mb: float  # private memory of one rank
 
 
-def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int, python: str = sys.executable) -> Ride:
+def time_run(
+    recipe: str, flags: list[str], folder: Path, steps: int, warmup: int, python: str = sys.executable
+) -> RunTimes:
     command = [python, "-m", "paceline", "train", recipe, *flags, f"--max-steps={steps}", "--output-dir=run"]
     seen: list[tuple[int, float, float]] = []
     memory_mb = 0.0
@@ -92,7 +93,7 @@ def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int, p
             if not memory_mb and int(found[1]) >= warmup - LOG_EVERY:  # before the clock starts
                 memory_mb = max(map(own_memory_mb, processes_in(folder)))
             step, now = int(found[1]), time.perf_counter()
-            if (step >= warmup and not seen) or step == steps:  # looking at all processes takes time that ranks need
+            if (step >= warmup and not seen) or step == steps:  # reading /proc of all processes slows the ranks down
                 seen.append((step, now, sum(map(cpu_seconds, processes_in(folder)))))
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{(folder / 'errors').read_text()}")
@@ -102,7 +103,7 @@ def ride(recipe: str, flags: list[str], folder: Path, steps: int, warmup: int, p
     own_step_ms = statistics.fmean(entry["step_ms"]["mean"] for entry in results["process_metrics"])
     cpu_s = (cpu_after - cpu_before) / steps_seen
     median_step_ms = statistics.fmean(entry["step_ms"]["p50"] for entry in results["process_metrics"])
-    return Ride(steps_seen / (ended - began), cpu_s, 1000 / own_step_ms, median_step_ms, memory_mb)
+    return RunTimes(steps_seen / (ended - began), cpu_s, 1000 / own_step_ms, median_step_ms, memory_mb)
 
 
 def processes_in(folder: Path) -> list[int]:
@@ -111,7 +112,7 @@ def processes_in(folder: Path) -> list[int]:
         try:
             if (entry / "cwd").resolve() == folder.resolve():
                 found.append(int(entry.name))
-        except OSError:  # gone meanwhile
+        except OSError:  # the process has ended
             continue
     return found
 
@@ -125,7 +126,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def own_memory_mb(pid: int) -> float:
-    """Anonymous memory: what is shared with other ranks, and files that are mapped, do not count."""
+    """Anonymous memory, without shared memory and mapped files."""
     try:
         lines = (Path("/proc") / str(pid) / "status").read_text().splitlines()
     except OSError:
@@ -139,7 +140,7 @@ def time_ranks(kind: str, name: str, folder: Path, steps: int, warmup: int) -> t
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [*launch, str(RANKS), kind, name, str(answer), f"--steps={steps}"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
-    if not answer.exists():  # the lightning trainer's end is no concern of ours, its steps are
+    if not answer.exists():  # an error of lightning after the last step is ignored
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     moments = json.loads(answer.read_text())
     (began, cpu_before), (ended, cpu_after) = moments[warmup], moments[-1]
@@ -148,7 +149,7 @@ def time_ranks(kind: str, name: str, folder: Path, steps: int, warmup: int) -> t
 
 
 def compare(name: str, rounds: int, steps: int) -> list[str]:
-    """Everybody once per round, in turn; the table that comes of it."""
+    """Run every trainer once per round, and return the table."""
     work = WORKS[name]
     batch = 2 * work.rank_batch
     rates: dict[str, list[float]] = {kind: [] for kind in CONTESTANTS[name]}
@@ -160,7 +161,7 @@ def compare(name: str, rounds: int, steps: int) -> list[str]:
                 folder = Path(text)
                 if kind == "paceline":
                     recipe = "cifar10-cnn" if name == "cnn" else "synthetic-mlp"
-                    done = ride(recipe, flags_of(work), folder, steps, work.warmup)
+                    done = time_run(recipe, flags_of(work), folder, steps, work.warmup)
                     rate, cost = done.steps_per_s, done.step_cpu_s
                     own.append(batch * done.own_steps_per_s)
                 else:
@@ -197,14 +198,14 @@ def table(name: str, rates: dict[str, list[float]], costs: dict[str, list[float]
         f"Paceline against {TITLES[best]}: **{against:.2f}x** (wanted: {TARGETS[name]}x:"
         f" {'reached' if against >= TARGETS[name] else 'not reached'}). Against the bare loop: {slower:+.1%} slower"
         f" (wanted: at most {MOST_SLOWER:.0%}: {'reached' if slower <= MOST_SLOWER else 'not reached'}). The run's own"
-        f" results.json says {own_share:+.1%} against the stopwatch. CPU time is of all processes and threads; where"
-        " other work keeps the machine busy, it tells more than the clock.",
+        f" results.json differs by {own_share:+.1%} from the outside measurement. CPU time is the sum over all"
+        " processes and threads; on a busy machine it is more reliable than the clock.",
         "",
     ]
 
 
 def measure_sizes(rounds: int, steps: int) -> list[str]:
-    """The same steps with more and more samples behind them, and no checkpoints in between: short epochs have more."""
+    """The same steps on larger and larger data sets, without checkpoints, which short epochs would have more often."""
     rates: dict[int, list[float]] = {size: [] for size in SIZES}
     step_ms: dict[int, list[float]] = {size: [] for size in SIZES}
     cpu_ms: dict[int, list[float]] = {size: [] for size in SIZES}
@@ -215,8 +216,10 @@ def measure_sizes(rounds: int, steps: int) -> list[str]:
         for size in SIZES:
             flags = ["--dataset=synthetic", "--input-size=64", f"--num-samples={size}", "--augment=none", *shape]
             with tempfile.TemporaryDirectory() as folder:
-                done = ride("synthetic-mlp", flags, Path(folder), steps, 2 * LOG_EVERY)
-            rates[size].append(128 * done.own_steps_per_s)  # its own: the smallest has many epochs in between
+                done = time_run("synthetic-mlp", flags, Path(folder), steps, 2 * LOG_EVERY)
+            rates[size].append(
+                128 * done.own_steps_per_s
+            )  # from results.json: the smallest data set has many epoch ends
             step_ms[size].append(done.median_step_ms)
             cpu_ms[size].append(1000 * done.step_cpu_s)
             memory_mb[size] = done.rank_mb
@@ -239,7 +242,7 @@ def measure_sizes(rounds: int, steps: int) -> list[str]:
     lines += [
         "",
         f"A step of {SIZES[-1]:,} samples against one of {SIZES[0]:,}, round by round: {clock:+.1%} by the clock,"
-        f" {cpu:+.1%} in CPU time (wanted: within 5 %). The clock moves with whatever else the machine does.",
+        f" {cpu:+.1%} in CPU time (wanted: within 5 %). Other load on the machine changes the clock time.",
         "",
     ]
     return lines
@@ -275,11 +278,11 @@ def header(rounds: int, load: float, seconds: float) -> list[str]:
     return [
         "# Two CPU ranks",
         "",
-        f"`make bench-cpu`, {date.today().isoformat()}: {rounds} rounds in turn, {seconds:,.0f} s. {cpu_name()},"
+        f"`make bench-cpu`, {date.today().isoformat()}: {rounds} interleaved rounds, {seconds:,.0f} s. {cpu_name()},"
         f" {len(os.sched_getaffinity(0))} cores, {platform.system()}; Python {platform.python_version()}, {versions}."
-        f" One thread per rank. Load before: {load:.1f} (others' work; above 0.5 trust the ratios, not the figures).",
+        f" One thread per rank. Load before: {load:.1f} (other programs; above 0.5 use the ratios, not the values).",
         "",
-        "Synthetic samples of these shapes, no augmentation, no evaluation in anybody's time. Peers get float tensors"
+        "Synthetic samples of these shapes, no augmentation, evaluation is not timed. Peers get float tensors"
         " that need no more work; Paceline and the bare loop normalise bytes at every step.",
         "",
     ]

@@ -1,9 +1,9 @@
-"""One rank of one contestant of benchmarks/cpu.py, started by torchrun: trains some steps and tells their moments.
+"""One rank of one trainer of benchmarks/cpu.py, started by torchrun: trains some steps and writes their times.
 
     torchrun --standalone --nproc-per-node 2 benchmarks/cpu_ranks.py KIND WORK ANSWER --steps N
 
-Everybody trains the same model on the same samples with the same global batch and one thread per rank, and evaluates
-nothing. Peers get their data as finished float tensors, with no augmentation to do: the best case of a DataLoader.
+All trainers use the same model, samples and global batch, one thread per rank, and no evaluation. Peers get their data
+as float tensors without augmentation, which is the best case of a DataLoader.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from paceline.settings.schema import DataConfig
 
 @dataclass(frozen=True)
 class Work:
-    """What is trained, by everybody alike."""
+    """The training task, the same for all trainers."""
 
     shape: str
     samples: int
@@ -52,7 +52,7 @@ class Work:
         return CNN((3, 32, 32), 10) if "x" in self.shape else MLP((784,), 10, hidden_size=256, dropout=0.2)
 
     def build_plainly(self) -> nn.Module:
-        """The same model as its course writes it down."""
+        """The model as written in the course."""
         model = self.build()
         if "x" in self.shape:
             layers: list[nn.Module] = []
@@ -67,14 +67,14 @@ class Work:
         return torch.optim.SGD(model.parameters(), 0.05, momentum=0.9, nesterov=True, weight_decay=5e-4, **options)
 
     def load(self) -> tuple[Tensor, Tensor]:
-        """The same samples as `paceline train --dataset synthetic` makes."""
+        """The same samples as `paceline train --dataset synthetic`."""
         config = DataConfig(dataset="synthetic", input_size=self.shape, num_samples=self.samples)
         data = load_dataset(config, 42).train
         return data.read(torch.arange(len(data))), data.labels
 
 
 WORKS = {
-    # Fewer steps than Paceline's first epoch has, which then is over before it evaluates anything.
+    # Fewer steps than Paceline's first epoch, so that no evaluation is timed.
     "cnn": Work("3x32x32", 30_000, 128, 90, 20, "nesterov"),
     "mlp": Work("784", 80_000, 64, 550, 100, "adam"),
 }
@@ -82,14 +82,14 @@ MEAN, STD = 0.5, 0.14  # of synthetic pixels
 
 
 class Marks:
-    """The moment each step was over, by the wall clock and in CPU seconds of all threads of this rank."""
+    """The end of each step, by the wall clock and in CPU seconds of all threads of this rank."""
 
     def __init__(self, work: Work) -> None:
         self._last = work.steps
         self.moments: list[tuple[float, float]] = []
 
     def step(self) -> bool:
-        """Whether that was the last one."""
+        """Record a step. Returns whether it was the last one."""
         self.moments.append((time.perf_counter(), time.process_time()))
         return len(self.moments) >= self._last
 
@@ -117,7 +117,7 @@ def make_loader(work: Work, *, is_distributed: bool) -> DataLoader[Any]:
 
 
 def by_hand(work: Work, marks: Marks) -> None:
-    """DataLoader, DistributedSampler and DDP, as tutorials show them. Nothing is read back at a step."""
+    """DataLoader, DistributedSampler and DDP as in tutorials. Metrics are not read during steps."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(work.build_plainly())
     optimizer = work.optimize(model)
@@ -131,7 +131,7 @@ def by_hand(work: Work, marks: Marks) -> None:
 
 
 def like_the_seed(work: Work, marks: Marks) -> None:
-    """The same, and loss and accuracy are read at every step, as Runnable's tutorial does."""
+    """The same, but loss and accuracy are read at every step, as in Runnable's tutorial."""
     dist.init_process_group("gloo")
     model = DistributedDataParallel(work.build())
     optimizer = work.optimize(model)
@@ -150,7 +150,7 @@ def like_the_seed(work: Work, marks: Marks) -> None:
 
 
 def same_means(work: Work, marks: Marks) -> None:
-    """What Paceline does to be fast, in a bare loop: resident samples, channels-last, shared memory, a fused update."""
+    """Paceline's optimisations in a bare loop: resident samples, channels-last, shared memory, a fused update."""
     keep_freed_memory()
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, ranks = dist.get_rank(), dist.get_world_size()

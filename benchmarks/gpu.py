@@ -1,12 +1,11 @@
-"""Ours and the peers on one GPU, side by side: images per second of the same model, batch and data.
+"""Compare Paceline with its peers on one GPU: images per second of the same model, batch and data.
 
     python benchmarks/gpu.py --data-dir data --rounds 3 --output benchmarks/results/gpu-DATE.md
 
-Contenders take turns, each in a fresh process; the table has medians and the spread over rounds (the limit, a bare step
-on one batch, hardly moves and is measured once). Ours is the command a
-user would give, `paceline train`, with metrics, checkpoints, validation and guards as they come; its figure is that of
-whole epochs after the first. The peers (benchmarks/gpu_peers.py; they need torchvision, lightning and accelerate)
-neither log nor save nor validate while they are timed.
+Trainers alternate, each in a new process. The table has medians and the range over rounds. The limit, a bare step on
+one batch, varies little and is measured once. Paceline is measured as `paceline train` with default metrics,
+checkpoints, validation and guards, over whole epochs after the first. The peers (benchmarks/gpu_peers.py; they need
+torchvision, lightning and accelerate) do not log, save or validate while they are timed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ class Work:
     recipe: str
     model: str
     batch: int
-    epochs: int  # of ours; the first is not counted
-    num_samples: int  # where there is no CIFAR-10
+    epochs: int  # of Paceline; the first is not counted
+    num_samples: int  # if CIFAR-10 is missing
 
 
 WORKS = {
@@ -46,7 +45,7 @@ WORKS = {
 
 
 def run_ours(work: Work, data_dir: str) -> float:
-    """Median over the epochs after the first, of a run with everything on."""
+    """The median over the epochs after the first, of a complete run."""
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--epochs={work.epochs}", f"--global-batch-size={work.batch}", f"--output-dir={folder}/run"]
         flags += ["--weights=none", "--compile=always", "--processes=1", f"--data-dir={data_dir}"]
@@ -110,7 +109,7 @@ def main() -> None:
     parser.add_argument("--output")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("this compares trainers on a GPU, and there is none; for CPUs: make bench-cpu")
+        raise SystemExit("this benchmark needs a GPU, and there is none; for CPUs: make bench-cpu")
     contenders = given.contenders.split(",")
     found: dict[str, dict[str, list[float]]] = {}
     for number in range(given.rounds):
@@ -126,10 +125,14 @@ def main() -> None:
 
 
 def write_page(found: dict[str, dict[str, list[float]]], data_dir: str, output: str | None) -> None:
-    """What is known so far."""
+    """Write the results so far."""
     real = (Path(data_dir) / "cifar-10-batches-bin").is_dir()
     lines = [
-        *("# One GPU, ours and the peers", "", f"{describe_machine()}; {'CIFAR-10' if real else 'CIFAR-shaped data'}."),
+        *(
+            "# One GPU: Paceline and its peers",
+            "",
+            f"{describe_machine()}; {'CIFAR-10' if real else 'CIFAR-shaped data'}.",
+        ),
         *("", f"    python {' '.join(sys.argv)}", ""),
         "Images per second, median over rounds (smallest - largest).",
         *("", *make_table(found), ""),

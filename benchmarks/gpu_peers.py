@@ -1,10 +1,10 @@
-"""One contender of benchmarks/gpu.py in a process of its own: trains, and prints its images/s as JSON.
+"""One trainer of benchmarks/gpu.py in its own process: trains, and prints its images/s as JSON.
 
     python benchmarks/gpu_peers.py seed|lightning|accelerate|limit vgg19|resnet18 --batch 256 [--data-dir data]
 
-seed: a DataLoader with torchvision's transforms and workers, autocast, channels-first - how most examples train.
+seed: a DataLoader with torchvision's transforms and workers, autocast, channels-first, as in most examples.
 lightning, accelerate: the same loader and model in these libraries. limit: a compiled step on one batch that never
-leaves the GPU. None of them evaluates, saves or logs while it is timed.
+leaves the GPU. None of them evaluates, saves or logs while being timed.
 Data: CIFAR-10, or random pictures of its shape.
 """
 
@@ -88,10 +88,12 @@ class Clock:
         self.images_per_s = 0.0
 
     def tick(self) -> bool:
-        """A step was taken; True when it was the last."""
+        """Record a step. Returns True if it was the last."""
         self._seen += 1
         if self._seen > self.all_steps:
-            raise RuntimeError(f"step {self._seen} of {self.all_steps}: its time would count, its images would not")
+            raise RuntimeError(
+                f"step {self._seen} of {self.all_steps}: a step after the last one would falsify the rate"
+            )
         if self._seen == WARMUP_STEPS:
             torch.cuda.synchronize()
             self._began = time.perf_counter()
@@ -184,7 +186,7 @@ def main() -> None:
     parser.add_argument("--data-dir", default="data")
     given = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("the peers are timed on a GPU, and there is none")
+        raise SystemExit("this benchmark needs a GPU, and there is none")
     clock = Clock(given.steps, given.batch)
     run = {"seed": run_seed, "lightning": run_lightning, "accelerate": run_accelerate, "limit": run_limit}
     run[given.contender](given.model, given.batch, given.data_dir, clock)

@@ -1,8 +1,8 @@
-"""What the guards cost: two gloo ranks take the same steps with and without them, in turn.
+"""The cost of the guards: two gloo ranks take the same steps with and without them, alternating.
 
-Guarded is what ships: pulses and deadlines at every phase, running statistics kept for the case that a step is dropped,
-the gradients' norm, the agreement that rides with the gradients, the look at the numbers before the update, and the
-clock that knows where a step's time goes. Bare is the same step without any of it. Called by reliability.py.
+Guarded is the product: heartbeats and deadlines at every phase, a copy of the running statistics for a skipped step,
+the gradient norm, the flags that are reduced with the gradients, the check of the numbers before the update, and the
+phase clock. Bare is the same step without these. Called by reliability.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ TARGET_S = 0.010
 
 
 def build(num_classes: int, input_shape: tuple[int, ...]) -> Any:
-    """A small convolutional network with BatchNorm, whose work lies in its convolutions."""
+    """A small convolutional network with BatchNorm."""
     from torch import nn
 
     layers: list[Any] = []
@@ -57,9 +57,9 @@ def measure() -> tuple[list[str], bool]:
         costs[name] = answer["cpu"][2]
     lines += [
         "",
-        f"Two ranks; {ROUNDS} rounds of {STEPS} steps of each kind in turn; medians. The wall clock hears all "
-        "else the machine does; the CPU time of the training thread does not. What grows with the parameters is the "
-        "pass over the gradients that finds a bad one.",
+        f"Two ranks; {ROUNDS} rounds of {STEPS} steps of each kind in turn; medians. Other load on the machine "
+        "affects the wall clock, but not the CPU time of the training thread. The part that grows with the parameters "
+        "is the pass over the gradients that finds a bad one.",
     ]
     return lines, next(iter(costs.values())) < LIMIT
 
@@ -72,19 +72,19 @@ def _rank(rank: int, folder: str, model: str) -> None:
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     batch = 16
-    rides = _build(rank, folder, model, batch)
-    bare = statistics.median(_time(rides["bare"], STEPS)[1] for _ in range(8))
+    sessions = _build(rank, folder, model, batch)
+    bare = statistics.median(_time(sessions["bare"], STEPS)[1] for _ in range(8))
     batch = max(2, round(batch * TARGET_S / bare / 2) * 2)
     sizes = torch.tensor([batch])
     dist.broadcast(sizes, 0)
-    rides = _build(rank, folder, model, int(sizes))
-    for name in rides:
-        _time(rides[name], STEPS)
+    sessions = _build(rank, folder, model, int(sizes))
+    for name in sessions:
+        _time(sessions[name], STEPS)
     times: dict[str, list[tuple[float, float]]] = {"bare": [], "guarded": []}
     for round_number in range(ROUNDS):
-        # Each kind first every second time, so that neither is always the one after the other.
+        # Alternate the order, so that neither kind is always second.
         for name in ("bare", "guarded") if round_number % 2 else ("guarded", "bare"):
-            times[name].append(_time(rides[name], STEPS))
+            times[name].append(_time(sessions[name], STEPS))
     if rank == 0:
         answer = {clock: _compare(times, number) for number, clock in enumerate(("wall", "cpu"))}
         (Path(folder) / "answer").write_text(json.dumps({**answer, "batch": int(sizes)}))
@@ -93,7 +93,7 @@ def _rank(rank: int, folder: str, model: str) -> None:
 
 
 def _compare(times: dict[str, list[tuple[float, float]]], clock: int) -> list[float]:
-    """Medians in ms, and of the cost per round the median and its interval."""
+    """Medians in ms, and the median of the cost per round with its interval."""
     bare, guarded = ([pair[clock] for pair in times[name]] for name in ("bare", "guarded"))
     shares = sorted(g / b - 1 for b, g in zip(bare, guarded, strict=True))
     middle, spread = len(shares) / 2, 1.96 * math.sqrt(len(shares)) / 2  # ranks of a median's interval
@@ -102,7 +102,7 @@ def _compare(times: dict[str, list[tuple[float, float]]], clock: int) -> list[fl
 
 
 def _build(rank: int, folder: str, model: str, batch: int) -> dict[str, Any]:
-    """Two rides of the same recipe."""
+    """Two training sessions of the same recipe."""
     from paceline.runs.folder import RunFolder
     from paceline.runs.place import RunPlace
     from paceline.runtime.detect import World
@@ -116,19 +116,19 @@ def _build(rank: int, folder: str, model: str, batch: int) -> dict[str, Any]:
     flags.append(f"--model-name={model}")
     config = load_config("shapes-cnn", flags).config
     world = World(rank, 2, rank, 2, "the benchmark", "here", "cpu", "gloo", 1)
-    rides = {}
+    sessions = {}
     for name in ("guarded", "bare"):
         path = RunFolder(Path(folder) / f"{name}-{batch}")
         path.create()
         guards = Guards(Watchdog(Pulse(Path(folder) / f"{name}-{rank}.pulse"), is_supervised=True))
         guards.watchdog.open_stacks(path.stacks_of(1, rank))
-        rides[name] = open_session(config, world, RunPlace(path.path, None), guards, eval_batches=None)
-    rides["bare"] = _strip(rides["bare"], world)
-    return rides
+        sessions[name] = open_session(config, world, RunPlace(path.path, None), guards, eval_batches=None)
+    sessions["bare"] = _strip(sessions["bare"], world)
+    return sessions
 
 
-def _strip(ride: Any, world: Any) -> Any:
-    """The same ride with a step that looks at nothing."""
+def _strip(session: Any, world: Any) -> Any:
+    """The same session with a step without guards."""
     import torch
 
     from paceline.parallel.apply import ParallelModel
@@ -137,7 +137,7 @@ def _strip(ride: Any, world: Any) -> Any:
 
     class BareGuards:
         faults = None
-        watchdog = ride.guards.watchdog
+        watchdog = session.guards.watchdog
 
         def enter(self, phase: str, step: int) -> None:
             pass
@@ -151,7 +151,7 @@ def _strip(ride: Any, world: Any) -> Any:
             pass
 
     class BareGradients(SharedGradients):
-        """Averaged in the same way, with neither norm nor passengers."""
+        """The same average, without norm and piggybacked scalars."""
 
         @torch.no_grad()
         def average(self, passengers: Any) -> Any:
@@ -161,7 +161,7 @@ def _strip(ride: Any, world: Any) -> Any:
                 parameter.grad = gradient
             return passengers
 
-    components = ride.components
+    components = session.components
     module = components.model.module
     for parameter in module.parameters():
         parameter.grad = None
@@ -170,28 +170,30 @@ def _strip(ride: Any, world: Any) -> Any:
     shared.__class__ = BareGradients
     model = ParallelModel(module, module, "ddp", None, shared=shared)
     guards: Any = BareGuards()
-    step = BareStep(model, components.optimizer, None, ride.config, world, guards)
-    return dataclasses.replace(ride, components=dataclasses.replace(components, model=model, step=step), guards=guards)
+    step = BareStep(model, components.optimizer, None, session.config, world, guards)
+    return dataclasses.replace(
+        session, components=dataclasses.replace(components, model=model, step=step), guards=guards
+    )
 
 
-def _time(ride: Any, steps: int) -> tuple[float, float]:
-    """Seconds per step by the wall clock and of this thread's CPU, on batches that are made before the clock starts."""
+def _time(session: Any, steps: int) -> tuple[float, float]:
+    """Wall-clock and thread CPU seconds per step. Batches are prepared before the clock starts."""
     from itertools import islice
 
     from paceline.training.epoch import _take_step
 
-    made = ride.components.train_data.train_epoch(
-        seed=1, epoch=0, global_batch_size=ride.config.train.global_batch_size, first_step=0
+    made = session.components.train_data.train_epoch(
+        seed=1, epoch=0, global_batch_size=session.config.train.global_batch_size, first_step=0
     )
-    batches = list(islice(made, min(steps, ride.components.plan.steps_per_epoch)))
-    is_bare = ride.guards.faults is None and not hasattr(ride.guards, "stop")
+    batches = list(islice(made, min(steps, session.components.plan.steps_per_epoch)))
+    is_bare = session.guards.faults is None and not hasattr(session.guards, "stop")
     began, cpu_began = time.perf_counter(), time.thread_time()
     for number in range(steps):
         batch = batches[number % len(batches)]
         if is_bare:
-            report = ride.components.step.gradients(batch, 0, wants_stop=False)
-            ride.components.step.update(0, 1e-6, report)
+            report = session.components.step.gradients(batch, 0, wants_stop=False)
+            session.components.step.update(0, 1e-6, report)
         else:
-            ride.guards.enter("data", 1)
-            _take_step(ride, batch, 1e-6)
+            session.guards.enter("data", 1)
+            _take_step(session, batch, 1e-6)
     return (time.perf_counter() - began) / steps, (time.thread_time() - cpu_began) / steps

@@ -1,11 +1,11 @@
-"""Large data: how fast pictures are packed, what training from them costs, and that neither grows with the set.
+"""Large data: the speed of packing, the cost of training from packed data, and that neither depends on the set size.
 
     python benchmarks/pack.py [--pictures 100000] [--million 1000000] [--output benchmarks/results]
 
-Makes a folder of small JPEGs by a script, packs it with `paceline data pack` on all cores while the memory of all its
-processes is watched, reads both through the loader, and trains from both. Then sets of 10 thousand, 100 thousand and
-a million pictures are written as shards directly, and the same step is taken on all three in turn: what a sample costs
-and how much memory a rank has must not depend on their number. Everything lies in a temporary folder.
+Generates a folder of small JPEGs, packs it with `paceline data pack` on all cores while the memory of all processes is
+measured, reads both with the loader, and trains from both. Then it writes shards of 10 thousand, 100 thousand and a
+million pictures directly, and takes the same step on all three, alternating. Cost per sample and memory of a rank must
+not depend on the number of pictures. All files are in a temporary folder.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ TRAIN += ["--track", "--log-frequency=20", "--epochs=1", "--processes=2", "--tes
 
 
 def make_pictures(folder: Path, count: int) -> None:
-    """Soft random colours, saved as JPEG: about as large and as slow to decode as a small photo."""
+    """Smooth random colours as JPEG, with the size and decoding time of a small photo."""
     starts = list(range(0, count, 2000))
     with ProcessPoolExecutor() as pool:
         list(pool.map(_make_some, [str(folder)] * len(starts), starts, [min(2000, count - s) for s in starts]))
@@ -54,7 +54,7 @@ def _make_some(folder: str, start: int, count: int) -> None:
 
 
 def write_shards(folder: Path, count: int) -> None:
-    """A packed set as `paceline data pack` would leave it, of random pixels."""
+    """A packed data set of random pixels, in the format of `paceline data pack`."""
     import numpy as np
 
     from paceline.data.pack_format import FINISHED, Packed, Shard, checksum, picture_side, shard_layout
@@ -76,7 +76,7 @@ def write_shards(folder: Path, count: int) -> None:
 
 
 def memory_mb(pid: int) -> tuple[float, float]:
-    """Anonymous memory, and pages of files that are mapped right now (which the kernel may drop at any time)."""
+    """Anonymous memory, and mapped file pages (which the kernel may drop at any time)."""
     try:
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
         return int(lines["RssAnon"].split()[0]) / 1024, int(lines["RssFile"].split()[0]) / 1024
@@ -112,7 +112,7 @@ def _session(leader: int) -> Iterator[int]:
 
 
 def thirds(seen: list[tuple[float, float]]) -> str:
-    """Largest anonymous and mapped memory in each third of the time."""
+    """The largest anonymous and mapped memory in each third of the time."""
     size = max(1, len(seen) // 3)
     parts = [seen[:size], seen[size : 2 * size], seen[2 * size :]]
     return ", ".join(f"{max(a for a, _ in part):.0f} + {max(f for _, f in part):.0f}" for part in parts if part)
@@ -137,7 +137,7 @@ def open_rig(folder: Path, num_workers: int = 2) -> Any:
 
 
 def read_rate(folder: Path, seconds: float = 8.0) -> tuple[float, float]:
-    """Images per second, and CPU per image, of the loader alone on one process: read, augmented, ready."""
+    """Images per second, and CPU per image, of the loader alone in one process, including augmentation."""
     from paceline.tools.bench.data import endless_batches
 
     batches = endless_batches(open_rig(folder))
@@ -149,7 +149,7 @@ def read_rate(folder: Path, seconds: float = 8.0) -> tuple[float, float]:
 
 
 def train(folder: Path, run: Path, steps: int) -> tuple[float, float, list[tuple[float, float]]]:
-    """Images/s and share of waiting of a run's second half, and its ranks' memory over time."""
+    """Images/s and waiting share in the second half of a run, and the memory of its ranks over time."""
     command = paceline("train", "shapes-cnn", *TRAIN, f"--data-dir={folder}", f"--max-steps={steps}")
     _, _, seen = watch([*command, f"--output-dir={run}"])
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -159,7 +159,7 @@ def train(folder: Path, run: Path, steps: int) -> tuple[float, float, list[tuple
 
 
 def compare_sizes(folders: dict[int, Path]) -> list[str]:
-    """The same step on sets of different sizes, in turn."""
+    """The same step on data sets of different sizes, alternating."""
     from paceline.tools.bench.data import endless_batches
     from paceline.tools.bench.step import take_step
 
@@ -192,7 +192,7 @@ def compare_sizes(folders: dict[int, Path]) -> list[str]:
 
 
 def memory_of_size(folder: Path, steps: int) -> str:
-    """A process of its own takes steps on this set; its memory at the end of each third."""
+    """Take steps on this data set in a separate process. Returns its memory in each third."""
     done = subprocess.run(
         [sys.executable, __file__, "--one", str(folder), str(steps)], capture_output=True, text=True, check=True
     )
@@ -253,11 +253,11 @@ def report(home: Path, arguments: argparse.Namespace) -> list[str]:
     again_s, _, _ = watch(paceline("data", "pack", str(source), str(packed), f"--image-size={IMAGE_SIZE}"))
     check_s, _, _ = watch(paceline("data", "check", str(packed)))
     lines = [
-        f"# {count:,} pictures: packing, and training from what was packed",
+        f"# {count:,} pictures: packing, and training from packed data",
         "",
         f"{date.today()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}, torch {torch.__version__}, "
         f"Python {platform.python_version()}; load before the start {load:.1f}"
-        f"{', from other programs that ran beside it' if load > 1 else ''}; command: `python benchmarks/pack.py`",
+        f"{', from other programs on the machine' if load > 1 else ''}; command: `python benchmarks/pack.py`",
         "",
         f"| packing {count:,} JPEGs of {SIDE_ON_DISK} x {SIDE_ON_DISK} pixels | |",
         "|---|---|",
@@ -277,7 +277,7 @@ def report(home: Path, arguments: argparse.Namespace) -> list[str]:
     lines.append(f"| its CPU per image | {1e6 * rates[0][1]:.0f} us | {1e6 * rates[1][1]:.0f} us |")
     runs = [train(folder, home / f"run-{folder.name}", arguments.steps) for folder in (source, packed)]
     lines.append(f"| `paceline train`, 2 ranks, cnn | {runs[0][0]:,.0f} images/s | {runs[1][0]:,.0f} images/s |")
-    lines.append(f"| of which waiting for data (augmentation included) | {runs[0][1]:.0%} | {runs[1][1]:.0%} |")
+    lines.append(f"| share of waiting for data (including augmentation) | {runs[0][1]:.0%} | {runs[1][1]:.0%} |")
     lines.append(f"| memory of a rank, by thirds | {thirds(runs[0][2])} MB | {thirds(runs[1][2])} MB |")
     sizes = {10_000: home / "10k", 100_000: home / "100k", arguments.million: home / "1m"}
     for size, folder in sizes.items():

@@ -1,4 +1,4 @@
-"""2x2 max-pooling alone: our kernels beside torch's own, and the time that moving the bytes would take.
+"""2x2 max-pooling: our kernels, torch's kernels, and the time to move the bytes.
 
     python benchmarks/pooling.py
 
@@ -55,7 +55,7 @@ def main() -> None:
             time_us(lambda g=gradient, p=places, s=shape: torch.ops.paceline.max_unpool_2x2(g, p, *s[2:])),
             time_us(lambda x=x: F.max_pool2d(x, 2)),
             time_us(lambda y=pooled, x=leaf, g=gradient: torch.autograd.grad(y, x, g, retain_graph=True)),
-            *[(x.nbytes + values.nbytes + places.nbytes) / speed * 1e6] * 2,  # the same bytes, there and back
+            *[(x.nbytes + values.nbytes + places.nbytes) / speed * 1e6] * 2,  # forward and backward move the same bytes
         ]
         print(f"| {' x '.join(map(str, shape))} | " + " | ".join(f"{cell:,.0f}" for cell in cells) + " |", flush=True)
 

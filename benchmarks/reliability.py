@@ -1,7 +1,7 @@
-"""How a run survives kills at random moments, and what the guards cost. benchmarks/soak.py mixes all faults.
+"""Kills at random moments, and the cost of the guards. benchmarks/soak.py mixes all faults.
 
-    python benchmarks/reliability.py kills --runs 100     kill -9 of a random rank at a random moment, run after run
-    python benchmarks/reliability.py guards               the guards' share of a step, measured side by side
+    python benchmarks/reliability.py kills --runs 100     kill -9 of a random rank at a random moment, in each run
+    python benchmarks/reliability.py guards               the guards' share of a step
 
 Every disturbed run must end with the weights of the undisturbed one, bit for bit. Linux only: processes are found
 through /proc. Prints a table; `--output FILE` also writes it, with machine, versions and date.
@@ -63,7 +63,7 @@ def describe_machine() -> str:
 
 @dataclass
 class Disturbed:
-    """A training under attack: its process, and what it has printed so far with the time of each line."""
+    """A run with injected faults: its process, and its output so far with the time of each line."""
 
     folder: Path
     flags: list[str]
@@ -85,7 +85,7 @@ class Disturbed:
         os.set_blocking(self.process.stdout.fileno(), False)
 
     def listen(self, seconds: float) -> None:
-        """Take in what it prints for a while, or until it ends."""
+        """Read the output for some time, or until the run ends."""
         until = time.monotonic() + seconds
         assert self.process.stdout is not None
         while time.monotonic() < until:
@@ -112,7 +112,7 @@ class Disturbed:
         return json.loads((self.folder / "run" / "results.json").read_text())["weights_sha256"]
 
     def next_step_after(self, moment: float) -> float | None:
-        """Seconds from a moment to the first step of a later attempt."""
+        """Seconds from a given time to the first step of a later attempt."""
         restarted = next((at for at, line in self.lines if at > moment and line.startswith("paceline ")), None)
         if restarted is None:
             return None
@@ -180,11 +180,11 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-# --- What the guards cost ---------------------------------------------------------------------------------------------
+# --- The cost of the guards -------------------------------------------------------------------------------------------
 
 
 def measure_guards() -> tuple[list[str], bool]:
-    """One rank, one model, steps with and without the guards in turn; the median of each."""
+    """One rank, one model: alternate steps with and without the guards, and return the median of each."""
     from guard_cost import measure
 
     return measure()

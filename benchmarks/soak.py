@@ -3,8 +3,8 @@
     python benchmarks/soak.py --faults 1000 [--runs 1]        (make soak FAULTS=1000)
 
 The run has two ranks, saves every 20 steps, and uploads to a store. Its disk is a real small one (tmpfs), its terminal
-a real pseudo-terminal. A fault strikes every 15 to 45 steps; one in eight strikes soon after the one before, while the
-run still recovers. The undisturbed run goes on beside it. With --runs N, N such pairs run at the same time and share
+a real pseudo-terminal. A fault is injected every 15 to 45 steps; one in eight soon after the previous one, while the
+run still recovers. The undisturbed run trains at the same time. With --runs N, N such pairs run in parallel and share
 the faults, for machines with many cores. Progress is read from the run's own files, because the terminal may be lost.
 Linux only; mounting needs root or user namespaces. Prints a table; `--output FILE` also writes it, with machine,
 versions and date.
@@ -60,7 +60,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
-    if IN_NAMESPACE not in os.environ:  # mounts made in there end with the last process of the soak
+    if IN_NAMESPACE not in os.environ:  # mounts in the namespace end with the last process of the soak
         os.environ[IN_NAMESPACE] = "1"
         os.execvp("unshare", ["unshare", "-rm", sys.executable, *sys.argv])
     with tempfile.TemporaryDirectory(prefix="soak-", ignore_cleanup_errors=True) as folder:
@@ -93,7 +93,7 @@ def flags_for(faults: int) -> list[str]:
             "--omp-num-threads=1",  # several runs share the cores
         ),
         *("--max-restarts=1000000", "--resume=auto"),
-        # Steps as long as a larger model's, that leave the cores to the restarts.
+        # Sleep in each step, to simulate a larger model and leave CPU time for restarts.
         f"--inject=slow rank=* step=1 steps=1000000000 seconds={STEP_S}",
     ]
 
@@ -129,7 +129,7 @@ class Run:
         outage = {"PYTHONPATH": str(OUTAGE), "OUTAGE": json.dumps(settings)}
         master, terminal = pty.openpty()
         self.process = subprocess.Popen(
-            # A session of its own on this terminal: closing the terminal then sends SIGHUP.
+            # A new session on this terminal, so that closing the terminal sends SIGHUP.
             ["setsid", "-c", sys.executable, "-m", "paceline", "train", *self.flags],
             cwd=self.disk,
             env={**os.environ, **outage, "CUDA_VISIBLE_DEVICES": "", "TERM": "xterm"},
@@ -167,7 +167,7 @@ class Run:
         return int(self.status().get("step") or 0)
 
     def is_training_as(self, primary: int, *, other_than: bool) -> bool:
-        """Whether rank 0 trains as this process; or, after a restart, as another one."""
+        """Whether rank 0 is this process; after a restart, another one."""
         status = self.status()
         is_training = status.get("status") == "running" and int(status.get("step") or 0) > 0
         return is_training and (status.get("pid") != primary) == other_than
@@ -181,7 +181,7 @@ class Run:
         return sorted(pid for server in children.get(self.process.pid, []) for pid in children.get(server, []))
 
     def wait_until(self, condition: Callable[[], bool], limit_s: float = RECOVERY_LIMIT_S) -> bool:
-        """False if the run ends first. Raises after the limit: a run that stands still has failed the soak."""
+        """False if the run ends first. Raises after the limit: a run without progress has failed the soak."""
         deadline = time.monotonic() + limit_s
         while not condition():
             if self.is_over:
@@ -225,7 +225,7 @@ def kill_everything(run: Run, draw: random.Random) -> bool:
 
 
 def kill_launcher(run: Run, draw: random.Random) -> bool:
-    """The ranks are orphans and may still save. The new start comes at once."""
+    """The ranks are orphans and may still save. The run is started again at once."""
     run.process.kill()
     run.process.wait()
     run.start()
@@ -291,8 +291,8 @@ def lose_terminal(run: Run, draw: random.Random) -> bool:
 class Fault:
     name: str
     weight: int
-    strike: Callable[[Run, random.Random], bool]  # False if there was nothing to do it to
-    is_restart: bool  # the ranks start anew
+    strike: Callable[[Run, random.Random], bool]  # False if there was no target
+    is_restart: bool  # the ranks are restarted
 
 
 FAULTS = (
@@ -314,7 +314,7 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run under faults, and the undisturbed one beside it."""
+    """One run under faults, and the undisturbed run at the same time."""
 
     recoveries_s: dict[str, list[float]]
     counts: dict[str, int]
@@ -424,7 +424,7 @@ def find_problems(run: Run, expected: str) -> list[str]:
 
 
 def describe(outcomes: list[Outcome]) -> tuple[list[str], bool]:
-    """The table and its summary, and whether all promises were kept."""
+    """The table and its summary, and whether all checks passed."""
     recoveries = {
         fault.name: [value for outcome in outcomes for value in outcome.recoveries_s[fault.name]] for fault in FAULTS
     }
@@ -440,7 +440,7 @@ def describe(outcomes: list[Outcome]) -> tuple[list[str], bool]:
     count = "1 run" if len(outcomes) == 1 else f"{len(outcomes)} runs at the same time"
     lines += [
         "",
-        f"{sum(counts.values())} faults on {count}, {wall_s / len(outcomes):.0f} s each; undisturbed, beside them, the "
+        f"{sum(counts.values())} faults on {count}, {wall_s / len(outcomes):.0f} s each; undisturbed, in parallel, the "
         f"same steps took {undisturbed_s / len(outcomes):.0f} s: goodput {undisturbed_s / wall_s:.2f}. A run ended by "
         f"itself and was started again {ended} times.",
         "FAILED: " + "; ".join(problems) if problems else PROMISES,

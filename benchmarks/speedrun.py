@@ -1,12 +1,11 @@
-"""CIFAR-10 against the clock: many seeds of one recipe, and the way from the shell's prompt to the answer.
+"""CIFAR-10 training time: many seeds of one recipe, and the time from the shell prompt to the result.
 
     python benchmarks/speedrun.py --data-dir data --seeds 30 --output benchmarks/results/speedrun-DATE.md
     python benchmarks/speedrun.py --recipe cifar10-96 --seeds 3 --no-shell
 
-Seeds run one after the other in this process, each a whole run of the trainer with metrics, checkpoints and guards;
-`training` is its own clock from the first step to the last, without compiling. The shell's time is that of
-`paceline train`, in a fresh process, until it prints its test accuracy: cold with an empty cache of compiled code, then
-warm.
+Seeds run one after the other in this process. Each is a complete run with metrics, checkpoints and guards. `training`
+is the time from the first step to the last, without compilation. The shell time is the time of `paceline train` in a
+new process until it prints its test accuracy: cold (no compiled code in the cache), then warm.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def run_seed(recipe: str, flags: list[str], seed: int, folder: Path) -> dict[str
     RunFolder(folder).create()
     with contextlib.redirect_stdout(io.StringIO()):
         results = train(config, world, RunPlace(folder, None, False)).to_json()
-    # Counted here: a run of seconds has no time for it.
+    # Count FLOPs here: in a run of seconds it would take too long.
     flops = count_flops(config.model, (3, 32, 32), 10).per_sample or float("nan")
     return {
         "accuracy": results["test_accuracy"],

@@ -1,10 +1,10 @@
-"""Variants of a recipe over many seeds, quickly: which rate, which batch, how many epochs.
+"""Compare variants of a recipe over many seeds: learning rate, batch, epochs.
 
     python benchmarks/tune.py cifar10-speedrun "" "base-lr=0.26" "base-lr=0.26 global-batch-size=1920" --data-dir data
 
-A variant is a string of flags without their dashes. Its model is built and compiled once; every seed then starts it
-over and trains it with the recipe's own data, steps and evaluation, and nothing else: no checkpoints, no lines, no run
-folder. A figure worth keeping comes from benchmarks/speedrun.py, which runs the whole trainer.
+A variant is a string of flags without their dashes. Its model is built and compiled once. Every seed resets the weights
+and trains with the recipe's data, steps and evaluation, but without checkpoints, output and run folder. For final
+numbers use benchmarks/speedrun.py, which runs the complete trainer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LOOKED_AT = 2000  # samples, as in a run
 
 @torch.no_grad()
 def start_over(components: Components, config: Config, seed: int) -> None:
-    """Fresh weights in the memory of the old ones, so that what is compiled and recorded stays valid."""
+    """Copy new weights into the existing tensors, so that compiled code and CUDA graphs stay valid."""
     seed_initial_weights(seed)
     fresh = build_model(config.model, components.plan.input_shape, components.plan.info.num_classes)
     loader = components.train_data
@@ -49,7 +49,7 @@ def start_over(components: Components, config: Config, seed: int) -> None:
 def train_once(
     components: Components, config: Config, world: World, seed: int, *, steps: int | None
 ) -> tuple[float, Evaluation]:
-    """Seconds of training, and what came of it."""
+    """Seconds of training, and the evaluation."""
     start_over(components, config, seed)
     plan, step = components.plan, 0
     last_step = min(plan.last_step, steps or plan.last_step)
@@ -108,7 +108,7 @@ def main() -> None:
     parser.add_argument("variants", nargs="*", default=[""], help='as "base-lr=0.3 epochs=8"')
     parser.add_argument("--data-dir", default="data")
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--steps", type=int, help="end early, to see whether it works at all")
+    parser.add_argument("--steps", type=int, help="stop early, for a quick check")
     given = parser.parse_intermixed_args()
     print("| variant | mean accuracy | standard deviation | test loss | median training |\n|---|---|---|---|---|")
     for variant in given.variants:

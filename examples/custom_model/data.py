@@ -12,15 +12,15 @@ CLASSES = ["horizontal", "vertical", "diagonal"]
 
 
 def make_stripes(seed: int) -> tuple[tuple[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray], list[str]]:
-    """Grey stripes in three directions, with noise. They depend only on the seed, so every rank makes the same."""
-    chance = np.random.default_rng(seed)
-    return _half(chance, 1200), _half(chance, 300), CLASSES
+    """Grey stripes in three directions, with noise. They depend only on the seed, so all ranks get the same data."""
+    rng = np.random.default_rng(seed)
+    return _half(rng, 1200), _half(rng, 300), CLASSES
 
 
-def _half(chance: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
-    labels = chance.integers(0, len(CLASSES), size)
+def _half(rng: np.random.Generator, size: int) -> tuple[np.ndarray, np.ndarray]:
+    labels = rng.integers(0, len(CLASSES), size)
     rows, columns = np.mgrid[0:SIDE, 0:SIDE]
     along = np.stack([rows, columns, rows + columns])[labels]
-    phases = chance.uniform(0, 2 * np.pi, (size, 1, 1))
-    waves = 128 + 40 * np.sin(along * 1.3 + phases) + chance.normal(0, 80, (size, SIDE, SIDE))
+    phases = rng.uniform(0, 2 * np.pi, (size, 1, 1))
+    waves = 128 + 40 * np.sin(along * 1.3 + phases) + rng.normal(0, 80, (size, SIDE, SIDE))
     return waves.clip(0, 255).astype(np.uint8)[..., None], labels

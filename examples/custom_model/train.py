@@ -1,7 +1,7 @@
 """Train your own model, data set, loss and metrics on two processes: `python train.py [--epochs N]`.
 
-They are in separate files because ranks are other processes, which import what they need. For the same reason
-`main` is called below `if __name__ == "__main__"`.
+They are in separate files because ranks are separate processes, which import them. For the same reason `main` is
+called below `if __name__ == "__main__"`.
 """
 
 from __future__ import annotations

@@ -30,12 +30,12 @@ class PacelineFlow(FlowSpec):
         "train-from-scratch", type=int, default=None, help="1: no pretrained weights; 0: ImageNet's"
     )
     best_is_latest = Parameter(
-        "best-is-latest", type=bool, default=False, help="go on from the best checkpoint, not the newest"
+        "best-is-latest", type=bool, default=False, help="resume from the best checkpoint, not the newest"
     )
     load_policy = Parameter(
         "load-policy",
         default="fresh",
-        help="what a task may go on from: fresh: its own earlier attempts; eager: else an earlier run; none: nothing",
+        help="what a task may resume from: fresh: its own earlier attempts; eager: else an earlier run; none: nothing",
     )
     work_dir = Parameter("work-dir", default="", help="where nodes put the run folder; empty: a temporary folder")
     node_timeout = Parameter("node-timeout", type=float, default=600.0, help="seconds to wait for all nodes")

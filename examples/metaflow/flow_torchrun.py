@@ -4,7 +4,7 @@
     python flow_torchrun.py --datastore s3 argo-workflows create
 
 @torchrun needs a cluster and a cloud datastore. On a laptop use flow.py: it needs neither, and it ends all nodes at
-once when one of them dies.
+once if one of them fails.
 """
 
 import paceline.integrations.metaflow.needed  # noqa: F401, I001 - first: a clear error without Metaflow

@@ -6,13 +6,13 @@
 
 #SBATCH --job-name=cifar10-multi-node
 #SBATCH --nodes=2
-# One agent per node. The agents connect by Slurm's own variables: you need no address, port or world size.
+# One agent per node. The agents connect through Slurm's variables: you need no address, port or world size.
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=32
 #SBATCH --time=09:00:00
 #SBATCH --signal=USR1@120
-# After the loss of a node the job is requeued too; it continues from its newest checkpoint.
+# After a node failure the job is requeued, too. It resumes from its newest checkpoint.
 #SBATCH --requeue
 #SBATCH --open-mode=append
 #SBATCH --output=%x-%j.log
@@ -25,7 +25,7 @@ source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1
 export PACELINE_START=agent
-# The agents prove to each other that they belong to this job.
+# The agents authenticate to each other with this secret.
 PACELINE_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export PACELINE_RUN_SECRET
 

@@ -6,7 +6,7 @@
 
 #SBATCH --job-name=cifar10-vgg19
 #SBATCH --nodes=1
-# One task: an agent that starts one rank per GPU, and restarts the ranks when one dies.
+# One task: an agent that starts one rank per GPU, and restarts the ranks if one fails.
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=4
 # For the agent and its ranks: one core per rank, and eight per rank for threads that decode pictures.

@@ -22,7 +22,7 @@ source "${VENV:-$HOME/paceline/.venv}/bin/activate"
 
 export PYTHONUNBUFFERED=1
 export PACELINE_START=agent
-# The agents prove to each other that they belong to this job.
+# The agents authenticate to each other with this secret.
 PACELINE_RUN_SECRET=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
 export PACELINE_RUN_SECRET
 

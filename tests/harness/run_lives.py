@@ -102,42 +102,42 @@ class RunLife:
             mock.patch.object(session_module.Console, "note"),
         ):
             place = RunPlace(path, source)
-            self.ride = session_module.open_session(config, make_world(0, 1), place, guards, eval_batches=None)
-        components.state = self.ride.state
+            self.session = session_module.open_session(config, make_world(0, 1), place, guards, eval_batches=None)
+        components.state = self.session.state
         self.line = components.line
 
     @property
     def step(self) -> int:
-        return self.ride.state.step
+        return self.session.state.step
 
     @property
     def best_step(self) -> int:
-        return self.ride.state.best_step
+        return self.session.state.best_step
 
     def train(self, steps: int = 1) -> None:
         for _ in range(steps):
-            self.ride.state.step += 1
-            assert self.ride.recorder is not None
-            self.ride.recorder.step(self.step, loss=float(self.step))
+            self.session.state.step += 1
+            assert self.session.recorder is not None
+            self.session.recorder.step(self.step, loss=float(self.step))
 
     def save(self, *, is_best: bool = False) -> dict[str, Any]:
         """Save, and return what may be relied on from now on. Raises if the manager reports a failure."""
-        state = self.ride.state
+        state = self.session.state
         if is_best:
             state.best_epoch, state.best_step = self.step, self.step
             state.best_accuracy, state.best_loss = self.step / 1000, 1.0
         state.validation = {"accuracy": self.step / 1000, "loss": 1.0} if is_best else None
-        save(self.ride, is_best=is_best)
-        self.ride.checkpoints.finish()
-        if self.ride.checkpoints._failures_in_a_row:
+        save(self.session, is_best=is_best)
+        self.session.checkpoints.finish()
+        if self.session.checkpoints._failures_in_a_row:
             raise OSError("the save failed")
         self.folder.write_status("running", step=self.step)
         kept = sorted(steps_in(self.folder))
         return {"step": self.step, "kept": kept, "best": self.best_step, "line": self.line}
 
     def close(self) -> None:
-        if self.ride.recorder is not None:
-            self.ride.recorder.close()
+        if self.session.recorder is not None:
+            self.session.recorder.close()
         self._held.close()
 
 

@@ -190,7 +190,7 @@ def check_line(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
     """A restart goes on in one line, with the rows of that line. After the report, in the new one."""
     check_whole(RunFolder(run))
     life = RunLife(run, retention=ALL_THREE)
-    rows = [row["step"] for row in life.ride.recorder._rows]  # type: ignore[union-attr]
+    rows = [row["step"] for row in life.session.recorder._rows]  # type: ignore[union-attr]
     assert rows == list(range(1, life.step + 1))
     is_decided = any(mark.what == "went back" for mark in crash.reported)
     is_saved = crash.last("saved")["step"] == 2
