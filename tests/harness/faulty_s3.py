@@ -1,4 +1,4 @@
-"""A real S3 server (moto's) that fails by name: errors, cut uploads, answers held back, a store that is gone."""
+"""A real S3 server (moto) with injected faults: errors, truncated uploads, delayed answers, an unreachable store."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CHECKSUM_HEADERS = ("HTTP_X_AMZ_CHECKSUM", "HTTP_X_AMZ_SDK_CHECKSUM", "HTTP_X_A
 
 @dataclass
 class Fault:
-    """Strikes requests whose "METHOD /path" the pattern is found in, so many times."""
+    """Affects requests whose "METHOD /path" matches the pattern, this number of times."""
 
     kind: str  # error, cut, hold, gone
     pattern: str
     times: int = 1
-    after: str = ""  # only from the first request on that this is found in
+    after: str = ""  # only after the first request that matches this
     fired: list[str] = field(default_factory=list)
     is_reached: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
 
 
 class FaultyS3:
-    """One bucket per test; what was asked, in order, is in `requests`."""
+    """One bucket per test. `requests` has all requests in order."""
 
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
         self._application = application
@@ -43,7 +43,7 @@ class FaultyS3:
         self.port = 0
 
     def environment(self) -> dict[str, str]:
-        """What points a client at this server."""
+        """Environment variables that point a client to this server."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -118,7 +118,7 @@ class FaultyS3:
 
 
 def _cut(environ: Environ) -> Environ:
-    """Half of an upload, with nothing left that would tell: the store takes it for all of it."""
+    """Truncate an upload so that the store accepts it as complete."""
     body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
     half = body[: len(body) // 2]
     kept = {name: value for name, value in environ.items() if not name.startswith(_CHECKSUM_HEADERS)}

@@ -1,7 +1,7 @@
-"""Run a function on real gloo ranks, each its own process, and bring the results back.
+"""Run a function on real gloo ranks, each in its own process, and return the results.
 
-The processes come from a `forkserver` that has torch preloaded: a two-rank test costs a tenth of a second.
-A rank that raises, dies or hangs fails the test with every rank's story.
+The processes come from a `forkserver` with torch preloaded: a two-rank test takes a tenth of a second. A rank that
+raises, dies or hangs fails the test with the tracebacks of all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def make_world(rank: int, world_size: int) -> World:
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """`function(world, *arguments)` on every rank; results by rank. It must be importable by name."""
+    """Run `function(world, *arguments)` on every rank. Returns results by rank. It must be importable by name."""
     with tempfile.TemporaryDirectory() as folder:
         store = str(Path(folder) / "store")
         readers, processes = [], []
@@ -51,7 +51,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
             processes.append(process)
         answers = _collect(readers)
         for process in processes:
-            # After one failure the others may sit in a collective for ever.
+            # After one failure the others may wait in a collective forever.
             process.join(timeout=10 if all(ok for ok, _ in answers.values()) else 0.5)
             if process.is_alive():
                 process.kill()
@@ -59,9 +59,9 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any) ->
     missing = [rank for rank in range(world_size) if rank not in answers]
     failed = {rank: text for rank, (ok, text) in answers.items() if not ok}
     if failed or missing:
-        stories = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
+        tracebacks = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())
         codes = {rank: processes[rank].exitcode for rank in missing}
-        raise AssertionError(f"ranks failed: {sorted(failed)}, no answer (exit codes): {codes}\n{stories}")
+        raise AssertionError(f"ranks failed: {sorted(failed)}, no answer (exit codes): {codes}\n{tracebacks}")
     return [answers[rank][1] for rank in range(world_size)]
 
 
@@ -74,8 +74,8 @@ def _collect(readers: list[multiprocessing.connection.Connection]) -> dict[int, 
         for rank in [rank for rank, reader in waiting.items() if reader in ready]:
             try:
                 answers[rank] = waiting[rank].recv()
-            except EOFError:  # the rank died without a word
-                answers[rank] = (False, "died without a word")
+            except EOFError:
+                answers[rank] = (False, "ended without an answer")
             del waiting[rank]
     return answers
 
