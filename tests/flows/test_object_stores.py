@@ -222,7 +222,7 @@ def test_a_store_without_credentials_is_refused(s3: FaultyS3, bucket: str, tmp_p
     answer = paceline(
         *QUICK, f"--output-dir=s3://{bucket}/run", cwd=tmp_path, AWS_EC2_METADATA_DISABLED="true", **without
     )
-    refused(answer, "wants credentials", "AWS_ACCESS_KEY_ID")
+    refused(answer, "needs credentials", "AWS_ACCESS_KEY_ID")
 
 
 def test_a_store_that_does_not_answer_at_the_start_is_refused(s3: FaultyS3, tmp_path: Path) -> None:

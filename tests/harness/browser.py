@@ -31,17 +31,17 @@ class Browser:
     def __enter__(self) -> Browser:
         assert CHROMIUM, "no chromium on this machine: tests/browser/install"
         self._profile = tempfile.mkdtemp(prefix="chromium-")
-        (listens, self._write), (self._read, speaks) = _high_pipe(), _high_pipe()
+        (commands_end, self._write), (self._read, answers_end) = _high_pipe(), _high_pipe()
         # Chromium reads commands from descriptor 3 and writes to descriptor 4.
-        command = ["bash", "-c", f'exec "$@" 3<&{listens} 4>&{speaks}', "chromium", CHROMIUM, *_FLAGS]
+        command = ["bash", "-c", f'exec "$@" 3<&{commands_end} 4>&{answers_end}', "chromium", CHROMIUM, *_FLAGS]
         self._process = subprocess.Popen(
             [*command, f"--user-data-dir={self._profile}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(listens, speaks),
+            pass_fds=(commands_end, answers_end),
         )
-        os.close(listens)
-        os.close(speaks)
+        os.close(commands_end)
+        os.close(answers_end)
         self._bytes = b""
         self._number = 0
         self._pages: dict[str, Page] = {}
@@ -91,7 +91,7 @@ class Browser:
         deadline = time.monotonic() + _DEADLINE_S
         while b"\0" not in self._bytes:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, "Chromium says nothing"
+            assert ready, "Chromium does not answer"
             chunk = os.read(self._read, 1 << 20)
             assert chunk, f"Chromium has ended ({self._process.poll()})"
             self._bytes += chunk
@@ -126,16 +126,16 @@ class Page:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self.browser.call(method, self.session, **parameters)
 
-    def hear(self, event: str, told: dict[str, Any]) -> None:
+    def hear(self, event: str, details: dict[str, Any]) -> None:
         self.is_loaded |= event == "Page.loadEventFired"
-        if event == "Network.requestWillBeSent" and not told["request"]["url"].startswith("data:"):
-            self.requests.append(told["request"]["url"])
+        if event == "Network.requestWillBeSent" and not details["request"]["url"].startswith("data:"):
+            self.requests.append(details["request"]["url"])
         if event == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(told["exceptionDetails"].get("exception", told["exceptionDetails"])))
-        if event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.errors.append(json.dumps(told["args"]))
-        if event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.errors.append(told["entry"]["text"])
+            self.errors.append(json.dumps(details["exceptionDetails"].get("exception", details["exceptionDetails"])))
+        if event == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning", "assert"):
+            self.errors.append(json.dumps(details["args"]))
+        if event == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
+            self.errors.append(details["entry"]["text"])
 
     def evaluate(self, script: str) -> Any:
         """Evaluate an expression in the page. Waits for a promise."""
@@ -171,7 +171,7 @@ class Page:
             self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x, y=y, button="left", clickCount=1)
 
     def click(self, selector: str) -> None:
-        """Use the middle of an element; scrolls to it first."""
+        """Click on the middle of an element, after scrolling to it."""
         self.mouse(self.middle_of(selector), press=True)
         self.settle()
 

@@ -82,7 +82,7 @@ class FakeCluster(ThreadingHTTPServer):
         return name
 
     def add_event(self, about: str, reason: str, message: str, *, kind: str = "Job", second: int = 0) -> None:
-        """Set conditions as the controllers of a cluster do."""
+        """Add an event as the controllers of a cluster do."""
         self.objects["events", f"event-{len(self.objects)}"] = {
             "metadata": {"name": f"event-{len(self.objects)}"},
             "involvedObject": {"kind": kind, "name": about},

@@ -83,10 +83,10 @@ class FaultyS3:
             return bytes(answer.read())
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        words = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
+        request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
         if "HTTP_X_TEST" in environ:
             return self._application(environ, start_response)
-        fault = self._strike(words)
+        fault = self._strike(request)
         if fault is None:
             return self._application(environ, start_response)
         fault.is_reached.set()
@@ -103,16 +103,16 @@ class FaultyS3:
             raise ConnectionError("held back until its sender was dead")
         return self._application(_cut(environ), start_response)
 
-    def _strike(self, words: str) -> Fault | None:
+    def _strike(self, request: str) -> Fault | None:
         with self._lock:
-            self.requests.append(words)
+            self.requests.append(request)
             for fault in self._faults:
                 if fault.after:
-                    if re.search(fault.after, words):
+                    if re.search(fault.after, request):
                         fault.after = ""
                     continue
-                if len(fault.fired) < fault.times and re.search(fault.pattern, words):
-                    fault.fired.append(words)
+                if len(fault.fired) < fault.times and re.search(fault.pattern, request):
+                    fault.fired.append(request)
                     return fault
         return None
 

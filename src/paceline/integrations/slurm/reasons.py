@@ -10,13 +10,13 @@ from dataclasses import dataclass
 class Waiting:
     """What a pending reason means. `never`: the job does not start without a change by a person."""
 
-    words: str
+    reason: str
     hint: str = ""
     never: bool = False
 
     def __str__(self) -> str:
         end = "; it will not start by itself" if self.never else ""
-        return self.words + end + (f": {self.hint}" if self.hint else "")
+        return self.reason + end + (f": {self.hint}" if self.hint else "")
 
 
 _JOBS_END = "it starts when jobs end that use the same account or QOS"
@@ -37,18 +37,18 @@ _REASONS = {
     "Cleaning": Waiting("its earlier start is being cleaned up"),
     "NodeDown": Waiting("a node it needs is down", "sinfo -R shows why"),
     "ReqNodeNotAvail": Waiting("a node it needs is down, drained or reserved", "sinfo -R shows why"),
-    "BadConstraints": Waiting("no node has what it asks for", "sinfo -o '%P %D %c %G %f' lists them", never=True),
+    "BadConstraints": Waiting("no node has what it requests", "sinfo -o '%P %D %c %G %f' lists them", never=True),
     "PartitionDown": Waiting("its partition is down until an administrator opens it", "another --partition"),
     "PartitionInactive": Waiting("its partition is inactive until an administrator opens it", "another --partition"),
-    "PartitionNodeLimit": Waiting("its partition does not allow so many nodes", "fewer --nodes", never=True),
-    "PartitionTimeLimit": Waiting("its partition does not allow so much time", "a shorter --time", never=True),
-    "PartitionConfig": Waiting("its partition does not allow what it asks for", "another --partition", never=True),
+    "PartitionNodeLimit": Waiting("its partition does not allow this many nodes", "fewer --nodes", never=True),
+    "PartitionTimeLimit": Waiting("its partition does not allow this much time", "a shorter --time", never=True),
+    "PartitionConfig": Waiting("its partition does not allow what it requests", "another --partition", never=True),
     "AccountNotAllowed": Waiting("its account may not use the partition", "another --account", never=True),
     "QOSNotAllowed": Waiting("its QOS may not use the partition", "another --qos", never=True),
     "InvalidAccount": Waiting("its account is not valid", "sacctmgr show assoc user=$USER lists yours", never=True),
     "InvalidQOS": Waiting("its QOS is not valid", "sacctmgr show qos lists them", never=True),
     "JobLaunchFailure": Waiting("it could not be started on its node", "scontrol release JOB", never=True),
-    "MaxMemPerLimit": Waiting("the partition does not allow so much memory", "a smaller --mem", never=True),
+    "MaxMemPerLimit": Waiting("the partition does not allow this much memory", "a smaller --mem", never=True),
     "DeadLine": Waiting("its deadline cannot be kept", "submit again without --deadline", never=True),
     "SystemFailure": Waiting("Slurm or a node failed while it started", "scontrol release JOB", never=True),
     "BurstBufferResources": Waiting("the burst buffer it needs is in use"),
@@ -61,7 +61,7 @@ _REASONS = {
 }
 # Limits have a name for each kind of resource. Limits of one job are permanent; limits of a group end with other jobs.
 _PATTERNS = (
-    (r"(QOS|Assoc)Max\w*PerJob\w*|(QOS|Assoc)Max\w*PerNode", "one job may not ask for so much", "ask for less", True),
+    (r"(QOS|Assoc)Max\w*PerJob\w*|(QOS|Assoc)Max\w*PerNode", "one job may not request this much", "request less", True),
     (r"QOSMin\w*", "one job must ask for more", "another --qos", True),
     (r"(QOS|Assoc)Grp\w*RunMin\w*", "running jobs of the account or QOS have too much time left", _JOBS_END, False),
     (r"(QOS|Assoc)Grp\w*Minutes\w*", "the account or QOS has used its time", "ask the site's support", False),
@@ -79,7 +79,7 @@ def explain_reason(reason: str) -> Waiting | None:
     name = reason.strip("()").partition(",")[0].strip()
     if name in _REASONS:
         return _REASONS[name]
-    for pattern, words, hint, never in _PATTERNS:
+    for pattern, reason, hint, never in _PATTERNS:
         if re.fullmatch(pattern, name):
-            return Waiting(words, hint, never)
+            return Waiting(reason, hint, never)
     return None

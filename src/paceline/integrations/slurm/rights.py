@@ -133,10 +133,10 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
     time_s = None if "time-min" in request.options else request.time_s
     cpus = spec.nodes * request.cpus_per_node if request.has_known_cpus else None
     asked = [
-        ("time", "so much time", time_s, [limits.time_s for limits in choices]),
-        ("nodes", "so many nodes", spec.nodes, [limits.nodes for limits in choices]),
-        ("cpus_per_task", "so many CPUs", cpus, [limits.cpus for limits in choices]),
-        ("gpus_per_node", "so many GPUs", spec.nodes * gpus, [limits.gpus for limits in choices]),
+        ("time", "this much time", time_s, [limits.time_s for limits in choices]),
+        ("nodes", "this many nodes", spec.nodes, [limits.nodes for limits in choices]),
+        ("cpus_per_task", "this many CPUs", cpus, [limits.cpus for limits in choices]),
+        ("gpus_per_node", "this many GPUs", spec.nodes * gpus, [limits.gpus for limits in choices]),
     ]
     problems = []
     for setting, resource, value, limits in asked:
