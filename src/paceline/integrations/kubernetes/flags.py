@@ -57,7 +57,7 @@ def kubernetes_settings() -> dict[str, JobSetting]:
         JobSetting("capability", "NAME", "capability of Linux for the pods, as IPC_LOCK; may be repeated", "list"),
         JobSetting("time", "LIMIT", "the job is ended after: MINUTES, HH:MM:SS or D-HH:MM:SS"),
         JobSetting("grace", "S", "seconds to save after SIGTERM (measured by an earlier save, else 120)", "number"),
-        JobSetting("start_timeout", "S", "seconds pods wait until all of them are there (900)", "number"),
+        JobSetting("start_timeout", "S", "seconds that pods wait for all pods to start (900)", "number"),
         JobSetting(
             "retries", "N", "allowed failures of each pod, per day of --time; lost nodes do not count (3)", "number"
         ),

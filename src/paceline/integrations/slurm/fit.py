@@ -185,7 +185,7 @@ def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> l
     if fitting == total:
         return [Problem("nodes", "there are not enough nodes", got, f"1 to {total} in {where}", f"--nodes {total}")]
     allowed = f"{fitting} of the {total} nodes of {where} have what a node of this job needs"
-    hint = f"--nodes {fitting}, or ask for less on each node" if fitting else "ask for less on each node"
+    hint = f"--nodes {fitting}, or request less per node" if fitting else "request less per node"
     return [Problem("nodes", "there are not enough nodes of this kind", got, allowed, hint)]
 
 

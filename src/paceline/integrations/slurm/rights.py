@@ -146,7 +146,7 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
         most = max(known)
         got, allowed = (slurm_time(value), slurm_time(most)) if setting == "time" else (str(value), str(most))
         what = f"the account or QOS does not allow {resource} for one job"
-        hint = f"--time {allowed}" if setting == "time" else "ask for less, or another --qos"
+        hint = f"--time {allowed}" if setting == "time" else "request less, or use another --qos"
         if setting == "nodes":
             hint = f"--nodes {most}"
         problems.append(Problem(setting, what, f"{got} in all", f"up to {allowed}", hint))
