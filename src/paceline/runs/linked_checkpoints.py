@@ -44,9 +44,9 @@ def _write_mark(folder: Path, mark: Path) -> None:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         refuse_checkpoints_of_another_run(folder)  # while the mark is locked: another run may start now
-        mark = {"folder": str(folder.resolve()), "inode": folder.stat().st_ino, "host": socket.gethostname()}
+        content = {"folder": str(folder.resolve()), "inode": folder.stat().st_ino, "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, (json.dumps(mark) + "\n").encode())
+        os.write(descriptor, (json.dumps(content) + "\n").encode())
     finally:
         os.close(descriptor)
 
