@@ -364,7 +364,7 @@ def strike_all(run: Run, faults: int, draw: random.Random) -> tuple[dict[str, li
             time.sleep(draw.uniform(0, 3))
         if run.is_over:
             if run.process.returncode == 0:
-                break  # finished: fewer faults than asked for, which counts as a failure
+                break  # finished: fewer faults than requested, which counts as a failure
             ended += 1
             print(f"ended by itself with {run.process.returncode}\n{run.tail()}", flush=True)
             run.start()

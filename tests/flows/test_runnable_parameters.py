@@ -208,7 +208,7 @@ def test_a_run_id_is_not_used_twice(
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").write_text("epochs: 1\n")
     assert start(tmp_path, monkeypatch, RUNNABLE_RUN_ID="first") == 2
-    assert "RUNNABLE_RETRY_RUN_ID=first goes on with it" in capsys.readouterr().err
+    assert "RUNNABLE_RETRY_RUN_ID=first continues it" in capsys.readouterr().err
 
 
 def test_a_pipeline_outside_the_working_folder_is_refused(

@@ -75,8 +75,8 @@ def read_record(path: Path, rows: list[Row]) -> RunRecord:
     # If a finished run is resumed, its old results stay until it ends again.
     is_finished = status.get("status", "finished") == "finished"
     results = _read_results(RunFolder(path).results) if is_finished else {}
-    words = "finished" if results else ": ".join(str(status[key]) for key in ("status", "reason") if key in status)
-    return RunRecord(path, config, results, words or "not finished", rows)
+    state = "finished" if results else ": ".join(str(status[key]) for key in ("status", "reason") if key in status)
+    return RunRecord(path, config, results, state or "not finished", rows)
 
 
 def _read_results(path: Path) -> dict[str, Any]:

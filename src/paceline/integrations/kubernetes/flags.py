@@ -57,11 +57,11 @@ def kubernetes_settings() -> dict[str, JobSetting]:
         JobSetting("capability", "NAME", "capability of Linux for the pods, as IPC_LOCK; may be repeated", "list"),
         JobSetting("time", "LIMIT", "the job is ended after: MINUTES, HH:MM:SS or D-HH:MM:SS"),
         JobSetting("grace", "S", "seconds to save after SIGTERM (measured by an earlier save, else 120)", "number"),
-        JobSetting("start_timeout", "S", "seconds pods wait until all of them are there (900)", "number"),
+        JobSetting("start_timeout", "S", "seconds that pods wait for all pods to start (900)", "number"),
         JobSetting(
-            "retries", "N", "failures of its own of each pod, per day of --time; lost nodes do not count (3)", "number"
+            "retries", "N", "allowed failures of each pod, per day of --time; lost nodes do not count (3)", "number"
         ),
-        JobSetting("node_timeout", "S", "seconds until pods of a node that is gone are evicted (300)", "number"),
+        JobSetting("node_timeout", "S", "seconds until pods of a lost node are evicted (300)", "number"),
         JobSetting("namespace", "NAME", "namespace (the kubeconfig's)"),
         JobSetting("context", "NAME", "context of the kubeconfig (its current one)"),
         JobSetting("queue", "NAME", "Kueue's local queue: the job waits there, suspended"),

@@ -80,8 +80,8 @@ def _tolerations(job: KubernetesJob) -> list[Object]:
         row |= {"effect": item.effect} if item.effect else {}
         rows.append(row)
     if job.node_timeout_s:  # without these two, the cluster adds them with 300 s
-        gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": job.node_timeout_s}
-        rows += [{"key": key, **gone} for key in _NODE_TAINTS]
+        limited = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": job.node_timeout_s}
+        rows += [{"key": key, **limited} for key in _NODE_TAINTS]
     return rows
 
 

@@ -242,7 +242,7 @@ def parse_resources(settings: JobSettings) -> tuple[tuple[str, str], ...]:
             allowed = "DOMAIN/NAME=N, as rdma/hca=1, or hugepages-2Mi=SIZE; no name of kubernetes.io"
             raise invalid(settings, "resource", text, allowed)
         if name == (read_text(settings, "gpu_resource") or KubernetesJob.gpu_resource):
-            raise invalid(settings, "resource", text, "a resource beside the GPUs", "--gpus-per-node N")
+            raise invalid(settings, "resource", text, "a resource other than GPUs", "--gpus-per-node N")
         rows.append((name, amount))
     _refuse_repeated(settings, "resource", [name for name, _ in rows])
     return tuple(rows)
@@ -320,7 +320,7 @@ def parse_tolerations(settings: JobSettings) -> tuple[Toleration, ...]:
     rows = tuple(_parse_toleration(text, settings) for text in texts)
     for row in rows:
         if row.key in _NODE_TAINTS and "node_timeout" in settings:
-            what = "how long a node may be gone is given twice"
+            what = "the time limit for a lost node is given twice"
             got = f"--toleration {row.key} and --node-timeout"
             raise UserError(what, where=settings["toleration"].where, got=got, hint="leave one out")
     return rows

@@ -214,8 +214,8 @@ def _number(name: str, given: Given, kind: type[int] | type[float]) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        words = "a whole number, 1 or more" if kind is int else "a number greater than 0"
-        raise UserError(f"{name}: {text!r} is not valid", where=given.where, allowed=words)
+        allowed = "a whole number, 1 or more" if kind is int else "a number greater than 0"
+        raise UserError(f"{name}: {text!r} is not valid", where=given.where, allowed=allowed)
     return number
 
 
