@@ -19,6 +19,7 @@ from paceline.data.loader import Batch
 from paceline.parallel.apply import parallelise, settle_buckets
 from paceline.runtime.detect import World
 from paceline.runtime.node_memory import SWITCH
+from paceline.training.guards import Guards
 from paceline.training.optim import build_optimizer
 from paceline.training.recorded_step import build_step
 
@@ -83,7 +84,7 @@ def steps_on_rank(world: World, flags: tuple[str, ...], uses_sockets: bool) -> d
     model = parallelise(new_model(), config, world)
     settle_buckets(model, torch.zeros(2, INPUTS))
     optimizer = build_optimizer(config.optim, model.module)
-    step = build_step(model, optimizer, None, config, world)
+    step = build_step(model, optimizer, None, config, world, Guards())
     norms = []
     for number in range(STEPS):
         inputs, labels = (part.chunk(world.world_size)[world.rank] for part in global_batch(number))

@@ -16,6 +16,7 @@ from paceline.errors import UserError
 from paceline.launch.policy import fewest_microbatches, samples_to_cut
 from paceline.parallel.apply import ParallelModel
 from paceline.settings.schema import Config
+from paceline.training.guards import Guards
 from paceline.training.optim import build_optimizer
 from paceline.training.plan import make_plan
 from paceline.training.step import TrainStep
@@ -33,7 +34,7 @@ def gradients_of(samples: int, accumulate: int, dtype: torch.dtype, *flags: str)
     labels = torch.arange(samples) % 4
     world = make_world(0, 1)
     step = TrainStep(
-        ParallelModel(model, model, "single", None), build_optimizer(config.optim, model), None, config, world
+        ParallelModel(model, model, "single", None), build_optimizer(config.optim, model), None, config, world, Guards()
     )
     report = step.gradients(Batch(inputs, labels, labels, 0.0), 0, wants_stop=False)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]

@@ -246,7 +246,7 @@ def pictures_and_answers(
 def test_examples_are_the_surest_wrong_ones_and_right_ones_of_many_classes() -> None:
     pipeline, raw, labels, logits = pictures_and_answers()
     examples = Examples(pipeline, 1)
-    examples.look(pipeline.for_evaluation(raw), labels, logits)
+    examples.collect(pipeline.for_evaluation(raw), labels, logits)
     chosen = examples.chosen()
     assert len(chosen) == MOST_EXAMPLES
     confidence, predicted = logits.softmax(1).max(1)
@@ -266,7 +266,7 @@ def test_examples_look_at_few_batches_spread_over_the_pass() -> None:
     looked = []
     for number in range(80):
         before = len(examples._found)
-        examples.look(inputs, labels, logits)
+        examples.collect(inputs, labels, logits)
         looked += [number] if len(examples._found) > before else []
     assert looked == list(range(0, 80, 10))
 
@@ -274,8 +274,8 @@ def test_examples_look_at_few_batches_spread_over_the_pass() -> None:
 def test_vectors_and_numbers_that_are_none_leave_no_examples(tmp_path: Path) -> None:
     pipeline, raw, labels, logits = pictures_and_answers()
     examples = Examples(pipeline, 1)
-    examples.look(torch.zeros(64, 20), labels, logits)
-    examples.look(pipeline.for_evaluation(raw), labels, logits * math.nan)
+    examples.collect(torch.zeros(64, 20), labels, logits)
+    examples.collect(pipeline.for_evaluation(raw), labels, logits * math.nan)
     assert examples.chosen() == []
     examples.write(RunFolder(tmp_path), ("a", "b", "c", "d"))
     assert json.loads((tmp_path / "examples.json").read_text()) == {"examples": []}
