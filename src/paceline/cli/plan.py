@@ -84,4 +84,6 @@ def _mb(size_bytes: int) -> str:
 def _describe_peak(config: Config, peak: float) -> str:
     if config.optim.optimizer == "muon":  # its updates have one size, whatever the batch
         return f"{peak:g}"
-    return f"{config.optim.base_lr:g} x {config.train.global_batch_size} / 256 = {peak:g}"
+    from paceline.training.plan import REFERENCE_BATCH
+
+    return f"{config.optim.base_lr:g} x {config.train.global_batch_size} / {REFERENCE_BATCH} = {peak:g}"

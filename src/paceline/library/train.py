@@ -1,11 +1,11 @@
-"""`paceline.train(...)`: `paceline train` from Python."""
+"""`paceline.train(...)` and `paceline.plan(...)`: the commands of these names from Python."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, UserError
@@ -21,6 +21,9 @@ from paceline.settings.fields import FieldSpec, find_field, flatten
 from paceline.settings.recipe_file import unknown_name
 from paceline.settings.rules import check_faults, check_world
 from paceline.settings.small_files import not_plain, write_plain
+
+if TYPE_CHECKING:
+    from paceline.training.plan import RunPlan
 
 Function = Callable[..., Any]
 NOTEBOOK_FILE = "functions.py"
@@ -56,12 +59,7 @@ def train(
     with explained(), trusting_code(trust_code):
         _refuse_within_a_rank()
         given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
-        settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
-        twice = settings.keys() & {name for name, value in flags.items() if value is not None}
-        if twice:
-            keyword = next(name for name, field in _NAMES.items() if field in twice)
-            raise UserError(f"{keyword} is given twice", where="paceline.train", got=f"{keyword} and {_NAMES[keyword]}")
-        settings |= flags | {"output_dir": output_dir}
+        settings = _settings(given, flags) | {"output_dir": output_dir}
         typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
         source = write_down(typed_in) if typed_in else ""
         with tempfile.TemporaryDirectory() as draft:  # a refused request leaves no file
@@ -82,6 +80,47 @@ def train(
                     write_plain(file, before)
                 raise
         return Run(folder, trust_code=trust_code)
+
+
+def plan(
+    recipe: str | Path = "shapes-cnn",
+    *,
+    model: str | Function | None = None,
+    data: str | Function | None = None,
+    loss: str | Function | None = None,
+    metrics: str | Function | Sequence[str | Function] | None = None,
+    trust_code: bool = False,
+    **flags: Any,
+) -> RunPlan:
+    """The numbers of a run before it is trained: `plan("shapes-cnn", epochs=5).total_steps`, like `paceline plan`.
+
+    Takes the arguments of `train`, raises the same errors for mistakes, and starts and writes nothing.
+    """
+    with explained(), trusting_code(trust_code):
+        settings = _settings({"model": model, "data": data, "loss": loss, "metrics": metrics}, flags)
+        typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
+        with tempfile.TemporaryDirectory() as draft:
+            file = Path(draft) / NOTEBOOK_FILE
+            if typed_in:
+                file.write_text(write_down(typed_in), encoding="utf-8")
+            loaded = read_request(_arguments(recipe, settings, file))
+            world_size = decide_processes(loaded)
+            check_world(loaded, world_size)
+            from paceline.data.registry import describe_dataset
+            from paceline.training.plan import make_plan
+
+            info = describe_dataset(loaded.config.data, loaded.config.train.seed)
+            return make_plan(loaded.config, info, world_size)
+
+
+def _settings(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings by the names of their flags. `model` and `model_name` may not both be given."""
+    settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
+    twice = settings.keys() & {name for name, value in flags.items() if value is not None}
+    if twice:
+        keyword = next(name for name, field in _NAMES.items() if field in twice)
+        raise UserError(f"{keyword} is given twice", where="paceline.train", got=f"{keyword} and {_NAMES[keyword]}")
+    return settings | flags
 
 
 def _write_source(file: Path, source: str) -> bytes | None:
