@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from paceline.errors import printable_line
 from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, MIRROR, ROW, STATUS
@@ -29,7 +29,8 @@ _SCRIPT = "job.sbatch"
 _LARGEST_SCRIPT_BYTES = 1_000_000
 _LARGEST_TABLE_BYTES = 100_000_000
 _LOCKS = (LOCK, OWNER_FILE)
-STATES = ("running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown")
+State = Literal["running", "starting", "silent", "submitted", "finished", "preempted", "failed", "lost", "unknown"]
+STATES: tuple[State, ...] = get_args(State)
 LIVING = ("running", "starting", "silent", "submitted")  # or perhaps living: nobody may touch these
 _DEEPEST = 3  # runs/project/sweep/run: deeper ones are named by --in
 _DEEPEST_IN_STORE = 32  # runs/s3/bucket/a/b/run: a working copy has the path that its store has
