@@ -167,7 +167,7 @@ def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:
     assert min(seconds() for _ in range(3)) < 1.0
     probe = "import sys; from paceline.cli.main import main; main(['runs', '--limit=1']); print(*sys.modules)"
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
-    assert not {"torch", "numpy", "tyro", "yaml"} & set(modules)
+    assert not {"torch", "numpy", "yaml"} & set(modules)
 
 
 # --- What `paceline train` says, and where ----------------------------------------------------------------------------

@@ -22,11 +22,12 @@ from hypothesis import strategies as st
 from harness.cli import environment
 from harness.fake_slurm import clean_home
 from paceline.cli.main import main
-from paceline.integrations.kubernetes.flags import kubernetes_settings
 from paceline.integrations.kubernetes.gang import Verdict, judge, read_go, read_place, read_verdict
-from paceline.integrations.kubernetes.job import Api, as_name, longest_name
+from paceline.integrations.kubernetes.job import Api, KubernetesJob, longest_name
+from paceline.integrations.kubernetes.values import as_name
 from paceline.runtime.peers import MalformedMessage, Peer, connect
 from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
+from paceline.settings.declare import fields_of
 from paceline.settings.fields import find_field
 
 USER, DATA, PREEMPTED, INTERNAL = 2, 3, 75, 70
@@ -174,7 +175,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "ephemeral storage without unit": ([*JOB, "--ephemeral-storage", "20"], ["ephemeral_storage: '20'", "20Gi"]),
     "scheduler of a trainjob": ([*JOB, "--api", "trainjob", "--scheduler", "volcano"], ["leaves --scheduler"]),
     "node timeout twice": (
-        [*JOB, "--node-timeout", "60", "--toleration", "node.kubernetes.io/unreachable:NoExecute"],
+        [*JOB, "--node-timeout-s", "60", "--toleration", "node.kubernetes.io/unreachable:NoExecute"],
         ["given twice"],
     ),
     "selector without value": ([*JOB, "--node-selector", "gpu"], ["node_selector: 'gpu'", "KEY=VALUE"]),
@@ -185,7 +186,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "root": ([*JOB, "--user", "0"], ["user: '0'", "not run as root"]),
     "a port of the system's": ([*JOB, "--port", "80"], ["port: '80'", "from 1024"]),
     "time with letters": ([*JOB, "--time", "2h"], ["not a time limit", "'2h'"]),
-    "grace above the time": ([*JOB, "--time", "1", "--grace", "60"], ["would end before it has begun"]),
+    "grace above the time": ([*JOB, "--time", "1", "--grace-s", "60"], ["would end before it has begun"]),
     "runtime of a job": ([*JOB, "--runtime", "mine"], ["only a trainjob has a runtime", "--api trainjob"]),
     "secret of a trainjob": (
         [*JOB, "--api", "trainjob", "--secret", "wandb"],
@@ -230,14 +231,14 @@ def test_without_the_client_the_extra_is_named(
 
 
 def test_flags_of_submit_are_none_of_trains() -> None:
-    both = [name for name in kubernetes_settings() if find_field(name)]
+    both = [name for name in fields_of(KubernetesJob) if find_field(name)]
     assert both == []
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit("--help") == 0
     out = capsys.readouterr().out
-    for setting in kubernetes_settings().values():
+    for setting in fields_of(KubernetesJob).values():
         assert setting.flag in out
     assert max(map(len, out.splitlines())) <= 130
 
@@ -342,9 +343,9 @@ def test_failures_are_counted_for_each_pod_and_grow_with_the_time(capsys: pytest
 
 def test_a_start_timeout_below_the_back_off_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     """The default covers the longest delay of the Job controller; a shorter one is said."""
-    for flags, warnings in (([], 0), (["--start-timeout", "599"], 1), (["--start-timeout", "600"], 0)):
+    for flags, warnings in (([], 0), (["--start-timeout-s", "599"], 1), (["--start-timeout-s", "600"], 0)):
         assert submit(*JOB, *flags, "--dry-run") == 0
-        assert capsys.readouterr().err.count("warning: --start-timeout") == warnings
+        assert capsys.readouterr().err.count("warning: --start-timeout-s") == warnings
 
 
 @pytest.mark.parametrize(
@@ -385,7 +386,7 @@ def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixt
     """RDMA, gang schedulers and local disks have flags of their own."""
     flags = ["--annotation", "k8s.v1.cni.cncf.io/networks=a, b", "--label", "scheduling.x-k8s.io/pod-group=g"]
     flags += ["--resource", "rdma/hca=1", "--capability", "IPC_LOCK", "--scheduler", "volcano"]
-    flags += ["--ephemeral-storage", "20Gi", "--node-timeout", "60"]
+    flags += ["--ephemeral-storage", "20Gi", "--node-timeout-s", "60"]
     job = manifest(capsys, *JOB, *flags, "--job-name", "ride")[-1]
     metadata, pod = job["spec"]["template"]["metadata"], pod_of(job)
     (container,) = pod["containers"]
@@ -635,8 +636,8 @@ def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureF
     assert grace() == 120
     (folder / "status.json").write_text(json.dumps({"status": "preempted", "step": 7, "save_s": 100.0}))
     assert grace() == 420
-    assert submit(*again, "--grace", "60", "--dry-run") == USER
-    assert "--grace 210" in capsys.readouterr().err
+    assert submit(*again, "--grace-s", "60", "--dry-run") == USER
+    assert "--grace-s 210" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_not_submitted_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.integrations.kubernetes.job import DATA_PATH, RUNS_PATH, KubernetesJob
+from paceline.integrations.kubernetes.job import KubernetesJob
+from paceline.integrations.kubernetes.volumes import DATA_PATH, RUNS_PATH
 
 pytestmark = pytest.mark.flows
 
@@ -101,7 +102,6 @@ def test_every_package_has_its_version(variant: str) -> None:
     for name in (
         "torch",
         "numpy",
-        "tyro",
         "PyYAML",
         "safetensors",
         "isal",

@@ -271,7 +271,7 @@ def test_watch_until_the_fake_job_has_ended(
     for row in (PENDING, PENDING, RUNNING, COMPLETED.replace("COMPLETED", "CANCELLED")):
         fake.answer("squeue", row)
     fake.answer("scontrol", details("PENDING"))
-    text = told(capsys, "watch", "run", "--every", "0", code=PREEMPTED)
+    text = told(capsys, "watch", "run", "--every-s", "0", code=PREEMPTED)
     heads = [line for line in text.splitlines() if line.startswith("run: ")]
     assert heads == ["run: queued, step 7", "run: starting, step 7", "run: preempted, step 7"]
     assert len(fake.calls("squeue")) == 4
@@ -282,7 +282,7 @@ def test_watch_ends_with_the_failure_of_the_run(tmp_path: Path, capsys: pytest.C
     folder = make_run(tmp_path / "run", {"status": "failed", "reason": "loss is nan"}, job_id="")
     folder.failure.write_text('{"exit_code": 5, "attempt": 1, "attempts": 1, "what": "loss is nan"}')
     assert "reason:   loss is nan" in told(capsys, "watch", str(folder.path), code=5)
-    assert "--every takes seconds" in told(capsys, "watch", str(folder.path), "--every", "soon", code=USER)
+    assert "--every-s takes seconds" in told(capsys, "watch", str(folder.path), "--every-s", "soon", code=USER)
 
 
 def test_ctrl_c_leaves_the_fake_job_alone(

@@ -14,8 +14,9 @@ import pytest
 from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.main import main
 from paceline.integrations.slurm import facts as slurm_facts
+from paceline.launch.job import SlurmFlags
+from paceline.settings.declare import fields_of
 from paceline.settings.fields import find_field
-from paceline.settings.sites import job_settings
 
 USER = 2
 MOST_LINES = 12
@@ -59,8 +60,8 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "time with letters": ([*JOB[:-1], "2h"], ["not a time limit", "'2h'", "D-HH:MM:SS"]),
     "time with 61 minutes": ([*JOB[:-1], "1:61:00"], ["not a time limit"]),
     "no time at all": ([*JOB[:-1], "0"], ["not a time limit"]),
-    "time below the notice": ([*JOB[:-1], "2"], ["warning would come before", "120 s", "--signal-notice 30"]),
-    "notice too long": ([*JOB, "--signal-notice", "99999"], ["signal_notice: '99999'", "65535"]),
+    "time below the notice": ([*JOB[:-1], "2"], ["warning would come before", "120 s", "--signal-notice-s 30"]),
+    "notice too long": ([*JOB, "--signal-notice-s", "99999"], ["signal_notice_s: '99999'", "65535"]),
     "unknown start": ([*JOB, "--start", "torchruns"], ["start: 'torchruns'", "--start torchrun"]),
     "fewer CPUs than ranks": ([*JOB, "--cpus-per-task", "1"], ["more ranks than CPUs", "--cpus-per-task 2"]),
     "memory in words": ([*JOB, "--mem", "much"], ["mem: 'much'", "64G"]),
@@ -149,10 +150,10 @@ def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> 
     """Its own process, as a person has it; what is imported is what takes time, on whatever machine."""
     told = command("submit", "slurm", "--help", cwd=tmp_path)
     assert told.returncode == 0
-    for setting in job_settings().values():
+    for setting in fields_of(SlurmFlags).values():
         assert f"  {setting.flag} " in told.stdout
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in told.stderr.splitlines()}
-    assert not imported & {"torch", "numpy", "tyro", "yaml"}
+    assert not imported & {"torch", "numpy", "yaml"}
     refused = command("submit", "slurm", *JOB, "--lanes", "2", cwd=tmp_path)
     assert refused.returncode == USER
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in refused.stderr.splitlines()}
@@ -161,7 +162,7 @@ def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> 
 
 
 def test_no_flag_means_two_things() -> None:
-    assert [name for name in job_settings() if find_field(name)] == []
+    assert [name for name in fields_of(SlurmFlags) if find_field(name)] == []
 
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
@@ -334,10 +335,10 @@ def test_a_notice_too_short_to_save_is_refused_before_the_fake_sbatch(
     finished_run(tmp_path / "run")
     (tmp_path / "run" / "status.json").write_text('{"status": "preempted", "step": 84, "save_s": 70.2}')
     again = [*JOB, "--output-dir", "run", "--resume", "auto"]
-    assert submit(*again, "--signal-notice", "120") == 2
-    assert "--signal-notice 151" in capsys.readouterr().err
+    assert submit(*again, "--signal-notice-s", "120") == 2
+    assert "--signal-notice-s 151" in capsys.readouterr().err
     assert fake.calls("sbatch") == []
-    assert submit(*again, "--signal-notice", "151") == 0
+    assert submit(*again, "--signal-notice-s", "151") == 0
 
 
 def test_refusal_of_the_fake_sbatch_leaves_nothing(

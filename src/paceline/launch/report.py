@@ -98,7 +98,7 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
     if is_hung:
         what = f"rank {culprit.rank} made no progress for {_age(culprit):.0f} s"
         stacks = "" if folder.is_temporary else f"every rank's stack is in {folder.stacks}; "
-        hint: str | None = f"{stacks}--hang-timeout sets the deadline"
+        hint: str | None = f"{stacks}--hang-timeout-s sets the deadline"
     else:
         what = _in_words(culprit, code) + (f": {cause.words}" if cause else "")
         hint = cause.hint if cause else None if folder.is_temporary else f"{folder.failure} has the traceback"

@@ -21,6 +21,7 @@ Row = dict[str, Any]
 # Where and how a run is watched, never what it computes.
 _SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save", "profile")
 _EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
+SHORT_HASH = 12  # characters of a hash that are shown
 HASHES = ("weights_sha256", "optimizer_sha256")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from paceline.runtime.detect import ALONE, World, build_world
 from paceline.settings.load import LoadedConfig, load_config, load_saved
 from paceline.settings.rules import check_config
 from paceline.settings.schema import Config
+from paceline.settings.values import Setting
 from paceline.training.components import Components, build_components
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
 from paceline.training.step import autocast
@@ -36,7 +38,9 @@ class OpenRun:
     folder: Path | None  # the run folder; None for a checkpoint without one
 
 
-def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> OpenRun:
+def open_run(
+    path: Path, flags: Sequence[str | Setting], *, checkpoint: str | int = "", trust_code: bool = False
+) -> OpenRun:
     """The weights of a run on one process: the best (the latest, if it ended before its first epoch did), or those of
     `checkpoint`: best, latest or a step. `path` may be a checkpoint folder too, also one without its run.
 
@@ -65,7 +69,7 @@ def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_
     return OpenRun(config, world, found, components, named.run)
 
 
-def _load_config_of(folder: Path, flags: list[str]) -> LoadedConfig:
+def _load_config_of(folder: Path, flags: Sequence[str | Setting]) -> LoadedConfig:
     """A checkpoint holds the config it was trained with."""
     config = open_checkpoint(folder).state.get("config")
     if not isinstance(config, dict):

@@ -151,7 +151,7 @@ class Pod:
             f"{len(missing)} of {self.place.nodes} nodes did not arrive within {self.place.start_timeout_s:.0f} s",
             where=f"{self.place.host}:{self.place.port}",
             got=f"missing: node {', '.join(missing)}",
-            hint="kubectl get pods: are they pending, or do they fail? --start-timeout waits longer",
+            hint="kubectl get pods: are they pending, or do they fail? --start-timeout-s waits longer",
         )
 
     def _join(self) -> int | None:
@@ -177,7 +177,7 @@ class Pod:
             f"node 0 did not say go within {self.place.start_timeout_s:.0f} s",
             where=f"{self.place.host}:{self.place.port}",
             got=trouble,
-            hint="kubectl get pods: is the pod of index 0 running? --start-timeout waits longer",
+            hint="kubectl get pods: is the pod of index 0 running? --start-timeout-s waits longer",
         )
 
     def _wait_for_go(self, line: Line, deadline_s: float) -> int | None:
