@@ -44,10 +44,9 @@ class RecipeSettings:
     """A recipe that comes with paceline (see `paceline recipes`), or a YAML file."""
     flags: Annotated[tuple[Setting, ...], FlagsOf(Config)] = ()
 
-    def as_arguments(self, without: Sequence[str] = ()) -> list[str]:
-        """Recipe and flags as arguments of `paceline train`."""
-        settings = [setting for setting in self.flags if setting.field.name not in without]
-        return [self.recipe, *(token for setting in settings for token in setting.tokens())]
+    def as_arguments(self, first: Sequence[Setting] = ()) -> list[str]:
+        """Recipe and flags as arguments; other settings `first`."""
+        return [self.recipe, *(token for setting in (*first, *self.flags) for token in setting.tokens())]
 
 
 def commands_of(verb: str) -> dict[str, Command]:

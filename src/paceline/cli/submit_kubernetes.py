@@ -67,8 +67,7 @@ def submit_kubernetes(settings: SubmitKubernetes) -> int:
     if is_finished(folder, loaded):
         return EXIT_FINISHED
     require_writable(folder.path)
-    tokens = [token for setting in settings.job for token in setting.tokens()]
-    command = ["paceline", "submit", "kubernetes", *settings.as_arguments(), *tokens]
+    command = ["paceline", "submit", "kubernetes", *settings.as_arguments(settings.job)]
     job = replace(
         job,
         command=tuple(command),

@@ -65,11 +65,10 @@ def submit_slurm(settings: SubmitSlurm) -> int:
         return EXIT_FINISHED
     require_inputs(loaded, brings_own_weights=bool(spec.container_image or spec.environment))
     check_cluster([spec], given)
-    job = [token for setting in settings.job for token in setting.tokens()]
     with claimed(place) as place:
         folder = RunFolder(place.folder.absolute())
         spec = complete(replace(spec, folder=folder.path), loaded, settings.flags)
-        return _submit(spec, folder, ["paceline", "submit", "slurm", *settings.as_arguments(), *job])
+        return _submit(spec, folder, ["paceline", "submit", "slurm", *settings.as_arguments(settings.job)])
 
 
 def _read_request(settings: SubmitSlurm, spec: JobSpec) -> LoadedConfig:

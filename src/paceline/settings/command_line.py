@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from paceline.errors import UserError
 from paceline.settings.declare import FieldSpec, collected_by, fields_of
-from paceline.settings.values import Setting, as_typed, build, check_texts, find_in, unknown_name
+from paceline.settings.values import Setting, as_typed, build, check_texts, find_in, split_commas, unknown_name
 
 T = TypeVar("T")
 COMMAND_LINE = "the command line"
@@ -109,15 +109,14 @@ def _take_values(field: FieldSpec, left: list[str]) -> list[str]:
             break
         values += _split(field, left.pop(0))
     if not values and not takes_many:
-        raise UserError(f"{field.flag} needs a value", where=COMMAND_LINE, allowed=field.expects)
+        allowed = field.help or field.expects if field.expects == "text" else field.expects
+        raise UserError(f"{field.flag} needs a value", where=COMMAND_LINE, allowed=allowed)
     return values
 
 
 def _split(field: FieldSpec, text: str) -> list[str]:
-    """`cuda/12,gcc/13` is two modules. In other fields a comma is part of the value."""
-    if field.is_tuple and field.arg.many == "commas":
-        return text.replace(",", " ").split()
-    return [text]
+    """In most fields a comma is part of the value."""
+    return split_commas(text) if field.is_tuple and field.arg.many == "commas" else [text]
 
 
 def _unexpected(token: str, table: Mapping[str, FieldSpec], command: str) -> UserError:

@@ -64,6 +64,11 @@ def as_typed(value: object) -> tuple[str, ...]:
     return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
 
 
+def split_commas(text: str) -> list[str]:
+    """`cuda/12,gcc/13` is two values."""
+    return [part for part in text.replace(",", " ").split(" ") if part]
+
+
 def latest(settings: Iterable[Setting]) -> dict[str, Setting]:
     """The effective setting of each field: later ones replace earlier ones."""
     return {setting.field.name: setting for setting in settings}

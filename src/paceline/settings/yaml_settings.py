@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import UserError
 from paceline.settings.declare import FieldSpec
 from paceline.settings.small_files import YamlError, compose_yaml
-from paceline.settings.values import Origin, Setting, check_texts
+from paceline.settings.values import Origin, Setting, check_texts, split_commas
 
 if TYPE_CHECKING:
     import yaml
@@ -75,7 +75,7 @@ def _values(field: FieldSpec, pair: Pair) -> tuple[str, ...]:
         return tuple(f"{name}={value}" for name, value in entries)
     text = _scalar(field, node, pair.where)
     if field.is_tuple and field.arg.many == "commas":
-        return tuple(text.replace(",", " ").split())
+        return tuple(split_commas(text))
     return (text.lower() if field.is_bool else text,)
 
 
