@@ -11,10 +11,10 @@ from fuzz.sandbox import Format, Reader
 from paceline.cli.command import run_verb
 from paceline.integrations.runnable.parameters import make_request, read_parameters
 from paceline.launch.request import check_loaded
+from paceline.launch.sites import read_site
 from paceline.settings.load import load_config
 from paceline.settings.recipe_file import find_recipe
 from paceline.settings.rules import check_config
-from paceline.launch.sites import read_site
 from paceline.tools.course.desk import read_passed
 
 SITE = """\
@@ -77,7 +77,8 @@ def _build_study(samples: Path, folder: Path) -> None:
 REPORT = Reader("study report", lambda folder: run_verb("study", ["report", "study"]), every=50)
 PREDICT = Reader("study predict", lambda folder: run_verb("study", ["predict", "study", "--world-sizes", "4,8"]))
 PREDICT_CSV = Reader(
-    "study predict results.csv", lambda folder: run_verb("study", ["predict", "study/results.csv", "--world-sizes", "4"])
+    "study predict results.csv",
+    lambda folder: run_verb("study", ["predict", "study/results.csv", "--world-sizes", "4"]),
 )
 
 

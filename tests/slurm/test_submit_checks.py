@@ -66,7 +66,10 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "fewer CPUs than ranks": ([*JOB, "--cpus-per-task", "1"], ["more ranks than CPUs", "--cpus-per-task 2"]),
     "memory in words": ([*JOB, "--mem", "much"], ["mem: 'much'", "64G"]),
     "venv that is none": ([*JOB, "--venv", "nowhere"], ["no virtual environment", "nowhere"]),
-    "venv in a container": ([*JOB, "--venv", "v", "--container-image", "x/y"], ["two environments", "--container-image x/y"]),
+    "venv in a container": (
+        [*JOB, "--venv", "v", "--container-image", "x/y"],
+        ["two environments", "--container-image x/y"],
+    ),
     "venv and conda": ([*JOB, "--venv", "v", "--conda", "c"], ["two environments for python"]),
     "image that is not there": ([*JOB, "--container-image", "./a.sqsh"], ["no such image", "./a.sqsh"]),
     "EDF that is not there": ([*JOB, "--environment", "edf.toml"], ["no such file", "edf.toml"]),

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: --save-steps, --save-epochs, --keep-every-epochs and the end of the run, each on its own."""
+"""When a checkpoint is due: --save-steps, --save-epochs, --keep-every-epochs and the end of the run, one at a time."""
 
 from __future__ import annotations
 

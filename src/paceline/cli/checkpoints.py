@@ -124,7 +124,7 @@ def _print_table(folder: Path, entries: list[dict[str, Any]], aside: list[str]) 
         if entry["unreadable"]:
             print(f"cannot be read now: {folder / entry['name']}: {entry['unreadable']}")
     if bad:
-        print(f"{len(bad)} of {len(entries)} damaged; --resume auto goes on from the newest that is whole")
+        print(f"{len(bad)} of {len(entries)} damaged; --resume auto continues from the newest complete one")
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -48,7 +48,7 @@ class RunView:
     saved_step: int
     entry: RunEntry
     now: dict[str, Any]  # the newest row of its steps
-    last_line: str = ""  # of a run whose folder only the cluster sees: what it said last
+    last_line: str = ""  # of the log, if only the cluster can read the run folder
 
     @property
     def is_far(self) -> bool:
@@ -297,7 +297,9 @@ def _reason(view: RunView) -> str:
     if view.state == "lost" and view.owner is not None and view.job is None:
         return f"its process is gone ({view.owner})"
     if view.state == "running" and view.entry.state == "silent" and view.job is None:
-        return f"no word for long, and its process cannot be seen from here ({view.owner or 'nobody has its lock'})"
+        return (
+            f"no update for long, and its process cannot be seen from here ({view.owner or 'no process has its lock'})"
+        )
     return str(view.status.get("reason") or "").partition("\n")[0]
 
 

@@ -113,23 +113,23 @@ def _predict_one(model: StepModel, size: int, batch: int, scaling: str, link: Li
     return model.predict(size, samples, link)
 
 
-def _row(strategy: str, said: Prediction, samples: float, price: float | None) -> dict[str, object]:
-    batch = said.samples_per_rank * said.world_size
+def _row(strategy: str, found: Prediction, samples: float, price: float | None) -> dict[str, object]:
+    batch = found.samples_per_rank * found.world_size
     hours = [
         None if step is None else samples / batch * step / 3600
-        for step in (said.step_s.value, said.step_s.low, said.step_s.high)
+        for step in (found.step_s.value, found.step_s.low, found.step_s.high)
     ]
     row: dict[str, object] = {
         "strategy": strategy,
-        "world_size": said.world_size,
+        "world_size": found.world_size,
         "global_batch_size": round(batch),
-        "step_ms": [_ms(said.step_s.value), _ms(said.step_s.low), _ms(said.step_s.high)],
-        "images_per_second": batch / said.step_s.value,
-        "efficiency": [said.efficiency.value, said.efficiency.low, said.efficiency.high],
+        "step_ms": [_ms(found.step_s.value), _ms(found.step_s.low), _ms(found.step_s.high)],
+        "images_per_second": batch / found.step_s.value,
+        "efficiency": [found.efficiency.value, found.efficiency.low, found.efficiency.high],
         "hours": hours,
     }
     if price is not None:
-        row["cost"] = [None if h is None else h * said.world_size * price for h in hours]
+        row["cost"] = [None if h is None else h * found.world_size * price for h in hours]
     return row
 
 

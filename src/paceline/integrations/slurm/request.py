@@ -79,7 +79,7 @@ class Request:
 
     @property
     def time_s(self) -> int | None:
-        """Slurm counts whole minutes. None: not said, or not understood."""
+        """Slurm counts whole minutes. None: not given, or not understood."""
         try:
             return -(-parse_time_s(self.spec.time) // 60) * 60 if self.spec.time else None
         except UserError:
