@@ -9,7 +9,7 @@ from pathlib import Path
 from paceline.errors import PacelineError, UserError
 
 # In a wheel the lessons travel inside the package (see setup.py); in a checkout they lie where people read them.
-_HOMES = (Path(__file__).parent / "lessons", Path(__file__).resolve().parents[3] / "course")
+_HOMES = (Path(__file__).parent / "lessons", Path(__file__).resolve().parents[4] / "course")
 
 
 @dataclass(frozen=True)
