@@ -37,7 +37,7 @@ def test_an_interrupt_inside_exec_keeps_its_exit_code(tmp_path: Path) -> None:
 import paceline.launch.rank_exit, paceline.metrics.screen  # loaded later, they would hide it
 import paceline.cli.main as m
 m._dispatch = lambda given: exec("raise KeyboardInterrupt")
-m.leave()
+m.console_main()
 """
     (tmp_path / "interrupted.py").write_text(program)
     answer = command(sys.executable, "-m", "interrupted", cwd=tmp_path)
