@@ -133,7 +133,7 @@ def test_status_from_another_machine_through_the_folder(home: Path, capsys: pyte
     assert "  now:      loss 1.5000, acc 50.0%, 3,105 img/s, 412 MB\n" in text
     make_run(home / "runs/e-silent", "running", step=3, age_s=7200)
     hold(make_run(home / "runs/e-silent", "running", step=3, age_s=7200), elsewhere())
-    assert "reason:   no word for long" in told(capsys, "status", "e-silent")
+    assert "reason:   no update for long" in told(capsys, "status", "e-silent")
     assert names(told(capsys, "runs", "--status", "silent")) == ["e-silent"]
 
 
