@@ -41,6 +41,8 @@ class Example:
     """Which."""
     modules: Annotated[tuple[str, ...], Arg(many="commas")] = ()
     """Modules."""
+    sizes: Annotated[tuple[int, ...], Range(low=1), Arg(many="commas")] = ()
+    """Sizes."""
     lines: Annotated[tuple[str, ...], Arg(many="lines", may_begin_with_dashes=True)] = ()
     """Lines."""
     page: Annotated[Path | None, Arg(bare="page.html", bare_unless=(".html",))] = None
@@ -65,6 +67,7 @@ def parse(*arguments: str) -> Example:
         (["a", "--no-fast", "--kind", "large"], Example("a", fast=False, kind="large")),
         (["a", "--no-fast", "--fast"], Example("a")),
         (["a", "--modules", "x,y", "--modules=z"], Example("a", modules=("x", "y", "z"))),
+        (["a", "--sizes", "1, 2 ,3"], Example("a", sizes=(1, 2, 3))),
         (["a", "--lines", "--x=1,2", "--lines=b"], Example("a", lines=("--x=1,2", "b"))),
         (["a", "--page", "b"], Example("a", ("b",), page=Path("page.html"))),
         (["a", "--page", "b.html"], Example("a", page=Path("b.html"))),
@@ -100,6 +103,7 @@ def test_flags_of_another_dataclass_are_collected_with_their_origin() -> None:
         (["a", "--kind", "lagre"], "flag --kind", ["kind: 'lagre'", "small, large", "--kind large"]),
         (["a", "--page="], "the command line", ["needs a value after ="]),
         (["a", "--modules", "x\ny"], "flag --modules", ["a newline"]),
+        (["a", "--sizes", "1,,2"], "flag --sizes", ["sizes: '' is not valid"]),
         (["a", "--save-frequency", "2"], "the command line", ["new name", "--keep-every-epochs"]),
     ],
 )

@@ -74,8 +74,9 @@ def submit_kubernetes(settings: SubmitKubernetes) -> int:
         grace_s=_grace_s(folder, job),
         cpus=job.cpus or job.ranks_per_node * default_threads(loaded, has_gpus=job.has_gpus),
     )
+    named = _with_training(job, loaded, settings, folder, earlier)
     if settings.dry_run:
-        print(write_manifest(_with_training(job, loaded, settings, folder, earlier)), end="")
+        print(write_manifest(named), end="")
         return EXIT_FINISHED
     cluster = Cluster(job.context, job.namespace)
     cluster.require()  # before anything is written

@@ -173,7 +173,7 @@ class SlurmFlags:
     """Memory per node, for example 64G."""
     gres: Annotated[str, Arg("LIST", parse=parse_word)] = ""
     """Generic resources, for example gpu:a100:4."""
-    modules: Annotated[tuple[str, ...], Arg("LIST", many="commas")] = ()
+    modules: Annotated[tuple[str, ...], Arg("LIST", many="commas", parse=parse_line)] = ()
     """Environment modules to load."""
     venv: Annotated[str, Arg("FOLDER", parse=parse_line)] = ""
     """Virtual environment to activate."""

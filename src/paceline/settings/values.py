@@ -65,8 +65,9 @@ def as_typed(value: object) -> tuple[str, ...]:
 
 
 def split_commas(text: str) -> list[str]:
-    """`cuda/12,gcc/13` is two values."""
-    return [part for part in text.replace(",", " ").split(" ") if part]
+    """`cuda/12,gcc/13` is two values. An empty place stays, and is refused by its field."""
+    pieces = [[part for part in piece.split(" ") if part] or [""] for piece in text.split(",")]
+    return [part for piece in pieces for part in piece]
 
 
 def latest(settings: Iterable[Setting]) -> dict[str, Setting]:

@@ -82,7 +82,7 @@ class KubernetesJob:
     """Container image with paceline in it, with a tag or a digest: docker build --tag REGISTRY/paceline:0.1.0 ."""
     runs: Annotated[Volume, Arg("CLAIM", parse=parse_runs)]
     """Where runs are kept: a PersistentVolumeClaim that all pods can write, or /PATH of all nodes; in the pods at
-    /runs. examples/kubernetes/storage.yaml creates a claim."""
+    /runs. `kubectl get pvc` lists claims, examples/kubernetes/storage.yaml creates one."""
     nodes: Annotated[int, Range(low=1, high=10_000)] = 1
     """Pods, each on its own node."""
     gpus_per_node: Annotated[int, Range(low=1, high=1024)] = 0
