@@ -96,7 +96,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "memory in gigabytes": ([*JOB, "--memory", "64GB"], ["memory: '64GB'", "--memory 64Gi"]),
     "memory in small letters": ([*JOB, "--memory", "64gi"], ["memory: '64gi'", "--memory 64Gi"]),
     "memory without unit": ([*JOB, "--memory", "64"], ["memory: '64'", "Gi"]),
-    "shm above memory": ([*JOB, "--memory", "4Gi", "--shm", "8Gi"], ["/dev/shm would take all", "8Gi of 4Gi"]),
+    "shm above memory": ([*JOB, "--memory", "4Gi", "--shm", "8Gi"], ["/dev/shm would use all", "8Gi of 4Gi"]),
     "fewer CPUs than ranks": ([*JOB, "--cpus", "1"], ["more ranks than CPUs", "--cpus 2"]),
     "namespace with capitals": ([*JOB, "--namespace", "My_Team"], ["namespace: 'My_Team'", "--namespace my-team"]),
     "job name with a digit first": ([*JOB, "--job-name", "3d"], ["job_name: '3d'", "a letter first", "run-3d"]),
