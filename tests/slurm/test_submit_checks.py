@@ -60,7 +60,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "time with letters": ([*JOB[:-1], "2h"], ["not a time limit", "'2h'", "D-HH:MM:SS"]),
     "time with 61 minutes": ([*JOB[:-1], "1:61:00"], ["not a time limit"]),
     "no time at all": ([*JOB[:-1], "0"], ["not a time limit"]),
-    "time below the notice": ([*JOB[:-1], "2"], ["warning would come before", "120 s", "--signal-notice-s 30"]),
+    "time below the notice": ([*JOB[:-1], "2"], ["warning signal would come before", "120 s", "--signal-notice-s 30"]),
     "notice too long": ([*JOB, "--signal-notice-s", "99999"], ["signal_notice_s is out of range", "65535"]),
     "unknown start": ([*JOB, "--start", "torchruns"], ["start: 'torchruns'", "--start torchrun"]),
     "fewer CPUs than ranks": ([*JOB, "--cpus-per-task", "1"], ["more ranks than CPUs", "--cpus-per-task 2"]),
