@@ -89,7 +89,7 @@ def flags_for(faults: int) -> list[str]:
             "--save-steps=20",
             "--keep-last=2",
             "--log-frequency=10",
-            f"--hang-timeout={HANG_TIMEOUT_S}",
+            f"--hang-timeout-s={HANG_TIMEOUT_S}",
             "--omp-num-threads=1",  # several runs share the cores
         ),
         *("--max-restarts=1000000", "--resume=auto"),

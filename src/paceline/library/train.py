@@ -17,10 +17,10 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, claimed, decide_place
 from paceline.runs.trust import trusting_code
 from paceline.runtime.detect import read_rank_environment
-from paceline.settings.fields import FieldSpec, find_field, flatten
-from paceline.settings.recipe_file import unknown_name
+from paceline.settings.fields import field_table, find_field, flatten
 from paceline.settings.rules import check_faults, check_world
 from paceline.settings.small_files import not_plain, write_plain
+from paceline.settings.values import Setting, as_typed, check_texts, invalid, unknown_name
 
 if TYPE_CHECKING:
     from paceline.training.plan import RunPlan
@@ -72,7 +72,8 @@ def train(
                 before = _write_source(file, source)
                 if not quiet:
                     print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
-            arguments = [*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"]
+            tokens = [token for setting in _as_settings(settings, file) for token in setting.tokens()]
+            arguments = [str(recipe), *tokens, f"--output-dir={_place(output_dir, folder)}"]
             try:
                 train_in_child(arguments, folder, quiet=quiet)
             except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
@@ -144,7 +145,7 @@ def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path
     """Check everything that can be checked before the start."""
     if source:
         file.write_text(source, encoding="utf-8")
-    loaded = read_request(_arguments(recipe, settings, file))
+    loaded = read_request(str(recipe), _as_settings(settings, file))
     place = decide_place(loaded)
     check_world(loaded, decide_processes(loaded))
     check_faults(loaded, decide_processes(loaded))
@@ -178,30 +179,23 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _arguments(recipe: str | Path, settings: dict[str, Any], notebook_file: Path) -> list[str]:
-    """The equivalent command line."""
-    arguments = [str(recipe)]
-    for key, value in settings.items():
+def _as_settings(keywords: dict[str, Any], notebook_file: Path) -> list[Setting]:
+    """Keywords as settings: the same conversion and rules as for flags."""
+    settings = []
+    for key, value in keywords.items():
+        where = f"paceline.train({key}=...)"
         field = find_field(key)
         if field is None:
-            raise unknown_name(key, "paceline.train")
+            raise unknown_name(key, where, field_table())
         if value is None:
             continue
         words = [
-            reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else str(item)
+            reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else item
             for item in _items(value)
         ]
-        arguments += _flag(field, value, words)
-    return arguments
-
-
-def _flag(field: FieldSpec, value: Any, words: list[str]) -> list[str]:
-    if field.is_bool:
-        if not isinstance(value, bool):
-            raise UserError(f"{field.name}: {value!r} is not valid", where="paceline.train", allowed="True or False")
-        return [field.flag if value else field.flag.replace("--", "--no-", 1)]
-    if field.is_tuple:
-        return [field.flag, *words]
-    if len(words) != 1 or isinstance(value, bool | list | tuple):
-        raise UserError(f"{field.name}: {value!r} is not valid", where="paceline.train", allowed=field.expects)
-    return [f"{field.flag}={words[0]}"]
+        setting = check_texts(Setting(field, as_typed(words), "flag", where))
+        is_list = isinstance(value, list | tuple)
+        if isinstance(value, bool) != field.is_bool or (is_list and not field.is_tuple):
+            raise invalid(setting, repr(value), "True or False" if field.is_bool else "")
+        settings.append(setting)
+    return settings

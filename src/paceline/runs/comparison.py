@@ -21,6 +21,7 @@ Row = dict[str, Any]
 # Settings that do not change what a run computes.
 _SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save", "profile")
 _EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
+SHORT_HASH = 12  # characters of a hash that are shown
 HASHES = ("weights_sha256", "optimizer_sha256")
 
 
