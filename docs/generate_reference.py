@@ -161,7 +161,9 @@ def commands() -> str:
         "| command | |\n|---|---|\n"
         + "\n".join(f"| [`paceline {verb}`](#paceline-{verb}) | {_cell(text)} |" for verb, text in VERBS.items()),
     ]
-    for verb in VERBS:
+    for verb, text in VERBS.items():
+        if verb not in commands_of(verb):
+            parts += [f"## paceline {verb}", f"{text[0].upper()}{text[1:]}."]
         for name, command in commands_of(verb).items():
             parts += [f"{'##' if ' ' not in name else '###'} paceline {name}", f"```text\n{_help(command)}```"]
             if Config in collected_by(command.settings).values():
