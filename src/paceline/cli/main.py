@@ -188,6 +188,15 @@ def console_main() -> NoReturn:
     os._exit(code)
 
 
+def rank_main(arguments: list[str], surroundings: dict[str, str]) -> None:
+    """What a rank of our supervisor runs: the same command again, with its rank in the environment."""
+    os.environ.update(surroundings)
+    code = main(arguments)
+    finish_console()
+    if code != EXIT_FINISHED:
+        os._exit(code)  # without waiting for threads that may wait for a lost peer
+
+
 def _exit_before_start(number: int, frame: FrameType | None) -> NoReturn:
     """Used until the supervisor handles signals. Nothing has to be saved, and a scheduler restarts the run."""
     with suppress(OSError):
