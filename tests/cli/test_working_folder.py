@@ -83,7 +83,7 @@ def test_modules_in_the_working_folder_are_not_imported_by_a_pod(nodes: int, tmp
         image="image",
         runs=Volume("claim", "/runs"),
         nodes=nodes,
-        ranks_per_node=1,
+        processes_per_node=1,
         train=("synthetic-mlp", *QUICK),
     )
     (container,) = build_pod(job)["containers"]
