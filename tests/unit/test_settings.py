@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from types import SimpleNamespace
+from typing import Annotated, Literal, cast
 
 import pytest
 
-from paceline.checkpoints.identity import SILENT
+from paceline.checkpoints.identity import SILENT, require_same_run
+from paceline.checkpoints.store import Checkpoint
 from paceline.cli.command import commands_of
 from paceline.cli.main import VERBS
 from paceline.errors import UserError
@@ -16,7 +18,7 @@ from paceline.launch.sites import read_site
 from paceline.library.train import _as_settings
 from paceline.settings.command_line import arguments_of, parse_command, usage
 from paceline.settings.declare import Arg, FlagsOf, Range, collected_by, fields_of
-from paceline.settings.fields import field_table
+from paceline.settings.fields import field_table, flatten
 from paceline.settings.help import help_text
 from paceline.settings.load import load_config, load_saved
 from paceline.settings.schema import Config
@@ -190,3 +192,18 @@ def test_every_flag_has_help(verb: str) -> None:
         missing = [field.name for field in fields if not field.help and field.arg.place != "rest"]
         assert missing == []
         assert all(len(line) <= 120 for line in text.splitlines())
+
+
+def test_a_checkpoint_with_earlier_names_belongs_to_the_same_run() -> None:
+    """Only the names differ; a value that differs is reported under its new name."""
+    now = flatten(Config())
+    old = {new: name for name, new in RENAMED.items()}
+    saved = {old.get(name, name): value for name, value in now.items()}
+    assert "save_frequency" in saved
+
+    def changed() -> list[str]:
+        return require_same_run(cast(Checkpoint, SimpleNamespace(state={"config": saved})), now)
+
+    assert changed() == []
+    saved["save_frequency"] = 5
+    assert changed() == ["keep_every_epochs"]

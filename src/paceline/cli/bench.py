@@ -55,7 +55,7 @@ class Bench(RecipeSettings):
 
 
 def bench(settings: Bench) -> int:
-    from paceline.cli.rank_main import rank_main
+    from paceline.cli.main import rank_main
 
     # Read when torch is loaded: its profiler would print a line otherwise.
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")

@@ -15,8 +15,11 @@ from paceline.settings.recipe_file import DEFAULT_RECIPE
 from paceline.settings.schema import Config
 from paceline.settings.values import Setting, closest
 
-# Commands whose file has the name of another command.
-_FILES = {"plan": "train", "watch": "status", "cancel": "status", "predict": "evaluate"}
+# The files of commands, if they have other names.
+_FILES = {
+    **{"plan": ("train",), "watch": ("status",), "cancel": ("status",), "predict": ("evaluate",)},
+    **{"submit": ("submit_slurm", "submit_kubernetes"), "study": ("study", "study_predict")},
+}
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,9 @@ class RecipeSettings:
 
 def commands_of(verb: str) -> dict[str, Command]:
     """The commands that begin with this word, by name."""
-    module = importlib.import_module(f"paceline.cli.{_FILES.get(verb, verb)}")
-    return {command.name: command for command in module.COMMANDS if command.name.split()[0] == verb}
+    modules = [importlib.import_module(f"paceline.cli.{name}") for name in _FILES.get(verb, (verb,))]
+    commands = [command for module in modules for command in module.COMMANDS]
+    return {command.name: command for command in commands if command.name.split()[0] == verb}
 
 
 def find_command(verb: str, arguments: Sequence[str]) -> tuple[Command | None, list[str]]:

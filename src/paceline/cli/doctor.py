@@ -150,7 +150,7 @@ def _read(settings: Doctor) -> Asked:
 
 def _examine_here(asked: Asked, started: float) -> int:
     """Part one in this process, part two in ranks that it starts."""
-    from paceline.cli.rank_main import rank_main
+    from paceline.cli.main import rank_main
 
     host = socket.gethostname()
     screen = None if asked.settings.json else Screen()

@@ -188,6 +188,14 @@ def console_main() -> NoReturn:
     os._exit(code)
 
 
+def rank_main(arguments: list[str]) -> None:
+    """What a rank of our own supervisor runs: the same command again. The environment says which rank it is."""
+    code = main(arguments)
+    finish_console()
+    if code != EXIT_FINISHED:
+        os._exit(code)  # without waiting for threads that may wait for a lost peer
+
+
 def _exit_before_start(number: int, frame: FrameType | None) -> NoReturn:
     """Used until the supervisor handles signals. Nothing has to be saved, and a scheduler restarts the run."""
     with suppress(OSError):

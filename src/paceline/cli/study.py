@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from paceline.cli import study_predict
 from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.launch.job import JobSpec, SlurmFlags, parse_job, parse_time_s
@@ -284,5 +283,4 @@ COMMANDS = (
     Command("study", Study, study, helps_without_arguments=True),
     Command("study report", Report, report),
     Command("study collect", Collect, collect_runs),
-    *study_predict.COMMANDS,
 )

@@ -33,7 +33,7 @@ class Plan(RecipeSettings):
 def train(settings: Train) -> int:
     if settings.dry_run:
         return plan(settings)
-    from paceline.cli.rank_main import rank_main
+    from paceline.cli.main import rank_main
     from paceline.launch.bytecode import keep_bytecode
     from paceline.launch.request import read_request
     from paceline.launch.start import start_training

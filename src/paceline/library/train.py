@@ -104,7 +104,7 @@ def plan(
             file = Path(draft) / NOTEBOOK_FILE
             if typed_in:
                 file.write_text(write_down(typed_in), encoding="utf-8")
-            loaded = read_request(_arguments(recipe, settings, file))
+            loaded = read_request(str(recipe), _as_settings(settings, file))
             world_size = decide_processes(loaded)
             check_world(loaded, world_size)
             from paceline.data.registry import describe_dataset
