@@ -38,7 +38,7 @@ def test_a_users_mistake_is_in_the_summary(ranks: int, tmp_path: Path) -> None:
         "error: base_lr is out of range",
         "where:   flag --base-lr",
         "got:     -1.0",
-        "allowed: greater than 0",
+        "allowed: a number, greater than 0",
     ):
         assert line in summary, answer
     assert "error: base_lr" not in answer.err.partition("FAILED\n")[0], answer
