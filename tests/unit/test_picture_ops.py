@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.torchvision_shim import import_torchvision
 from torch import Tensor
 from torch.nn import functional as F
 
+from harness.torchvision_shim import import_torchvision
 from paceline.data import picture_ops as ops
 from paceline.data.draws import draw_bits
 from paceline.data.policies import (

@@ -96,7 +96,7 @@ def apply_operation(samples: Tensor, operation: Tensor, strength: Tensor, is_neg
 def _apply_tones(samples: Tensor, operation: Tensor, share: Tensor, signed: Tensor, space: Space) -> Tensor:
     factor = 1 + space.factor * signed
     tables = ops.brightness_tables(factor).expand(-1, samples.shape[1], -1)
-    choices = {
+    choices: dict[int, Callable[[], Tensor]] = {
         CONTRAST: lambda: ops.contrast_tables(factor, samples),
         POSTERIZE: lambda: ops.posterize_tables(8 - torch.round(share * space.posterize_bits)),
         SOLARIZE: lambda: ops.solarize_tables(255 * (1 - share)),
@@ -155,4 +155,5 @@ def _index(uniform: Tensor, count: int) -> Tensor:
 
 
 def _normal(uniform: Tensor) -> Tensor:
-    return torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
+    normal: Tensor = torch.special.ndtri(uniform.clamp(1e-9, 1 - 1e-9))
+    return normal
