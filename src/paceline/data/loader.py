@@ -111,11 +111,17 @@ class Loader:
             yield ids, inputs, labels
 
     def _gather_plainly(self, ids: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        return self._pipeline.augment(self._dataset.read(ids), drawn), self._labels[ids]
+        inputs = self._pipeline.augment(self._dataset.read(ids), drawn)
+        return self._pipeline.mix(inputs, self._labels[ids], drawn)
 
     def _read_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        device = self._labels.device
+        keys = self._pipeline.keys_of(epoch).to(device)
         for ids, samples in self._read_ahead(list(shares.cpu())):
-            yield ids, self._pipeline.for_training(samples, ids, epoch), self._labels[ids.to(self._labels.device)]
+            here = ids.to(device)
+            drawn = self._pipeline.draw(here, keys)
+            inputs = self._pipeline.augment(samples, drawn)
+            yield ids, *self._pipeline.mix(inputs, self._labels[here], drawn)
 
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:
         """Every sample once over all ranks, and the same number of batches on each rank.
