@@ -90,9 +90,8 @@ class PacelineError(Exception):
         cause: Cause | None = None,
     ) -> None:
         super().__init__(what)
-        if cause is not None:
-            self.cause = cause
         self.what = what
+        self.cause = cause or self.cause
         self.where = where
         self.got = got
         self.allowed = allowed
