@@ -149,6 +149,41 @@ class Pipeline:
             return inputs, labels
         return self.extras.mixing.mix(inputs, labels, drawn[self._draws.index(_MIX)])
 
+    def empty_targets(self, count: int, device: torch.device) -> Tensor:
+        """Targets of the shape and type that a training step gets."""
+        if self.extras.mixing is None:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+        return torch.zeros(count, self.extras.mixing.num_classes, device=device)
+
+    def describe(self) -> str:
+        """The augmentation of training images in one line."""
+        extras, parts = self.extras, [self.kind]
+        if self.kind == "resized-crop":
+            parts[0] += f" of {extras.crop_scale:.0%} to 100% of the area"
+        if self.flip and self.kind != "none":
+            parts.append("flip")
+        if extras.policy == "randaugment":
+            deviation = f" (deviation {extras.policy_std:g})" if extras.policy_std else ""
+            parts.append(f"{extras.policy_ops} operations of strength {extras.policy_magnitude:g}{deviation}")
+        elif extras.policy != "none":
+            parts.append({"trivial": "TrivialAugment", "three": "three-augment"}[extras.policy])
+        values = {
+            "vertical flip": extras.vertical_flip,
+            "colour jitter": extras.color_jitter,
+            "hue jitter": extras.hue_jitter,
+            "grey": extras.grayscale,
+            "blur": extras.blur,
+            "solarize": extras.solarize,
+            "cutout": self.cutout,
+            "erase": extras.erase,
+        }
+        parts += [name if value is True else f"{name} {value:g}" for name, value in values.items() if value]
+        if extras.mixing is not None:
+            until = f" for {extras.mix_epochs} epochs" if extras.mix_epochs else ""
+            methods = {"mixup": extras.mixing.mixup_alpha, "cutmix": extras.mixing.cutmix_alpha}
+            parts += [f"{name} {alpha:g}{until}" for name, alpha in methods.items() if alpha]
+        return ", ".join(parts)
+
     def _crop(self, samples: Tensor, bits: dict[int, Tensor]) -> Tensor:
         if self.kind in SHIFTED:
             border = self.raw_shape[1] // SHIFTED[self.kind]
@@ -272,7 +307,7 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     """The pipeline a config asks for; vectors pass through unchanged."""
     kind = config.augment
     extras = _build_extras(config, info)
-    if not info.is_image and (kind in RESIZED or extras != Extras(mixing=extras.mixing)):
+    if not info.is_image and (kind in RESIZED or extras != Extras()):
         what = f"the {kind} pipeline" if kind in RESIZED else "this augmentation"
         raise UserError(f"{what} needs images", got=f"{info.name} has vectors", hint="--augment none")
     if kind in SHIFTED and info.is_image and info.sample_shape[1] != info.sample_shape[2]:

@@ -59,6 +59,11 @@ class Mixing:
         return self.cutmix_share if self.cutmix_alpha else 0.0
 
 
+def hard_labels(targets: Tensor) -> Tensor:
+    """The class of each sample; of a mixed sample, the class with the largest share."""
+    return targets if targets.dim() == 1 else targets.argmax(1)
+
+
 def _boxes(weight: Tensor, row: Tensor, column: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
     """Which pixels come from the partner, [B, H, W], and their share of the picture after clipping at the borders."""
     share = (1 - weight).sqrt()
