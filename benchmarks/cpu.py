@@ -217,9 +217,8 @@ def measure_sizes(rounds: int, steps: int) -> list[str]:
             flags = ["--dataset=synthetic", "--input-size=64", f"--num-samples={size}", "--augment=none", *shape]
             with tempfile.TemporaryDirectory() as folder:
                 done = time_run("synthetic-mlp", flags, Path(folder), steps, 2 * LOG_EVERY)
-            rates[size].append(
-                128 * done.own_steps_per_s
-            )  # from results.json: the smallest data set has many epoch ends
+            # From results.json, because the smallest data set has many epoch ends.
+            rates[size].append(128 * done.own_steps_per_s)
             step_ms[size].append(done.median_step_ms)
             cpu_ms[size].append(1000 * done.step_cpu_s)
             memory_mb[size] = done.rank_mb

@@ -57,7 +57,7 @@ def measure() -> tuple[list[str], bool]:
         costs[name] = answer["cpu"][2]
     lines += [
         "",
-        f"Two ranks; {ROUNDS} rounds of {STEPS} steps of each kind in turn; medians. Other load on the machine "
+        f"Two ranks; {ROUNDS} rounds of {STEPS} steps of each kind, alternating; medians. Other load on the machine "
         "affects the wall clock, but not the CPU time of the training thread. The part that grows with the parameters "
         "is the pass over the gradients that finds a bad one.",
     ]

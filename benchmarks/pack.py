@@ -284,7 +284,7 @@ def report(home: Path, arguments: argparse.Namespace) -> list[str]:
         write_shards(folder, size)
     lines += [
         "",
-        f"## The same step on sets of different sizes, in turn ({ROUNDS} rounds of {STEPS} steps, medians)",
+        f"## The same step on sets of different sizes, alternating ({ROUNDS} rounds of {STEPS} steps, medians)",
         "",
     ]
     lines += compare_sizes(sizes)

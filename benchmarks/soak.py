@@ -89,7 +89,7 @@ def flags_for(faults: int) -> list[str]:
             "--save-steps=20",
             "--keep-last=2",
             "--log-frequency=10",
-            f"--hang-timeout={HANG_TIMEOUT_S}",
+            f"--hang-timeout-s={HANG_TIMEOUT_S}",
             "--omp-num-threads=1",  # several runs share the cores
         ),
         *("--max-restarts=1000000", "--resume=auto"),
@@ -364,7 +364,7 @@ def strike_all(run: Run, faults: int, draw: random.Random) -> tuple[dict[str, li
             time.sleep(draw.uniform(0, 3))
         if run.is_over:
             if run.process.returncode == 0:
-                break  # finished: fewer faults than asked for, which counts as a failure
+                break  # finished: fewer faults than requested, which counts as a failure
             ended += 1
             print(f"ended by itself with {run.process.returncode}\n{run.tail()}", flush=True)
             run.start()

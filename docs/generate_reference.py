@@ -4,35 +4,32 @@
     python docs/generate_reference.py --check    list the pages that are out of date; exit code 1 if there are any
 
 A flag, a file or an exit code without a description is an error, so none can be forgotten.
-Imports no torch: it reads only the schema, the errors and the names in a run folder.
+Imports no torch: it reads only the settings dataclasses, the errors and the names in a run folder.
 """
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import inspect
-import io
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 from paceline import errors
-from paceline.cli.main import VERBS, main
+from paceline.cli.command import Command, commands_of
+from paceline.cli.main import VERBS
 from paceline.launch.policy import FINAL_CAUSES
 from paceline.runs.folder import RunFolder
-from paceline.settings import schema
-from paceline.settings.fields import FieldSpec, field_table
+from paceline.settings.declare import FieldSpec, collected_by, groups_of
+from paceline.settings.fields import field_table
+from paceline.settings.help import help_text, written
+from paceline.settings.schema import Config
 
 PAGES = Path(__file__).parent / "reference"
 NOTE = "<!-- Written by docs/generate_reference.py: change the program, then run this script. -->\n"
 WIDTH = 118
-# Commands with more than one help text.
-MORE_HELP = {"submit": ("slurm", "kubernetes")}
 
 EXIT_CODES = {
     "EXIT_FINISHED": ("finished", "All work is done, or there was nothing to do."),
@@ -142,7 +139,6 @@ def pages() -> dict[str, str]:
 
 def flags() -> str:
     """Every field of the schema, by group, with its docstring."""
-    texts = _docstrings()
     table = field_table().values()
     parts = [
         "# Flags",
@@ -152,11 +148,11 @@ def flags() -> str:
         "`equivalence`, `study` and `submit` take these flags as well. The other flags of a command are in its "
         "[help](commands.md).",
     ]
-    for group in dict.fromkeys(spec.group for spec in table):
-        parts += [f"## {group}", texts["Config", group]]
+    for group, text in groups_of(Config).items():
+        parts += [f"## {group}", _cell(text)]
         for spec in (spec for spec in table if spec.group == group):
             # Two spaces end a line.
-            parts += [f"### `{spec.flag}`", f"{texts[_class_of(group), spec.name]}  \n*{_facts(spec)}*"]
+            parts += [f"### `{spec.flag}`", f"{_described(spec)}  \n*{_facts(spec)}*"]
     return "\n\n".join(parts) + "\n"
 
 
@@ -169,11 +165,12 @@ def commands() -> str:
         "| command | |\n|---|---|\n"
         + "\n".join(f"| [`paceline {verb}`](#paceline-{verb}) | {_cell(text)} |" for verb, text in VERBS.items()),
     ]
-    for verb in VERBS:
-        for words in [(verb,), *((verb, more) for more in MORE_HELP.get(verb, ()))]:
-            text, takes_flags = _help(*words)
-            parts += [f"{'#' * (1 + len(words))} paceline {' '.join(words)}", f"```text\n{text}\n```"]
-            if takes_flags:
+    for verb, text in VERBS.items():
+        if verb not in commands_of(verb):  # only a group of commands, as `paceline data`
+            parts += [f"## paceline {verb}", f"{text[0].upper()}{text[1:]}."]
+        for name, command in commands_of(verb).items():
+            parts += [f"{'##' if ' ' not in name else '###'} paceline {name}", f"```text\n{_help(command)}```"]
+            if Config in collected_by(command.settings).values():
                 parts.append("It also takes the flags of `paceline train`: [flags](flags.md).")
     return "\n\n".join(parts) + "\n"
 
@@ -263,59 +260,22 @@ def _facts(spec: FieldSpec) -> str:
         expects = ("any of " if spec.is_tuple else "one of ") + ", ".join(f"`{choice}`" for choice in spec.choices)
     else:
         expects = spec.expects
-    facts = [expects, f"default `{_written(spec.default)}`"]
+    facts = [expects, f"default `{written(spec.default)}`"]
     if spec.aliases:
-        facts.append("also " + ", ".join(f"`--{alias.replace('_', '-')}`" for alias in spec.aliases))
+        facts.append("also " + ", ".join(f"`--{alias}`" for alias in spec.aliases))
     return "; ".join(facts)
 
 
-def _written(value: object) -> str:
-    """A default in the form that a flag takes."""
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    if isinstance(value, tuple):
-        return " ".join(str(part) for part in value)
-    return f"{value:g}" if isinstance(value, float) else str(value) or "(empty)"
+def _described(spec: FieldSpec) -> str:
+    if not spec.help:
+        raise SystemExit(f"error: {spec.flag} has no description")
+    return _cell(spec.help)
 
 
-def _docstrings() -> dict[tuple[str, str], str]:
-    """The text below each field, by (class, field). Python itself does not keep it."""
-    texts: dict[tuple[str, str], str] = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for item, after in zip(node.body, node.body[1:], strict=False):
-            if (
-                isinstance(item, ast.AnnAssign)
-                and isinstance(after, ast.Expr)
-                and isinstance(after.value, ast.Constant)
-            ):
-                assert isinstance(item.target, ast.Name)
-                texts[node.name, item.target.id] = _cell(" ".join(str(after.value.value).split()))
-    return texts
-
-
-def _class_of(group: str) -> str:
-    return type(getattr(schema.Config(), group)).__name__
-
-
-def _help(*words: str) -> tuple[str, bool]:
-    """The --help of a command without the boxes for train's flags, and whether it has these boxes."""
-    out = io.StringIO()
-    with mock.patch.dict(os.environ, {"COLUMNS": str(WIDTH), "NO_COLOR": "1"}), contextlib.redirect_stdout(out):
-        code = main([*words, "--help"])
-    assert code == 0, f"paceline {' '.join(words)} --help ended with {code}"
-    text, *flags = re.split(r"^(?:╭─)? options\b", out.getvalue(), maxsplit=1, flags=re.MULTILINE)
-    return "\n".join(_wrapped(text.strip().splitlines())), bool(flags)
-
-
-def _wrapped(lines: list[str]) -> Iterator[str]:
-    for line in lines:
-        yield from (
-            textwrap.wrap(line, WIDTH, break_long_words=False, break_on_hyphens=False)
-            if len(line) > WIDTH
-            else [line.rstrip()]
-        )
+def _help(command: Command) -> str:
+    """The help of a command without the flags of a recipe, which have their own page."""
+    with mock.patch.dict(os.environ, {"COLUMNS": str(WIDTH)}):
+        return help_text(command.settings, command.name, without=(Config,))
 
 
 def _file_table(rows: dict[str, str]) -> str:

@@ -31,6 +31,6 @@ export PACELINE_START=agent
 # The job's number is in the folder's name, so that a requeued job finds its own checkpoints.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
     python -P -m paceline train cifar10-vgg19 \
-    --data-dir "${DATA:-data}" --global-batch-size 512 --epochs 30 --num-workers 8 --save-frequency 5 \
+    --data-dir "${DATA:-data}" --global-batch-size 512 --epochs 30 --num-workers 8 --keep-every-epochs 5 \
     --processes "$SLURM_GPUS_ON_NODE" \
     --output-dir "runs/$SLURM_JOB_NAME-$SLURM_JOB_ID" --resume auto "$@"

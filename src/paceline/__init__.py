@@ -1,7 +1,7 @@
 """Paceline: distributed training of vision models with one command and one answer.
 
-From Python: `paceline.train` and `paceline.load_run` (docs/guides/library.md). They are imported when they are first
-asked for, so that `import paceline` costs nothing.
+From Python: `paceline.train`, `paceline.plan` and `paceline.load_run` (docs/guides/library.md). They are imported when
+they are first used, so that `import paceline` is fast.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ if TYPE_CHECKING:
     from paceline.library.predictions import Prediction
     from paceline.library.run import Run, load_run
     from paceline.library.table import Table
-    from paceline.library.train import train
+    from paceline.library.train import plan, train
 
 __version__ = "0.1.0"
-__all__ = ["Prediction", "Run", "Table", "errors", "load_run", "train"]
+__all__ = ["Prediction", "Run", "Table", "errors", "load_run", "plan", "train"]
 
-_HOMES = {"Prediction": "predictions", "Run": "run", "Table": "table", "load_run": "run", "train": "train"}
+_HOMES = {
+    "Prediction": "predictions",
+    "Run": "run",
+    "Table": "table",
+    "load_run": "run",
+    "plan": "train",
+    "train": "train",
+}
 
 
 def __getattr__(name: str) -> object:

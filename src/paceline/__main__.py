@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.cli.main import leave
+from paceline.cli.main import console_main
 
 if __name__ == "__main__":
-    leave()
+    console_main()

@@ -152,14 +152,14 @@ def test_it_joins_the_ranks_of_torchrun_and_prints_one_table(tmp_path: Path) -> 
 
 
 WRONG = {
-    "unknown part": (["--what", "collectives,speed"], ["bench has no part 'speed'", "collectives, data, step"]),
-    "no part": (["--what=,"], ["bench has no part ''"]),
+    "unknown part": (["--what", "collectives,speed"], ["what: 'speed' is not valid", "collectives, data, step"]),
+    "no part": (["--what=,"], ["what: '' is not valid"]),
     "part without value": (["--what"], ["--what needs a value"]),
     "not a size": (["--sizes", "big"], ["sizes: 'big' is not valid", "--sizes 4KB:64MB"]),
     "no size": (["--sizes=0:4KB"], ["sizes: '0:4KB'"]),
     "too large": (["--sizes=4KB:9GB"], ["up to 8 GB"]),
     "reversed": (["--sizes", "1MB:4KB"], ["reversed", "--sizes 4KB:1MB"]),
-    "seconds": (["--seconds-per-size", "nan"], ["seconds_per_size: 'nan'", "from 0.01 up to 60"]),
+    "seconds": (["--seconds-per-size", "nan"], ["seconds_per_size is out of range", "from 0.01 up to 60"]),
     "indivisible": (["--processes", "3"], ["256 is not divisible by 3"]),
     "alone": (["--what=collectives", "--processes=1"], ["collectives need two ranks or more"]),
     "not a number": (["--what=collectives", "--processes=many"], ["processes: 'many'"]),

@@ -158,7 +158,7 @@ def test_it_asks_and_a_script_must_say_yes(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(runs)
-    assert "nobody can be asked" in told(capsys, "clean", "done", code=USER)
+    assert "a confirmation is needed" in told(capsys, "clean", "done", code=USER)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer in ("", "n", "no", "yess"):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
@@ -182,9 +182,9 @@ def test_the_tag_keep_keeps(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--all"], "say which runs"),
+        (["--all"], "no runs are chosen"),
         (["--older-than", "week"], "30m, 12h, 7d or 2w"),
-        (["done", "--failed"], "name runs, or say which"),
+        (["done", "--failed"], "give runs, or flags that choose them"),
         (["--failed", "--status", "finished"], "leave one of them out"),
         (["doen"], "not a run folder"),
         (["--oldr-than", "7d"], "perhaps you meant --older-than"),

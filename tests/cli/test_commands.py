@@ -37,7 +37,7 @@ def test_an_interrupt_inside_exec_keeps_its_exit_code(tmp_path: Path) -> None:
 import paceline.launch.rank_exit, paceline.metrics.screen  # loaded later, they would hide it
 import paceline.cli.main as m
 m._dispatch = lambda given: exec("raise KeyboardInterrupt")
-m.leave()
+m.console_main()
 """
     (tmp_path / "interrupted.py").write_text(program)
     answer = command(sys.executable, "-m", "interrupted", cwd=tmp_path)
@@ -51,12 +51,12 @@ def test_help_is_quick_and_light(tmp_path: Path) -> None:
         assert "--global-batch-size" in answer.out
         return answer.cpu_s
 
-    # 0.3 s is the promise on an idle machine; a busy one takes more, also of the processor's own time. torch: 2 s.
-    assert min(seconds_of_help() for _ in range(5)) < 1.0
+    # CPU time, the least of several tries: a busy machine takes more. torch would take 2 s.
+    assert min(seconds_of_help() for _ in range(5)) < 0.2
     probe = "import sys; from paceline.cli.main import main; main(['train', '--help']); print(*sys.modules)"
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
     assert "paceline.cli.train" in modules
-    assert "torch" not in modules
+    assert not {"torch", "numpy", "yaml", "rich"} & set(modules)
 
 
 def test_first_words(tmp_path: Path) -> None:

@@ -198,7 +198,7 @@ def test_losses_are_compared_where_intervals_agree() -> None:
     ("arguments", "part"),
     [
         (["one"], "needs runs to compare"),
-        (["one", "one"], "named twice"),
+        (["one", "one"], "given twice"),
         (["one", "nowhere"], "not a run folder"),
         (["one", "twin", "--yaml"], "unknown flag '--yaml'"),
     ],

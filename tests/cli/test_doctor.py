@@ -2,7 +2,7 @@
 
 Six of the ten faults are real: a port that is taken, a /dev/shm of four megabytes, a name nobody knows, a full disk, a
 folder of somebody else's, a GPU that is not there. A wrong clock, a slow rank and a wrong one are planted in a rank
-(`--plant`); other versions are both planted and real.
+(`--inject`); other versions are both planted and real.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def test_a_host_that_does_not_know_its_own_name(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_planted_clock_slow_and_wrong_rank_are_named_with_proof_that_they_struck(tmp_path: Path) -> None:
     plants = "clock rank=1; slow rank=1; wrong rank=1"
-    answer = paceline("doctor", "--json", "--processes=2", f"--plant={plants}", cwd=tmp_path)
+    answer = paceline("doctor", "--json", "--processes=2", f"--inject={plants}", cwd=tmp_path)
     found, host = findings_of(answer), socket.gethostname()
     assert failures(found) == ["clocks", "all-reduce", "pace", "training"]
     assert found["clocks"]["what"] == f"the clock of rank 1 on {host} is 100.0 s ahead of rank 0"
@@ -195,14 +195,14 @@ def test_planted_clock_slow_and_wrong_rank_are_named_with_proof_that_they_struck
 
 @pytest.mark.slow
 def test_a_planted_wrong_clock_of_the_node_itself_shows_against_its_disk(tmp_path: Path) -> None:
-    found = findings_of(paceline("doctor", "--json", "--processes=1", "--plant=clock", cwd=tmp_path))
+    found = findings_of(paceline("doctor", "--json", "--processes=1", "--inject=clock", cwd=tmp_path))
     assert failures(found) == ["clock"]
     assert "100.0 s ahead of the clock of the disk" in found["clock"]["what"]
 
 
 @pytest.mark.slow
 def test_planted_other_versions_are_named_and_nothing_is_exchanged(tmp_path: Path) -> None:
-    found = findings_of(paceline("doctor", "--json", "--processes=2", "--plant=versions rank=1", cwd=tmp_path))
+    found = findings_of(paceline("doctor", "--json", "--processes=2", "--inject=versions rank=1", cwd=tmp_path))
     assert failures(found) == ["versions"]
     assert "torch 0.0.0 at rank 1" in found["versions"]["what"]
     assert {found[name]["status"] for name in TOGETHER[4:]} == {"skip"}
@@ -292,18 +292,18 @@ def test_interrupt_leaves_at_once_and_no_orphan(processes: int, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("arguments", "part"),
     [
-        (["--launch=pbs"], "allowed: local, torchrun, slurm"),
+        (["--launch=pbs"], "allowed: one of local, torchrun, slurm"),
         (["--launch=torchrun"], "torchrun --nproc-per-node 2 -m paceline doctor"),
-        (["--device=tpu"], "allowed: auto, cpu, cuda"),
+        (["--device=tpu"], "allowed: one of auto, cpu, cuda"),
         (["--processes"], "--processes needs a value"),
         (["--processes=2:4"], "one number of ranks is needed"),
         (["--proceses=2"], "perhaps you meant --processes"),
-        (["shapes-cnn"], "unknown flag 'shapes-cnn'"),
+        (["shapes-cnn"], "unexpected argument 'shapes-cnn'"),
         (["--nodes=2"], "--nodes needs --launch slurm"),
-        (["--launch=slurm", "--nodes=0"], "nodes is not valid"),
+        (["--launch=slurm", "--nodes=0"], "nodes is out of range"),
         (["--", "--partition=x"], "options behind -- needs --launch slurm"),
         (["--report=/nowhere/at/all.md"], "there is no such folder"),
-        (["--plant=flood"], "allowed: clock, slow, wrong, versions"),
+        (["--inject=flood"], "allowed: clock, slow, wrong, versions"),
     ],
 )
 def test_a_mistake_is_one_screen(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -140,11 +140,11 @@ def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
 
 WRONG = {
     "no value": (["--world-sizes"], ["--world-sizes needs a value"]),
-    "one size": (["--world-sizes", "2"], ["'2'", "two or more"]),
-    "not a number": (["--world-sizes", "1,two"], ["'1,two'"]),
-    "no process": (["--world-sizes=0,1"], ["'0,1'"]),
-    "a size twice": (["--world-sizes=2,2"], ["different whole numbers"]),
-    "an empty place": (["--world-sizes=1,,2"], ["'1,,2'"]),
+    "one size": (["--world-sizes", "2"], ["at least two different", "--world-sizes 1,2,4"]),
+    "not a number": (["--world-sizes", "1,two"], ["'two'", "two or more"]),
+    "no process": (["--world-sizes=0,1"], ["out of range", "from 1 up to"]),
+    "a size twice": (["--world-sizes=2,2"], ["at least two different"]),
+    "an empty place": (["--world-sizes=1,,2"], ["world_sizes: '' is not valid"]),
     "an absurd size": (["--world-sizes=1,99999"], ["up to 1024"]),
     "indivisible": (["--world-sizes=1,3"], ["256 is not divisible by 3", "--world-sizes with 2 or 4"]),
     "exact on three": (["--world-sizes=1,3", "--exact"], ["power of two"]),

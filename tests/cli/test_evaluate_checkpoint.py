@@ -14,9 +14,10 @@ from harness.cli import paceline
 from harness.forged import rewrite_state
 from harness.runs import read_results
 from paceline.checkpoints.format import step_folders
-from paceline.cli import evaluate as command
+from paceline.cli.command import run_verb
 from paceline.errors import CheckpointError, UserError
 from paceline.metrics.recorder import read_rows
+from paceline.runs.trust import TRUST_FLAG, trusting_code
 from paceline.training.inject import flip_a_bit
 
 OWN_LOSS = """\
@@ -51,7 +52,9 @@ def evaluate(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
     def run(*arguments: str) -> tuple[str, dict[str, Any]]:
         written.unlink(missing_ok=True)
-        assert command.run([*arguments, "--device=cpu"]) == 0
+        given = [argument for argument in arguments if argument != TRUST_FLAG]  # the whole command takes this flag
+        with trusting_code(TRUST_FLAG in arguments):
+            assert run_verb("evaluate", [*given, "--device=cpu"]) == 0
         return capsys.readouterr().out, json.loads(written.read_text()) if written.exists() else {}
 
     return run

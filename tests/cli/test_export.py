@@ -22,12 +22,13 @@ from PIL import Image
 from harness.cli import Answer, command, paceline
 from harness.extras import need_packages
 from harness.runs import read_results
-from paceline.cli import export as verb
+from paceline.cli.export import Export
 from paceline.cli.main import main
 from paceline.data.augment import Pipeline
 from paceline.data.sources.folder import read_picture
 from paceline.data.sources.shapes import CLASSES
 from paceline.errors import PacelineError
+from paceline.settings.declare import fields_of
 from paceline.training.export import FORMATS, PREPARE_IMAGE, describe_preprocessing, export_run
 from paceline.training.reuse import OpenRun, open_run, predict_pictures
 
@@ -260,11 +261,11 @@ def test_vectors_are_passed_on() -> None:
 
 
 WRONG = {
-    "no format": ([], ["which format?", "torchscript"]),
-    "unknown format": (["--format", "onx"], ["no such format", "'onx'", "did you mean onnx?"]),
+    "no format": ([], ["--format is missing", "torchscript"]),
+    "unknown format": (["--format", "onx"], ["format: 'onx' is not valid", "--format onnx"]),
     "no value": (["--format"], ["--format needs a value"]),
-    "unknown flag": (["--fromat", "onnx"], ["unknown flag '--fromat'", "did you mean --format?"]),
-    "two runs": (["other", "--format=onnx"], ["one run folder"]),
+    "unknown flag": (["--fromat", "onnx"], ["unknown flag '--fromat'", "perhaps you meant --format"]),
+    "two runs": (["other", "--format=onnx"], ["unexpected argument 'other'"]),
     "not a run": (["--format=onnx"], ["not a run folder"]),
 }
 
@@ -285,7 +286,7 @@ def test_checks_need_no_torch(tmp_path: Path) -> None:
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.split()
     assert "paceline.cli.export" in modules
     assert "torch" not in modules
-    assert set(verb.FORMATS) == set(FORMATS)
+    assert set(fields_of(Export)["format"].choices) == set(FORMATS)
 
 
 def test_nothing_is_replaced_unasked(

@@ -204,12 +204,12 @@ def test_without_a_way_to_the_server(server: Path, tmp_path: Path, capsys: pytes
 @pytest.mark.parametrize(
     ("words", "part"),
     [
-        ([], "fetch what?"),
+        ([], "a recipe is missing"),
         (["cifar11"], "cifar10"),
-        (["shapes-cnn", "cifar10"], "fetch what?"),
+        (["shapes-cnn", "cifar10"], "unexpected argument"),
         (["shapes-cnn", "--weights"], "no published ImageNet weights for cnn"),
         (["shapes-cnn", "--weights=imagenet"], "takes no value"),
-        (["--weights"], "fetch what?"),
+        (["--weights"], "a recipe is missing"),
         (["gone.yaml"], "gone.yaml"),
     ],
 )
@@ -224,7 +224,7 @@ def test_wrong_requests(words: list[str], part: str, server: Path, capsys: pytes
 def test_a_recipe_whose_data_is_made(server: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing is fetched, and that is said."""
     assert main(["data", "fetch", "shapes-cnn"]) == 0
-    assert "shapes: made, not fetched" in capsys.readouterr().out
+    assert "shapes: generated, not downloaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["train", "--rehearse"], ["bench"]], ids=" ".join)

@@ -226,6 +226,19 @@ def test_mistakes_are_told_before_anything_starts(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_plan_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written, and a mistake raises the error that training would raise."""
+    monkeypatch.chdir(tmp_path)
+    flags = {"num_samples": 640, "global_batch_size": 64, "epochs": 3, "processes": 1}
+    plan = paceline.plan("shapes-cnn", **flags)
+    assert (plan.steps_per_epoch, plan.total_steps, plan.world_size) == (9, 27, 1)
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError):
+        paceline.plan("shapes-cnn", epoch=3)
+    with pytest.raises(UserError):
+        paceline.plan("shapes-cnn", **{**flags, "num_samples": 60})
+
+
 def test_a_rank_that_imports_the_script_does_not_train_again(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     for name, value in ranks.items():

@@ -11,7 +11,6 @@ import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,12 +25,6 @@ from paceline.settings.load import load_config
 THREADS = 4
 QUICK = ("synthetic-mlp", "--num-samples=640", "--global-batch-size=64", "--epochs=1", "--processes=1", "--track")
 SIGNALS = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
-
-
-@pytest.fixture(autouse=True)
-def _no_checks_of_tyro(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process that has pytest, and only there, tyro checks its cache at times drawn from Python's generator."""
-    monkeypatch.setattr("tyro._unsafe_cache.sys", SimpleNamespace(modules={}))
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import pytest
 import paceline
 from harness.cli import environment
 from harness.fake_slurm import FakeSlurm, clean_home
-from paceline.cli import equivalence
+from paceline.cli.command import run_verb
 from paceline.errors import UserError
 from paceline.runs.folder import RUNS
 from paceline.runs.names import claim_run_folder, newest_run_folder
@@ -150,7 +150,7 @@ def test_fake_slurm_jobs_submitted_in_one_second_have_one_folder_each(
 def test_a_request_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError):
-        equivalence.run(["synthetic-mlp", "--world-sizes=1,3", "--global-batch-size=64"])
+        run_verb("equivalence", ["synthetic-mlp", "--world-sizes=1,3", "--global-batch-size=64"])
     with pytest.raises(UserError):
         paceline.train("synthetic-mlp", global_batch_size=64, processes=3, quiet=True)
     proposed = decide_place(load_config("synthetic-mlp", []))

@@ -84,7 +84,7 @@ def test_other_folders_and_none(home: Path, capsys: pytest.CaptureFixture[str]) 
     (home / "empty").mkdir()
     assert "no runs in empty; paceline train shapes-cnn" in told(capsys, "runs", "--in", "empty")
     assert names(told(capsys, "runs", "--in", "."))[0] == "runs/c-running"
-    assert "none of the 4 runs" in told(capsys, "runs", "nothing like it")
+    assert "(4 searched)" in told(capsys, "runs", "nothing like it")
 
 
 def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,14 +103,14 @@ def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureF
     ("arguments", "parts"),
     [
         (["--tag", "basline"], ["no run here has the tag 'basline'", "perhaps you meant baseline"]),
-        (["--status", "fialed"], ["'fialed' is not valid", "perhaps you meant failed"]),
-        (["--sort", "speeed"], ["perhaps you meant speed"]),
+        (["--status", "fialed"], ["'fialed' is not valid", "--status failed"]),
+        (["--sort", "speeed"], ["--sort speed"]),
         (["--recipe", "shape-cnn"], ["perhaps you meant shapes-cnn"]),
         (["--statsu", "failed"], ["unknown flag '--statsu'", "perhaps you meant --status"]),
-        (["--limit", "-3"], ["--limit: '-3' is not valid"]),
+        (["--limit", "-3"], ["limit is out of range"]),
         (["--in", "runz"], ["no such folder", "perhaps you meant runs"]),
         (["tag", "a-finishd", "x"], ["not a run folder", "perhaps you meant runs/a-finished"]),
-        (["tag", "a-finished"], ["something is missing", "paceline runs tag RUN TAG..."]),
+        (["tag", "a-finished"], ["TAG is missing", "paceline runs tag RUN TAG..."]),
         (["tag", "a-finished", "two words"], ["cannot be a tag", "paceline runs note"]),
         (["untag", "a-finished", "baselin"], ["no tag 'baselin'", "perhaps you meant baseline"]),
     ],
@@ -133,7 +133,7 @@ def test_status_from_another_machine_through_the_folder(home: Path, capsys: pyte
     assert "  now:      loss 1.5000, acc 50.0%, 3,105 img/s, 412 MB\n" in text
     make_run(home / "runs/e-silent", "running", step=3, age_s=7200)
     hold(make_run(home / "runs/e-silent", "running", step=3, age_s=7200), elsewhere())
-    assert "reason:   no word for long" in told(capsys, "status", "e-silent")
+    assert "reason:   no update for long" in told(capsys, "status", "e-silent")
     assert names(told(capsys, "runs", "--status", "silent")) == ["e-silent"]
 
 
@@ -167,7 +167,7 @@ def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:
     assert min(seconds() for _ in range(3)) < 1.0
     probe = "import sys; from paceline.cli.main import main; main(['runs', '--limit=1']); print(*sys.modules)"
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
-    assert not {"torch", "numpy", "tyro", "yaml"} & set(modules)
+    assert not {"torch", "numpy", "yaml"} & set(modules)
 
 
 # --- What `paceline train` says, and where ----------------------------------------------------------------------------

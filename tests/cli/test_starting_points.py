@@ -21,7 +21,7 @@ QUICK = ["--num-samples=640", "--global-batch-size=64", "--log-frequency=1", "--
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which `shapes-cnn` was trained for three epochs of nine steps, all checkpoints kept."""
     folder = tmp_path_factory.mktemp("workplace")
-    answer = paceline("train", *QUICK, "--save-frequency=1", "--save-steps=5", "--keep-last=9", cwd=folder)
+    answer = paceline("train", *QUICK, "--keep-every-epochs=1", "--save-steps=5", "--keep-last=9", cwd=folder)
     assert answer.code == 0, answer
     return folder
 

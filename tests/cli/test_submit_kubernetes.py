@@ -23,12 +23,13 @@ from harness.cli import environment
 from harness.fake_slurm import clean_home
 from paceline.cli.main import main
 from paceline.errors import UserError
-from paceline.integrations.kubernetes.flags import kubernetes_settings
-from paceline.integrations.kubernetes.job import Api, as_name, longest_name
+from paceline.integrations.kubernetes.job import Api, KubernetesJob, longest_name
 from paceline.integrations.kubernetes.pod import read_member
+from paceline.integrations.kubernetes.values import as_name
 from paceline.launch.gang_messages import Ended, Hello, Outcome, Start, Upload, decide, decode, encode
 from paceline.runtime.peers import MalformedMessage, Peer, connect
 from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
+from paceline.settings.declare import fields_of
 from paceline.settings.fields import find_field
 
 USER, DATA, PREEMPTED, INTERNAL = 2, 3, 75, 70
@@ -70,17 +71,17 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "misspelt flag of submit": ([*JOB, "--namspace", "x"], ["unknown flag '--namspace'", "--namespace"]),
     "flag without value": ([*JOB, "--queue"], ["--queue needs a value", "Kueue"]),
     "value out of range": ([*JOB, "--epochs", "0"], ["epochs is out of range"]),
-    "no image": (["shapes-cnn", "--runs", "r", "--gpus", "2"], ["which image", "docker build"]),
+    "no image": (["shapes-cnn", "--runs", "r", "--gpus", "2"], ["--image is missing", "docker build"]),
     "image with capitals": ([*JOB, "--image", "Team/Paceline:1"], ["image: 'Team/Paceline:1'", "team/paceline:1"]),
     "image with spaces": ([*JOB, "--image", "a b:1"], ["image: 'a b:1'", "without spaces"]),
-    "image without tag": ([*JOB, "--image", "team/paceline"], ["another one tomorrow", "team/paceline:0.1.0"]),
-    "image latest": ([*JOB, "--image", "team/paceline:latest"], ["another one tomorrow", "digest"]),
-    "no runs": (["shapes-cnn", "--image", IMAGE, "--gpus", "2"], ["where are runs kept?", "kubectl get pvc"]),
+    "image without tag": ([*JOB, "--image", "team/paceline"], ["another image later", "team/paceline:0.1.0"]),
+    "image latest": ([*JOB, "--image", "team/paceline:latest"], ["another image later", "digest"]),
+    "no runs": (["shapes-cnn", "--image", IMAGE, "--gpus", "2"], ["--runs is missing", "kubectl get pvc"]),
     "runs on a relative path": ([*JOB, "--runs", "my/runs"], ["runs: 'my/runs'", "PersistentVolumeClaim"]),
-    "no ranks": ([*BARE, "--nodes", "2"], ["how many ranks", "--gpus-per-node N"]),
+    "no ranks": ([*BARE, "--nodes", "2"], ["number of ranks per pod is missing", "--gpus-per-node N"]),
     "ranks twice": ([*JOB, "--gpus-per-node", "2"], ["ranks are given twice", "--processes-per-node 2"]),
     "--processes": ([*JOB, "--processes", "4"], ["given per node", "--processes-per-node 4"]),
-    "no nodes": ([*JOB, "--nodes", "0"], ["nodes: '0'", "from 1"]),
+    "no nodes": ([*JOB, "--nodes", "0"], ["nodes is out of range", "from 1"]),
     "nodes in words": ([*JOB, "--nodes", "two"], ["nodes: 'two'", "a whole number"]),
     "GPUs not divisible": ([*BARE, "--nodes", "3", "--gpus", "8"], ["8 GPUs", "3 nodes", "--gpus 6 or 9"]),
     "batch not divisible": (
@@ -95,7 +96,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "memory in gigabytes": ([*JOB, "--memory", "64GB"], ["memory: '64GB'", "--memory 64Gi"]),
     "memory in small letters": ([*JOB, "--memory", "64gi"], ["memory: '64gi'", "--memory 64Gi"]),
     "memory without unit": ([*JOB, "--memory", "64"], ["memory: '64'", "Gi"]),
-    "shm above memory": ([*JOB, "--memory", "4Gi", "--shm", "8Gi"], ["/dev/shm would take all", "8Gi of 4Gi"]),
+    "shm above memory": ([*JOB, "--memory", "4Gi", "--shm", "8Gi"], ["/dev/shm would use all", "8Gi of 4Gi"]),
     "fewer CPUs than ranks": ([*JOB, "--cpus", "1"], ["more ranks than CPUs", "--cpus 2"]),
     "namespace with capitals": ([*JOB, "--namespace", "My_Team"], ["namespace: 'My_Team'", "--namespace my-team"]),
     "job name with a digit first": ([*JOB, "--job-name", "3d"], ["job_name: '3d'", "a letter first", "run-3d"]),
@@ -108,7 +109,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "mount not absolute": ([*JOB, "--mount", "claim:models"], ["mount: 'claim:models'", "--mount claim:/models"]),
     "mount without path": ([*JOB, "--mount", "claim"], ["mount: 'claim'", "CLAIM:/PATH"]),
     "mount with dots": ([*JOB, "--mount", "claim:/a/../runs"], ["without .."]),
-    "mount on another": ([*JOB, "--mount", "claim:/runs/x"], ["two volumes at one place", "/runs/x and /runs"]),
+    "mount on another": ([*JOB, "--mount", "claim:/runs/x"], ["two volumes at one path", "/runs/x and /runs"]),
     "mount with a wrong mode": ([*JOB, "--mount", "claim:/x:rx"], ["mount: 'claim:/x:rx'", ":ro"]),
     "variable without value": ([*JOB, "--env", "A"], ["not a variable", "NAME=VALUE"]),
     "variable of the launcher": ([*JOB, "--env", "PACELINE_NODE=0"], ["belongs to the launcher"]),
@@ -172,11 +173,11 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "capability with its prefix": ([*JOB, "--capability", "CAP_IPC_LOCK"], ["--capability IPC_LOCK"]),
     "all capabilities": ([*JOB, "--capability", "ALL"], ["capability: 'ALL'"]),
     "annotation without value": ([*JOB, "--annotation", "a"], ["annotation: 'a'", "KEY=VALUE"]),
-    "label of the manifest": ([*JOB, "--label", "app.kubernetes.io/instance=x"], ["not the manifest's own"]),
+    "label of the manifest": ([*JOB, "--label", "app.kubernetes.io/instance=x"], ["does not set itself"]),
     "ephemeral storage without unit": ([*JOB, "--ephemeral-storage", "20"], ["ephemeral_storage: '20'", "20Gi"]),
-    "scheduler of a trainjob": ([*JOB, "--api", "trainjob", "--scheduler", "volcano"], ["leaves --scheduler"]),
+    "scheduler of a trainjob": ([*JOB, "--api", "trainjob", "--scheduler", "volcano"], ["decides --scheduler"]),
     "node timeout twice": (
-        [*JOB, "--node-timeout", "60", "--toleration", "node.kubernetes.io/unreachable:NoExecute"],
+        [*JOB, "--node-timeout-s", "60", "--toleration", "node.kubernetes.io/unreachable:NoExecute"],
         ["given twice"],
     ),
     "selector without value": ([*JOB, "--node-selector", "gpu"], ["node_selector: 'gpu'", "KEY=VALUE"]),
@@ -185,20 +186,20 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
         ["toleration: 'gpu:NoScheduling'", "--toleration gpu:NoSchedule"],
     ),
     "root": ([*JOB, "--user", "0"], ["user: '0'", "not run as root"]),
-    "a port of the system's": ([*JOB, "--port", "80"], ["port: '80'", "from 1024"]),
+    "a port of the system's": ([*JOB, "--port", "80"], ["port is out of range", "from 1024"]),
     "time with letters": ([*JOB, "--time", "2h"], ["not a time limit", "'2h'"]),
-    "grace above the time": ([*JOB, "--time", "1", "--grace", "60"], ["would end before it has begun"]),
+    "grace above the time": ([*JOB, "--time", "1", "--grace-s", "60"], ["would end before it starts"]),
     "runtime of a job": ([*JOB, "--runtime", "mine"], ["only a trainjob has a runtime", "--api trainjob"]),
     "secret of a trainjob": (
         [*JOB, "--api", "trainjob", "--secret", "wandb"],
-        ["leaves --secret to its runtime", "--api jobset"],
+        ["decides --secret", "--api jobset"],
     ),
     "data the pods do not see": (
         ["cifar10-cnn", *JOB[1:], "--data-dir", "/home/me/data"],
         ["pods would not find this path", "/home/me/data", "--data CLAIM"],
     ),
     "weights the pods do not see": ([*JOB, "--weights", "w.pt"], ["pods would not find this path", "w.pt"]),
-    "pictures nowhere": (["folder-resnet50", *JOB[1:]], ["where is the folder of pictures?", "--data CLAIM"]),
+    "pictures nowhere": (["folder-resnet50", *JOB[1:]], ["the folder of pictures is missing", "--data CLAIM"]),
     "resume of another run": ([*JOB, "--resume", "runs/other"], ["folder of its own run", "--output-dir runs/other"]),
     "switch with a value": ([*JOB, "--dry-run=yes"], ["--dry-run takes no value"]),
 }
@@ -232,14 +233,14 @@ def test_without_the_client_the_extra_is_named(
 
 
 def test_flags_of_submit_are_none_of_trains() -> None:
-    both = [name for name in kubernetes_settings() if find_field(name)]
+    both = [name for name in fields_of(KubernetesJob) if find_field(name)]
     assert both == []
 
 
 def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     assert submit("--help") == 0
     out = capsys.readouterr().out
-    for setting in kubernetes_settings().values():
+    for setting in fields_of(KubernetesJob).values():
         assert setting.flag in out
     assert max(map(len, out.splitlines())) <= 130
 
@@ -344,9 +345,9 @@ def test_failures_are_counted_for_each_pod_and_grow_with_the_time(capsys: pytest
 
 def test_a_start_timeout_below_the_back_off_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
     """The default covers the longest delay of the Job controller; a shorter one is said."""
-    for flags, warnings in (([], 0), (["--start-timeout", "599"], 1), (["--start-timeout", "600"], 0)):
+    for flags, warnings in (([], 0), (["--start-timeout-s", "599"], 1), (["--start-timeout-s", "600"], 0)):
         assert submit(*JOB, *flags, "--dry-run") == 0
-        assert capsys.readouterr().err.count("warning: --start-timeout") == warnings
+        assert capsys.readouterr().err.count("warning: --start-timeout-s") == warnings
 
 
 @pytest.mark.parametrize(
@@ -387,7 +388,7 @@ def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixt
     """RDMA, gang schedulers and local disks have flags of their own."""
     flags = ["--annotation", "k8s.v1.cni.cncf.io/networks=a, b", "--label", "scheduling.x-k8s.io/pod-group=g"]
     flags += ["--resource", "rdma/hca=1", "--capability", "IPC_LOCK", "--scheduler", "volcano"]
-    flags += ["--ephemeral-storage", "20Gi", "--node-timeout", "60"]
+    flags += ["--ephemeral-storage", "20Gi", "--node-timeout-s", "60"]
     job = manifest(capsys, *JOB, *flags, "--job-name", "ride")[-1]
     metadata, pod = job["spec"]["template"]["metadata"], pod_of(job)
     (container,) = pod["containers"]
@@ -637,8 +638,8 @@ def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureF
     assert grace() == 120
     (folder / "status.json").write_text(json.dumps({"status": "preempted", "step": 7, "save_s": 100.0}))
     assert grace() == 420
-    assert submit(*again, "--grace", "60", "--dry-run") == USER
-    assert "--grace 210" in capsys.readouterr().err
+    assert submit(*again, "--grace-s", "60", "--dry-run") == USER
+    assert "--grace-s 210" in capsys.readouterr().err
 
 
 def test_a_finished_run_is_not_submitted_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -73,7 +73,7 @@ def test_the_error_of_the_primary_is_in_the_summary_of_every_rank(tmp_path: Path
 @pytest.mark.faults
 def test_a_hang_is_in_the_summary(tmp_path: Path) -> None:
     """The guard beside the rank ends it by SIGKILL, and says so: phase, step, stacks."""
-    flags = ["--hang-timeout=4", "--inject=hang rank=1 step=5"]
+    flags = ["--hang-timeout-s=4", "--inject=hang rank=1 step=5"]
     answer = torchrun(2, "train", *QUICK, *flags, cwd=tmp_path)
     assert answer.code == 1, answer
     summary = root_cause(answer)

@@ -290,7 +290,7 @@ def test_a_module_in_the_working_directory_is_code_too(
         config_of(tmp_path / "run", name)
         (tmp_path / "run" / "status.json").write_text("{}")
         with pytest.raises(UserError) as refused:
-            read_request([str(tmp_path / "run" / "config.yaml")])
+            read_request(str(tmp_path / "run" / "config.yaml"))
         assert name.partition(":")[0] in str(refused.value.where)
     assert not (tmp_path / "executed").exists()
     assert "foreign_package" not in sys.modules

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from harness.cli import command
-from paceline.integrations.kubernetes.job import KubernetesJob, Volume
+from paceline.integrations.kubernetes.job import KubernetesJob
 from paceline.integrations.kubernetes.template import build_pod
+from paceline.integrations.kubernetes.volumes import Volume
 from paceline.integrations.slurm.script import write_script
 from paceline.launch.job import JobSpec
 
@@ -83,7 +84,7 @@ def test_modules_in_the_working_folder_are_not_imported_by_a_pod(nodes: int, tmp
         image="image",
         runs=Volume("claim", "/runs"),
         nodes=nodes,
-        ranks_per_node=1,
+        processes_per_node=1,
         train=("synthetic-mlp", *QUICK),
     )
     (container,) = build_pod(job)["containers"]

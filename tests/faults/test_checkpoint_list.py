@@ -11,11 +11,11 @@ import pytest
 from faults.damage import FILES, cut, flip_a_bit
 from faults.finished_run import DAMAGED, NEWEST
 from harness.cli import command, paceline
-from paceline.cli.checkpoints import run as list_checkpoints
+from paceline.cli.command import run_verb
 
 
 def test_the_list_says_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert list_checkpoints([str(run), "--json"]) == 0
+    assert run_verb("checkpoints", [str(run), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (listed["verified"], listed["set_aside"]) == (False, [])
     entries = listed["checkpoints"]
@@ -30,7 +30,7 @@ def test_the_list_says_what_there_is(run: Path, capsys: pytest.CaptureFixture[st
     ]
     assert [entry["size_bytes"] for entry in entries] == sizes
 
-    assert list_checkpoints([str(run / "checkpoints"), "--verify"]) == 0
+    assert run_verb("checkpoints", [str(run / "checkpoints"), "--verify"]) == 0
     table = capsys.readouterr().out.splitlines()
     assert " ".join(table[0].split()) == "step epoch val acc val loss size saved by marks verdict"
     assert [line.split()[-1] for line in table[1:]] == ["whole"] * 4
@@ -38,9 +38,9 @@ def test_the_list_says_what_there_is(run: Path, capsys: pytest.CaptureFixture[st
 
 def test_without_verify_a_size_is_checked_and_a_bit_is_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip_a_bit("model.safetensors", 0.9, 0, run / "checkpoints" / NEWEST)
-    assert list_checkpoints([str(run)]) == 0
+    assert run_verb("checkpoints", [str(run)]) == 0
     cut("model.safetensors", lambda size: size - 1, run / "checkpoints" / NEWEST)
-    assert list_checkpoints([str(run)]) == DAMAGED
+    assert run_verb("checkpoints", [str(run)]) == DAMAGED
     assert "1 of 4 damaged" in capsys.readouterr().out
 
 

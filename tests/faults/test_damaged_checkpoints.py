@@ -26,7 +26,7 @@ from paceline.checkpoints.manager import CheckpointManager
 from paceline.checkpoints.payload import PayloadReader
 from paceline.checkpoints.resume import adopt_best
 from paceline.checkpoints.store import find_newest, list_damaged, open_checkpoint, point
-from paceline.cli.checkpoints import run as list_checkpoints
+from paceline.cli.command import run_verb
 from paceline.errors import CheckpointError
 from paceline.metrics.recorder import read_rows
 
@@ -61,7 +61,7 @@ def test_damage_is_found_and_the_one_before_is_used(
     damage(newest)
     assert not (newest / name).exists() or (newest / name).read_bytes() != original  # it did happen
 
-    assert list_checkpoints([str(run), "--verify"]) == DAMAGED
+    assert run_verb("checkpoints", [str(run), "--verify"]) == DAMAGED
     out = capsys.readouterr().out
     assert f"{NEWEST}/{name}" in out
     assert "expected" in out
@@ -77,7 +77,7 @@ def test_damage_is_found_and_the_one_before_is_used(
     assert not newest.exists()
     assert (run / "checkpoints" / f"damaged-{NEWEST}").is_dir()
 
-    assert list_checkpoints([str(run), "--verify"]) == 0  # what was set aside is told, and does not count
+    assert run_verb("checkpoints", [str(run), "--verify"]) == 0  # what was set aside is told, and does not count
     assert f"set aside: damaged-{NEWEST}" in capsys.readouterr().out
 
 
@@ -108,7 +108,7 @@ RESUMED = {
 def test_the_run_goes_on_from_the_one_before_to_the_same_end(case: str, run: Path, undisturbed: Path) -> None:
     (run / "results.json").unlink()
     ACCIDENTS[case][1](run / "checkpoints" / NEWEST)
-    assert list_checkpoints([str(run), "--verify"]) == DAMAGED
+    assert run_verb("checkpoints", [str(run), "--verify"]) == DAMAGED
     run_ranks(1, train_in, str(run), FLAGS, True)
     assert (run / "checkpoints" / f"damaged-{NEWEST}").is_dir()
     times = {name: row_times(path) for name, path in (("before", undisturbed), ("after", run))}
@@ -261,8 +261,8 @@ def test_forged_checkpoints_are_refused_at_once_and_nothing_is_executed(undistur
 def test_a_forged_newest_is_passed_over(case: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoints"
     FORGERIES[case][0](folder / NEWEST)
-    assert list_checkpoints([str(run)]) == DAMAGED
-    assert list_checkpoints([str(run), "--json"]) == DAMAGED
+    assert run_verb("checkpoints", [str(run)]) == DAMAGED
+    assert run_verb("checkpoints", [str(run), "--json"]) == DAMAGED
     capsys.readouterr()
     if case == "newer schema":  # whole, and perhaps the work of a week: not ours to move aside
         with pytest.raises(CheckpointError, match="newer Paceline"):

@@ -30,7 +30,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:
     fault, rank, phase = HANGS[case]
-    with started(*FLAGS, f"--hang-timeout={DEADLINE_S}", f"--inject={fault}", cwd=folder) as run:
+    with started(*FLAGS, f"--hang-timeout-s={DEADLINE_S}", f"--inject={fault}", cwd=folder) as run:
         run.wait_for("step 10/")
         ledger = folder / "run" / "faults.jsonl"
         give_up_at = time.monotonic() + 20
@@ -66,7 +66,7 @@ def test_hangs_in_every_phase(case: str, tmp_path: Path, undisturbed: dict[str, 
 # Fault 12
 @pytest.mark.faults
 def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
-    flags = ["--max-restarts=0", f"--hang-timeout={DEADLINE_S}", "--inject=hang rank=1 step=12"]
+    flags = ["--max-restarts=0", f"--hang-timeout-s={DEADLINE_S}", "--inject=hang rank=1 step=12"]
     answer = paceline(*FLAGS, *flags, cwd=tmp_path)
     assert answer.code == 6, answer
     assert faults_struck(tmp_path / "run") == ["hang (rank 1, step 12)"]
@@ -85,7 +85,7 @@ def test_a_rank_under_another_launcher_has_an_alarm_of_its_own(tmp_path: Path) -
     answer = command(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *("-m", "paceline", *(flag for flag in FLAGS if "processes" not in flag)),
-        *(f"--hang-timeout={DEADLINE_S}", "--inject=hang rank=1 step=12"),
+        *(f"--hang-timeout-s={DEADLINE_S}", "--inject=hang rank=1 step=12"),
         cwd=tmp_path,
         timeout_s=90,
     )
@@ -100,7 +100,7 @@ def test_a_rank_under_another_launcher_has_an_alarm_of_its_own(tmp_path: Path) -
 @pytest.mark.faults
 def test_a_slow_rank_is_named_and_not_killed(tmp_path: Path) -> None:
     slow = "slow rank=1 step=11 steps=20 seconds=0.2"
-    answer = paceline(*FLAGS, "--log-frequency=5", "--hang-timeout=20", f"--inject={slow}", cwd=tmp_path)
+    answer = paceline(*FLAGS, "--log-frequency=5", "--hang-timeout-s=20", f"--inject={slow}", cwd=tmp_path)
     assert answer.code == 0, answer
     assert faults_struck(tmp_path / "run") == ["slow (rank 1, step 11)"]
     assert re.search(r"warning: rank 1 is slow: [\d.]+ times", answer.out)

@@ -114,7 +114,7 @@ def test_a_pipe_closed_around_the_start_of_ranks(moment: str, tmp_path: Path, un
 @pytest.mark.faults
 def test_a_reader_that_stops_neither_stalls_nor_hangs_a_run(tmp_path: Path, undisturbed: dict[str, object]) -> None:
     """A full pipe that nobody reads (Ctrl-S, a stopped pager): no hang is declared, the run finishes."""
-    flags = [*FLAGS, "--hang-timeout=20", "--max-restarts=0"]
+    flags = [*FLAGS, "--hang-timeout-s=20", "--max-restarts=0"]
     with piped("-m", "paceline", *flags, cwd=tmp_path, pipe_bytes=4096) as (process, reader):
         assert process.wait(WAIT_S) == 0
         assert os.read(reader, 65536).startswith(b"paceline")

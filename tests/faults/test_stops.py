@@ -92,7 +92,7 @@ def test_signals_to_everybody_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_notice_is_used_for_training(tmp_path: Path) -> None:
-    with started(*FLAGS, "--epochs=30", "--notice=6", cwd=tmp_path) as run:
+    with started(*FLAGS, "--epochs=30", "--notice-s=6", cwd=tmp_path) as run:
         run.wait_for("step 9/")
         os.kill(run.process.pid, signal.SIGTERM)
         sent_at = time.monotonic()

@@ -26,7 +26,7 @@ from paceline.runtime.watchdog import Watchdog
 pytestmark = pytest.mark.timeout(300)  # a busy machine
 DEADLINE_S = 20.0  # saves and imports of a busy machine fit
 PAUSE_S = DEADLINE_S + 3  # what stopping needs: longer than the deadline
-LIMITS = [f"--hang-timeout={DEADLINE_S:g}", "--max-restarts=0"]
+LIMITS = [f"--hang-timeout-s={DEADLINE_S:g}", "--max-restarts=0"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ WHO: dict[str, Callable[[Started], list[int]]] = {
 @pytest.mark.faults
 @pytest.mark.parametrize("who", WHO)
 def test_a_suspended_run_goes_on(who: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """SIGSTOP of the whole job, or of parts of it, for longer than --hang-timeout: no restart, the same bits."""
+    """SIGSTOP of the whole job, or of parts of it, for longer than --hang-timeout-s: no restart, the same bits."""
     with started(*FLAGS, *LIMITS, cwd=tmp_path) as run:
         run.wait_for("step 12/")
         suspend(WHO[who](run))

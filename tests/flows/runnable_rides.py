@@ -29,13 +29,13 @@ train_split: 0.8
 exact: true
 save_steps: 2
 log_frequency: 1
-save_frequency: 2
+keep_every_epochs: 2
 """
 # The same by hand: the batch of both ranks, and the rate for 256 samples.
 TINY_FLAGS = (
     *("synthetic-mlp", "--epochs=2", "--global-batch-size=32", "--base-lr=0.032", "--hidden-size=16"),
     *("--input-size=12", "--num-classes=3", "--num-samples=200", "--train-split=0.8", "--exact"),
-    *("--save-steps=2", "--log-frequency=1", "--save-frequency=2"),
+    *("--save-steps=2", "--log-frequency=1", "--keep-every-epochs=2"),
 )
 STEPS = 10
 

@@ -34,11 +34,22 @@ IMAGE = "registry.example.com/team/paceline:0.1.0"
 BARE = ["synthetic-mlp", "--image", IMAGE, "--runs", "paceline-runs"]
 EVERYTHING = [
     *("--data", "/srv/data", "--mount", "models:/models:ro", "--cpus", "16", "--memory", "96Gi", "--shm", "16Gi"),
-    *("--time", "01:00:00", "--grace", "300", "--start-timeout", "60", "--namespace", "vision", "--queue", "gpu-queue"),
+    *(
+        "--time",
+        "01:00:00",
+        "--grace-s",
+        "300",
+        "--start-timeout-s",
+        "60",
+        "--namespace",
+        "vision",
+        "--queue",
+        "gpu-queue",
+    ),
     *("--service-account", "trainer", "--image-pull-secret", "registry", "--env", "NCCL_DEBUG=WARN"),
     *("--node-selector", "accelerator=h100", "--toleration", "nvidia.com/gpu:NoSchedule", "--user", "2000"),
     *("--annotation", "a.example.com/b=c d", "--label", "scheduling.x-k8s.io/pod-group=g", "--resource", "rdma/hca=1"),
-    *("--capability", "IPC_LOCK", "--ephemeral-storage", "20Gi", "--node-timeout", "60"),
+    *("--capability", "IPC_LOCK", "--ephemeral-storage", "20Gi", "--node-timeout-s", "60"),
 ]
 NOT_FOR_TRAINJOBS = ["--scheduler", "volcano", "--priority-class", "high", "--secret", "wandb", "--retries", "5"]
 SHAPES = {

@@ -94,7 +94,7 @@ def test_a_failure_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFi
     assert "runs/ride: failed" in text
     assert "(PodFailurePolicy: Container train for pod vision/ride-0 failed)" in text
     assert "exit code 3" in text
-    assert main(["watch", "runs/ride", "--every", "0"]) == DATA
+    assert main(["watch", "runs/ride", "--every-s", "0"]) == DATA
 
 
 def test_in_a_queue_of_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,7 +54,7 @@ def test_the_code_that_ended_the_job_of_a_fake_cluster_is_shown(
     fake.add_pod(1, "Failed", code=2)
     fake.set_condition("jobs", "Failed", "PodFailurePolicy")
     assert status(capsys)["job"]["exit_code"] == "2"
-    assert main(["watch", "runs/ride", "--every", "0"]) == USER
+    assert main(["watch", "runs/ride", "--every-s", "0"]) == USER
 
 
 def test_pods_that_the_controller_of_a_fake_cluster_ended_are_no_failures(
@@ -124,7 +124,7 @@ def test_an_outcome_outlives_the_job_in_a_fake_cluster(
     fake.objects.clear()
     content = status(capsys)
     assert (content["state"], content["is_over"]) == (state, True)
-    assert main(["watch", "runs/ride", "--every", "0"]) == code
+    assert main(["watch", "runs/ride", "--every-s", "0"]) == code
 
 
 def test_a_job_that_a_fake_cluster_forgot_unseen_has_ended(
@@ -135,7 +135,7 @@ def test_a_job_that_a_fake_cluster_forgot_unseen_has_ended(
     fake.objects.clear()
     content = status(capsys)
     assert (content["state"], content["is_over"]) == ("ended", True)
-    assert main(["watch", "runs/ride", "--every", "0"]) == INTERNAL
+    assert main(["watch", "runs/ride", "--every-s", "0"]) == INTERNAL
 
 
 def test_a_fake_cluster_that_cannot_be_reached_leaves_no_run_folder(

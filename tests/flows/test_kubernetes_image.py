@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.integrations.kubernetes.job import DATA_PATH, RUNS_PATH, KubernetesJob
+from paceline.integrations.kubernetes.job import KubernetesJob
+from paceline.integrations.kubernetes.volumes import DATA_PATH, RUNS_PATH
 
 pytestmark = pytest.mark.flows
 
@@ -101,7 +102,6 @@ def test_every_package_has_its_version(variant: str) -> None:
     for name in (
         "torch",
         "numpy",
-        "tyro",
         "PyYAML",
         "safetensors",
         "isal",
@@ -116,7 +116,7 @@ def test_every_package_has_its_version(variant: str) -> None:
 
 def test_the_image_is_not_root_and_fits_the_manifest() -> None:
     final = dict(stages()["final"][1])
-    assert final["USER"] == f"{KubernetesJob.user}:{KubernetesJob.group}"
+    assert final["USER"] == f"{KubernetesJob.user.uid}:{KubernetesJob.user.gid}"
     assert json.loads(final["ENTRYPOINT"]) == ["python", "-P", "-m", "paceline"]
     assert RUNS_PATH in final["RUN"]
     assert DATA_PATH in final["RUN"]

@@ -65,7 +65,7 @@ SECRET = create_secret().encode()
         ({"flags": "--inject 'kil step=3'"}, "", "kill"),
         ({"flags": "--optimizer 'adam"}, "cannot be read", "--flags"),
         ({"flags": "--track mlflow"}, "mlflow is not installed", "flag --track"),
-        ({"flags": "adam"}, "unexpected argument", "flags start with"),
+        ({"flags": "adam"}, "unexpected argument", "which start with"),
         ({"flags": "--strategy single", "cluster_size": 2}, "one process", "--cluster-size 1"),
         ({"cluster_size": 0}, "cluster-size", "from 1"),
         ({"cluster_size": 5000}, "cluster-size", "1024"),

@@ -120,7 +120,7 @@ def test_catalog_holds_everything(pipeline: Pipeline) -> None:
         "best_model_checkpoint/model.safetensors",
         "epoch_2_checkpoint/manifest.json",
     }
-    assert "epoch_1_checkpoint/manifest.json" not in names  # save_frequency 2
+    assert "epoch_1_checkpoint/manifest.json" not in names  # keep_every_epochs 2
     assert (pipeline.catalog / "report.html").read_bytes() == (pipeline.folder / "report.html").read_bytes()
     assert not any(name.endswith((".pt", ".pth", ".pkl", ".pickle")) for name in names)
 

@@ -117,7 +117,7 @@ WRONG = {
     "epoch: 3": ("unknown key 'epoch'", "perhaps you meant epochs"),
     "epochs: ten": ("epochs: 'ten' is not valid", "line 1"),
     "epochs: 0": ("epochs is out of range", "1 or more"),
-    "recipe: []": ("recipe needs one value", "an empty list"),
+    "recipe: []": ("recipe: '' is not valid", "text"),
     "epochs:": ("epochs needs a value", "nothing"),
     "epochs: {a: 1}": ("epochs needs a value", "a mapping"),
     "epochs: [1, 2]": ("epochs: '1 2' is not valid", "a whole number"),
@@ -126,12 +126,12 @@ WRONG = {
     "world_size: 2:4\nbatch_size: 32": ("batch_size is for one process", "world_size 2:4"),
     "world_size: 2\nbatch_size: 32\nglobal_batch_size: 64": ("global_batch_size is given twice", "leave one out"),
     "world_size: 2\nprocesses: 2": ("processes is given twice", "leave one out"),
-    "world_size: 2\nbatch_size: 0": ("batch_size: '0' is not valid", "1 or more"),
+    "world_size: 2\nbatch_size: 0": ("batch_size is out of range", "1 or more"),
     "world_size: two": ("processes: 'two' is not valid", "line 1"),
     "world_size: 3\nglobal_batch_size: 32": ("global_batch_size 32 is not divisible by 3", "line 2"),
     "world_size: 3\nexact: true\nbatch_size: 4": ("exact needs a power of two", "line 1"),
     "world_size: 2\nstrategy: single": ("strategy single runs on one process", "line 2"),
-    "learning_rate: -1": ("learning_rate: '-1' is not valid", "greater than 0"),
+    "learning_rate: -1": ("learning_rate is out of range", "greater than 0"),
     "learning_rate: .nan": ("learning_rate: '.nan' is not valid", "greater than 0"),
     "learning_rate: 0.1\nbase_lr: 0.1": ("base_lr is given twice", "leave one out"),
     "train_split: 1.1": ("train_split is out of range", "up to 1"),
@@ -143,8 +143,8 @@ WRONG = {
     "output_dir: here": ("output_dir is not for parameters", "RUNNABLE_RUN_ID"),
     "resume: auto": ("resume is not for parameters", "RUNNABLE_RETRY_RUN_ID"),
     "inject: kil rank=1 step=5": ("kil", "line 1"),
-    "- epochs": ("parameters must be `name: value` lines", "own.yaml"),
-    "": ("parameters must be `name: value` lines", "own.yaml"),
+    "- epochs": ("must be `key: value` lines", "own.yaml"),
+    "": ("is empty", "own.yaml"),
     "epochs: 'ten": ("not valid YAML", "line 1"),
 }
 
@@ -208,7 +208,7 @@ def test_a_run_id_is_not_used_twice(
     (tmp_path / "runs" / "first").mkdir(parents=True)
     (tmp_path / "runs" / "first" / "config.yaml").write_text("epochs: 1\n")
     assert start(tmp_path, monkeypatch, RUNNABLE_RUN_ID="first") == 2
-    assert "RUNNABLE_RETRY_RUN_ID=first goes on with it" in capsys.readouterr().err
+    assert "RUNNABLE_RETRY_RUN_ID=first continues it" in capsys.readouterr().err
 
 
 def test_a_pipeline_outside_the_working_folder_is_refused(

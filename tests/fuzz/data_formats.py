@@ -70,7 +70,7 @@ def _build_packed(samples: Path, folder: Path) -> None:
     import numpy as np
     from PIL import Image
 
-    from paceline.cli import data
+    from paceline.cli.command import run_verb
 
     for number in range(8):
         for half in ("train", "test"):
@@ -78,7 +78,7 @@ def _build_packed(samples: Path, folder: Path) -> None:
             target.mkdir(parents=True, exist_ok=True)
             pixels = np.full((12, 12, 3), 10 * number, dtype=np.uint8)
             Image.fromarray(pixels).save(target / f"{number}.png")
-    data.run(["pack", str(folder / "pictures"), str(folder / "packed"), "--image-size", "8", "--shard-mb", "1"])
+    run_verb("data", ["pack", str(folder / "pictures"), str(folder / "packed"), "--image-size", "8", "--shard-mb", "1"])
 
 
 def _mutate_index(data: bytes, draw: Random) -> bytes:
@@ -110,9 +110,9 @@ def _load_packed(folder: Path) -> None:
 
 
 def _check_packed(folder: Path) -> None:
-    from paceline.cli import data
+    from paceline.cli.command import run_verb
 
-    data.run(["check", "packed"])
+    run_verb("data", ["check", "packed"])
 
 
 # --- CIFAR-10 and Fashion-MNIST ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 from fuzz.mutations import Mutate, mutate_csv, mutate_json, mutate_json_lines
 from fuzz.samples import copy_runs
 from fuzz.sandbox import Format, Reader
-from paceline.cli import checkpoints, clean, compare, logs, runs, status
+from paceline.cli.command import run_verb
 from paceline.library.run import load_run
 from paceline.metrics.recorder import Recorder, inherit_rows
 from paceline.reports.run_page import write_run_page
@@ -77,23 +77,23 @@ def _own(folder: Path) -> None:
 
 
 def _print_status(folder: Path) -> None:
-    status.run([ONE])
-    status.run([ONE, "--json"])
+    run_verb("status", [ONE])
+    run_verb("status", [ONE, "--json"])
 
 
 def _print_runs(folder: Path) -> None:
-    runs.run([])
-    runs.run(["--json", "--sort", "progress"])
+    run_verb("runs", [])
+    run_verb("runs", ["--json", "--sort", "progress"])
 
 
 LIST = Reader("runs", _print_runs, every=3)
 STATUS = Reader("status", _print_status, every=3)
 PAGE = Reader("report page", _evaluate_pages_json, every=10)
-COMPARE = Reader("compare", lambda folder: compare.run([ONE, "runs/two", "--html=compare.html"]), every=10)
-COMPARE_JSON = Reader("compare --json", lambda folder: compare.run(["runs/two", ONE, "--json"]), every=10)
+COMPARE = Reader("compare", lambda folder: run_verb("compare", [ONE, "runs/two", "--html=compare.html"]), every=10)
+COMPARE_JSON = Reader("compare --json", lambda folder: run_verb("compare", ["runs/two", ONE, "--json"]), every=10)
 LIBRARY = Reader("load_run", _open_as_library, every=3)
-CLEAN = Reader("clean", lambda folder: clean.run(["--older-than", "0m", "--dry-run"]), every=2)
-CHECKPOINTS = Reader("checkpoints", lambda folder: checkpoints.run([ONE, "--verify"]))
+CLEAN = Reader("clean", lambda folder: run_verb("clean", ["--older-than", "0m", "--dry-run"]), every=2)
+CHECKPOINTS = Reader("checkpoints", lambda folder: run_verb("checkpoints", [ONE, "--verify"]))
 FIND = Reader("a run by its job", lambda folder: find_run("123"))
 RECORD = Reader("resume: metrics", _resume_recording, changes_folder=True)
 INHERIT = Reader("resume in a new folder: metrics", _inherit, changes_folder=True, every=5)
@@ -104,8 +104,8 @@ TELL = Reader(
 )
 MIRROR = Reader("mirror note", lambda folder: read_note(folder / ONE))
 REQUEUE = Reader("requeue", lambda folder: returns_without_progress(folder / ONE / "requeues.jsonl", 4))
-TAG = Reader("runs tag", lambda folder: runs.run(["tag", ONE, "new"]), changes_folder=True, every=5)
-LOGS = Reader("logs", lambda folder: logs.run([ONE]))
+TAG = Reader("runs tag", lambda folder: run_verb("runs", ["tag", ONE, "new"]), changes_folder=True, every=5)
+LOGS = Reader("logs", lambda folder: run_verb("logs", [ONE]))
 
 _SLURM = ("squeue", "scontrol", "sacct")  # asked about a job; not found in the sandbox
 Build = Callable[[Path, Path], None]

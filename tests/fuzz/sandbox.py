@@ -25,14 +25,12 @@ from typing import Any
 from fuzz.mutations import OUTSIDE, Mutate
 from paceline.checkpoints import store as checkpoint_store
 from paceline.errors import PacelineError
-from paceline.settings import load
 
 CPU_LIMIT_S = 5.0  # of one reader on one file; a usual one takes milliseconds
 WALL_LIMIT_S = 60.0  # a reader that waits uses no CPU; generous, because the machine may be busy
 MEMORY_LIMIT_BYTES = 1 << 30  # beyond what the process has when it starts
 LOOPBACK = "a connection to this machine"  # in Format.may_run
 TOO_LONG = "it takes too long"
-_MOST_KNOWN = 50  # configs
 _MOST_FINDINGS = 8  # different ones; more are seen after these are mended
 
 
@@ -98,7 +96,6 @@ def run_cases(
     shutil.copytree(template, folder, symlinks=True)
     valid = (template / form.file).read_bytes()
     os.chdir(folder)
-    _remember_configs()
     _read_again_at_once()
     _require_valid_is_read(form, folder)
     _renew(template, folder)
@@ -132,21 +129,6 @@ def _leave_home(folder: Path) -> None:
     for name in [name for name in os.environ if name.startswith(("PACELINE_", "XDG_", "SLURM", "KUBE", "AWS_"))]:
         del os.environ[name]
     os.environ.update(HOME=str(folder), PATH="/nowhere", PACELINE_CACHE=str(folder / "cache"))
-
-
-def _remember_configs() -> None:
-    """Parsing a config takes longer than all else. It depends on its text alone, so an unchanged one is parsed once."""
-    parse, known = load._tyro, {}
-
-    def parse_once(settings: list[Any]) -> Any:
-        words = tuple(word for setting in settings for word in setting.tokens())
-        if words not in known:
-            if len(known) >= _MOST_KNOWN:
-                known.clear()
-            known[words] = parse(settings)
-        return known[words]
-
-    load._tyro = parse_once
 
 
 def _read_again_at_once() -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from fuzz.mutations import OUTSIDE, mutate_csv, mutate_json, mutate_yaml
 from fuzz.run_formats import CHECKPOINTS, COMPARE, LIBRARY, LIST, PAGE, STATUS, build_finished
 from fuzz.sandbox import Format, Reader
-from paceline.cli import study
+from paceline.cli.command import run_verb
 from paceline.integrations.runnable.parameters import make_request, read_parameters
 from paceline.launch.request import check_loaded
+from paceline.launch.sites import read_site
 from paceline.settings.load import load_config
 from paceline.settings.recipe_file import find_recipe
 from paceline.settings.rules import check_config
-from paceline.settings.sites import read_site
 from paceline.tools.course.desk import read_passed
 
 SITE = """\
@@ -74,10 +74,11 @@ def _build_study(samples: Path, folder: Path) -> None:
     write_csv(home / "results.csv", collect(home, spec))
 
 
-REPORT = Reader("study report", lambda folder: study.run(["report", "study"]), every=50)
-PREDICT = Reader("study predict", lambda folder: study.run(["predict", "study", "--world-sizes", "4,8"]))
+REPORT = Reader("study report", lambda folder: run_verb("study", ["report", "study"]), every=50)
+PREDICT = Reader("study predict", lambda folder: run_verb("study", ["predict", "study", "--world-sizes", "4,8"]))
 PREDICT_CSV = Reader(
-    "study predict results.csv", lambda folder: study.run(["predict", "study/results.csv", "--world-sizes", "4"])
+    "study predict results.csv",
+    lambda folder: run_verb("study", ["predict", "study/results.csv", "--world-sizes", "4"]),
 )
 
 

@@ -1,4 +1,4 @@
-"""A small convolutional model with BatchNorm, reached through the door for users' own models."""
+"""A small convolutional model with BatchNorm, loaded like a user's own model."""
 
 from __future__ import annotations
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 class Branching(nn.Module):
     """A small net with a layer for odd steps only, one for some samples only, and one that is never used.
 
-    Steps are counted in a buffer, which every strategy and every lane treats alike. Samples whose first number is
-    at least `threshold` go through the rare layer.
+    Steps are counted in a buffer, which every strategy and every lane handles in the same way. Samples whose first
+    number is at least `threshold` use the rare layer.
     """
 
     def __init__(self, num_classes: int, size: int, threshold: float) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(size, 24), nn.Tanh())
-        self.odd = nn.ModuleList([nn.Linear(24, 24)])  # in a list: under FSDP a group of its own
+        self.odd = nn.ModuleList([nn.Linear(24, 24)])  # in a list: a separate FSDP group
         self.rare = nn.Linear(24, 24)
         self.never = nn.Linear(24, 24)
         self.head = nn.Linear(24, num_classes)
@@ -37,12 +37,12 @@ class Branching(nn.Module):
 
 
 def build(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
-    """For whole runs on pictures: some batches of a rank have a bright first pixel, some have none."""
+    """For complete runs on pictures: only some batches of a rank have a bright first pixel."""
     return Branching(num_classes, int(torch.Size(input_shape).numel()), threshold=1.6)
 
 
 class CountingOnHost(nn.Module):
-    """Uses one of its layers in every second call only, and counts calls in plain Python."""
+    """Uses one of its layers only in every second call, and counts calls in plain Python."""
 
     def __init__(self, num_classes: int, size: int) -> None:
         super().__init__()

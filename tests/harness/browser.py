@@ -1,4 +1,4 @@
-"""A real Chromium without a window, driven through its debugging pipe: no driver, no port, no package."""
+"""A real headless Chromium, controlled through its debugging pipe: no driver, no port, no package."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Browser:
     def __enter__(self) -> Browser:
         assert CHROMIUM, "no chromium on this machine: tests/browser/install"
         self._profile = tempfile.mkdtemp(prefix="chromium-")
-        (listens, self._write), (self._read, speaks) = _high_pipe(), _high_pipe()
-        # Chromium listens on 3 and speaks on 4.
-        command = ["bash", "-c", f'exec "$@" 3<&{listens} 4>&{speaks}', "chromium", CHROMIUM, *_FLAGS]
+        (commands_end, self._write), (self._read, answers_end) = _high_pipe(), _high_pipe()
+        # Chromium reads commands from descriptor 3 and writes to descriptor 4.
+        command = ["bash", "-c", f'exec "$@" 3<&{commands_end} 4>&{answers_end}', "chromium", CHROMIUM, *_FLAGS]
         self._process = subprocess.Popen(
             [*command, f"--user-data-dir={self._profile}"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(listens, speaks),
+            pass_fds=(commands_end, answers_end),
         )
-        os.close(listens)
-        os.close(speaks)
+        os.close(commands_end)
+        os.close(answers_end)
         self._bytes = b""
         self._number = 0
         self._pages: dict[str, Page] = {}
@@ -58,7 +58,7 @@ class Browser:
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def open_page(self, path: Path, *, width: int = 1200, height: int = 900, dark: bool = False) -> Page:
-        """A page from a file, loaded and drawn."""
+        """Open a file as a page, and wait until it is drawn."""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         session = self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         page = self._pages[session] = Page(self, session, target)
@@ -71,7 +71,7 @@ class Browser:
         return page
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Send a command and wait for its answer; what happens meanwhile goes to the pages."""
+        """Send a command and wait for its answer. Events that arrive meanwhile are passed to the pages."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session is not None:
@@ -91,9 +91,9 @@ class Browser:
         deadline = time.monotonic() + _DEADLINE_S
         while b"\0" not in self._bytes:
             ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, "Chromium says nothing"
+            assert ready, "Chromium does not answer"
             chunk = os.read(self._read, 1 << 20)
-            assert chunk, f"Chromium has gone ({self._process.poll()})"
+            assert chunk, f"Chromium has ended ({self._process.poll()})"
             self._bytes += chunk
         line, _, self._bytes = self._bytes.partition(b"\0")
         message: dict[str, Any] = json.loads(line)
@@ -104,7 +104,7 @@ class Browser:
 
 
 def _high_pipe() -> tuple[int, int]:
-    """Both ends above 9, so that putting one in its place cannot overwrite the other."""
+    """A pipe with both descriptors above 9, so that dup2 to 3 or 4 cannot overwrite the other end."""
     low = os.pipe()
     high = [fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in low]
     for end in low:
@@ -114,41 +114,41 @@ def _high_pipe() -> tuple[int, int]:
 
 @dataclass
 class Page:
-    """What a page asked for, complained about, and shows."""
+    """A page with its requests and its error messages."""
 
     browser: Browser
     session: str
     target: str
     is_loaded: bool = False
     errors: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)  # its own address is the first
+    requests: list[str] = field(default_factory=list)  # the first is the page itself
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         return self.browser.call(method, self.session, **parameters)
 
-    def hear(self, event: str, told: dict[str, Any]) -> None:
+    def hear(self, event: str, details: dict[str, Any]) -> None:
         self.is_loaded |= event == "Page.loadEventFired"
-        if event == "Network.requestWillBeSent" and not told["request"]["url"].startswith("data:"):
-            self.requests.append(told["request"]["url"])
+        if event == "Network.requestWillBeSent" and not details["request"]["url"].startswith("data:"):
+            self.requests.append(details["request"]["url"])
         if event == "Runtime.exceptionThrown":
-            self.errors.append(json.dumps(told["exceptionDetails"].get("exception", told["exceptionDetails"])))
-        if event == "Runtime.consoleAPICalled" and told["type"] in ("error", "warning", "assert"):
-            self.errors.append(json.dumps(told["args"]))
-        if event == "Log.entryAdded" and told["entry"]["level"] in ("error", "warning"):
-            self.errors.append(told["entry"]["text"])
+            self.errors.append(json.dumps(details["exceptionDetails"].get("exception", details["exceptionDetails"])))
+        if event == "Runtime.consoleAPICalled" and details["type"] in ("error", "warning", "assert"):
+            self.errors.append(json.dumps(details["args"]))
+        if event == "Log.entryAdded" and details["entry"]["level"] in ("error", "warning"):
+            self.errors.append(details["entry"]["text"])
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page; a promise is waited for."""
+        """Evaluate an expression in the page. Waits for a promise."""
         answer = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
     def settle(self) -> None:
-        """Until the page has drawn what it was told."""
+        """Wait until the page has drawn all changes."""
         self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
 
     def resize(self, width: int, height: int = 900) -> None:
-        """A narrow page is a phone's: it has touch and a fine screen."""
+        """Set the size. A narrow page is a phone, with touch and a high-resolution screen."""
         scale, is_phone = (2, True) if width < 600 else (1, False)
         self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=scale, mobile=is_phone
@@ -161,7 +161,7 @@ class Page:
         self.settle()
 
     def mouse(self, *places: tuple[float, float], press: bool = False) -> None:
-        """Move through these places; pressed from the first to the last if asked."""
+        """Move the pointer through these points, optionally with a pressed button."""
         for number, (x, y) in enumerate(places):
             held = {"button": "left", "buttons": 1} if press and number else {}
             self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y, **held)
@@ -171,7 +171,7 @@ class Page:
             self.call("Input.dispatchMouseEvent", type="mouseReleased", x=x, y=y, button="left", clickCount=1)
 
     def click(self, selector: str) -> None:
-        """On the middle of an element, wherever it is."""
+        """Click on the middle of an element, after scrolling to it."""
         self.mouse(self.middle_of(selector), press=True)
         self.settle()
 

@@ -1,7 +1,7 @@
-"""Cells of a notebook or of a guide, run one after the other as a notebook runs them: no file behind `__main__`.
+"""Run the cells of a notebook or a guide one after the other, like a notebook: without a file for `__main__`.
 
-`python -c "from harness.cells import main; main(PATH)"`. The lines of a cell are known to Python by the cell's name, as
-in IPython.
+`python -c "from harness.cells import main; main(PATH)"`. Python finds the source lines of a cell by the cell's name,
+as in IPython.
 """
 
 from __future__ import annotations

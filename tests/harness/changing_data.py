@@ -1,4 +1,4 @@
-"""A data set that a test changes between two starts of a run: `variant.json` in its folder says how."""
+"""A data set that a test changes between two starts of a run, through `variant.json` in its folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ SAMPLES = 320
 
 
 def load(data_dir: str) -> dict[str, Any]:
-    """Arrays; a sample's pixels follow from its number, so that tests can find it again."""
+    """Arrays. The pixels of a sample are computed from its number, so that tests can identify it."""
     path = Path(data_dir) / "variant.json"
     variant = json.loads(path.read_text()) if path.exists() else {}
     pixels, labels = _samples(np.arange(SAMPLES))
     if "order" in variant:
         order = np.random.default_rng(variant["order"]).permutation(SAMPLES)
         pixels, labels = pixels[order], labels[order]
-    if "front" in variant:  # new ones before the old ones
+    if "front" in variant:  # insert new samples before the old ones
         more, more_labels = _samples(np.arange(1000, 1000 + variant["front"]))
         pixels, labels = np.concatenate([more, pixels]), np.concatenate([more_labels, labels])
     if "fewer" in variant:

@@ -1,4 +1,4 @@
-"""The `paceline` command as a person runs it: its own process, its own folder."""
+"""Run the `paceline` command like a user: in a separate process and folder."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class Answer:
     code: int
     out: str
     err: str
-    # User and system: the clock would also count what else runs here. Not a number where nobody measured it.
+    # User plus system time, because other programs affect the wall clock. NaN if it was not measured.
     cpu_s: float = field(default=math.nan, compare=False)
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """The test's environment without a launcher's traces; Python warnings count as errors of ours."""
+    """The test's environment without variables of a launcher. Python warnings are errors."""
     clean = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     return {**clean, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **extra}
 

@@ -1,4 +1,4 @@
-"""Record what a story does to a run folder, put the disk into every state that a crash may leave, and restart there."""
+"""Record what a scenario does to a run folder, create every state that a crash may leave, and restart from it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paceline.checkpoints import store
 from paceline.checkpoints.named import list_checkpoints
 from paceline.runs.folder import RunFolder
 
-Story = Callable[[Path, Recorder], None]
+Scenario = Callable[[Path, Recorder], None]
 _TESTS = str(Path(__file__).parents[1])
 
 
 def record_life(
     disk: Path,
-    story: Story,
+    scenario: Scenario,
     before: Callable[[Path], None] | None = None,
     *,
     break_code: Callable[[], None] = lambda: None,
 ) -> Record:
-    """What a story does to a run folder, after something else has made it. The writer is dead afterwards."""
+    """Record what a scenario does to a run folder that `before` has created. The writer counts as dead afterwards."""
     root = disk / "recorded"
     root.mkdir()
     with as_another_process():
@@ -36,13 +36,13 @@ def record_life(
             before(root / "run")
         break_code()
         with recording(root) as recorder:
-            story(root / "run", recorder)
+            scenario(root / "run", recorder)
     assert replay(recorder.record) == read_tree(root)
     return recorder.record
 
 
 def check_restart(run: Path, crash: Crash, coming: dict[str, Any] | None, *, goes_on: bool) -> None:
-    """A restart finds what was reported, removes leftovers, and goes on from there."""
+    """A restart finds the reported checkpoints, removes leftovers, and continues."""
     folder = RunFolder(run)
     reported = crash.last("saved", {"step": 0, "kept": [], "best": 0})
     if run.is_dir():
@@ -55,7 +55,7 @@ def check_restart(run: Path, crash: Crash, coming: dict[str, Any] | None, *, goe
     newest = max(found, default=0)
     latest = folder.checkpoints / "latest"
     if latest.is_symlink() and not list(folder.checkpoints.glob("replaced-*")):
-        assert latest.exists()  # a pointer comes after what it points at
+        assert latest.exists()  # a pointer is written after its target
     assert newest in (reported["step"], coming["step"] if coming else reported["step"])
     is_new = coming is not None and newest == coming["step"]
     kept = set(reported["kept"]) & set(coming["kept"]) if is_new else set(reported["kept"])
@@ -81,13 +81,13 @@ def check_restart(run: Path, crash: Crash, coming: dict[str, Any] | None, *, goe
 
 @dataclass
 class Outcome:
-    """How many states were tried, and what went wrong in which."""
+    """The number of tested states, and the faults with their states."""
 
     states: int = 0
     faults: dict[str, list[str]] = field(default_factory=dict)  # by the line that failed
 
     def require_none(self, *, at_least: int) -> None:
-        """No fault, in at least so many states: a record that went missing must not pass."""
+        """Require no fault in at least this number of states: an empty record must not pass."""
         assert self.states >= at_least
         lines = [f"{len(where)} states: {fault}\n    {where[0]}" for fault, where in self.faults.items()]
         assert not lines, "\n".join([f"of {self.states} states", *lines])
@@ -102,10 +102,10 @@ def try_all(
     coming: Any = None,
     total: Outcome | None = None,
 ) -> Outcome:
-    """Put every state on a disk and restart from it. `coming`: what may be there although nothing reported it."""
+    """Create every state on a disk and restart from it. `coming`: a save that may exist without being reported."""
     reports = [operation.value for operation in record.operations if getattr(operation, "what", "") == "saved"]
     outcome = Outcome() if total is None else total
-    seen = set()  # going on depends on the checkpoints folder only: it is tried once for each
+    seen = set()  # continuing depends only on the checkpoints folder, so test each of its states once
     for crash in crashes:
         checkpoints = tuple(item for item in crash.tree.items() if item[0].startswith("run/checkpoints"))
         target = disk / f"crash-{outcome.states}"

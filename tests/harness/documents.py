@@ -1,4 +1,4 @@
-"""The project's Markdown pages: their links, their headings, their code, and the commands they tell people to type."""
+"""The project's Markdown pages: links, headings, code, and commands for the reader."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Command:
-    """A `paceline` command as a page has it, without its comment."""
+    """A `paceline` command in a page, without its comment."""
 
     page: str
     line: int
@@ -42,7 +42,7 @@ class Command:
 
 
 def pages() -> list[Path]:
-    """Every page people read: README, docs, course, examples and what contributors read."""
+    """All pages: README, docs, course, examples and pages for contributors."""
     folders = ("docs", "course", "examples", "benchmarks/results")
     return [*REPOSITORY.glob("*.md"), *(page for name in folders for page in sorted((REPOSITORY / name).rglob("*.md")))]
 
@@ -52,7 +52,7 @@ def name_of(page: Path) -> str:
 
 
 def links(page: Path) -> Iterator[tuple[int, str]]:
-    """Line and target of every link that stays in the project."""
+    """Line and target of every link inside the project."""
     for line, text, is_code in _lines(page):
         for found in () if is_code else _LINK.finditer(re.sub(r"`[^`]*`", "", text)):
             if not re.match(r"[a-z]+:", found["target"]):
@@ -60,7 +60,7 @@ def links(page: Path) -> Iterator[tuple[int, str]]:
 
 
 def anchors(page: Path) -> set[str]:
-    """What `page.md#...` may name, as GitHub and the site make them of headings."""
+    """The valid anchors of `page.md#...`, as GitHub and the site create them from headings."""
     found: set[str] = set()
     for _, text, is_code in _lines(page):
         if not is_code and (heading := re.match(r"#{1,6} +(.*)", text)):
@@ -82,7 +82,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def shell_lines(page: Path) -> Iterator[tuple[int, str]]:
-    """Lines of blocks without a language or with a shell's; those that end with a backslash are joined."""
+    """Lines of shell blocks and of blocks without a language. Lines that end with a backslash are joined."""
     for block in blocks(page):
         if block.language in SHELL:
             joined = block.text.replace("\\\n", "\0")
@@ -100,7 +100,7 @@ def commands(page: Path) -> Iterator[Command]:
 
 
 def _lines(page: Path) -> Iterator[tuple[int, str, bool]]:
-    """Number, text, and whether it is code; an opening fence counts as code, a closing one does not."""
+    """Line number, text, and whether it is code. An opening fence counts as code, a closing one does not."""
     is_code = False
     for number, text in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         is_code ^= bool(_FENCE.match(text))

@@ -1,4 +1,4 @@
-"""External models with dropout: of torch, which is drawn per rank, and of ours, which is drawn per sample."""
+"""External models with dropout: torch's, which is random per rank, and ours, which is random per sample."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _pauses: list[None] = []
 
 @contextmanager
 def working() -> Iterator[None]:
-    """For the test's own questions: the disk answers meanwhile."""
+    """The disk works in this block, for checks by the test itself."""
     _pauses.append(None)
     try:
         yield
@@ -26,12 +26,12 @@ def working() -> Iterator[None]:
 
 
 class Killed(BaseException):
-    """The process ends here: it writes nothing more, also not on its way out."""
+    """The process is killed here. It writes nothing more, also not during cleanup."""
 
 
 @contextmanager
 def failing(number: int | None, *, after: int, operations: int) -> Iterator[None]:
-    """So many file operations of this process fail with an error number, after some that work. None: it is killed."""
+    """After some successful file operations, the next ones fail with an error number. None: the process is killed."""
     count = 0
     replaced = {name: getattr(os, name) for name in _CALLS}
     real_open = io.open

@@ -1,7 +1,7 @@
-"""An HTTP server that stands in for the API server of a cluster, and a kubeconfig that leads to it.
+"""A fake API server of a Kubernetes cluster (HTTP), and a kubeconfig for it.
 
-The server keeps objects and hands them out again; it runs nothing. What a real cluster would answer in a state is
-written down by each test.
+The server stores objects and returns them; it runs nothing. Each test sets the states that a real cluster would
+report.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class FakeCluster(ThreadingHTTPServer):
         self.logs: dict[str, str] = {}
         self.calls: list[str] = []
         self.refusals: dict[str, tuple[int, str]] = {}  # "POST jobs": status and message
-        self.absent: set[str] = set()  # kinds this cluster does not know
-        # Of each stream of a log, in turn: what happens meanwhile. By default the job ends.
+        self.absent: set[str] = set()  # kinds that this cluster does not have
+        # For each log stream in order: what happens during the stream. By default the job ends.
         self.after_streams: list[Callable[[], None]] = []
 
     def add_pod(
@@ -55,7 +55,7 @@ class FakeCluster(ThreadingHTTPServer):
         must_end_by: str = "",
         disrupted: str = "",
     ) -> str:
-        """Its name."""
+        """Returns the name of the pod."""
         (job,) = [item for (plural, _), item in self.objects.items() if plural in ("jobs", "jobsets", "trainjobs")]
         count = len(self.objects)
         ended = {"terminated": {"exitCode": code, "finishedAt": f"2026-11-15T11:00:{count:02}Z"}}
@@ -82,7 +82,7 @@ class FakeCluster(ThreadingHTTPServer):
         return name
 
     def add_event(self, about: str, reason: str, message: str, *, kind: str = "Job", second: int = 0) -> None:
-        """As the controllers of a cluster write them."""
+        """Add an event as the controllers of a cluster do."""
         self.objects["events", f"event-{len(self.objects)}"] = {
             "metadata": {"name": f"event-{len(self.objects)}"},
             "involvedObject": {"kind": kind, "name": about},
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         if query.get("timestamps", "").lower() == "true":
             first = self.server.logs[pod].count("\n") - len(lines)
             lines = [f"2026-11-15T10:01:{first + n:02}.5Z {line}" for n, line in enumerate(lines)]
-        if query.get("follow", "").lower() == "true":  # what happens meanwhile is visible when the stream has ended
+        if query.get("follow", "").lower() == "true":  # changes during the stream are visible after its end
             if self.server.after_streams:
                 self.server.after_streams.pop(0)()
             else:
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         plural, name, query = self._read()
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.server.calls.append(f"{query.get('propagationPolicy')} {body.decode()}")
-        # Gone before the answer is: who was answered may look at once.
+        # Delete before answering: the client may read again at once.
         self._hand_out((plural, name), self.server.objects.pop((plural, name), None))
 
     def log_message(self, format: str, *arguments: Any) -> None:
@@ -191,7 +191,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def fake_cluster(folder: Path, set_variable: Callable[[str, str], None]) -> Iterator[FakeCluster]:
-    """A cluster that answers, and the variables of a user who may use it."""
+    """A cluster, and the environment variables of a user with access to it."""
     with FakeCluster() as cluster:
         threading.Thread(target=cluster.serve_forever, args=(0.02,), daemon=True).start()
         config = {

@@ -1,4 +1,4 @@
-"""Stand-ins for Slurm's clients: they write down how they were called and answer what the test told them to."""
+"""Fake Slurm clients. They record their calls and return the answers that the test has set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-# sinfo and sacctmgr, and scontrol about anything but a job, do not answer: the cluster's facts are not known.
+# sinfo and sacctmgr, and scontrol except for jobs, fail: the cluster's facts are unknown.
 CLIENTS = ("sbatch", "squeue", "scontrol", "sacct", "scancel", "sinfo", "sacctmgr")
 _CLIENT = """\
 #!/bin/sh
@@ -22,7 +22,7 @@ while [ "$number" -gt 1 ] && [ ! -e "$here/{name}.$number.sh" ]; do number=$((nu
 
 
 class FakeSlurm:
-    """The clients in a folder at the head of PATH. The last answer given holds for all later calls."""
+    """The clients in the first folder of PATH. The last answer is used for all later calls."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.folder = folder
@@ -39,7 +39,7 @@ class FakeSlurm:
         self.answer("scancel", "")
 
     def answer(self, client: str, out: str, *, err: str = "", code: int = 0) -> None:
-        """What the next call that has no answer yet is told, and all after it."""
+        """Set the answer of the next call without an answer, and of all later calls."""
         self._answers[client] = number = self._answers.get(client, 0) + 1
         text = f"printf '%s\\n' {shlex.quote(out)}\n" if out else ""
         text += f"printf '%s\\n' {shlex.quote(err)} >&2\n" if err else ""
@@ -50,7 +50,7 @@ class FakeSlurm:
         (self.folder / f"{client}.{number}.sh").write_text("exec sleep 60\n")
 
     def forget_job(self) -> None:
-        """As after the job's end, without accounting."""
+        """Answer as after the job's end, without accounting."""
         self.answer("squeue", "", err="slurm_load_jobs error: Invalid job id specified", code=1)
         self.answer("scontrol", "", err="slurm_load_jobs error: Invalid job id specified", code=1)
         self.answer("sacct", "", err="Slurm accounting storage is disabled", code=1)
@@ -62,7 +62,7 @@ class FakeSlurm:
 
 
 def clean_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No profile of whoever runs the tests, and no traces of a launcher."""
+    """Hide the profile of the user who runs the tests, and variables of a launcher."""
     monkeypatch.setenv("HOME", str(folder))
     for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "PACELINE_"))]:
         monkeypatch.delenv(name)

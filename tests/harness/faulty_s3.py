@@ -1,4 +1,4 @@
-"""A real S3 server (moto's) that fails by name: errors, cut uploads, answers held back, a store that is gone."""
+"""A real S3 server (moto) with injected faults: errors, truncated uploads, delayed answers, an unreachable store."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _CHECKSUM_HEADERS = ("HTTP_X_AMZ_CHECKSUM", "HTTP_X_AMZ_SDK_CHECKSUM", "HTTP_X_A
 
 @dataclass
 class Fault:
-    """Strikes requests whose "METHOD /path" the pattern is found in, so many times."""
+    """Affects requests whose "METHOD /path" matches the pattern, this number of times."""
 
     kind: str  # error, cut, hold, gone
     pattern: str
     times: int = 1
-    after: str = ""  # only from the first request on that this is found in
+    after: str = ""  # only after the first request that matches this
     fired: list[str] = field(default_factory=list)
     is_reached: threading.Event = field(default_factory=threading.Event)
     release: threading.Event = field(default_factory=threading.Event)
 
 
 class FaultyS3:
-    """One bucket per test; what was asked, in order, is in `requests`."""
+    """One bucket per test. `requests` has all requests in order."""
 
     def __init__(self, application: Callable[..., Iterable[bytes]]) -> None:
         self._application = application
@@ -43,7 +43,7 @@ class FaultyS3:
         self.port = 0
 
     def environment(self) -> dict[str, str]:
-        """What points a client at this server."""
+        """Environment variables that point a client to this server."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "test",
@@ -83,10 +83,10 @@ class FaultyS3:
             return bytes(answer.read())
 
     def __call__(self, environ: Environ, start_response: Callable[..., Any]) -> Iterable[bytes]:
-        words = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
+        request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
         if "HTTP_X_TEST" in environ:
             return self._application(environ, start_response)
-        fault = self._strike(words)
+        fault = self._strike(request)
         if fault is None:
             return self._application(environ, start_response)
         fault.is_reached.set()
@@ -103,22 +103,22 @@ class FaultyS3:
             raise ConnectionError("held back until its sender was dead")
         return self._application(_cut(environ), start_response)
 
-    def _strike(self, words: str) -> Fault | None:
+    def _strike(self, request: str) -> Fault | None:
         with self._lock:
-            self.requests.append(words)
+            self.requests.append(request)
             for fault in self._faults:
                 if fault.after:
-                    if re.search(fault.after, words):
+                    if re.search(fault.after, request):
                         fault.after = ""
                     continue
-                if len(fault.fired) < fault.times and re.search(fault.pattern, words):
-                    fault.fired.append(words)
+                if len(fault.fired) < fault.times and re.search(fault.pattern, request):
+                    fault.fired.append(request)
                     return fault
         return None
 
 
 def _cut(environ: Environ) -> Environ:
-    """Half of an upload, with nothing left that would tell: the store takes it for all of it."""
+    """Truncate an upload so that the store accepts it as complete."""
     body = environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"]))
     half = body[: len(body) // 2]
     kept = {name: value for name, value in environ.items() if not name.startswith(_CHECKSUM_HEADERS)}

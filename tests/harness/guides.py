@@ -1,4 +1,4 @@
-"""A guide as a newcomer follows it: a fresh clone in an empty folder, the page's own lines, typed into one shell."""
+"""Follow a guide like a new user: a fresh clone in an empty folder, and the page's lines in one shell."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from harness.documents import REPOSITORY, Block
 from harness.processes import kill_all_in
 
 INSTALLS = re.compile(r"^(?:\S*bin/)?pip install |^make (?:setup|train)\b", re.MULTILINE)
-# What belongs to these tests and not to the machine: a newcomer's shell has none of it.
+# Variables of the test run, which a new user's shell does not have.
 _NOT_FOR_GUIDES = (*LAUNCH_VARIABLES, "VIRTUAL_ENV", "PYTHONPATH", "OMP_NUM_THREADS", "PIP_CONSTRAINT")
 _NOT_FOR_GUIDES_EITHER = ("PACELINE_", "PYTEST_", "MAKE", "SLURM_", "SBATCH_", "METAFLOW_", "RUNNABLE_")
-# Types the lines one after the other into one shell, so that `cd`, `export` and an activated venv last. Package indexes
-# answer "too many requests" at times: a line that installs is tried four times.
+# Runs the lines one after the other in one shell, so that `cd`, `export` and an activated venv persist. Package indexes
+# sometimes answer "too many requests", so a line that installs is tried four times.
 _TYPE = """
 for line in "$@"; do
   printf '$ %s\\n' "$line"
@@ -37,7 +37,7 @@ done
 
 
 def pages_that_install() -> dict[str, list[Block]]:
-    """Every page with a line that installs, and its blocks that have one."""
+    """Every page with an install line, and its blocks that contain one."""
     found: dict[str, list[Block]] = {}
     for page in documents.pages():
         for block in documents.blocks(page):
@@ -47,7 +47,7 @@ def pages_that_install() -> dict[str, list[Block]]:
 
 
 def lines_of(page: str, *, with_text: str, last: str | None = None) -> list[str]:
-    """The lines of the first shell block of a page that has this text, up to the one that begins with `last`."""
+    """The lines of the first shell block of a page with this text, up to the line that starts with `last`."""
     blocks = [block for block in documents.blocks(REPOSITORY / page) if block.language in documents.SHELL]
     block = next((block for block in blocks if with_text in block.text), None)
     assert block is not None, f"{page} has no block with {with_text!r}"
@@ -61,12 +61,12 @@ def lines_of(page: str, *, with_text: str, last: str | None = None) -> list[str]
 
 @dataclass(frozen=True)
 class Newcomer:
-    """A person with a fresh clone."""
+    """A user with a fresh clone."""
 
     clone: Path
 
     def types(self, lines: Iterable[str], timeout_s: float = 900, **extra: str) -> Answer:
-        """What the shell says to these lines. It stops at the first that fails."""
+        """Run these lines and return the output. Stops at the first error."""
         words = ["bash", "-c", _TYPE, "bash", *lines]
         with (
             (self.clone / ".out.txt").open("w+") as out,
@@ -93,7 +93,7 @@ class Newcomer:
 
 
 def newcomer(folder: Path) -> Newcomer:
-    """A clone of this checkout, with what is not committed yet."""
+    """A clone of this checkout, including uncommitted changes."""
     clone = folder / "paceline"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True)
     changed = _git("ls-files", "-z", "--modified", "--others", "--exclude-standard").split("\0")
@@ -112,7 +112,7 @@ def _git(*words: str) -> str:
 
 
 def _plain_environment() -> dict[str, str]:
-    """The machine's: its package index, its user, its programs. No venv of this checkout is on the path."""
+    """The machine's environment, without the venv of this checkout on the path."""
     kept = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, made in a moment."""
+"""Create run folders without training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def make_run(
     age_s: float = 0.0,
     **status: Any,
 ) -> RunFolder:
-    """What `status.json`, `metrics.csv` and the rest say of a run; its lock is a clean run's, empty."""
+    """Write `status.json`, `metrics.csv` and the other files of a run. The lock file is empty, as after a clean end."""
     folder = RunFolder(path)
     folder.create()
     folder.config.write_text("dataset: 'shapes'\n")
@@ -45,7 +45,7 @@ def hold(folder: RunFolder, owner: Owner) -> None:
 
 
 def dead_owner() -> Owner:
-    """This process's number, of an earlier process."""
+    """An earlier process with the number of this process."""
     return replace(this_process(), process_start="1")
 
 
@@ -54,7 +54,7 @@ def elsewhere() -> Owner:
 
 
 def add_checkpoints(folder: RunFolder, *steps: int, best: int | None = None, size_bytes: int = 1000) -> None:
-    """Whole checkpoints, each with one tensor of so many bytes."""
+    """Complete checkpoints, each with one tensor of this size in bytes."""
     header = json.dumps({"w": {"dtype": "U8", "shape": [size_bytes], "data_offsets": [0, size_bytes]}}).encode()
     payload = len(header).to_bytes(8, "little") + header + b"x" * size_bytes
     for step in steps:

@@ -1,4 +1,4 @@
-"""A model with every kind of state: masks as Swin has them, buffers of all types, some that differ between ranks."""
+"""A model with every kind of state: masks as in Swin, buffers of all types, some that differ between ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TYPES = (
 
 
 def every_bit(dtype: torch.dtype) -> Tensor:
-    """Values of a type from all kinds of bytes, NaNs with payloads included."""
+    """Values of a type from arbitrary bytes, including NaNs with payloads."""
     if dtype == torch.bool:
         return torch.tensor([True, False, True])
     raw = torch.arange(0, 3 * dtype.itemsize, dtype=torch.uint8) * 37 + 200
@@ -44,7 +44,9 @@ class MaskedModel(nn.Module):
             self.register_buffer(f"scalar_{name}", every_bit(dtype)[0].clone())
             self.register_buffer(f"empty_{name}", every_bit(dtype)[:0].clone())
         self.register_buffer("strided", torch.arange(12.0).view(3, 4).t())
-        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))  # differs between ranks: their own samples
+        self.register_buffer(
+            "seen", torch.zeros((), dtype=torch.float64)
+        )  # differs between ranks, because their samples differ
         self.calls = 0
 
     def get_extra_state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A Python that lacks a package, for child processes."""
+"""Hide a package from child processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Things for pages to show: charts of every kind, and the plain files of a run that went through a failure."""
+"""Content for test pages: charts of every kind, and the files of a run with a failure."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def every_block() -> list[Section]:
 
 
 def write_run(path: Path, *, state: str = "finished", name: str = "cnn") -> RunFolder:
-    """A run's plain files as training leaves them, made up: 4 epochs of 25 steps, one restart."""
+    """Invented files of a run: 4 epochs of 25 steps, one restart."""
     folder = RunFolder(path)
     folder.create()
     flags = ["--epochs=4", "--base-lr=0.1", "--seed=7", f"--model-name={name}"]

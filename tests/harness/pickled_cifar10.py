@@ -1,4 +1,4 @@
-"""`cifar-10-batches-py`, made here: in the form of the official files, and in those of Python 3."""
+"""Create `cifar-10-batches-py`, in the format of the official files and in formats of Python 3."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _key(text: str, kind: str) -> str | bytes:
 
 
 def official_batch(labels: list[int], pixels: NDArray[np.uint8], names: list[str]) -> bytes:
-    """Protocol 2 of Python 2, with its strings, which Python 3 cannot write."""
+    """Protocol 2 with strings of Python 2, which Python 3 cannot write."""
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\nq\x06cnumpy\nndarray\nq\x07K\x00\x85U\x01b\x87R"
         + (b"(K\x01" + _number(pixels.shape[0]) + _number(pixels.shape[1]) + b"\x86")
@@ -54,7 +54,7 @@ def _number(number: int) -> bytes:
 
 
 def pickle_binary_folder(binary: Path, target: Path, form: str = "official") -> None:
-    """Every file of a binary folder, in the pickled form."""
+    """Convert every file of a binary folder to the pickled format."""
     target.mkdir(parents=True, exist_ok=True)
     for name, pickled in zip(cifar10.FILES, cifar10.PICKLED_FILES, strict=True):
         records = np.fromfile(binary / name, np.uint8).reshape(-1, cifar10.RECORD_BYTES)

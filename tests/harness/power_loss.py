@@ -9,8 +9,8 @@ Two kinds of crash, at every point between two operations of a record:
   within one folder is atomic. Contents that are not durable may be missing, cut off, torn, or replaced by zeros.
   fsync of a file does not make its name durable, fsync of a folder does not make its own name durable.
 
-Where the number of combinations exceeds a limit, each folder and each file takes all of its states in turn, while all
-others have lost everything and while they have lost nothing. The limits are stated where they are.
+If the number of combinations exceeds a limit, each folder and each file goes through all of its states, once while all
+others have lost everything and once while they have lost nothing.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ MOST_COMBINATIONS = 48  # of the states of all folders and files at one point
 
 @dataclass(frozen=True)
 class Crash:
-    """What is left, and what had been reported before."""
+    """The remaining files, and what was reported before the crash."""
 
     kind: str  # kill or power loss
-    point: int  # so many operations were done
-    after: str  # the last of them
+    point: int  # number of completed operations
+    after: str  # the last completed operation
     tree: Tree
     store: dict[str, bytes]
     reported: tuple[Mark, ...]
@@ -65,10 +65,10 @@ def replay(record: Record) -> Tree:
 def make_folder(tree: Tree, target: Path) -> None:
     """A real folder with these contents. Hard links become copies."""
     target.mkdir()
-    for name, content in tree.items():  # a folder comes before what is in it
+    for name, content in tree.items():  # a folder comes before its contents
         path = f"{target}/{name}"
         if content is None:
-            os.mkdir(path)  # noqa: PTH102 - thousands of states: pathlib would take a third of the time
+            os.mkdir(path)  # noqa: PTH102 - pathlib is slow for thousands of states
         elif isinstance(content, str):
             os.symlink(content, path)  # noqa: PTH211
         else:
@@ -78,9 +78,9 @@ def make_folder(tree: Tree, target: Path) -> None:
 
 
 def _distinct(record: Record, states: Any, kind: str) -> Iterator[Crash]:
-    """The folder with the reports before it, after every prefix; what is the same again is tried once."""
+    """The folder and the reports so far, after every prefix. Identical states are tested once."""
     seen = set()
-    # Reports at the beginning are of the time before.
+    # Reports at the beginning belong to the time before the record.
     first = next((i for i, operation in enumerate(record.operations) if not isinstance(operation, Mark)), 0)
     for prefix in range(first, len(record.operations) + 1):
         done = record.operations[:prefix]
@@ -98,7 +98,7 @@ def _distinct(record: Record, states: Any, kind: str) -> Iterator[Crash]:
                 yield Crash(kind, prefix, after, tree, store, reported)
 
 
-# --- Folders and files, each by itself
+# --- Single folders and files
 
 
 def _everything(record: Record, prefix: int) -> Tree:
@@ -135,7 +135,7 @@ def _losses(record: Record, prefix: int) -> Iterator[Tree]:
 
 
 def _combinations(axes: list[list[Any]]) -> Iterator[tuple[Any, ...]]:
-    """All combinations; beyond the limit each axis in turn. An axis begins with all kept and ends with all lost."""
+    """All combinations; above the limit one axis at a time. An axis starts with all kept and ends with all lost."""
     count = 1
     for axis in axes:
         count *= len(axis)
@@ -149,7 +149,7 @@ def _combinations(axes: list[list[Any]]) -> Iterator[tuple[Any, ...]]:
 
 
 def _subsets(indexes: list[int]) -> list[tuple[int, ...]]:
-    """All subsets; beyond the limit all prefixes, and all with one lost or one kept. All kept first, none last."""
+    """All subsets; above the limit all prefixes, and all with one lost or one kept. All kept first, none last."""
     if 2 ** len(indexes) <= MOST_SUBSETS:
         sizes = range(len(indexes), -1, -1)
         return [subset for size in sizes for subset in itertools.combinations(indexes, size)]
@@ -160,7 +160,7 @@ def _subsets(indexes: list[int]) -> list[tuple[int, ...]]:
 
 
 def _contents(record: Record, inode: Inode, operations: list[Any], synced: int) -> list[bytes]:
-    """What may be read from a file: everything, or the durable part and something else for the rest."""
+    """The possible contents of a file: everything, or the durable part with a changed rest."""
     durable = _content(record, inode, operations[: synced + 1])
     pending = [operation for operation in operations[synced + 1 :] if _is_data_of(operation, inode)]
     if not pending:
@@ -206,7 +206,7 @@ def _folders(record: Record, changes: list[Entries]) -> dict[Inode, dict[str, In
 
 
 def _tree(record: Record, folders: dict[Inode, dict[str, Inode]], contents: dict[Inode, bytes]) -> Tree:
-    """What can be reached from the root, in order of the names."""
+    """All paths that can be reached from the root, sorted by name."""
     tree: dict[str, Content] = {}
 
     def add(folder: Inode, path: str) -> None:

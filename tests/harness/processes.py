@@ -1,4 +1,4 @@
-"""Processes that are watched, stopped and killed from outside, as people, schedulers and kernels do it."""
+"""Watch, stop and kill processes from outside, like users, schedulers and the kernel."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ GONE_DEADLINE_S = 20
 
 
 def processes_in(folder: Path) -> list[int]:
-    """Live processes whose working folder this is."""
+    """Running processes with this working folder."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if (entry / "cwd").resolve() == folder.resolve():
                 found.append(int(entry.name))
-        except OSError:  # gone meanwhile, or a zombie
+        except OSError:  # ended meanwhile, or a zombie
             continue
     return found
 
 
 def kill_all_in(folder: Path) -> int:
-    """Everything at once, as a machine dies. Returns how many were there."""
+    """Kill all processes at once, as in a machine failure. Returns their number."""
     victims = processes_in(folder)
     deadline = time.monotonic() + GONE_DEADLINE_S
     while living := processes_in(folder):
@@ -45,7 +45,7 @@ def kill_all_in(folder: Path) -> int:
 
 
 def seconds_until_empty(folder: Path, limit_s: float) -> float:
-    """How long it takes until no process works in this folder any more."""
+    """Seconds until no process uses this working folder any more."""
     started = time.monotonic()
     while processes_in(folder):
         assert time.monotonic() - started < limit_s, f"still alive after {limit_s} s: {processes_in(folder)}"
@@ -61,13 +61,13 @@ def parent_of(pid: int) -> int:
 
 
 def rank_pids(folder: Path, supervisor: int) -> list[int]:
-    """The ranks: grandchildren of the supervisor, by way of the server that forks them."""
+    """The ranks: grandchildren of the supervisor, because the fork server starts them."""
     everyone = {pid: parent_of(pid) for pid in processes_in(folder)}
     return sorted(pid for pid, parent in everyone.items() if everyone.get(parent) == supervisor)
 
 
 class Started:
-    """A running command whose lines are read as they come."""
+    """A running command whose output is read line by line."""
 
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self.process = process
@@ -84,7 +84,7 @@ class Started:
         return rank_pids(self.folder, self.process.pid)
 
     def wait_for(self, start: str, timeout_s: float = 60) -> str:
-        """The next line that starts so."""
+        """The next line that starts with this text."""
         deadline = time.monotonic() + timeout_s
         while True:
             line = self._queue.get(timeout=max(0.01, deadline - time.monotonic()))
@@ -107,7 +107,7 @@ class Started:
 def started(
     *arguments: str, cwd: Path, launcher: Sequence[str] = ("-m", "paceline"), **extra: str
 ) -> Iterator[Started]:
-    """`paceline ARGUMENTS` in its own session. Nothing of it outlives the block."""
+    """Run `paceline ARGUMENTS` in a new session. All its processes are ended with the block."""
     surroundings = environment(PYTHONUNBUFFERED="1", **extra)
     with (
         (cwd / "stderr.txt").open("w") as errors,

@@ -1,8 +1,8 @@
 """Record every change that code in this process makes below a folder, in order, with every fsync.
 
-The functions of `os` and `open` are replaced while a recording lasts. `replay` of the whole record must give the folder
-as it is, and a test compares the record with what strace sees. A call that would change files and is not modelled here
-raises. Reading is not recorded.
+The functions of `os` and `open` are replaced during a recording. `replay` of the whole record must give the actual
+folder, and a test compares the record with the output of strace. A call that would change files and is not modelled
+here raises. Reads are not recorded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 Inode = int
-# What a path holds: None for a folder, bytes for a file, text for the target of a link.
+# The content of a path: None for a folder, bytes for a file, text for the target of a link.
 Content = bytes | str | None
 Tree = dict[str, Content]
 _NOT_MODELLED = (
@@ -32,7 +32,7 @@ class Entries:
     """Names change in one atomic step: create, mkdir, symlink, link, unlink, rmdir or rename."""
 
     call: str
-    changes: tuple[tuple[Inode, str, Inode | None], ...]  # folder, name, what it names from now on
+    changes: tuple[tuple[Inode, str, Inode | None], ...]  # folder, name, new inode
 
     def __str__(self) -> str:
         return f"{self.call} {' '.join(name for _, name, _ in self.changes)}"
@@ -69,7 +69,7 @@ class Sync:
 
 @dataclass(frozen=True)
 class Mark:
-    """Something the code under test reports at this point, such as a finished save."""
+    """A report by the code under test at this point, such as a finished save."""
 
     what: str
     value: Any
@@ -80,7 +80,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class StoreChange:
-    """An object in a store is replaced or removed: atomic, and durable once the call returns."""
+    """An object in a store is replaced or removed: atomic, and durable when the call returns."""
 
     name: str
     data: bytes | None
@@ -94,10 +94,10 @@ Operation = Entries | Write | Truncate | Sync | Mark | StoreChange
 
 @dataclass
 class Record:
-    """A folder as it was (all of it durable), and what happened to it since."""
+    """The initial state of a folder (all of it durable), and the operations since."""
 
     root: Inode
-    names: dict[Inode, str]  # the path of an inode when it was first seen, for messages
+    names: dict[Inode, str]  # the first path of an inode, for messages
     folders: dict[Inode, dict[str, Inode]]  # at the start
     files: dict[Inode, bytes]  # at the start
     links: dict[Inode, str]
@@ -110,7 +110,7 @@ class Record:
         return f"{operation} {self.names[inode]}" if inode is not None else str(operation)
 
     def without(self, *indexes: int) -> Record:
-        """The record of code that leaves out these calls."""
+        """The record without these calls."""
         kept = [operation for index, operation in enumerate(self.operations) if index not in indexes]
         return Record(
             self.root, self.names, self.folders, self.files, self.links, self.store, self.kinds, operations=kept
@@ -126,7 +126,7 @@ def read_tree(root: Path) -> Tree:
 
 
 class Recorder:
-    """The record being made. Inode numbers of the disk may be used again, so each file gets a number of its own."""
+    """Makes the record. The disk may reuse inode numbers, so each file gets its own number."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -145,7 +145,7 @@ class Recorder:
         with self._lock:
             self.record.operations.append(StoreChange(name, data))
 
-    # --- Where an operation takes place
+    # --- Paths of operations
 
     def _snapshot(self) -> Record:
         record = Record(0, {}, {}, {}, {}, {})
@@ -172,7 +172,7 @@ class Recorder:
         return self._next
 
     def _locate(self, path: Any, dir_fd: int | None = None) -> Path | None:
-        """A path below the root, with every link before its last part followed; None for one outside."""
+        """A path below the root, with all links resolved except the last part; None if it is outside."""
         text = os.fsdecode(path)
         if dir_fd is not None:
             text = os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), text)  # noqa: PTH118, PTH115
@@ -194,7 +194,7 @@ class Recorder:
         inode = self._new_inode(self.record, path, kind)
         self._add(Entries(call, ((self._folder_of(path), path.name, inode),)))
 
-    # --- What replaces the functions of os
+    # --- Replacements of the functions of os
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         return self._opened(
@@ -296,7 +296,7 @@ class Recorder:
                 gone, here = (self._folder_of(old), old.name, None), (self._folder_of(new), new.name, inode)
                 self._add(Entries("rename", (gone, here)))
 
-    # --- What replaces open
+    # --- Replacements of open
 
     def open_file(
         self,
@@ -347,7 +347,7 @@ _PATCHED = {
 
 @contextmanager
 def recording(root: Path) -> Iterator[Recorder]:
-    """Record what this process changes below a folder. At the end the record is proved to be complete."""
+    """Record the changes of this process below a folder. At the end, check that the record is complete."""
     recorder = Recorder(root)
     replaced = {name: getattr(os, name) for name in (*_PATCHED, *_NOT_MODELLED)}
     try:

@@ -1,4 +1,4 @@
-"""The life of a run's primary around its saves: `open_session` and `save` with a stand-in for data and model.
+"""The primary rank of a run around its saves: `open_session` and `save` with a stand-in for data and model.
 
 There is no training: the row of step N in metrics.jsonl has loss N, and every weight of its checkpoint is N.
 """
@@ -33,20 +33,20 @@ from paceline.training.epoch import save
 from paceline.training.guards import Guards
 from paceline.training.state import TrainState
 
-SHARPEST = store.Retention(keep_last=1, keep_best=1)  # nothing to spare: whatever is lost is missed
+SHARPEST = store.Retention(keep_last=1, keep_best=1)  # no spare checkpoints: any loss is detected
 
 
 @contextmanager
 def as_another_process() -> Iterator[None]:
-    """What is done here is done under the number of a process that has ended."""
+    """The block runs with the process number of an ended process."""
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     with mock.patch.object(os, "getpid", return_value=ended.pid):
         yield
 
 
-def stand_in_rig(line: int) -> Any:
-    """Instead of data, model and optimizer. A line is one course of a run: after going back a new one begins."""
+def stand_in_components(line: int) -> Any:
+    """Replaces data, model and optimizer. `line` is the branch of a run: after going back a new one starts."""
 
     def payload(world: Any) -> dict[str, dict[str, torch.Tensor]]:
         return {kind: {"w": torch.full((2,), float(components.state.step))} for kind in ("model", "optimizer")}
@@ -83,7 +83,7 @@ class RunLife:
         line: int = 0,
         member: Member | None = None,
     ) -> None:
-        """Without `member` this process owns the folder; with it, it is a rank of that owner."""
+        """Without `member` this process owns the folder; with it, this process is a rank of that owner."""
         self.folder = RunFolder(path, member)
         self.folder.create()
         self._held = ExitStack()
@@ -95,7 +95,7 @@ class RunLife:
         source = path if has_checkpoint(path) else None
         if goes_back_to is not None:
             source = self.folder.checkpoints / f"step-{goes_back_to:08}"
-        components = stand_in_rig(line)
+        components = stand_in_components(line)
         with (
             mock.patch.object(session_module, "build_components", return_value=components),
             mock.patch.object(session_module, "describe_run", return_value=[]),
@@ -121,7 +121,7 @@ class RunLife:
             self.session.recorder.step(self.step, loss=float(self.step))
 
     def save(self, *, is_best: bool = False) -> dict[str, Any]:
-        """Save, and return what may be relied on from now on. Raises if the manager reports a failure."""
+        """Save, and return the checkpoints that must survive from now on. Raises if the manager reports a failure."""
         state = self.session.state
         if is_best:
             state.best_epoch, state.best_step = self.step, self.step
@@ -146,7 +146,7 @@ def steps_in(folder: RunFolder) -> list[int]:
 
 
 def check_whole(folder: RunFolder) -> set[int]:
-    """Every checkpoint that has a name is whole and holds its own step; returns their steps."""
+    """Check that every named checkpoint is complete and has its own step. Returns the steps."""
     steps = set()
     for path in step_folders(folder.checkpoints):
         verify(path)
@@ -162,13 +162,13 @@ def check_whole(folder: RunFolder) -> set[int]:
 
 
 def check_rows(folder: RunFolder, step: int) -> None:
-    """There is one row for every step up to this one, and no other."""
+    """Check that there is exactly one row for every step up to this one."""
     assert [(row["step"], row["loss"]) for row in read_rows(folder.metrics_jsonl)] == [
         (number, float(number)) for number in range(1, step + 1)
     ]
 
 
 def leftovers_in(folder: RunFolder) -> list[str]:
-    """Files and folders that no one needs any more. The owner's record is of a living process."""
+    """Files and folders that are not needed any more. The record of the living owner is needed."""
     found = [path for path in folder.path.rglob("*") if path.name.startswith((".", "damaged-"))]
     return sorted(str(path.relative_to(folder.path)) for path in found if path.name != MEMBERS)

@@ -19,7 +19,7 @@ QUICK = ["--num-samples=640", "--epochs=2", "--global-batch-size=64", "--log-fre
 
 
 def quick_config(*flags: str) -> Config:
-    """`shapes-cnn`, made small: 9 steps an epoch."""
+    """A small `shapes-cnn`: 9 steps per epoch."""
     loaded = load_config("shapes-cnn", [*QUICK, *flags])
     check_config(loaded)
     return loaded.config

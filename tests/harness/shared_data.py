@@ -16,7 +16,7 @@ SHARED_DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 
 
 def real_cifar10() -> Path:
-    """A data folder that holds cifar-10-batches-bin; skips the test where there is none to be had."""
+    """A data folder with cifar-10-batches-bin. Skips the test if the data is not available."""
     unpack = SHARED_DATA / "unpack-cifar10"
     if not unpack.exists():
         reason = f"no shared reference data at {SHARED_DATA}"

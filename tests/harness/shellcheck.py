@@ -14,7 +14,7 @@ REQUIRE = "PACELINE_REQUIRE_SHELLCHECK"
 
 
 def find_shellcheck() -> str:
-    """Skip where it is not installed; fail instead under PACELINE_REQUIRE_SHELLCHECK=1."""
+    """Skip if it is not installed; fail instead under PACELINE_REQUIRE_SHELLCHECK=1."""
     found = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if found is not None:
         return found
@@ -25,7 +25,7 @@ def find_shellcheck() -> str:
 
 
 def check_script(text: str, *options: str) -> None:
-    """No finding of any level."""
+    """Require no finding of any level."""
     done = subprocess.run(
         [find_shellcheck(), *options, "--format=gcc", "-"], input=text, capture_output=True, text=True, check=False
     )
@@ -33,7 +33,7 @@ def check_script(text: str, *options: str) -> None:
 
 
 def check_file(path: Path, *options: str) -> None:
-    """The same of a file, and of what it sources."""
+    """The same for a file and the files it sources."""
     done = subprocess.run(
         [find_shellcheck(), "--external-sources", *options, "--format=gcc", str(path)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""Computers and processes in one test process: what ownership asks of a machine, answered from a table."""
+"""Simulated computers and processes in one test process, with the interface of `runs/machine.py`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 from paceline.runs.machine import Machine
 
-_LONG_AGO_S = 10_000.0  # older than any sign of life
+_LONG_AGO_S = 10_000.0  # older than any heartbeat
 
 
 class Computers:
-    """All processes of all hosts, the locks they hold, and one clock that only waiting moves."""
+    """All processes of all hosts, the locks they hold, and one clock that advances only by waiting."""
 
     def __init__(self) -> None:
         self.clock_s = _LONG_AGO_S
         self.living: set[tuple[str, int]] = set()
-        self.locks: dict[int, tuple[str, int]] = {}  # by inode; as on a file system that locks across hosts
+        self.locks: dict[int, tuple[str, int]] = {}  # by inode, as on a file system with locks across hosts
         self.changed_s: dict[Path, float] = {}
         self.while_waiting: Callable[[], None] = lambda: None
         self._next_pid = 100_000
@@ -29,13 +29,13 @@ class Computers:
         return SimulatedMachine(self, host, self._next_pid)
 
     def end_process(self, machine: SimulatedMachine) -> None:
-        """Its locks are free from now on."""
+        """End a process and release its locks."""
         self.living.discard((machine.host, machine.pid))
         self.locks = {inode: holder for inode, holder in self.locks.items() if holder in self.living}
 
 
 class SimulatedMachine(Machine):
-    """A host as one of its processes sees it."""
+    """A host, from the view of one of its processes."""
 
     def __init__(self, computers: Computers, host: str, pid: int) -> None:
         self._computers = computers

@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this machine: nodes that lose power, cables that are pulled. Built by tests/slurm/cluster."""
+"""A real Slurm cluster on this machine, with power loss and network failures. Built by tests/slurm/cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPTS = Path(__file__).resolve().parents[1] / "slurm" / "cluster"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "ip", "unshare", "flock")
 REQUIRE = "PACELINE_REQUIRE_SLURM"
 POLL_S = 0.2
-# squeue's word for a job that will not change any more.
+# Final job states of squeue.
 FINAL_STATES = (
     *("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED"),
     *("BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY"),
@@ -28,15 +28,15 @@ FINAL_STATES = (
 
 
 def why_no_slurm(path: str | None = None) -> str | None:
-    """What this machine lacks for a cluster, in words, or None. `path` stands in for PATH."""
+    """What this machine lacks for a cluster, or None. `path` replaces PATH."""
     if os.geteuid() != 0:
         return "a Slurm cluster needs root (namespaces and a bridge)"
     missing = [name for name in PROGRAMS if shutil.which(name, path=path) is None]
-    return f"not installed: {', '.join(missing)} (`make slurm-install` brings them)" if missing else None
+    return f"not installed: {', '.join(missing)} (`make slurm-install` installs them)" if missing else None
 
 
 def need_slurm(path: str | None = None) -> None:
-    """Skip where there can be no cluster; fail instead under PACELINE_REQUIRE_SLURM=1."""
+    """Skip if no cluster is possible; fail instead under PACELINE_REQUIRE_SLURM=1."""
     reason = why_no_slurm(path)
     if reason is None:
         return
@@ -46,9 +46,9 @@ def need_slurm(path: str | None = None) -> None:
 
 
 class Cluster:
-    """Nodes n1..nN and the controller ctl, from entering the block to leaving it.
+    """Nodes n1..nN and the controller ctl, for the duration of the block.
 
-    All file systems but /dev/shm are this machine's own, on every node: any folder is "shared storage".
+    All nodes use this machine's file systems, except /dev/shm: any folder is "shared storage".
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Cluster:
         self.state = Path()
 
     def __enter__(self) -> Cluster:
-        # Not pytest's folder: Slurm's sockets want short paths.
+        # Not pytest's folder: Slurm's sockets need short paths.
         self.state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         try:
             self._script("up", str(self.state), *self._shape)
@@ -77,7 +77,7 @@ class Cluster:
         self.down()
 
     def up(self) -> None:
-        """Boot every machine that is off."""
+        """Boot every node that is off."""
         self._script("up", str(self.state))
 
     def down(self) -> None:
@@ -88,7 +88,7 @@ class Cluster:
         return self.state / "slurm.conf"
 
     def environment(self, **extra: str) -> dict[str, str]:
-        """For Slurm's clients: this cluster, no traces of a launcher or of another cluster."""
+        """The environment for Slurm's clients: this cluster, without variables of a launcher or another cluster."""
         clean = {
             name: value
             for name, value in os.environ.items()
@@ -105,7 +105,7 @@ class Cluster:
         text_in: str | None = None,
         extra: Mapping[str, str] | None = None,
     ) -> str:
-        """A client command's output. Clients wait for a lost controller for minutes, so each has its deadline."""
+        """The output of a client command. Clients wait minutes for a lost controller, so each call has a time limit."""
         done = subprocess.run(
             command,
             cwd=cwd,
@@ -122,13 +122,13 @@ class Cluster:
         return done.stdout
 
     def submit(self, script: str, *options: str, cwd: Path) -> str:
-        """Queue this text as a batch script; returns the job's id. Its output is `out-ID.txt` in cwd."""
+        """Submit this text as a batch script. Returns the job id. The output is `out-ID.txt` in cwd."""
         text = script if script.startswith("#!") else f"#!/bin/bash\n{script}\n"
         options = ("--parsable", "--output=out-%j.txt", "--open-mode=append", *options)
         return self.run("sbatch", *options, cwd=cwd, text_in=text).strip().split(";")[0]
 
     def job(self, job_id: str) -> dict[str, str]:
-        """What the controller knows: JobState, NodeList, Restarts, ExitCode, ..."""
+        """The controller's fields: JobState, NodeList, Restarts, ExitCode, ..."""
         words = self.run("scontrol", "show", "job", "--oneliner", job_id).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
@@ -151,7 +151,7 @@ class Cluster:
         return self.job_state(job_id)
 
     def node_state(self, node: str) -> str:
-        """As sinfo says it, for example `idle`, `mixed`, `down*` (the star: it does not answer)."""
+        """The state in sinfo, for example `idle`, `mixed`, `down*` (the star: it does not answer)."""
         return self.run("sinfo", "--noheader", "--Node", "--nodes", node, "--format", "%T").split()[0]
 
     def wait_for_node(self, node: str, states: str | tuple[str, ...], timeout_s: float = 40) -> None:
@@ -165,15 +165,15 @@ class Cluster:
             time.sleep(POLL_S)
 
     def power_off(self, node: str) -> None:
-        """Power loss: nobody hears a word from it, everything on it is gone."""
+        """Power loss: all processes of the node are killed without a message."""
         self._script("node", str(self.state), "off", node)
 
     def boot(self, node: str) -> None:
-        """Returns once the node takes jobs. What ran there before is requeued or failed by Slurm."""
+        """Boot, and wait until the node accepts jobs. Slurm requeues or fails its earlier jobs."""
         self._script("node", str(self.state), "boot", node)
 
     def cut_link(self, node: str) -> None:
-        """Pull the network cable. Its processes go on."""
+        """Disconnect the network. The processes of the node continue."""
         self._script("node", str(self.state), "cut", node)
 
     def restore_link(self, node: str) -> None:
@@ -181,7 +181,7 @@ class Cluster:
 
     @contextmanager
     def unshared(self, folder: Path, *nodes: str) -> Iterator[None]:
-        """The folder is an empty one of their own on these nodes, as without shared storage."""
+        """Mount an empty local folder on these nodes, as without shared storage."""
         with ExitStack() as mounted:
             for node in nodes:
                 enter = ["nsenter", "-t", str(self.host_pid(node)), "-m", "-p"]  # umount reads /proc/self
@@ -190,7 +190,7 @@ class Cluster:
             yield
 
     def cancel_all(self, timeout_s: float = 40) -> None:
-        """No job is left in the queue, and none of their processes on a node that answers."""
+        """Check that no job is in the queue, and no process of a job on a node that answers."""
 
         def empty() -> bool:
             self.run("scancel", "--partition=main,urgent", check=False)
@@ -199,7 +199,7 @@ class Cluster:
         self.wait_until(empty, timeout_s, "an empty queue")
 
     def heal(self) -> None:
-        """As new: all power and cables on, no jobs, every node idle."""
+        """Restore the cluster: all nodes on and connected, no jobs, every node idle."""
         for machine in ("ctl", *self.nodes):
             self.restore_link(machine)
         self.up()
@@ -210,7 +210,7 @@ class Cluster:
             self.wait_for_node(node, "idle")
 
     def host_pid(self, node: str) -> int:
-        """The node's first process, as this machine numbers it (for nsenter, /proc and kill)."""
+        """The host's process number of the node's first process (for nsenter, /proc and kill)."""
         return int((self.state / "run" / f"{node}.pid").read_text())
 
     def log(self, name: str) -> str:

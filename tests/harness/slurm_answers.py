@@ -1,4 +1,4 @@
-"""What the clients of an invented Slurm cluster answer, and which settings of a job are refused there."""
+"""The clients' answers of an invented Slurm cluster, and the settings of a job that it refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of a run listen at, as the kernel says it."""
+"""The listening sockets of processes, from /proc."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LISTENING = "0A"
 
 
 def listening_addresses(pids: Iterable[int]) -> list[tuple[str, int]]:
-    """Address and port of every TCP socket that one of these processes listens at, IPv6 included."""
+    """Address and port of every listening TCP socket of these processes, including IPv6."""
     inodes = {inode for pid in pids for inode in _socket_inodes(pid)}
     found = []
     for table, family in (("/proc/net/tcp", socket.AF_INET), ("/proc/net/tcp6", socket.AF_INET6)):

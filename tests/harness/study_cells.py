@@ -1,4 +1,4 @@
-"""Cells of studies that nobody ran, and their page."""
+"""Invented cells of studies, and their page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real terminal: a shell in a window of tmux, which is typed into, resized and looked at."""
+"""A real terminal: a shell in a tmux window. Tests send keys, resize it and read the screen."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NOT_FOR_TESTS = ("CI", "NO_COLOR", "COLUMNS", "LINES", "PACELINE_OUTPUT")
 
 
 class Terminal:
-    """One window with a server of its own, so that nobody's tmux is disturbed."""
+    """One window with its own tmux server, separate from the user's."""
 
     def __init__(self, home: Path, columns: int, rows: int, variables: dict[str, str]) -> None:
         self._home = home
@@ -33,7 +33,7 @@ class Terminal:
             **{"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8", **variables},
         }
         self._environment = {name: value for name, value in surroundings.items() if name != "TMUX"}
-        # Given once more: tmux sets TERM itself, and the shell that starts ours drops the prompt.
+        # Set the variables again: tmux sets TERM itself, and the outer shell drops the prompt.
         given = " ".join(shlex.quote(f"{name}={value}") for name, value in {"PS1": PROMPT, **variables}.items())
         shell = f"exec env {given} bash --norc --noprofile"
         self._tmux("new-session", "-d", "-x", str(columns), "-y", str(rows), shell)
@@ -49,14 +49,14 @@ class Terminal:
             self._tmux("send-keys", "Enter")
 
     def press(self, key: str) -> None:
-        """As tmux names it: C-c, Tab."""
+        """Send a key by its tmux name: C-c, Tab."""
         self._tmux("send-keys", key)
 
     def resize(self, columns: int, rows: int = 45) -> None:
         self._tmux("resize-window", "-x", str(columns), "-y", str(rows))
 
     def screen(self, *, colours: bool = False) -> str:
-        """What stands in the window, and above it."""
+        """The text of the window and its scrollback."""
         text = self._tmux("capture-pane", "-p", "-S", "-200", *(["-e"] if colours else []))
         return "\n".join(line.rstrip() for line in text.splitlines()).rstrip("\n")
 
@@ -64,7 +64,7 @@ class Terminal:
         return self.screen().splitlines()
 
     def wait_for(self, seen: str | Callable[[str], object], timeout_s: float = 60) -> str:
-        """The screen, as soon as it shows this (a pattern, or whatever the caller looks for)."""
+        """Wait until the screen matches a pattern or a condition. Returns the screen."""
         is_there = seen if callable(seen) else re.compile(seen, re.MULTILINE).search
         deadline = time.monotonic() + timeout_s
         while not is_there(screen := self.screen()):
@@ -73,11 +73,11 @@ class Terminal:
         return screen
 
     def wait_for_prompt(self, timeout_s: float = 90) -> str:
-        """The command has ended: the shell asks for the next one, at the bottom and alone."""
+        """Wait until the command has ended: the last line is only the prompt."""
         return self.wait_for(rf"\n{PROMPT.strip()}\Z", timeout_s)
 
     def cursor(self) -> tuple[int, bool]:
-        """Its column, and whether it is shown."""
+        """The cursor's column, and whether it is visible."""
         column, flag = self._tmux("display-message", "-p", "#{cursor_x} #{cursor_flag}").split()
         return int(column), flag == "1"
 

@@ -1,8 +1,8 @@
 """Import torchvision or timm for a test, or skip it with the reason.
 
-torchvision's published wheel looks for two compiled operators at import, which are not there beside a
-CPU build of torch. Declaring their schemas is enough for its models; the operators stay unusable. Processes that a test
-starts get the same by ON_CPU in their PYTHONPATH.
+torchvision's published wheel needs two compiled operators at import, which are missing with a CPU build of torch.
+Declaring their schemas is enough for its models; the operators stay unusable. Child processes of a test get the same
+through ON_CPU in their PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _import(name: str) -> Any:
     need_packages(name)
     importlib.import_module("harness.torchvision_on_cpu.sitecustomize")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # their deprecations are not ours to fail on
+        warnings.simplefilter("ignore")  # ignore their deprecation warnings
         return importlib.import_module(name)
 
 
@@ -30,5 +30,5 @@ def import_torchvision() -> Any:
 
 
 def import_timm() -> Any:
-    import_torchvision()  # timm imports it, and only _import knows how
+    import_torchvision()  # timm imports torchvision, which needs the shim
     return _import("timm")

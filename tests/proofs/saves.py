@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from harness.crash_points import Story
+from harness.crash_points import Scenario
 from harness.recorded_disk import Recorder
 from harness.run_lives import RunLife
 
@@ -59,7 +59,7 @@ def save_same_step_again(run: Path, recorder: Recorder) -> None:
     life.close()
 
 
-SAVES: dict[str, tuple[Story, Any]] = {
+SAVES: dict[str, tuple[Scenario, Any]] = {
     "first": (first_save, None),
     "with a prune": (save_and_prune, two_steps),
     "better than before": (save_a_better_one, two_steps),

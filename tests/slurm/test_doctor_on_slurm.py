@@ -24,7 +24,7 @@ def examine(cluster: Cluster, *flags: str, cwd: Path) -> dict[str, Any]:
 
 
 def test_a_slow_node_is_named_and_left_out_of_the_next_job(cluster: Cluster, tmp_path: Path) -> None:
-    content = examine(cluster, "--nodes=3", "--plant=slow rank=1", cwd=tmp_path)
+    content = examine(cluster, "--nodes=3", "--inject=slow rank=1", cwd=tmp_path)
     assert (content["world_size"], content["launcher"], content["hosts"]) == (3, "srun", ["n1", "n2", "n3"])
     assert [finding["name"] for finding in content["findings"] if finding["status"] == "fail"] == ["pace"]
     assert content["by_name"]["pace"]["what"].startswith("rank 1 on n2 is slow")

@@ -129,7 +129,7 @@ def test_after_the_mount_nothing_is_moved(homes: tuple[Path, Path]) -> None:
     other = f"mount -t tmpfs none {home} && {FILES / 'move-homes'} {home} {shared}"
     done = subprocess.run(["unshare", "--mount", "bash", "-c", other], capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert "a file system of its own" in done.stderr
+    assert "a separate file system" in done.stderr
 
 
 @pytest.mark.parametrize("trouble", ["name in both", "somebody works there", "an earlier start"])

@@ -256,7 +256,7 @@ def test_wrong_words(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert "not a run folder" in told(capsys, verb, "nowhere", code=USER)
-    assert "give one run folder" in told(capsys, verb, "a", "b", code=USER)
+    assert "unexpected argument 'b'" in told(capsys, verb, "a", "b", code=USER)
     assert "unknown flag '--jsn'" in told(capsys, verb, "a", "--jsn", code=USER)
     assert told(capsys, verb, "--help").startswith(f"usage: paceline {verb} RUN")
 
@@ -271,7 +271,7 @@ def test_watch_until_the_fake_job_has_ended(
     for row in (PENDING, PENDING, RUNNING, COMPLETED.replace("COMPLETED", "CANCELLED")):
         fake.answer("squeue", row)
     fake.answer("scontrol", details("PENDING"))
-    text = told(capsys, "watch", "run", "--every", "0", code=PREEMPTED)
+    text = told(capsys, "watch", "run", "--every-s", "0", code=PREEMPTED)
     heads = [line for line in text.splitlines() if line.startswith("run: ")]
     assert heads == ["run: queued, step 7", "run: starting, step 7", "run: preempted, step 7"]
     assert len(fake.calls("squeue")) == 4
@@ -282,7 +282,7 @@ def test_watch_ends_with_the_failure_of_the_run(tmp_path: Path, capsys: pytest.C
     folder = make_run(tmp_path / "run", {"status": "failed", "reason": "loss is nan"}, job_id="")
     folder.failure.write_text('{"exit_code": 5, "attempt": 1, "attempts": 1, "what": "loss is nan"}')
     assert "reason:   loss is nan" in told(capsys, "watch", str(folder.path), code=5)
-    assert "--every takes seconds" in told(capsys, "watch", str(folder.path), "--every", "soon", code=USER)
+    assert "where:   flag --every-s" in told(capsys, "watch", str(folder.path), "--every-s", "soon", code=USER)
 
 
 def test_ctrl_c_leaves_the_fake_job_alone(
@@ -294,8 +294,8 @@ def test_ctrl_c_leaves_the_fake_job_alone(
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("paceline.cli.watch.time", SimpleNamespace(sleep=interrupt))
-    assert "run goes on (paceline cancel run stops it)" in told(capsys, "watch", "run", code=INTERRUPTED)
+    monkeypatch.setattr("paceline.cli.status.time", SimpleNamespace(sleep=interrupt))
+    assert "run continues (paceline cancel run stops it)" in told(capsys, "watch", "run", code=INTERRUPTED)
     assert fake.calls("scancel") == []
 
 
@@ -344,7 +344,7 @@ def test_cancel_while_fake_slurm_is_away(fake: FakeSlurm, tmp_path: Path, capsys
     make_run(tmp_path / "run", {"status": "running", "step": 7})
     fake.answer("squeue", "", err="Unable to contact slurm controller", code=1)
     text = told(capsys, "cancel", "run", code=70)
-    assert "job 4711 could not be asked about" in text
+    assert "job 4711 cannot be queried" in text
     assert "scancel 4711" in text
 
 
@@ -401,7 +401,7 @@ def test_logs_of_ranks(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
     assert every.split(b"\n")[::2][:3] == [b"==> rank-0.log <==", b"==> rank-1.log <==", b"==> rank-10.log <=="]
     assert logs("--job") == b"srun: error\n"
     assert b"no log of rank 5" in logs("--rank", "5")
-    assert b"--rank: 'one'" in logs("--rank", "one")
+    assert b"where:   flag --rank" in logs("--rank", "one")
     assert b"one log or the other" in logs("--job", "--rank", "0")
     assert b"one log can be followed" in logs("--rank", "all", "--follow")
     assert logs("--follow", "--lines", "2") == b"rank 0 line 1 \\xff\nrank 0 line 2 \\xff\n", "it is over: no waiting"

@@ -22,7 +22,7 @@ RIDE = [
     *("shapes-cnn", "--num-samples=1480", "--global-batch-size=64", "--epochs=2", "--log-frequency=1", "--track"),
     *("--save-steps=5", "--omp-num-threads=1", "--output-dir=run"),
 ]
-PLACE = ["--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--time=10:00", "--signal-notice=60"]
+PLACE = ["--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--time=10:00", "--signal-notice-s=60"]
 LONG = "--inject=slow rank=0 step=1 steps=40 seconds=0.15"  # so that there is time to disturb it
 
 
@@ -121,7 +121,7 @@ def test_power_loss_moves_the_job_to_a_spare_node(
 
 
 def test_a_cut_link_does_not_hang_the_job(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    job_id = submit(cluster, tmp_path, LONG, "--hang-timeout=5")
+    job_id = submit(cluster, tmp_path, LONG, "--hang-timeout-s=5")
     wait_for_step(cluster, tmp_path, 12)
     lost = cluster.job_nodes(job_id)[1]
     cluster.cut_link(lost)

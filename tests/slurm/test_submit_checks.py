@@ -14,8 +14,9 @@ import pytest
 from harness.fake_slurm import FakeSlurm, clean_home
 from paceline.cli.main import main
 from paceline.integrations.slurm import facts as slurm_facts
+from paceline.launch.job import SlurmFlags
+from paceline.settings.declare import fields_of
 from paceline.settings.fields import find_field
-from paceline.settings.sites import job_settings
 
 USER = 2
 MOST_LINES = 12
@@ -39,7 +40,7 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     "misspelt flag of train": ([*JOB, "--epoch", "2"], ["unknown flag '--epoch'", "--epochs"]),
     "misspelt flag of submit": ([*JOB, "--acount", "x"], ["unknown flag '--acount'", "--account"]),
     "value out of range": ([*JOB, "--epochs", "0"], ["epochs is out of range"]),
-    "no ranks": (["shapes-cnn", "--nodes", "2"], ["how many ranks", "--gpus-per-node N"]),
+    "no ranks": (["shapes-cnn", "--nodes", "2"], ["number of ranks per node is missing", "--gpus-per-node N"]),
     "ranks twice": ([*JOB, "--gpus-per-node", "2"], ["given twice", "--processes-per-node 2"]),
     "--processes": ([*JOB, "--processes", "4"], ["given per node", "flag --processes", "--processes-per-node 4"]),
     "batch not divisible": (
@@ -48,31 +49,34 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
     ),
     "lanes not divisible": ([*JOB, "--lanes", "2"], ["2 lanes cannot be shared equally by 4 ranks"]),
     "nodes not a number": (["shapes-cnn", "--nodes", "2-4", "--processes-per-node", "2"], ["nodes: '2-4'"]),
-    "no nodes": (["shapes-cnn", "--nodes", "0", "--processes-per-node", "2"], ["nodes: '0'", "1 or more"]),
+    "no nodes": (["shapes-cnn", "--nodes", "0", "--processes-per-node", "2"], ["nodes is out of range", "1 or more"]),
     "flag without value": (["shapes-cnn", "--nodes", "--time", "10"], ["--nodes needs a value"]),
     "gpus not a number": (["shapes-cnn", "--gpus-per-node", "all"], ["gpus_per_node: 'all'", "TYPE:NUMBER"]),
     "gres and gpus differ": (
         ["shapes-cnn", "--gpus-per-node", "4", "--gres", "gpu:a100:2"],
         ["two different numbers of GPUs", "4 and 2"],
     ),
-    "CPU ranks beside GPUs": ([*JOB, "--gres", "gpu:2"], ["GPUs nobody would use", "--gpus-per-node 2"]),
+    "CPU ranks beside GPUs": ([*JOB, "--gres", "gpu:2"], ["GPUs that would not be used", "--gpus-per-node 2"]),
     "time with letters": ([*JOB[:-1], "2h"], ["not a time limit", "'2h'", "D-HH:MM:SS"]),
     "time with 61 minutes": ([*JOB[:-1], "1:61:00"], ["not a time limit"]),
     "no time at all": ([*JOB[:-1], "0"], ["not a time limit"]),
-    "time below the notice": ([*JOB[:-1], "2"], ["warning would come before", "120 s", "--signal-notice 30"]),
-    "notice too long": ([*JOB, "--signal-notice", "99999"], ["signal_notice: '99999'", "65535"]),
+    "time below the notice": ([*JOB[:-1], "2"], ["warning signal would come before", "120 s", "--signal-notice-s 30"]),
+    "notice too long": ([*JOB, "--signal-notice-s", "99999"], ["signal_notice_s is out of range", "65535"]),
     "unknown start": ([*JOB, "--start", "torchruns"], ["start: 'torchruns'", "--start torchrun"]),
     "fewer CPUs than ranks": ([*JOB, "--cpus-per-task", "1"], ["more ranks than CPUs", "--cpus-per-task 2"]),
     "memory in words": ([*JOB, "--mem", "much"], ["mem: 'much'", "64G"]),
     "venv that is none": ([*JOB, "--venv", "nowhere"], ["no virtual environment", "nowhere"]),
-    "venv in a container": ([*JOB, "--venv", "v", "--container-image", "x/y"], ["two places", "--container-image x/y"]),
-    "venv and conda": ([*JOB, "--venv", "v", "--conda", "c"], ["two places to take python from"]),
+    "venv in a container": (
+        [*JOB, "--venv", "v", "--container-image", "x/y"],
+        ["two environments", "--container-image x/y"],
+    ),
+    "venv and conda": ([*JOB, "--venv", "v", "--conda", "c"], ["two environments for python"]),
     "image that is not there": ([*JOB, "--container-image", "./a.sqsh"], ["no such image", "./a.sqsh"]),
     "EDF that is not there": ([*JOB, "--environment", "edf.toml"], ["no such file", "edf.toml"]),
     "conda folder not there": ([*JOB, "--conda", "/no/such/env"], ["no such conda environment"]),
     "sbatch line that is none": ([*JOB, "--sbatch", "exclusive"], ["not an option of sbatch"]),
-    "sbatch line of ours": ([*JOB, "--sbatch", "--nodes=4"], ["the script says --nodes itself"]),
-    "sbatch line of ours, short": ([*JOB, "--sbatch", "-N4"], ["the script says -N", "--nodes"]),
+    "sbatch line of ours": ([*JOB, "--sbatch", "--nodes=4"], ["the script sets --nodes itself"]),
+    "sbatch line of ours, short": ([*JOB, "--sbatch", "-N4"], ["the script sets -N", "--nodes"]),
     "two sbatch lines in one": ([*JOB, "--sbatch", "--exclusive\n#SBATCH --x"], ["sbatch contains a newline"]),
     "variable that is not set": ([*JOB, "--env", "A_VARIABLE_OF_NOBODY"], ["A_VARIABLE_OF_NOBODY is not set"]),
     "secret of Kubernetes": ([*JOB, "--env", "A=secret:b/c"], ["only Kubernetes"]),
@@ -149,10 +153,10 @@ def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> 
     """Its own process, as a person has it; what is imported is what takes time, on whatever machine."""
     told = command("submit", "slurm", "--help", cwd=tmp_path)
     assert told.returncode == 0
-    for setting in job_settings().values():
+    for setting in fields_of(SlurmFlags).values():
         assert f"  {setting.flag} " in told.stdout
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in told.stderr.splitlines()}
-    assert not imported & {"torch", "numpy", "tyro", "yaml"}
+    assert not imported & {"torch", "numpy", "yaml"}
     refused = command("submit", "slurm", *JOB, "--lanes", "2", cwd=tmp_path)
     assert refused.returncode == USER
     imported = {line.rpartition("|")[2].strip().split(".")[0] for line in refused.stderr.splitlines()}
@@ -161,7 +165,7 @@ def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> 
 
 
 def test_no_flag_means_two_things() -> None:
-    assert [name for name in job_settings() if find_field(name)] == []
+    assert [name for name in fields_of(SlurmFlags) if find_field(name)] == []
 
 
 # --- Profiles ---------------------------------------------------------------------------------------------------------
@@ -334,10 +338,10 @@ def test_a_notice_too_short_to_save_is_refused_before_the_fake_sbatch(
     finished_run(tmp_path / "run")
     (tmp_path / "run" / "status.json").write_text('{"status": "preempted", "step": 84, "save_s": 70.2}')
     again = [*JOB, "--output-dir", "run", "--resume", "auto"]
-    assert submit(*again, "--signal-notice", "120") == 2
-    assert "--signal-notice 151" in capsys.readouterr().err
+    assert submit(*again, "--signal-notice-s", "120") == 2
+    assert "--signal-notice-s 151" in capsys.readouterr().err
     assert fake.calls("sbatch") == []
-    assert submit(*again, "--signal-notice", "151") == 0
+    assert submit(*again, "--signal-notice-s", "151") == 0
 
 
 def test_refusal_of_the_fake_sbatch_leaves_nothing(

@@ -16,7 +16,7 @@ from paceline.errors import EXIT_USER
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 TRAIN = ["shapes-cnn", "--num-samples=320", "--global-batch-size=32", "--epochs=1", "--track", "--omp-num-threads=1"]
-PLACE = ["--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--time=10:00", "--signal-notice=60"]
+PLACE = ["--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--time=10:00", "--signal-notice-s=60"]
 
 
 def submit(cluster: Cluster, home: Path, *flags: str) -> Answer:

@@ -64,10 +64,10 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
 
 @pytest.mark.timeout(300)
 def test_ctrl_z_and_fg(open_terminal: OpenTerminal, home: Path) -> None:
-    """Suspended for longer than --hang-timeout, a run goes on after `fg`, without a restart."""
+    """Suspended for longer than --hang-timeout-s, a run goes on after `fg`, without a restart."""
     terminal = open_terminal(120)
     terminal.type(
-        f"{TRAIN} --num-samples=1600 --epochs=3 --processes=2 --hang-timeout 15 --max-restarts 0 --output-dir run"
+        f"{TRAIN} --num-samples=1600 --epochs=3 --processes=2 --hang-timeout-s 15 --max-restarts 0 --output-dir run"
     )
     terminal.wait_for(r"^epoch 1/3  step \d+/\d+  loss \d")
     terminal.press("C-z")
@@ -136,7 +136,7 @@ def test_tables_and_watching_in_a_narrow_window(open_terminal: OpenTerminal, hom
     assert max(map(len, screen.splitlines())) < 60
     assert re.search(r"a-rather-long-name-of-a-run-2 +finished", screen)
     assert re.search(r"far-away +running", screen)
-    terminal.type("clear; paceline watch far-away --every 0.2")
+    terminal.type("clear; paceline watch far-away --every-s 0.2")
     terminal.wait_for(r"far-away: running, step 30 of 120 \(25%\)")
     running.write_status("running", step=60, last_step=120)
     terminal.wait_for(r"step 60 of 120 \(50%\)")

@@ -29,9 +29,9 @@ FLAGS = (
     "strategy processes lanes exact sync_bn cpu_offload fsdp_wrap reshard_after_forward bucket_cap_mb "
     "device omp_num_threads "
     "output_dir resume load_policy best_is_latest start_over_if_damaged init_from accept_new_data "
-    "save_frequency save_epochs save_steps keep_last keep_best async_save log_frequency metric_lines "
+    "keep_every_epochs save_epochs save_steps keep_last keep_best async_save log_frequency metric_lines "
     "track rehearse profile "
-    "max_restarts hang_timeout stop_signals notice on_nonfinite skip_nonfinite spike_factor auto_microbatch inject"
+    "max_restarts hang_timeout_s stop_signals notice_s on_nonfinite skip_nonfinite spike_factor auto_microbatch inject"
 )
 
 

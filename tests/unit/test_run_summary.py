@@ -10,12 +10,13 @@ import pytest
 
 from harness.ranks import make_world
 from harness.runs import QUICK, quick_config
-from paceline.cli.export import _read_request
+from paceline.cli.export import Export
 from paceline.data.dataset import DatasetInfo
 from paceline.data.reference import check_reference
 from paceline.errors import UserError
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
+from paceline.settings.command_line import parse_command
 from paceline.settings.load import load_config
 from paceline.settings.rules import check_config
 from paceline.training.loop import train
@@ -33,7 +34,7 @@ def test_the_commands_named_fit_the_run(tmp_path: Path, shape: tuple[int, ...], 
     commands = [shlex.split(line.rpartition("  ")[0]) for line in lines if line.startswith("  paceline ")]
     named = {words[1]: words[2:] for words in commands}
     assert ("predict" in named) == takes_pictures
-    assert _read_request(named["export"]).run == tmp_path / "run"
+    assert parse_command(named["export"], Export, "export").run == str(tmp_path / "run")
 
 
 def test_a_warm_up_as_long_as_the_run_names_its_flags() -> None:

@@ -1,4 +1,4 @@
-"""When a checkpoint is due: --save-steps, --save-epochs, --save-frequency and the end of the run, each on its own."""
+"""When a checkpoint is due: --save-steps, --save-epochs, --keep-every-epochs and the end of the run, one at a time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def steps_wanted(steps_per_epoch: int, last_step: int, run: RunConfig) -> set[in
     wanted = {last_step}
     if run.save_steps:
         wanted |= set(range(run.save_steps, last_step + 1, run.save_steps))
-    for epochs in (run.save_epochs, run.save_frequency):
+    for epochs in (run.save_epochs, run.keep_every_epochs):
         if epochs:
             wanted |= set(range(epochs * steps_per_epoch, last_step + 1, epochs * steps_per_epoch))
     return wanted
@@ -27,8 +27,8 @@ def steps_wanted(steps_per_epoch: int, last_step: int, run: RunConfig) -> set[in
 def test_every_schedule_is_kept_whatever_the_others_say() -> None:
     """A save is due when any schedule says so, inside an epoch and at its end."""
     grid = itertools.product((1, 2, 3, 5, 20), (1, 2, 7, 40, 41), (0, 1, 2, 3, 5, 10, 20, 40), (1, 2, 3, 99), (0, 1, 3))
-    for steps_per_epoch, last_step, save_steps, save_epochs, save_frequency in grid:
-        run = RunConfig(save_steps=save_steps, save_epochs=save_epochs, save_frequency=save_frequency)
+    for steps_per_epoch, last_step, save_steps, save_epochs, keep_every_epochs in grid:
+        run = RunConfig(save_steps=save_steps, save_epochs=save_epochs, keep_every_epochs=keep_every_epochs)
         due = {
             step for step in range(1, last_step + 1) if is_save_due(step, EpochClock(steps_per_epoch), last_step, run)
         }

@@ -13,8 +13,9 @@ from paceline.errors import UserError
 from paceline.integrations.slurm import facts as slurm_facts
 from paceline.integrations.slurm.fit import find_problems
 from paceline.integrations.slurm.request import as_sbatch_reads, as_srun_reads
-from paceline.launch.job import JobSpec, parse_job, parse_time_s
-from paceline.settings.sites import Given
+from paceline.launch.job import JobSpec, SlurmFlags, parse_job, parse_time_s
+from paceline.settings.declare import fields_of
+from paceline.settings.values import Setting
 
 MANY_DIGITS = "9" * 5000  # more than Python turns into a number
 FIXED = CONFIG.replace("MaxNodeCount            = 8\n", "")
@@ -198,7 +199,9 @@ def test_a_time_of_thousands_of_digits_is_a_mistake_of_the_user(text: str) -> No
 )
 def test_a_setting_of_thousands_of_digits_is_a_mistake_of_the_user(name: str, value: str) -> None:
     """Every number of a job is judged as text first."""
-    settings = {"processes_per_node": Given(("1",), "flag"), name: Given((value,), "flag")}
+    table = fields_of(SlurmFlags)
+    values = {"processes_per_node": "1", name: value}
+    settings = {name: Setting(table[name], (value,), "flag", "flag") for name, value in values.items()}
     with pytest.raises(UserError):
         parse_job(settings)
 

@@ -13,10 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import PacelineError, UserError, printable, printable_line
+from paceline.launch.sites import read_site
 from paceline.settings.fields import field_table, flatten
 from paceline.settings.load import load_config, to_yaml
 from paceline.settings.schema import Config
-from paceline.settings.sites import read_site
 from paceline.settings.small_files import parse_json, read_json_object
 from paceline.settings.text import check_text, find_fault
 

@@ -12,6 +12,7 @@ from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_a
 from paceline.errors import CheckpointError
 from paceline.runs.patience import UnreadableNow
 from paceline.settings.code import CodeReference
+from paceline.settings.values import RENAMED
 
 # If one of these changes, it is another run.
 IDENTITY = (
@@ -25,9 +26,9 @@ SILENT = (
         "accept_new_data",
         "start_over_if_damaged",
         "max_restarts",
-        "hang_timeout",
+        "hang_timeout_s",
         "stop_signals",
-        "notice",
+        "notice_s",
         "auto_microbatch",
         "inject",
     ),
@@ -41,7 +42,10 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
 
     `now` is the flattened config. `lanes`, where they are known, count for an exact run.
     """
-    saved, now = {"loss": "", **checkpoint.state.get("config", {})}, json.loads(json.dumps(now))
+    config = checkpoint.state.get("config", {})
+    # Checkpoints of earlier releases hold the earlier names of settings.
+    saved = {"loss": "", **{RENAMED.get(name, name): value for name, value in config.items()}}
+    now = json.loads(json.dumps(now))
     identity: tuple[str, ...] = IDENTITY
     if now["exact"] and lanes is not None:
         saved_world = int(checkpoint.manifest.about.get("world_size", 0))

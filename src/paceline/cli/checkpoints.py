@@ -1,60 +1,62 @@
-"""`paceline checkpoints RUN [--verify] [--json] [--push]`: what a run has saved, and whether it is whole. No torch."""
+"""`paceline checkpoints`: list the checkpoints of a run, and verify them. No torch."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.checkpoints.fetch import push
 from paceline.checkpoints.named import Listed, list_checkpoints
 from paceline.checkpoints.store import list_set_aside, pointed_at
-from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED, UserError
+from paceline.cli.command import Command
+from paceline.cli.run_view import RunName
+from paceline.errors import EXIT_CHECKPOINT, EXIT_FINISHED
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.find import locate_run
 from paceline.runs.folder import RunFolder, require_run_folder
 
-_USAGE = """\
-usage: paceline checkpoints RUN [--verify] [--json]
-       paceline checkpoints RUN --push
-
-List the checkpoints of a run, oldest first. Manifests and sizes are always checked, with --verify every bit.
-Exit code 4 if one is damaged or cannot be read now. What was set aside earlier is listed too, and does not count.
---push: send a run that is mirrored to an object store there again, if its store was left behind.
-"""
 _LONGEST_WORD = 20
-_FLAGS = ("--verify", "--json", "--push")
 _COLUMNS = ("step", "epoch", "val acc", "val loss", "size", "saved by", "marks", "verdict")
 _LEFT_ALIGNED = ("saved by", "marks", "verdict")
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    folder = _folder_of(arguments)
-    if "--push" in arguments:
+@dataclass(frozen=True)
+class Checkpoints:
+    """List the checkpoints of a run, oldest first. Manifests and sizes are always checked.
+
+    Exit code 4 if one is damaged or cannot be read now. Checkpoints that were set aside earlier are listed too, and do
+    not count.
+    """
+
+    run: RunName
+    """A run folder, or its name in runs/."""
+    verify: bool = False
+    """Check every bit."""
+    json: bool = False
+    """Print JSON."""
+    push: bool = False
+    """Upload the run to its object store again, if the store is behind."""
+
+
+def checkpoints(settings: Checkpoints) -> int:
+    folder = _folder_of(settings.run)
+    if settings.push:
         return EXIT_FINISHED if push(RunFolder(folder.parent), say=print) else EXIT_CHECKPOINT
-    is_thorough = "--verify" in arguments
-    listed = list_checkpoints(folder, thorough=is_thorough)
-    entries = [_describe(item, folder, is_thorough) for item in listed]
+    listed = list_checkpoints(folder, thorough=settings.verify)
+    entries = [_describe(item, folder, settings.verify) for item in listed]
     aside = [path.name for path in list_set_aside(folder)]
-    if "--json" in arguments:
-        print(json.dumps({"verified": is_thorough, "checkpoints": entries, "set_aside": aside}, indent=2))
+    if settings.json:
+        print(json.dumps({"verified": settings.verify, "checkpoints": entries, "set_aside": aside}, indent=2))
     else:
         _print_table(folder, entries, aside)
     return EXIT_CHECKPOINT if any(item.damage or item.unreadable for item in listed) else EXIT_FINISHED
 
 
-def _folder_of(arguments: list[str]) -> Path:
-    """The checkpoints folder of the run that was named, by itself or by that very folder."""
-    words = [argument for argument in arguments if not argument.startswith("-")]
-    unknown = [argument for argument in arguments if argument.startswith("-") and argument not in _FLAGS]
-    if unknown:
-        raise UserError(f"unknown flag {unknown[0]!r}", allowed=", ".join(_FLAGS))
-    if len(words) != 1:
-        raise UserError("give one run folder", got=" ".join(words) or "none", hint="paceline checkpoints RUN")
-    path = locate_run(words[0])
+def _folder_of(run: str) -> Path:
+    """The checkpoints folder of a run. The run may be given by that folder, too."""
+    path = locate_run(run)
     if path.name == "checkpoints" and path.is_dir():
         return path
     if not (path / "checkpoints").is_dir():
@@ -122,7 +124,7 @@ def _print_table(folder: Path, entries: list[dict[str, Any]], aside: list[str]) 
         if entry["unreadable"]:
             print(f"cannot be read now: {folder / entry['name']}: {entry['unreadable']}")
     if bad:
-        print(f"{len(bad)} of {len(entries)} damaged; --resume auto goes on from the newest that is whole")
+        print(f"{len(bad)} of {len(entries)} damaged; --resume auto continues from the newest complete one")
 
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -143,3 +145,6 @@ def _row(entry: dict[str, Any]) -> tuple[str, ...]:
 def _text(value: object, form: str) -> str:
     """A number as text; a dash for whatever else a file made by others may hold."""
     return form.format(value) if isinstance(value, int | float) else "-"
+
+
+COMMANDS = (Command("checkpoints", Checkpoints, checkpoints),)

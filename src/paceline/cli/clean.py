@@ -1,92 +1,105 @@
-"""`paceline clean`: free the disk of checkpoints nobody needs, or of whole runs. Shows what would go, and asks."""
+"""`paceline clean`: remove checkpoints that are not needed, or whole runs. Lists them first, and asks."""
 
 from __future__ import annotations
 
 import re
 import sys
 import time
+from dataclasses import dataclass, replace
+from typing import Annotated
 
 from paceline.checkpoints.reclaim import Reclaim, plan_reclaim, reclaim
-from paceline.cli.arguments import read_words
-from paceline.cli.runs import choose, read_root
+from paceline.cli.command import Command
+from paceline.cli.selected_runs import RunFilter
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, UserError
 from paceline.runs.catalog import LIVING, RunEntry, list_runs, read_entry
 from paceline.runs.find import find_run
+from paceline.settings.declare import Arg
+from paceline.settings.values import Setting, invalid
 
-_USAGE = """\
-usage: paceline clean RUN... [--all] [--dry-run] [--yes]
-       paceline clean [--older-than 7d] [--failed] [--status S[,S]] [--recipe R] [--tag T] [--in DIR] [--all] ...
-
-Free the disk. A finished run keeps its best checkpoint, one that can be resumed its newest too; results, metrics, logs
-and the page always stay. --all removes whole run folders instead.
-Which runs: those that are named, or those in runs/ (or below DIR) that all of the flags say. --failed: failed or lost.
---older-than takes a number of minutes (m), hours (h), days (d) or weeks (w).
-Runs that are under way, or may be, are left alone; so are runs with the tag keep, unless they are named.
-What would go is shown first, then it asks; --yes does not ask, --dry-run only shows. Copies in object stores stay.
-"""
-_SELECTIONS = ("--older-than", "--failed", "--status", "--recipe", "--tag")
 _KEEP = "keep"
 _AGE = re.compile(r"(\d+)([mhdw])")
 _UNIT_S = {"m": 60.0, "h": 3600.0, "d": 86400.0, "w": 7 * 86400.0}
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    words, flags = read_words(
-        arguments,
-        switches=("--all", "--yes", "--dry-run", "--failed"),
-        valued=("--older-than", "--status", "--recipe", "--tag", "--in"),
-    )
-    entries = _named(words, flags) if words else _chosen(flags)
-    whole = "--all" in flags
-    plans = [plan_reclaim(entry, whole=whole) for entry in entries]
+def parse_age_s(text: str, setting: Setting) -> float:
+    """7d in seconds."""
+    match = _AGE.fullmatch(text)
+    if match is None:
+        raise invalid(setting, text, "30m, 12h, 7d or 2w")
+    return int(match[1]) * _UNIT_S[match[2]]
+
+
+@dataclass(frozen=True)
+class Clean(RunFilter):
+    """Free disk space: remove the checkpoints of runs that are not needed any more.
+
+    A finished run keeps its best checkpoint, one that can be resumed its newest too. Results, metrics, logs and the
+    page always stay. Give runs, or flags that choose them: a run must match all of them. Runs that are running, or may
+    be, are left alone; so are runs with the tag keep, unless they are named. Copies in object stores stay.
+    """
+
+    run: Annotated[tuple[str, ...], Arg(place="word", completes="run")] = ()
+    """Run folders, or their names in runs/."""
+    older_than: Annotated[float | None, Arg("AGE", parse=parse_age_s)] = None
+    """Only runs that have not changed for this long: 30m, 12h, 7d or 2w."""
+    failed: bool = False
+    """Only runs that are failed or lost."""
+    all: bool = False
+    """Remove whole run folders."""
+    dry_run: bool = False
+    """Only list what would be removed."""
+    yes: bool = False
+    """Do not ask."""
+
+    @property
+    def chosen_by(self) -> list[str]:
+        """The flags that choose runs."""
+        given = {"--older-than": self.older_than is not None, "--failed": self.failed, "--status": bool(self.status)}
+        given |= {"--recipe": self.recipe is not None, "--tag": self.tag is not None}
+        return [flag for flag, is_given in given.items() if is_given]
+
+
+def clean(settings: Clean) -> int:
+    entries = _named(settings) if settings.run else _chosen(settings)
+    plans = [plan_reclaim(entry, whole=settings.all) for entry in entries]
     plans = [plan for plan in plans if not plan.is_nothing]
     if not plans:
         print("nothing to free")
         return EXIT_FINISHED
     _show(plans)
-    if "--dry-run" in flags:
+    if settings.dry_run:
         return EXIT_FINISHED
-    if "--yes" not in flags and not _is_wanted(plans, whole=whole):
+    if not settings.yes and not _is_confirmed(plans, whole=settings.all):
         print("nothing was removed")
         return EXIT_INTERRUPTED
     return _remove(plans)
 
 
-def _named(words: list[str], flags: dict[str, str]) -> list[RunEntry]:
-    """Each once, by whatever name."""
-    extra = [flag for flag in (*_SELECTIONS, "--in") if flag in flags]
+def _named(settings: Clean) -> list[RunEntry]:
+    """Each run once, even if it is named twice."""
+    extra = settings.chosen_by or (["--in"] if settings.folder is not None else [])
     if extra:
-        raise UserError("name runs, or say which", got=f"{' '.join(words)} with {extra[0]}", hint="leave one out")
-    entries = [read_entry(find_run(word).path) for word in words]
+        got = f"{' '.join(settings.run)} with {extra[0]}"
+        raise UserError("give runs, or flags that choose them", got=got, hint="leave one out")
+    entries = [read_entry(find_run(word).path) for word in settings.run]
     return list({entry.path.resolve(): entry for entry in entries}.values())
 
 
-def _chosen(flags: dict[str, str]) -> list[RunEntry]:
-    if not any(flag in flags for flag in _SELECTIONS):
-        raise UserError(
-            "say which runs", allowed=f"RUN..., or {', '.join(_SELECTIONS)}", hint="paceline clean --older-than 7d"
-        )
-    if "--failed" in flags and "--status" in flags:
+def _chosen(settings: Clean) -> list[RunEntry]:
+    if not settings.chosen_by:
+        raise UserError("no runs are chosen", allowed="RUN..., or flags that choose them", hint="--older-than 7d")
+    if settings.failed and settings.status:
         raise UserError("--failed is --status failed,lost", hint="leave one of them out")
-    older_s = _seconds(flags["--older-than"]) if "--older-than" in flags else 0.0
-    if "--failed" in flags:
-        flags = {**flags, "--status": "failed,lost"}
+    if settings.failed:
+        settings = replace(settings, status=("failed", "lost"))
     now = time.time()
-    entries = choose(list_runs(read_root(flags)), [], flags)
-    kept = [entry for entry in entries if _KEEP in entry.notes.tags and flags.get("--tag") != _KEEP]
+    entries = settings.choose(list_runs(settings.root))
+    kept = [entry for entry in entries if _KEEP in entry.notes.tags and settings.tag != _KEEP]
     if kept:
         print(f"left alone: {len(kept)} with the tag {_KEEP}")
+    older_s = settings.older_than or 0.0
     return [e for e in entries if e not in kept and e.state not in LIVING and now - e.updated >= older_s]
-
-
-def _seconds(text: str) -> float:
-    match = _AGE.fullmatch(text)
-    if match is None:
-        raise UserError(f"--older-than: {text!r} is not valid", allowed="30m, 12h, 7d or 2w")
-    return int(match[1]) * _UNIT_S[match[2]]
 
 
 def _show(plans: list[Reclaim]) -> None:
@@ -99,9 +112,9 @@ def _show(plans: list[Reclaim]) -> None:
     print(f"{len(plans)} run{'s' if len(plans) > 1 else ''}, {in_bytes(sum(plan.size_bytes for plan in plans))}")
 
 
-def _is_wanted(plans: list[Reclaim], *, whole: bool) -> bool:
+def _is_confirmed(plans: list[Reclaim], *, whole: bool) -> bool:
     if not sys.stdin.isatty():
-        raise UserError("nobody can be asked: this is not a terminal", hint="--yes, or --dry-run to look only")
+        raise UserError("a confirmation is needed, and this is not a terminal", hint="--yes, or --dry-run")
     what = f"Remove {len(plans)} whole run{'s' if len(plans) > 1 else ''}" if whole else "Remove these checkpoints"
     try:
         return input(f"{what}? [y/N] ").strip().lower() in ("y", "yes")
@@ -115,7 +128,7 @@ def _remove(plans: list[Reclaim]) -> int:
     for plan in plans:
         try:
             freed += reclaim(plan)
-        except UserError as error:  # somebody has just started it: the others can go all the same
+        except UserError as error:  # it has just been started; the others are removed
             print(f"left alone: {plan.entry.path}: {error.what}")
     print(f"{in_bytes(freed)} freed")
     return EXIT_FINISHED
@@ -127,3 +140,6 @@ def in_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1000
     return f"{size:.1f} TB"
+
+
+COMMANDS = (Command("clean", Clean, clean, helps_without_arguments=True),)

@@ -1,4 +1,4 @@
-"""`paceline compare RUN RUN...`: whether runs are equal to the last bit, or where they first differ."""
+"""`paceline compare`: whether runs are bit-for-bit equal, or where they first differ."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import string
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from paceline.cli.command import Command
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.metrics.recorder import read_rows
 from paceline.reports.compare_page import Finding, write_compare_page
 from paceline.runs.comparison import (
+    SHORT_HASH,
     RunRecord,
     TextComparison,
     compare_records,
@@ -23,17 +25,11 @@ from paceline.runs.comparison import (
 from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder, require_run_folder
 from paceline.runs.notes import read_notes
+from paceline.settings.declare import Arg
 
 if TYPE_CHECKING:
     from paceline.checkpoints.difference import CheckpointComparison
 
-SHORT_HASH = 12
-_USAGE = """usage: paceline compare RUN RUN [RUN...] [--json] [--html [PAGE.html]]
-
-Say whether runs are equal - weights, optimizer, step losses, epoch metrics, every tensor of their newest common
-checkpoint - or where each first differs from the first run. Exit code 0: equal, 1: different.
---html also writes a page (compare.html, if no other is named) with their curves over each other."""
-_PAGE = Path("compare.html")
 _RESULTS = {
     "test accuracy": ("test_accuracy", "{:.2%}"),
     "test loss": ("test_loss", "{:.6f}"),
@@ -50,7 +46,7 @@ _RESULTS = {
 
 @dataclass(frozen=True)
 class Verdict:
-    """A run beside the first one."""
+    """A run compared with the first one."""
 
     labels: tuple[str, str]
     text: TextComparison
@@ -59,21 +55,36 @@ class Verdict:
 
     @property
     def is_equal(self) -> bool:
-        """Only what was seen to be equal is: a run without a final hash is not."""
+        """A run without a final hash is not equal to another."""
         has_other_tensor = self.tensors is not None and self.tensors.difference is not None
         return self.text.is_equal and not has_other_tensor and not self.unfinished
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE)
-        return EXIT_FINISHED
-    arguments, page = _take_page(arguments)
-    as_json = "--json" in arguments
-    paths = _read_paths([argument for argument in arguments if argument != "--json"])
+@dataclass(frozen=True)
+class Compare:
+    """Show whether runs are equal, or where each first differs from the first run. Exit code 0: equal, 1: different.
+
+    Compared are weights, optimizer, losses of steps, metrics of epochs, and every tensor of their newest common
+    checkpoint.
+    """
+
+    run: Annotated[tuple[str, ...], Arg(place="word", completes="run")]
+    """Run folders, or their names in runs/."""
+    json: bool = False
+    """Print JSON."""
+    html: Annotated[Path | None, Arg("PAGE.html", bare="compare.html", bare_unless=(".html", ".htm"))] = None
+    """Also write a page with their curves (compare.html, unless another is given)."""
+
+
+def compare(settings: Compare) -> int:
+    page = settings.html
+    if page is not None and (page.is_dir() or not page.parent.is_dir()):
+        hint = "--html=FOLDER/PAGE.html, in an existing folder"
+        raise UserError("the page cannot be written there", got=page, hint=hint)
+    paths = _find_runs(settings.run)
     records = [read_record(path, read_rows(RunFolder(path).metrics_jsonl)) for path in paths]
     verdicts = [_judge(records[0], record, string.ascii_uppercase[n]) for n, record in enumerate(records[1:], 1)]
-    if as_json:
+    if settings.json:
         print(json.dumps(_as_json(records, verdicts), indent=2))
     else:
         _print_tables(records)
@@ -81,41 +92,19 @@ def run(arguments: list[str]) -> int:
             _print_verdict(verdict)
     if page is not None:
         _write_page(page, records, verdicts)
-        print(f"\nthe page is {page}", file=sys.stderr if as_json else sys.stdout)
+        print(f"\nthe page is {page}", file=sys.stderr if settings.json else sys.stdout)
     return EXIT_FINISHED if all(verdict.is_equal for verdict in verdicts) else EXIT_DIFFERENT
 
 
-def _take_page(arguments: list[str]) -> tuple[list[str], Path | None]:
-    """`--html`, `--html PAGE.html` or `--html=PAGE`: what is left, and the page's path."""
-    rest: list[str] = []
-    page: Path | None = None
-    for argument in arguments:
-        is_name = bool(rest) and rest[-1] == "--html" and argument.endswith((".html", ".htm"))
-        if is_name or argument.startswith("--html="):
-            page = Path(argument.removeprefix("--html="))
-        else:
-            rest.append(argument)
-    if "--html" in rest:
-        page = page or _PAGE
-    if page is not None and (page.is_dir() or not page.parent.is_dir()):
-        raise UserError(
-            "the page cannot be written there", got=page, hint="--html=FOLDER/PAGE.html, in a folder that is there"
-        )
-    return [argument for argument in rest if argument != "--html"], page
-
-
-def _read_paths(arguments: list[str]) -> list[Path]:
-    for argument in arguments:
-        if argument.startswith("-"):
-            raise UserError(f"unknown flag {argument!r}", allowed="--json, --html", hint="paceline compare --help")
-    paths = [find_run(argument).path for argument in arguments]
+def _find_runs(names: tuple[str, ...]) -> list[Path]:
+    paths = [find_run(name).path for name in names]
     most = len(string.ascii_uppercase)
     if not 2 <= len(paths) <= most:
         raise UserError("a comparison needs runs to compare", got=len(paths), allowed=f"2 to {most} run folders")
     for path in paths:
         require_run_folder(path)
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError("one run is named twice", got=" ".join(arguments), hint="a run always equals itself")
+        raise UserError("one run is given twice", got=" ".join(names), hint="a run always equals itself")
     return paths
 
 
@@ -272,3 +261,6 @@ def _verdict_as_json(verdict: Verdict) -> dict[str, Any]:
         if difference is not None
         else None,
     }
+
+
+COMMANDS = (Command("compare", Compare, compare),)

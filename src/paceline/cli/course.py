@@ -1,51 +1,66 @@
-"""`paceline course`: ten lessons, and checks that run a person's own file on real ranks."""
+"""`paceline course`: ten lessons, and checks that run your file on real ranks."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
+from paceline.cli.command import Command
+from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED
+from paceline.settings.declare import Arg
 from paceline.tools.course.desk import DEFAULT, find_desk, find_file, note_passed, read_passed, start
-from paceline.tools.course.lessons import LESSONS, Lesson, find_lesson
+from paceline.tools.course.lessons import LESSONS, find_lesson
 
 if TYPE_CHECKING:
     from paceline.tools.course.verdict import Verdict
 
-_USAGE = f"""\
-usage: paceline course                      the lessons, and which of them you have passed
-       paceline course start [DIR]          copy the exercises into DIR ({DEFAULT}), for you to fill
-       paceline course show N               read lesson N; --answers unfolds its questions, --solution shows the code
-       paceline course check N [FILE]       run your file on real ranks, and say what is wrong with it
-
-Distributed training on one laptop, lesson by lesson: a page, a picture, questions, an exercise with gaps. A check takes
-seconds, ends what hangs, and tells the likely cause of a wrong answer. It runs your code: check files you trust.
-Exit codes: 0 passed, 1 not yet, 2 a mistake in the command.
-"""
 _WIDTH = 100
 
 
-def run(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    verb, *words = arguments or ["list"]
-    if verb == "list" and not words:
-        return _list()
-    if verb == "start" and len(words) <= 1 and not any(word.startswith("-") for word in words):
-        return _start(Path(words[0]) if words else DEFAULT)
-    if verb == "show" and words:
-        return _show(words)
-    if verb == "check" and 1 <= len(words) <= 2:
-        lesson = find_lesson(words[0])
-        return _check(lesson, find_file(lesson, words[1] if len(words) == 2 else None))
-    allowed = "paceline course [list | start [DIR] | show N [--answers] [--solution] | check N [FILE]]"
-    raise UserError("the course does not know this", got=" ".join(arguments), allowed=allowed)
+@dataclass(frozen=True)
+class Lessons:
+    """List the lessons, and which of them you have passed.
+
+    Distributed training on one laptop: each lesson has a page, a picture, questions and an exercise with gaps. A check
+    takes seconds, ends a program that hangs, and names the likely cause of a wrong answer. It runs your code: check
+    files you trust. Exit codes: 0 passed, 1 not yet, 2 a mistake in the command.
+    """
 
 
-def _list() -> int:
+@dataclass(frozen=True)
+class Start:
+    """Copy the exercises into a folder, for you to fill."""
+
+    folder: Annotated[Path, Arg("DIR", place="word")] = DEFAULT
+    """The folder."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """Read a lesson."""
+
+    lesson: Annotated[str, Arg("N", place="word")]
+    """Its number."""
+    answers: bool = False
+    """Show the answers to its questions."""
+    solution: bool = False
+    """Show the solution of its exercise."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Run your file on real ranks, and say what is wrong with it."""
+
+    lesson: Annotated[str, Arg("N", place="word")]
+    """The number of the lesson."""
+    file: Annotated[str | None, Arg(place="word", completes="file")] = None
+    """Your file (the one of the exercises unless given)."""
+
+
+def list_lessons(settings: Lessons) -> int:
     passed = read_passed()
     for lesson in LESSONS:
         when = f"passed {passed[lesson.number]}" if lesson.number in passed else ""
@@ -57,11 +72,12 @@ def _list() -> int:
     elif following is not None:
         print(f"next:   paceline course show {following.number}, then fill {find_desk() / following.file_name}")
     else:
-        print("all ten: that was the course")
+        print("all ten lessons are passed")
     return EXIT_FINISHED
 
 
-def _start(folder: Path) -> int:
+def start_course(settings: Start) -> int:
+    folder = settings.folder
     new, kept = start(folder)
     if new:
         print(f"{len(new)} exercises are in {folder}")
@@ -72,23 +88,19 @@ def _start(folder: Path) -> int:
     return EXIT_FINISHED
 
 
-def _show(words: list[str]) -> int:
-    flags = {word for word in words if word.startswith("-")}
-    numbers = [word for word in words if not word.startswith("-")]
-    if len(numbers) != 1 or flags - {"--answers", "--solution"}:
-        raise UserError("give one lesson", got=" ".join(words), allowed="show N [--answers] [--solution]")
-    lesson = find_lesson(numbers[0])
+def show(settings: Show) -> int:
+    lesson = find_lesson(settings.lesson)
     from rich.console import Console
 
     console = Console(width=min(_WIDTH, shutil.get_terminal_size().columns), highlight=False)
-    if "--solution" in flags:
+    if settings.solution:
         console.print(lesson.solution.read_text(encoding="utf-8"), markup=False)
         return EXIT_FINISHED
     from rich.markdown import Markdown
 
     from paceline.tools.course.page import page_text
 
-    console.print(Markdown(page_text(lesson, has_answers="--answers" in flags), hyperlinks=False))
+    console.print(Markdown(page_text(lesson, has_answers=settings.answers), hyperlinks=False))
     console.print(f"\nnext:   fill {find_desk() / lesson.file_name}, then paceline course check {lesson.number}")
     return EXIT_FINISHED
 
@@ -96,7 +108,9 @@ def _show(words: list[str]) -> int:
 # --- A check and its screen -------------------------------------------------------------------------------------------
 
 
-def _check(lesson: Lesson, path: Path) -> int:
+def check(settings: Check) -> int:
+    lesson = find_lesson(settings.lesson)
+    path = find_file(lesson, settings.file)
     from paceline.tools.course.grading import grade
 
     print(f"lesson {lesson.number}: {lesson.title}  ({path})", flush=True)
@@ -125,7 +139,16 @@ def _rest_of_screen(verdict: Verdict) -> list[str]:
 
 
 def _labelled(label: str, text: str) -> list[str]:
-    """Wrapped beside its label; the text's own lines are kept."""
+    """Text wrapped beside its label. Lines of the text are kept."""
     width = max(40, min(_WIDTH, shutil.get_terminal_size().columns)) - 10
     wrapped = [part for line in text.splitlines() for part in textwrap.wrap(line, width, break_on_hyphens=False)]
     return [f"  {label if number == 0 else '':<7} {line}" for number, line in enumerate(wrapped)]
+
+
+COMMANDS = (
+    Command("course", Lessons, list_lessons),
+    Command("course list", Lessons, list_lessons),
+    Command("course start", Start, start_course),
+    Command("course show", Show, show),
+    Command("course check", Check, check),
+)

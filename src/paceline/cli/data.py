@@ -1,121 +1,94 @@
-"""`paceline data pack|check|fetch`: pictures made fast, data sets verified, and brought here."""
+"""`paceline data pack|check|fetch`: pack pictures, verify data sets, download them."""
 
 from __future__ import annotations
 
 import difflib
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Annotated, Any
 
+from paceline.cli.command import Command
 from paceline.data.pack_format import is_packed
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.runtime.cores import usable_cores
+from paceline.settings.declare import Arg, Range
 
-_USAGE = """\
-usage: paceline data pack PICTURES PACKED [--image-size 224] [--unreadable 0] [--workers N] [--shard-mb N]
-       paceline data check FOLDER         [--workers N]
-       paceline data check NAME           [--data-dir data]
-       paceline data fetch NAME           [--data-dir data]
-       paceline data fetch RECIPE         [--data-dir data] [--weights] [--model-name NAME]
-
-pack   Decode the pictures of a folder once (PICTURES/train/CLASS/*, PICTURES/test/CLASS/* and, if it is there,
-       PICTURES/val/CLASS/*; or PICTURES/CLASS/*) and write them to the new folder PACKED, as plain pixels that
-       training maps into memory. Then:
-           paceline train RECIPE --dataset folder --data-dir PACKED
-       trains on them with the same result as on PICTURES, bit for bit, and decodes nothing. Each picture's shorter
-       side is scaled to 8/7 of --image-size (256 for 224) and its central square kept, as training would do it.
-       Stopped or killed, the same command goes on where it was. When pictures have changed, it packs those shards
-       again.
-check  Is a data set whole? A packed folder: every byte against its CRC-32. A folder of pictures: each is decoded, and
-       the command lists which folder is used for what, which files are skipped and which pictures are suspicious.
-       cifar10, fashion-mnist: against their checksums. Exit code 3 if something is damaged; it is named.
-fetch  Download cifar10 or fashion-mnist, with its checksum, if it is not there: by its name, or by a recipe that needs
-       it. --weights also fetches the published ImageNet weights of the recipe's model. Compute nodes of a cluster
-       often have no internet, so run it on the login node before you submit.
-
---image-size N   side of the model's input, as in training
---unreadable N   pictures that may turn out to be unreadable: grey ones take their places
---workers N      processes that decode; by default one per core
---shard-mb N     size of a file; by default 64 MB, or 1/256 of a very large set
---data-dir PATH  where data sets with a name lie
---weights        fetch the model's weights too
---model-name N   another model than the recipe's; --dataset N: another data set
-"""
-_VERBS = ("pack", "check", "fetch")
-_FLAGS = {
-    "pack": ("--image-size", "--unreadable", "--workers", "--shard-mb"),
-    "check": ("--workers", "--data-dir"),
-    "fetch": ("--data-dir", "--weights", "--model-name", "--dataset"),
-}
-_SWITCHES = ("--weights",)
-_RANGES = {"--image-size": (8, 2048), "--unreadable": (0, 10**9), "--workers": (1, 256), "--shard-mb": (1, 65536)}
 _LINE_EVERY_S = 2.0
+_DATA_DIR = Path("data")
+Workers = Annotated[int | None, Range(low=1, high=256)]
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    verb, *rest = arguments
-    if verb not in _VERBS:
-        close = difflib.get_close_matches(verb, _VERBS, n=1)
-        hint = " ".join(["paceline data", close[0] if close else "pack", *rest])
-        raise UserError(f"paceline data knows no {verb!r}", allowed=", ".join(_VERBS), hint=hint)
-    words, flags = _parse(verb, rest)
-    return {"pack": _pack, "check": _check, "fetch": _fetch}[verb](words, flags)
+@dataclass(frozen=True)
+class Pack:
+    """Decode the pictures of a folder once, and write them as plain pixels that training maps into memory.
+
+    Then: paceline train RECIPE --dataset folder --data-dir PACKED. It trains on them with the same result as on
+    PICTURES, bit for bit, and decodes nothing. The shorter side of each picture is scaled to 8/7 of --image-size (256
+    for 224) and its central square is kept, as training does it. If it was stopped or killed, the same command
+    continues. When pictures have changed, it packs only their shards again.
+    """
+
+    pictures: Annotated[str, Arg(place="word")]
+    """The folder: PICTURES/train/CLASS/*, PICTURES/test/CLASS/* and, if it is there, PICTURES/val/CLASS/*; or
+    PICTURES/CLASS/*."""
+    packed: Annotated[str, Arg(place="word")]
+    """A new folder."""
+    image_size: Annotated[int, Range(low=8, high=2048)] = 224
+    """Side of the model's input, as in training."""
+    unreadable: Annotated[int, Range(low=0, high=10**9)] = 0
+    """How many pictures may be unreadable; each is replaced by a grey one."""
+    workers: Workers = None
+    """Processes that decode (one per core unless given)."""
+    shard_mb: Annotated[int | None, Range(low=1, high=65536)] = None
+    """Size of a file (64 MB unless given, or 1/256 of a very large set)."""
 
 
-def _parse(verb: str, arguments: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Words, and flags with their values, as --flag value or --flag=value."""
-    words, flags, given = [], {}, list(arguments)
-    while given:
-        token = given.pop(0)
-        if not token.startswith("-"):
-            words.append(token)
-            continue
-        name, has_value, value = token.partition("=")
-        if name not in _FLAGS[verb]:
-            close = difflib.get_close_matches(name, _FLAGS[verb], n=1)
-            hint = f"did you mean {close[0]}?" if close else None
-            raise UserError(f"unknown flag {name!r}", allowed=", ".join(_FLAGS[verb]), hint=hint)
-        if name in _SWITCHES:
-            if has_value:
-                raise UserError(f"{name} takes no value", got=token, hint=name)
-            flags[name] = "true"
-            continue
-        if not has_value and not given:
-            raise UserError(f"{name} needs a value")
-        flags[name] = value if has_value else given.pop(0)
-    return words, flags
+@dataclass(frozen=True)
+class Check:
+    """Verify a data set. Exit code 3 if something is damaged; it is named.
+
+    A packed folder: every byte against its CRC-32. A folder of pictures: each is decoded, and the command lists which
+    folder is used for what, which files are skipped and which pictures are suspicious. cifar10, fashion-mnist: against
+    their checksums.
+    """
+
+    data: Annotated[str, Arg("FOLDER|NAME", place="word")]
+    """A folder, packed or with pictures, or the name of a data set."""
+    workers: Workers = None
+    """Processes that decode (one per core unless given)."""
+    data_dir: Path | None = None
+    """The folder of the data sets with a name (data unless given)."""
 
 
-def _number(flags: dict[str, str], name: str, default: int) -> int:
-    low, high = _RANGES[name]
-    text = flags.get(name, str(default))
-    if not (text.isascii() and text.isdecimal() and low <= int(text) <= high):
-        raise UserError("this is not a number that fits", where=f"flag {name}", got=text, allowed=f"{low} to {high}")
-    return int(text)
+@dataclass(frozen=True)
+class Fetch:
+    """Download cifar10 or fashion-mnist and verify its checksum, if it is not there.
+
+    Compute nodes of a cluster often have no internet: run this on the login node before you submit.
+    """
+
+    name: Annotated[str | None, Arg("NAME|RECIPE", place="word", completes="recipe")] = None
+    """The data set, or a recipe that needs it."""
+    data_dir: Path | None = None
+    """The folder of the data sets (data unless given)."""
+    weights: bool = False
+    """Also download the published ImageNet weights of the recipe's model."""
+    model_name: str | None = None
+    """Another model than the recipe's."""
+    dataset: str | None = None
+    """Another data set than the recipe's."""
 
 
-def _pack(words: list[str], flags: dict[str, str]) -> int:
-    if len(words) != 2:
-        named = [words[0], f"{words[0].rstrip('/')}-packed"] if words else ["PICTURES", "PACKED"]
-        raise UserError(
-            "pack what, and where to?",
-            got=" ".join(words) or "nothing",
-            allowed="a folder of pictures and a new folder",
-            hint=f"paceline data pack {' '.join(named)}",
-        )
-    source, target = Path(words[0]), Path(words[1])
-    image_size = _number(flags, "--image-size", 224)
-    shard_mb = _number(flags, "--shard-mb", 64)
-    workers, unreadable = _number(flags, "--workers", usable_cores()), _number(flags, "--unreadable", 0)
+def pack_pictures(settings: Pack) -> int:
+    source, target, image_size = Path(settings.pictures), Path(settings.packed), settings.image_size
+    workers, unreadable = settings.workers or usable_cores(), settings.unreadable
 
     from paceline.data.pack import PackRequest, pack
 
-    shard_bytes = shard_mb * 2**20 if "--shard-mb" in flags else None
+    shard_bytes = settings.shard_mb * 2**20 if settings.shard_mb is not None else None
     began = time.perf_counter()
     with _Progress("packed", "pictures") as progress:
         result = pack(PackRequest(source, target, image_size, workers, unreadable, shard_bytes), progress)
@@ -135,16 +108,14 @@ def _pack(words: list[str], flags: dict[str, str]) -> int:
     return EXIT_FINISHED
 
 
-def _check(words: list[str], flags: dict[str, str]) -> int:
-    if len(words) != 1:
-        raise UserError("check what?", got=" ".join(words) or "nothing", hint="paceline data check FOLDER")
+def check_data(settings: Check) -> int:
     from paceline.data.check import KNOWN, check_known, check_packed, check_pictures
 
-    name, folder, workers = words[0], Path(words[0]), _number(flags, "--workers", usable_cores())
+    name, folder, workers = settings.data, Path(settings.data), settings.workers or usable_cores()
     if name in KNOWN and not folder.is_dir():
-        found = check_known(name, Path(flags.get("--data-dir", "data")))
-    elif "--data-dir" in flags:
-        raise UserError("--data-dir goes with a name", got=name, allowed=", ".join(KNOWN))
+        found = check_known(name, settings.data_dir or _DATA_DIR)
+    elif settings.data_dir is not None:
+        raise UserError("--data-dir is for a data set with a name", got=name, allowed=", ".join(KNOWN))
     elif not folder.is_dir():
         raise UserError(
             "there is no such folder, and no data set of that name",
@@ -165,47 +136,49 @@ def _check(words: list[str], flags: dict[str, str]) -> int:
     return EXIT_FINISHED
 
 
-def _fetch(words: list[str], flags: dict[str, str]) -> int:
+def fetch(settings: Fetch) -> int:
     from paceline.data.check import KNOWN
     from paceline.settings.recipe_file import shipped_recipes
 
-    only_weights = not words and {"--weights", "--model-name"} <= set(flags)
-    if len(words) != 1 and not only_weights:
+    name = settings.name or ""
+    only_weights = not name and settings.weights and settings.model_name is not None
+    if not name and not only_weights:
         raise UserError(
-            "fetch what?",
-            got=" ".join(words) or "nothing",
+            "a data set or a recipe is missing",
+            got="nothing",
             allowed=f"a recipe, or {', '.join(KNOWN)}",
             hint="paceline data fetch cifar10-vgg19 --weights",
         )
-    if words and words[0] in KNOWN and not {"--weights", "--model-name", "--dataset"} & set(flags):
-        _fetch_data(words[0], Path(flags.get("--data-dir", "data")))
+    if name in KNOWN and not settings.weights and settings.model_name is None and settings.dataset is None:
+        _fetch_data(name, settings.data_dir or _DATA_DIR)
         return EXIT_FINISHED
-    if words and not words[0].endswith((".yaml", ".yml")) and words[0] not in shipped_recipes():
-        close = difflib.get_close_matches(words[0], [*KNOWN, *shipped_recipes()], n=1)
+    if name and not name.endswith((".yaml", ".yml")) and name not in shipped_recipes():
+        close = difflib.get_close_matches(name, [*KNOWN, *shipped_recipes()], n=1)
         raise UserError(
             "there is no data set and no recipe of this name",
-            got=words[0],
+            got=name,
             allowed=f"{', '.join(KNOWN)}, a recipe (paceline recipes lists them) or FILE.yaml",
-            hint=f"paceline data fetch {close[0]}" if close else "shapes and synthetic are made, not fetched",
+            hint=f"paceline data fetch {close[0]}" if close else "shapes and synthetic are generated, not downloaded",
         )
-    _fetch_for_recipe(words[0] if words else "", flags)
+    _fetch_for_recipe(name, settings)
     return EXIT_FINISHED
 
 
-def _fetch_for_recipe(recipe: str, flags: dict[str, str]) -> None:
+def _fetch_for_recipe(recipe: str, settings: Fetch) -> None:
     from paceline.data.check import KNOWN
-    from paceline.launch.request import DEFAULT_RECIPE
     from paceline.settings.load import load_config
+    from paceline.settings.recipe_file import DEFAULT_RECIPE
 
-    given = [f"{name}={value}" for name, value in flags.items() if name not in _SWITCHES]
-    config = load_config(recipe or DEFAULT_RECIPE, given).config
+    given = {"--data-dir": settings.data_dir, "--model-name": settings.model_name, "--dataset": settings.dataset}
+    flags = [f"{flag}={value}" for flag, value in given.items() if value is not None]
+    config = load_config(recipe or DEFAULT_RECIPE, flags).config
     data = config.data
     if recipe and data.dataset in KNOWN:
         _fetch_data(data.dataset, Path(data.data_dir))
     elif recipe:
-        source = "made, not fetched" if data.dataset in ("shapes", "synthetic") else "yours, not fetched"
-        print(f"{data.dataset}: {source}")
-    if "--weights" in flags:
+        source = "generated" if data.dataset in ("shapes", "synthetic") else "your own data"
+        print(f"{data.dataset}: {source}, not downloaded")
+    if settings.weights:
         from paceline.models.fetch_weights import fetch_weights
 
         print(f"weights of {config.model.model_name}: {fetch_weights(config.model)}")
@@ -235,13 +208,13 @@ class _Progress:
         if self._bar is not None:
             self._bar.stop()
         if isinstance(error, KeyboardInterrupt) and self._verb == "packed":
-            print("stopped; the same command goes on from here", file=sys.stderr)
+            print("stopped; the same command continues", file=sys.stderr)
 
     def start(self, total: int, done: int) -> None:
         self.total, self._done, self._first = total, done, done
         self._began = time.perf_counter()
         if done:
-            print(f"going on: {self._amount(done)} of {self._amount(total)} {self._things} are there already")
+            print(f"continuing: {self._amount(done)} of {self._amount(total)} {self._things} are there already")
         if sys.stdout.isatty():
             from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -263,3 +236,10 @@ class _Progress:
 
     def _amount(self, count: float) -> str:
         return f"{count / self._unit:,.0f}"
+
+
+COMMANDS = (
+    Command("data pack", Pack, pack_pictures),
+    Command("data check", Check, check_data),
+    Command("data fetch", Fetch, fetch),
+)

@@ -1,4 +1,4 @@
-"""`paceline doctor`: is this machine, or this allocation, fit to train."""
+"""`paceline doctor`: check whether this machine, or this allocation, is fit to train."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from paceline.cli.train import rank_main
+from paceline.cli.command import Command
 from paceline.errors import EXIT_FINISHED, EXIT_INTERNAL, UserError
 from paceline.runs.folder import write_atomically
 from paceline.runtime.detect import ALONE, RankEnvironment, read_rank_environment
 from paceline.runtime.pulse import open_pulse
+from paceline.settings.command_line import arguments_of
+from paceline.settings.declare import Arg, Range
 from paceline.settings.processes import parse_processes
 from paceline.tools.doctor.examine import examine_node
 from paceline.tools.doctor.findings import EXIT_FAILED, DoctorFinding, is_healthy, nodes_to_exclude, skipped, verdict
 from paceline.tools.doctor.plant import Planted, parse_plants
 from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, assemble, has_listener, send_report
 from paceline.tools.doctor.report import Screen, to_json, write_markdown
-from paceline.tools.doctor.request import DEVICES, LAUNCHES, DoctorRequest, NodeRole
+from paceline.tools.doctor.request import Device, DoctorRequest, Launch, NodeRole
 from paceline.tools.doctor.start import (
     SlurmStart,
     Stopped,
@@ -36,81 +38,80 @@ from paceline.tools.doctor.start import (
 if TYPE_CHECKING:
     from paceline.tools.doctor.session import Session
 
-_HELP = """\
-usage: paceline doctor [flags] [-- OPTIONS OF SRUN]
-
-Is this machine, or this allocation, fit to train? First every node by itself: software, devices, shared memory,
-limits, disks, clock, names, ports. Then ranks together: who reaches whom, are sums right, is a rank slow or wrong,
-and thirty steps of training whose outcome is known. Each check passes, warns or fails, and says what to do.
-
-  --launch HOW        local: ranks of its own (default). torchrun: be one of torchrun's ranks.
-                      slurm: srun over this allocation, or over one of --nodes N
-  --processes N       ranks of each node; default: one per GPU, else one per core, at most 4 (slurm: 1)
-  --device DEVICE     auto, cpu or cuda
-  --output-dir PATH   where runs will be written (default: runs)
-  --data-dir PATH     where data sets are (default: data)
-  --nodes N           slurm: ask for an allocation of N nodes
-  --exclude-to FILE   write the nodes that failed, for srun --exclude=$(cat FILE) (slurm: exclude.txt unless given)
-  --report FILE       write a report for a ticket, in Markdown, without secrets
-  --json              print everything for programs
-
-Exit code 0: healthy, perhaps with warnings. 1: a check failed. 2: a flag is wrong.
-"""
-_VALUES = {
-    "--launch": "local",
-    "--processes": "2",
-    "--device": "cpu",
-    "--output-dir": "runs",
-    "--data-dir": "data",
-    "--nodes": "2",
-    "--exclude-to": "exclude.txt",
-    "--report": "doctor.md",
-    "--plant": "'slow rank=1'",  # for tests, and in the guide
-}
 _MOST_NODES = 10_000
 _ALLOWED_S = 120.0  # for a rank; the session's own deadline is shorter
-_WHOLE_S, _LEAST_S = 57.0, 30.0  # for everything; for the ranks, however slow this machine was by itself
-# Without these there is no point in starting ranks.
+_WHOLE_S, _LEAST_S = 57.0, 30.0  # for everything; at least for the ranks
+# If one of these fails, no ranks are started.
 _STOPPERS = ("packages", "torch", "devices", "temporary folder", "shared memory", "host name")
 
 
 @dataclass(frozen=True)
+class Doctor:
+    """Check whether this machine, or this allocation, is fit to train.
+
+    First every node by itself: software, devices, shared memory, limits, disks, clock, names, ports. Then ranks
+    together: connections, sums, slow or wrong ranks, and thirty steps of training whose result is known. Each check
+    passes, warns or fails, and says what to do.
+
+    Exit code 0: healthy, perhaps with warnings. 1: a check failed. 2: a flag is wrong.
+    """
+
+    launch: Launch | None = None
+    """local: start ranks (default). torchrun: be one of torchrun's ranks. slurm: srun over this allocation, or over a
+    new one of --nodes N."""
+    processes: Annotated[str, Arg("N")] = "0"
+    """Ranks of each node; 0: one per GPU, else one per core, at most 4 (slurm: 1)."""
+    device: Device = "auto"
+    """The device of the ranks."""
+    output_dir: Path = DoctorRequest.output_dir
+    """The folder where runs will be written."""
+    data_dir: Path = DoctorRequest.data_dir
+    """The folder of the data sets."""
+    nodes: Annotated[int | None, Range(low=1, high=_MOST_NODES)] = None
+    """slurm: request an allocation of N nodes."""
+    exclude_to: Annotated[Path | None, Arg("FILE")] = None
+    """Write the nodes that failed, for srun --exclude=$(cat FILE) (slurm: exclude.txt unless given)."""
+    report: Annotated[Path | None, Arg("FILE")] = None
+    """Write a report for a ticket, in Markdown, without secrets."""
+    json: bool = False
+    """Print JSON."""
+    inject: Annotated[str, Arg("FAULT")] = ""
+    """Faults to inject inside the doctor, for example "slow rank=1" (list in docs/guides/doctor.md)."""
+    srun_options: Annotated[tuple[str, ...], Arg("OPTIONS OF SRUN", place="rest")] = ()
+
+
+@dataclass(frozen=True)
 class Asked:
-    """The command line, understood."""
+    """The command line, checked."""
 
-    launch: str
+    settings: Doctor
     request: DoctorRequest
-    nodes: int
-    exclude_to: str
-    report: str
-    is_json: bool
-    srun_options: tuple[str, ...]
-    for_ranks: list[str]  # the flags a rank needs too
+    exclude_to: Path | None
+    for_ranks: list[str]  # the flags that a rank needs too
 
 
-def run(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(_HELP, end="")
-        return EXIT_FINISHED
+def doctor(settings: Doctor) -> int:
     started = time.monotonic()
-    asked = _read(arguments)
+    asked = _read(settings)
     environment = read_rank_environment()
     if environment is None and has_listener():
         environment = ALONE  # a single task of our own srun
     if environment is not None:
         return _be_a_rank(asked, environment, started)
-    if asked.launch == "torchrun":
+    if settings.launch == "torchrun":
         raise UserError(
-            "this process is no rank of torchrun",
+            "this process is not a rank of torchrun",
             where="flag --launch torchrun",
             hint="torchrun --nproc-per-node 2 -m paceline doctor --launch torchrun",
         )
-    if asked.launch == "slurm":
+    if settings.launch == "slurm":
         request = asked.request
-        start = SlurmStart(asked.nodes, request.processes or 1, asked.for_ranks, asked.srun_options, request.output_dir)
+        start = SlurmStart(
+            settings.nodes or 0, request.processes or 1, asked.for_ranks, settings.srun_options, request.output_dir
+        )
         command = srun_command(start)
         refuse_impossible(start)
-        if not asked.is_json:
+        if not settings.json:
             print(f"paceline doctor: {shlex.join(command)}", flush=True)
         return _deliver(run_slurm(start), asked, started)
     try:
@@ -119,92 +120,40 @@ def run(arguments: list[str]) -> int:
         return stopped.code
 
 
-# --- The command line -------------------------------------------------------------------------------------------------
-
-
-def _read(arguments: list[str]) -> Asked:
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    own, options = arguments[:end], tuple(arguments[end + 1 :])
-    given, is_json = _split(own)
-    launch = _word(given, "--launch", LAUNCHES, "")
-    nodes = given.get("--nodes", "0")
-    if not nodes.isdecimal() or int(nodes) > _MOST_NODES or (nodes == "0" and "--nodes" in given):
-        raise UserError("nodes is not valid", where="flag --nodes", got=nodes, allowed=f"a number up to {_MOST_NODES}")
-    if (options or "--nodes" in given) and launch != "slurm":
-        what = "--nodes" if "--nodes" in given else "options behind --"
+def _read(settings: Doctor) -> Asked:
+    """The settings, checked together."""
+    if (settings.srun_options or settings.nodes is not None) and settings.launch != "slurm":
+        what = "--nodes" if settings.nodes is not None else "options behind --"
         raise UserError(f"{what} needs --launch slurm", where="the command line", hint="--launch slurm --nodes 2")
-    processes = parse_processes(given.get("--processes", "0"))
+    processes = parse_processes(settings.processes)
     if processes.low != processes.high and not processes.is_open:
-        raise UserError("one number of ranks is needed", where="flag --processes", got=given["--processes"])
-    _check_files(given)
-    plants = parse_plants(given.get("--plant", ""))
+        raise UserError("one number of ranks is needed", where="flag --processes", got=settings.processes)
+    for flag, path in (("--report", settings.report), ("--exclude-to", settings.exclude_to)):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise UserError("there is no such folder", where=f"flag {flag}", got=str(path.parent))
+        if path is not None and path.is_dir():
+            raise UserError("a file is needed, not a folder", where=f"flag {flag}", got=str(path))
     request = DoctorRequest(
         processes=0 if processes.is_open else processes.high,
-        device=_word(given, "--device", DEVICES, "auto"),
-        output_dir=Path(given.get("--output-dir", DoctorRequest.output_dir)),
-        data_dir=Path(given.get("--data-dir", DoctorRequest.data_dir)),
-        plants=plants,
+        device=settings.device,
+        output_dir=settings.output_dir,
+        data_dir=settings.data_dir,
+        plants=parse_plants(settings.inject),
     )
-    for_ranks = [
-        f"{name}={value}" for name, value in given.items() if name not in ("--nodes", "--report", "--exclude-to")
-    ]
-    exclude_to = given.get("--exclude-to", "exclude.txt" if launch == "slurm" else "")
-    return Asked(launch, request, int(nodes), exclude_to, given.get("--report", ""), is_json, options, for_ranks)
-
-
-def _split(arguments: list[str]) -> tuple[dict[str, str], bool]:
-    """Flags with their values, and whether --json is among them."""
-    given: dict[str, str] = {}
-    is_json, tokens = False, list(arguments)
-    while tokens:
-        token = tokens.pop(0)
-        name, has_value, value = token.partition("=")
-        if token == "--json":
-            is_json = True
-            continue
-        if name not in _VALUES:
-            raise _unknown(name)
-        if not has_value:
-            if not tokens or tokens[0].startswith("--"):
-                raise UserError(f"{name} needs a value", where="the command line", hint=f"{name} {_VALUES[name]}")
-            value = tokens.pop(0)
-        if not value and name != "--plant":
-            raise UserError(f"{name} needs a value", where="the command line", hint=f"{name} {_VALUES[name]}")
-        given[name] = value
-    return given, is_json
-
-
-def _unknown(name: str) -> UserError:
-    import difflib
-
-    known = [*_VALUES, "--json"]
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f"perhaps you meant {close[0]}" if close else "paceline doctor --help"
-    return UserError(f"unknown flag {name!r}", where="the command line", allowed=", ".join(known), hint=hint)
-
-
-def _word(given: dict[str, str], name: str, allowed: tuple[str, ...], default: str) -> str:
-    value = given.get(name, default)
-    if value != default and value not in allowed:
-        raise UserError(f"{name} does not know {value!r}", where=f"flag {name}", allowed=", ".join(allowed))
-    return value
-
-
-def _check_files(given: dict[str, str]) -> None:
-    for name in ("--report", "--exclude-to"):
-        if name in given and not Path(given[name]).absolute().parent.is_dir():
-            raise UserError("there is no such folder", where=f"flag {name}", got=str(Path(given[name]).parent))
-        if name in given and Path(given[name]).is_dir():
-            raise UserError("a file is needed, not a folder", where=f"flag {name}", got=given[name])
+    exclude_to = settings.exclude_to or (Path("exclude.txt") if settings.launch == "slurm" else None)
+    for_ranks = arguments_of(settings, without=("nodes", "report", "exclude_to", "json"))
+    return Asked(settings, request, exclude_to, for_ranks)
 
 
 # --- On this machine --------------------------------------------------------------------------------------------------
 
 
 def _examine_here(asked: Asked, started: float) -> int:
-    """Part one in this process, part two in ranks of our own."""
+    """Part one in this process, part two in ranks that it starts."""
+    from paceline.cli.main import rank_main
+
     host = socket.gethostname()
-    screen = None if asked.is_json else Screen()
+    screen = None if asked.settings.json else Screen()
     if screen is not None:
         screen.say(f"paceline doctor: {host}, first by itself")
         if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
@@ -226,8 +175,8 @@ def _examine_here(asked: Asked, started: float) -> int:
         left_s = max(_LEAST_S, _WHOLE_S - (time.monotonic() - started))
         whole = run_local(rank_main, arguments, processes, node, host, left_s)
     whole.world_size = processes
-    told = len(node.findings)
-    return _deliver(whole, asked, started, already_told=told)
+    shown = len(node.findings)
+    return _deliver(whole, asked, started, already_shown=shown)
 
 
 def _not_tried(obstacles: list[str]) -> DoctorFinding:
@@ -235,41 +184,41 @@ def _not_tried(obstacles: list[str]) -> DoctorFinding:
 
 
 def _surroundings(request: DoctorRequest) -> NodeRole:
-    """Told where to meet, though by no launcher: MASTER_ADDR and MASTER_PORT, for a job that is about to start."""
+    """MASTER_ADDR and MASTER_PORT may be set without a launcher, for a job that is about to start."""
     host, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
-    is_told = bool(host) or port.isdecimal()
+    is_given = bool(host) or port.isdecimal()
     return NodeRole(
         local_ranks=request.processes or default_processes(0, request.device),
-        meets_at=(host, int(port) if port.isdecimal() else 0) if is_told else None,
+        meets_at=(host, int(port) if port.isdecimal() else 0) if is_given else None,
         serves=port.isdecimal(),
     )
 
 
-def _deliver(examination: Examination, asked: Asked, started: float, *, already_told: int = 0) -> int:
+def _deliver(examination: Examination, asked: Asked, started: float, *, already_shown: int = 0) -> int:
     """Screen or JSON, files, exit code."""
     examination.seconds = time.monotonic() - started
     findings = examination.findings
     healthy = is_healthy(findings)
     exclude = nodes_to_exclude(findings, examination.hosts)
     if asked.exclude_to:
-        write_atomically(Path(asked.exclude_to), ",".join(exclude) + "\n" if exclude else "")
-    if asked.report:
-        write_atomically(Path(asked.report), write_markdown(examination))
-    if asked.is_json:
+        write_atomically(asked.exclude_to, ",".join(exclude) + "\n" if exclude else "")
+    if asked.settings.report:
+        write_atomically(asked.settings.report, write_markdown(examination))
+    if asked.settings.json:
         print(json.dumps(to_json(examination), indent=2, default=str))
         return EXIT_FINISHED if healthy else EXIT_FAILED
     screen = Screen()
-    if not already_told:
+    if not already_shown:
         ranks = f"{examination.world_size} rank{'s' if examination.world_size > 1 else ''}"
         screen.say(f"{ranks} by {examination.launcher} on {', '.join(examination.hosts)}")
-    screen.show(findings[already_told:])
+    screen.show(findings[already_shown:])
     print()
     for kind, count in examination.struck.items():
-        print(f"planted: {kind}, which struck {count} times")
+        print(f"injected: {kind}, took effect {count} times")
     if asked.exclude_to and exclude:
         print(f"to leave out: {','.join(exclude)} (srun --exclude=$(cat {asked.exclude_to}))")
-    if asked.report:
-        print(f"report in {asked.report}")
+    if asked.settings.report:
+        print(f"report in {asked.settings.report}")
     screen.say(verdict(findings, examination.seconds), "pass" if healthy else "fail")
     return EXIT_FINISHED if healthy else EXIT_FAILED
 
@@ -278,7 +227,7 @@ def _deliver(examination: Examination, asked: Asked, started: float, *, already_
 
 
 def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> int:
-    if asked.launch == "local" and not environment.is_supervised:
+    if asked.settings.launch == "local" and not environment.is_supervised:
         raise UserError(
             f"this process is a rank of {environment.launcher} already",
             where="flag --launch local",
@@ -292,7 +241,7 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
         if has_listener():
             send_report(report)
         elif environment.rank == 0:
-            _speak(session, asked, environment, started)
+            _report_together(session, asked, environment, started)
 
     with open_pulse(environment.rank, is_supervised=environment.is_supervised, allowed_s=_ALLOWED_S):
         session.run(on_late)
@@ -300,18 +249,21 @@ def _be_a_rank(asked: Asked, environment: RankEnvironment, started: float) -> in
             send_report(session.report)
             code = EXIT_FINISHED if session.is_clean else EXIT_INTERNAL
         else:
-            code = _speak(session, asked, environment, started)
+            code = _report_together(session, asked, environment, started)
         session.close()
     return code
 
 
-def _speak(session: Session, asked: Asked, environment: RankEnvironment, started: float) -> int:
-    """No launcher of ours waits: rank 0 tells what all have found; the others only share its exit code."""
+def _report_together(session: Session, asked: Asked, environment: RankEnvironment, started: float) -> int:
+    """Without our launcher, rank 0 reports what all ranks found. The others only have the same exit code."""
     reports = session.reports or [session.report]
     is_met = bool(session.reports)
-    expected = Expected(environment.world_size if is_met else 0, environment.launcher)  # else its own word is all
+    expected = Expected(environment.world_size if is_met else 0, environment.launcher)
     examination = assemble(reports, expected)
     examination.world_size = environment.world_size
     if environment.rank == 0 or (not is_met and environment.local_rank == 0):
         return _deliver(examination, asked, started)
     return EXIT_FINISHED if is_healthy(examination.findings) else EXIT_FAILED
+
+
+COMMANDS = (Command("doctor", Doctor, doctor),)

@@ -1,44 +1,60 @@
-"""`paceline equivalence RECIPE [--world-sizes 1,2,4]`: one short training per world size, and whether they agree."""
+"""`paceline equivalence`: one short training per world size, and whether they agree."""
 
 from __future__ import annotations
 
-import math
 import subprocess
 import sys
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from paceline.cli.compare import SHORT_HASH
-from paceline.cli.help import wants_help
+from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, PacelineError, UserError
 from paceline.launch.child import start_child
 from paceline.launch.request import read_request, require_folder
 from paceline.metrics.recorder import read_rows
 from paceline.models.external import PER_RANK, draws_per_rank
-from paceline.runs.comparison import HASHES, Row, largest_loss_difference
+from paceline.runs.comparison import HASHES, SHORT_HASH, Row, largest_loss_difference
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, claimed, new_place
 from paceline.runtime.detect import count_gpus, read_rank_environment
+from paceline.settings.declare import Arg, Range
 from paceline.settings.load import LoadedConfig
 from paceline.settings.rules import check_world
 from paceline.settings.small_files import read_json_object
 
-_HELP = """Train a recipe for a few steps on each number of processes, one after the other, and say whether
-they agree. Takes the flags of `paceline train` but --processes; and these two:
---world-sizes 1,2,4 (numbers of processes), --tolerance 1e-5 (largest difference of losses; none with --exact).
-Unless given: --max-steps 20 --log-frequency 1, no trackers, and under --exact as many lanes as the largest world."""
-_DEFAULT_SIZES, _DEFAULT_TOLERANCE = "1,2,4", "1e-5"
-_OWN_FLAGS = {"--world-sizes": _DEFAULT_SIZES, "--tolerance": _DEFAULT_TOLERANCE}
+_DEFAULT_TOLERANCE = 1e-5
+# Set unless they are given.
 _QUICK = {"max_steps": ["--max-steps", "20"], "log_frequency": ["--log-frequency", "1"], "track": ["--track"]}
 _MOST_RANKS = 1024
 
 
 @dataclass(frozen=True)
+class Equivalence(RecipeSettings):
+    """Train a recipe for a few steps on each number of processes, one after the other, and say whether they agree.
+
+    Takes the flags of `paceline train`, but not --processes. Unless given: --max-steps 20 --log-frequency 1, no
+    trackers, and under --exact as many lanes as the largest number of processes.
+    """
+
+    world_sizes: Annotated[
+        tuple[int, ...],
+        Range(low=1, high=_MOST_RANKS),
+        Arg(
+            "N,N",
+            many="commas",
+            allowed=f"two or more different whole numbers from 1 up to {_MOST_RANKS}, with commas between them",
+        ),
+    ] = (1, 2, 4)
+    """Numbers of processes."""
+    tolerance: Annotated[float | None, Range(low=0, high=float("inf"), open_high=True)] = None
+    """Largest difference of losses (1e-5 unless given; with --exact none)."""
+
+
+@dataclass(frozen=True)
 class Study:
-    """What is to be run, all of it checked."""
+    """The runs to make, all checked."""
 
     sizes: list[int]
     tolerance: float
@@ -49,13 +65,13 @@ class Study:
     folders: dict[int, Path]
 
     def accepts(self, outcome: Outcome) -> bool:
-        """Whether a run gave the first one's answer."""
+        """Whether a run gave the same result as the first one."""
         return outcome.loss_difference <= self.tolerance and (outcome.same_hashes or not self.is_exact)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One run of the study, beside the first."""
+    """One run, compared with the first."""
 
     size: int
     results: dict[str, Any]
@@ -68,12 +84,10 @@ class Outcome:
         return next(float(row["loss"]) for row in reversed(self.rows) if row["kind"] == "step")
 
 
-def run(arguments: list[str]) -> int:
-    if wants_help(arguments, "equivalence", _HELP):
-        return EXIT_FINISHED
+def equivalence(settings: Equivalence) -> int:
     if read_rank_environment() is not None:
         raise UserError("equivalence starts its own processes", hint="call it without torchrun, or unset RANK")
-    study = _plan_study(arguments)
+    study = _plan_study(settings)
     _print_header(study)
     outcomes: list[Outcome] = []
     for size in study.sizes:
@@ -86,25 +100,31 @@ def run(arguments: list[str]) -> int:
     return _print_verdict(study, outcomes)
 
 
-def _plan_study(arguments: list[str]) -> Study:
-    """Every run's command, each checked as `paceline train` would check it."""
-    own, rest = _split_own_flags(arguments)
-    sizes = _read_sizes(own["--world-sizes"])
-    loaded = _read_common(rest, sizes)
+def _plan_study(settings: Equivalence) -> Study:
+    """The command of every run, each checked as `paceline train` would check it."""
+    sizes = list(settings.world_sizes)
+    if len(sizes) < 2 or len(set(sizes)) < len(sizes):
+        raise UserError(
+            "at least two different world sizes are needed",
+            where="flag --world-sizes",
+            got=",".join(map(str, sizes)),
+            hint="--world-sizes 1,2,4",
+        )
+    loaded = _read_common(settings, sizes)
     parallel = loaded.config.parallel
-    if parallel.exact and own["--tolerance"] != _DEFAULT_TOLERANCE:
-        raise UserError("exact runs are equal or not", got=f"--tolerance {own['--tolerance']}", hint="leave one out")
-    tolerance = 0.0 if parallel.exact else _read_tolerance(own["--tolerance"])
-    common = [*rest, *(word for name, words in _QUICK.items() if loaded.origin(name) != "flag" for word in words)]
+    if parallel.exact and settings.tolerance is not None:
+        got = f"--tolerance {settings.tolerance:g}"
+        raise UserError("exact runs are equal or not", got=got, hint="leave one out")
+    tolerance = 0.0 if parallel.exact else _DEFAULT_TOLERANCE if settings.tolerance is None else settings.tolerance
+    common = [word for name, words in _QUICK.items() if loaded.origin(name) != "flag" for word in words]
     if parallel.exact and not parallel.lanes:
         common += ["--lanes", str(max(sizes))]
     require_folder(loaded, "equivalence")
     given = loaded.config.run.output_dir
     with claimed(RunPlace(Path(given), None) if given else new_place(loaded, prefix="equivalence-")) as place:
         folders = {size: place.folder / f"world-{size}" for size in sizes}
-        commands = {
-            size: ["train", *common, "--processes", str(size), "--output-dir", str(folders[size])] for size in sizes
-        }
+        every = ["train", *settings.as_arguments(), *common]
+        commands = {size: [*every, "--processes", str(size), "--output-dir", str(folders[size])] for size in sizes}
         for size in sizes:
             _check_run(commands[size][1:], size, folders[size])
         _check_devices(loaded, sizes)
@@ -112,48 +132,9 @@ def _plan_study(arguments: list[str]) -> Study:
     return Study(sizes, tolerance, parallel.exact, parallel.sync_bn, per_rank, commands, folders)
 
 
-def _split_own_flags(arguments: list[str]) -> tuple[dict[str, str], list[str]]:
-    """The values of this verb's own flags, and what is left for `paceline train`."""
-    own, rest = dict(_OWN_FLAGS), []
-    given = list(arguments)
-    while given:
-        token = given.pop(0)
-        name, has_value, value = token.partition("=")
-        if name not in own:
-            rest.append(token)
-        elif has_value:
-            own[name] = value
-        elif given and not given[0].startswith("--"):
-            own[name] = given.pop(0)
-        else:
-            raise UserError(f"{name} needs a value", where="the command line", hint=f"{name} {_OWN_FLAGS[name]}")
-    return own, rest
-
-
-def _read_sizes(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",")]
-    sizes = [int(word) for word in words if word.isascii() and word.isdecimal() and 0 < int(word) <= _MOST_RANKS]
-    if len(sizes) < len(words) or len(sizes) < 2 or len(set(sizes)) < len(sizes):
-        raise UserError(
-            f"world sizes {text!r} are not valid",
-            where="flag --world-sizes",
-            allowed=f"two or more different whole numbers from 1 up to {_MOST_RANKS}, with commas between them",
-            hint=f"--world-sizes {_DEFAULT_SIZES}",
-        )
-    return sizes
-
-
-def _read_tolerance(text: str) -> float:
-    with suppress(ValueError):
-        tolerance = float(text)
-        if tolerance >= 0 and math.isfinite(tolerance):
-            return tolerance
-    raise UserError(f"tolerance: {text!r} is not valid", where="flag --tolerance", allowed="a number, 0 or more")
-
-
-def _read_common(arguments: list[str], sizes: list[int]) -> LoadedConfig:
-    """The request that all runs share, without what this verb decides itself."""
-    loaded = read_request(arguments)
+def _read_common(settings: Equivalence, sizes: list[int]) -> LoadedConfig:
+    """The request that all runs share."""
+    loaded = read_request(settings.recipe, settings.flags)
     if loaded.origin("processes") == "flag":
         raise UserError(
             "equivalence decides the number of processes of each run",
@@ -170,9 +151,9 @@ def _read_common(arguments: list[str], sizes: list[int]) -> LoadedConfig:
 
 def _check_run(arguments: list[str], size: int, folder: Path) -> None:
     try:
-        check_world(read_request(arguments), size)
+        check_world(read_request(arguments[0], arguments[1:]), size)
     except UserError as error:
-        # The rules know only `paceline train`, where the number is given by this flag.
+        # The rules are written for `paceline train`, where --processes gives the number.
         error.hint = error.hint and error.hint.replace("--processes", "--world-sizes with")
         raise
     if folder.parent.exists() and not folder.parent.is_dir():
@@ -193,7 +174,7 @@ def _check_devices(loaded: LoadedConfig, sizes: list[int]) -> None:
 
 
 def _train(arguments: list[str]) -> int:
-    """Run `paceline train` quietly to its end; if it fails, show what it has printed last."""
+    """Run `paceline train` without output. If it fails, show its error."""
     with tempfile.TemporaryFile() as errors, start_child(arguments, stdout=subprocess.DEVNULL, stderr=errors) as child:
         code = child.wait()
         if code != EXIT_FINISHED:
@@ -262,3 +243,6 @@ def _listed(sizes: list[int]) -> str:
 
 def _processes(size: int) -> str:
     return f"{size} process" + ("es" if size > 1 else "")
+
+
+COMMANDS = (Command("equivalence", Equivalence, equivalence),)

@@ -1,32 +1,59 @@
-"""`paceline evaluate RUN`: the weights of a run, or of one checkpoint, on the test set, in this process."""
+"""`paceline evaluate` and `paceline predict`: use the weights of a run in this process."""
 
 from __future__ import annotations
 
-from paceline.checkpoints.named import find_named
-from paceline.cli.arguments import TRUST_HELP
-from paceline.errors import UserError
-from paceline.runs.find import locate_run
-from paceline.runs.folder import write_json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-_USAGE = """\
-usage: paceline evaluate RUN [--checkpoint best|latest|STEP] [--device cpu|cuda] [--data-dir PATH] [--trust-code]
-       paceline evaluate CHECKPOINT [--device cpu|cuda] [--data-dir PATH] [--trust-code]
+from paceline.cli.command import Command
+from paceline.errors import EXIT_FINISHED, UserError
+from paceline.settings.declare import Arg, FlagsOf
+from paceline.settings.schema import Config
+from paceline.settings.values import Setting
 
-Test a run's best weights, or those of the checkpoint that --checkpoint names, and write evaluation.json beside its
-results. CHECKPOINT is the folder of one checkpoint; without its run around it, nothing is written.
-"""
-_FLAG = "--checkpoint"
+_SHOWN = 3
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE + TRUST_HELP)
-        return 0
-    path, (name, flags) = locate_run(arguments[0]), _split(arguments[1:])
-    find_named(path, name)  # a mistake ends here, before torch is imported
+@dataclass(frozen=True)
+class Evaluate:
+    """Test a run's best weights, or those of another checkpoint, and write evaluation.json beside its results.
+
+    RUN may also be the folder of one checkpoint; without its run around it, nothing is written. Flags of `train`
+    override the settings of the run, for example --device or --data-dir. --trust-code executes functions that the run
+    folder names, although you did not train it on this machine.
+    """
+
+    run: Annotated[str, Arg(place="word", completes="run")]
+    """A run folder, its name in runs/, or the folder of a checkpoint."""
+    checkpoint: Annotated[str, Arg("best|latest|STEP", allowed="best, latest, or a step")] = ""
+    """The checkpoint to test (the best one unless given)."""
+    flags: Annotated[tuple[Setting, ...], FlagsOf(Config)] = ()
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Print the three likeliest classes of each picture.
+
+    --trust-code executes functions that the run folder names, although you did not train it on this machine.
+    """
+
+    run: Annotated[str, Arg(place="word", completes="run")]
+    """A run folder, or its name in runs/."""
+    image: Annotated[tuple[str, ...], Arg(place="word", completes="file")] = ()
+    """Pictures to classify."""
+
+
+def evaluate(settings: Evaluate) -> int:
+    from paceline.checkpoints.named import find_named
+    from paceline.runs.find import locate_run
+    from paceline.runs.folder import write_json
+
+    path = locate_run(settings.run)
+    find_named(path, settings.checkpoint)  # before torch is imported: a mistake ends here
     from paceline.training.reuse import evaluate_run, open_run
 
-    run_ = open_run(path, flags, checkpoint=name)
+    run_ = open_run(path, settings.flags, checkpoint=settings.checkpoint)
     evaluation = evaluate_run(run_)
     classes = run_.classes
     print(f"{path}: weights of step {run_.checkpoint.step}, {run_.checkpoint.path.name}")
@@ -39,18 +66,29 @@ def run(arguments: list[str]) -> int:
             write_json(run_.folder / "evaluation.json", answers)
         except OSError as error:  # another person's run, or a read-only disk
             print(f"note: evaluation.json was not written: {error.strerror}")
-    return 0
+    return EXIT_FINISHED
 
 
-def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of --checkpoint, and the flags of the run's config."""
-    name, flags, rest = "", [], list(arguments)
-    while rest:
-        token = rest.pop(0)
-        if token.partition("=")[0] != _FLAG:
-            flags.append(token)
-            continue
-        name = token.partition("=")[2] or (rest.pop(0) if rest and not rest[0].startswith("--") else "")
-        if not name:
-            raise UserError(f"{_FLAG} needs a value", where="the command line", allowed="best, latest, or a step")
-    return name, flags
+def predict(settings: Predict) -> int:
+    from paceline.runs.find import locate_run
+    from paceline.runs.folder import require_run_folder
+
+    if not settings.image:
+        raise UserError("no picture to classify", hint=f"paceline predict {settings.run} PICTURE...")
+    pictures = [Path(name) for name in settings.image]
+    for picture in pictures:
+        if not picture.is_file():
+            raise UserError("there is no such picture", got=picture)
+    path = locate_run(settings.run)
+    require_run_folder(path)
+    from paceline.training.reuse import open_run, predict_pictures
+
+    run_ = open_run(path, [])
+    classes = run_.classes
+    for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):
+        ranked = sorted(zip(probabilities, classes, strict=True), reverse=True)[:_SHOWN]
+        print(f"{picture}: " + ", ".join(f"{name} {probability:.1%}" for probability, name in ranked))
+    return EXIT_FINISHED
+
+
+COMMANDS = (Command("evaluate", Evaluate, evaluate), Command("predict", Predict, predict))

@@ -1,4 +1,4 @@
-"""`paceline logs RUN [--rank N] [--follow]`: what the ranks have written."""
+"""`paceline logs`: the logs of a run's ranks, or of its job."""
 
 from __future__ import annotations
 
@@ -8,76 +8,93 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
-from paceline.cli.status import describe_place, look, parse_run_arguments
+from paceline.cli.command import Command
+from paceline.cli.run_view import RunName, describe_place, look
 from paceline.errors import EXIT_FINISHED, UserError, printable
 from paceline.integrations.kubernetes.client import cluster_of
 from paceline.integrations.kubernetes.logs import choose_pod, follow_log, read_log
 from paceline.launch.job_record import JobRecord, read_record
+from paceline.runs.find import find_run
 from paceline.runs.folder import RunFolder
+from paceline.settings.declare import Arg, Range
+from paceline.settings.values import Setting, invalid
 
-_USAGE = """\
-usage: paceline logs RUN [--rank N|all] [--job] [--lines N] [--follow]
-
-The log of rank 0, of another rank, or of all of them one after the other. --job: the output of the Slurm job itself,
-or of all pods of a Kubernetes job, replaced ones too, which has what happened before there were ranks; it is also shown
-when a run has no other log yet, or none that can be seen from here (then of pod 0, or of a pod that is left).
---lines N: only the last N. --follow: go on until the run has ended; Ctrl-C leaves the run alone.
-"""
 _POLL_S = 0.5
-_LOOK_EVERY_S = 15.0  # asking the scheduler costs others' time; what is written shows at once
+_LOOK_EVERY_S = 15.0  # each status asks the scheduler, which serves others too
 _CHUNK_BYTES = 1 << 16
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    folder, flags = parse_run_arguments(arguments, "logs", switches=("--follow", "--job"), valued=("--rank", "--lines"))
-    last_lines = _whole(flags, "--lines")
+def parse_rank(text: str, setting: Setting) -> str:
+    if text != "all" and not (text.isascii() and text.isdecimal()):
+        raise invalid(setting, text, "a whole number, or all")
+    return text
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Show the log of rank 0, of another rank, or of all ranks one after the other."""
+
+    run: RunName
+    """A run folder, its name in runs/, or the id or name of its Slurm job."""
+    rank: Annotated[str | None, Arg("N|all", parse=parse_rank)] = None
+    """The rank (0 unless given)."""
+    job: bool = False
+    """The output of the Slurm job, or of all pods of a Kubernetes job, also replaced ones: it has what happened before
+    the ranks started. It is also shown if a run has no other log yet, or none that can be seen from here (then of pod
+    0, or of a pod that is left)."""
+    lines: Annotated[int | None, Range(low=0)] = None
+    """Only the last N lines."""
+    follow: bool = False
+    """Continue until the run has ended. Ctrl-C does not stop the run."""
+
+
+def logs(settings: Logs) -> int:
+    folder = find_run(settings.run)
     record = read_record(folder.path)
-    if record is not None and record.scheduler == "kubernetes" and ("--job" in flags or not _ranks(folder)):
-        return _print_pods(folder, record, flags, last_lines)
-    paths = _choose(folder, flags)
+    if record is not None and record.scheduler == "kubernetes" and (settings.job or not _ranks(folder)):
+        return _print_pods(folder, record, settings)
+    paths = _choose(folder, settings)
     if not any(path.exists() and path.stat().st_size for path in paths):
-        _tell_nothing_written(folder)
-    if "--follow" not in flags:
+        _remark_nothing_written(folder)
+    if not settings.follow:
         for path in paths:
-            _print_end(path, last_lines, with_name=len(paths) > 1)
+            _print_end(path, settings.lines, with_name=len(paths) > 1)
         return EXIT_FINISHED
     if len(paths) > 1:
         raise UserError("one log can be followed at a time", got="--rank all --follow", hint="--rank 0 --follow")
     try:
-        _follow(folder, paths[0], last_lines)
+        _follow(folder, paths[0], settings.lines)
     except KeyboardInterrupt:
-        print(f"\nno longer followed; {folder.path} goes on", file=sys.stderr)
+        print(f"\nno longer followed; {folder.path} continues", file=sys.stderr)
     return EXIT_FINISHED
 
 
-def _tell_nothing_written(folder: RunFolder) -> None:
+def _remark_nothing_written(folder: RunFolder) -> None:
     _remark(f"nothing was written so far: {describe_place(folder)}")
 
 
-def _print_pods(folder: RunFolder, record: JobRecord, flags: dict[str, str], last_lines: int | None) -> int:
-    """From the cluster: pod 0 speaks for the run, or all of them one after the other."""
-    if "--rank" in flags:
+def _print_pods(folder: RunFolder, record: JobRecord, settings: Logs) -> int:
+    """From the cluster: pod 0 prints for the run, or all pods one after the other."""
+    if settings.rank is not None:
         raise UserError(
             "the logs of ranks are in the run folder, which only the cluster sees",
-            got=f"--rank {flags['--rank']}",
-            hint="leave --rank out for pod 0, which speaks for all; --job for every pod",
+            got=f"--rank {settings.rank}",
+            hint="leave --rank out for pod 0, which prints for all; --job for every pod",
         )
     try:
-        if "--follow" in flags:
-            _write_out(follow_log(record, last_lines, _remark))
+        if settings.follow:
+            _write_out(follow_log(record, settings.lines, _remark))
         else:
-            has_text = _print_pod_logs(record, last_lines, is_for_all="--job" in flags)
-            if not has_text and last_lines != 0:
-                _tell_nothing_written(folder)
+            has_text = _print_pod_logs(record, settings.lines, is_for_all=settings.job)
+            if not has_text and settings.lines != 0:
+                _remark_nothing_written(folder)
     except KeyboardInterrupt:
-        print(f"\nno longer followed; {record.job_id} goes on", file=sys.stderr)
+        print(f"\nno longer followed; {record.job_id} continues", file=sys.stderr)
     return EXIT_FINISHED
 
 
@@ -119,34 +136,23 @@ def _ranks(folder: RunFolder) -> dict[int, Path]:
     return {int(path.stem[5:]): path for path in folder.logs.glob("rank-*.log") if path.stem[5:].isdecimal()}
 
 
-def _choose(folder: RunFolder, flags: dict[str, str]) -> list[Path]:
+def _choose(folder: RunFolder, settings: Logs) -> list[Path]:
     ranks = _ranks(folder)
     jobs = sorted(folder.logs.glob("slurm-*.log"), key=lambda path: path.stat().st_mtime)
-    if "--job" in flags:
-        if "--rank" in flags:
+    if settings.job:
+        if settings.rank is not None:
             raise UserError("one log or the other", got="--job with --rank", hint="leave one out")
         return [_require(jobs, folder)]
-    asked = flags.get("--rank")
-    if asked == "all":
+    if settings.rank == "all":
         return [ranks[rank] for rank in sorted(ranks)] or [_require(jobs, folder)]
-    rank = _whole(flags, "--rank")
-    if rank in ranks:
+    rank = int(settings.rank or 0)
+    if settings.rank is not None and rank in ranks:
         return [ranks[rank]]
-    if asked is not None and ranks:
+    if settings.rank is not None and ranks:
         raise UserError(f"there is no log of rank {rank}", where=str(folder.logs), allowed=f"0 to {max(ranks)}, or all")
-    if "--follow" in flags:
-        return [folder.log_of(rank or 0)]  # it will come
+    if settings.follow:
+        return [folder.log_of(rank)]  # it will be written
     return [ranks[0]] if 0 in ranks else [_require(jobs, folder)]
-
-
-def _whole(flags: dict[str, str], name: str) -> int | None:
-    text = flags.get(name)
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal()):
-        allowed = "a whole number" + (", or all" if name == "--rank" else "")
-        raise UserError(f"{name}: {text!r} is not valid", where="the command line", allowed=allowed)
-    return int(text)
 
 
 def _require(jobs: list[Path], folder: RunFolder) -> Path:
@@ -217,3 +223,6 @@ def _follow(folder: RunFolder, path: Path, last_lines: int | None) -> None:
     finally:
         if file is not None:
             file.close()
+
+
+COMMANDS = (Command("logs", Logs, logs),)

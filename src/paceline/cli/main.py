@@ -1,9 +1,8 @@
-"""The `paceline` command: finds the verb, and turns every ending into one screen and an exit code."""
+"""The `paceline` command: runs one verb, and turns every ending into one screen and an exit code."""
 
 from __future__ import annotations
 
 import errno
-import importlib
 import io
 import os
 import signal
@@ -32,43 +31,37 @@ from paceline.runtime.open_files import OPEN_FILES_HINT
 from paceline.runtime.own_rank import own_rank
 
 VERBS = {
-    "train": "train a recipe, on as many processes as you like",
+    "train": "train a recipe, on one process or on many",
     "submit": "submit as a Slurm or Kubernetes job, after checking the request",
-    "runs": "all runs in a table; tags and notes",
-    "status": "where a run is: its job, its progress, its last failure",
-    "watch": "the same, until the run has ended",
-    "logs": "what a run's ranks have written",
+    "runs": "list all runs in a table; tags and notes",
+    "status": "show the job, the progress and the last failure of a run",
+    "watch": "show the status until the run has ended",
+    "logs": "show the logs of a run's ranks",
     "cancel": "ask a run to save and stop",
-    "plan": "everything but the training: resolved config, batch maths, memory",
+    "plan": "show the resolved config, batches and memory; start nothing",
     "evaluate": "test a run's best weights",
-    "predict": "label pictures with a run's best weights",
+    "predict": "classify pictures with a run's best weights",
     "export": "write a run's best weights for other programs",
-    "compare": "say whether runs are equal, or where they first differ",
-    "equivalence": "prove on this machine that 1, 2, 4 processes give one answer",
-    "study": "how a recipe scales, why, and what other sizes would do",
-    "bench": "collectives, data and step alone, against what this machine can do",
-    "doctor": "is this machine, or this allocation, fit to train; what to do if not",
-    "clean": "free the disk of checkpoints nobody needs, or of whole runs",
+    "compare": "show whether runs are equal, or where they first differ",
+    "equivalence": "check that 1, 2, 4 processes give the same result on this machine",
+    "study": "measure how a recipe scales, and predict other sizes",
+    "bench": "measure collectives, data and step against the limits of this machine",
+    "doctor": "check whether this machine or allocation is fit to train",
+    "clean": "remove checkpoints that are not needed, or whole runs",
     "data": "pack pictures for speed, verify data sets, fetch them",
     "checkpoints": "list, verify and push the checkpoints of a run",
     "course": "ten lessons in distributed training, with exercises checked on real ranks",
     "recipes": "list the recipes that come with paceline",
-    "completion": "make bash, zsh or fish complete commands, flags, recipes and runs",
+    "completion": "complete commands, flags, recipes and runs in bash, zsh or fish",
 }
-_USAGE = """\
-paceline {version}: distributed training of vision models, one command and one answer.
-
-{verbs}
-
-first run:    paceline train shapes-cnn
-every flag:   paceline train --help
-"""
-_FIRST = {
-    "train": ("train shapes-cnn", "a first run: a small CNN, no download, about a minute"),
-    "recipes": ("recipes", "what else can be trained out of the box"),
-    "doctor": ("doctor", "is this machine fit to train"),
-    "runs": ("runs", "what you have trained so far"),
-    "course": ("course start", "ten lessons in distributed training, for one laptop"),
+_ABOUT = "paceline {version}: distributed training of vision models, one command and one answer.\n"
+_FIRST_COMMANDS = {
+    "train shapes-cnn": "a first run: a small CNN, no download, about a minute",
+    "recipes": "the other recipes that come with paceline",
+    "doctor": "check whether this machine is fit to train",
+    "runs": "list your runs",
+    "course start": "ten lessons in distributed training, for one laptop",
+    "--help": "every command; the guides are in docs/",
 }
 
 
@@ -79,22 +72,22 @@ _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one verb; returns the exit code."""
-    # Our supervisor finds out by itself that its rank has ended early, and starts it again.
+    # Our supervisor detects a rank that ends early, and restarts it.
     is_watched = os.environ.get("PACELINE_LAUNCHER") is not None
-    with nullcontext() if is_watched else early_exits_fail(_end_early):
-        return _note_code(_run(arguments))
+    with nullcontext() if is_watched else early_exits_fail(_report_early_exit):
+        return _record_exit_code(_run(arguments))
 
 
-def _note_code(code: int) -> int:
+def _record_exit_code(code: int) -> int:
     if code != EXIT_FINISHED:
-        from paceline.launch.policy import note_final_code  # which --help must not wait for
+        from paceline.launch.policy import note_final_code  # imported late: --help must be fast
 
         note_final_code(code)
     return code
 
 
-def _end_early(error: UserError) -> int:
-    code = _note_code(_tell(error.screen(), error, error.exit_code))
+def _report_early_exit(error: UserError) -> int:
+    code = _record_exit_code(_report(error.screen(), error, error.exit_code))
     finish_console()
     return code
 
@@ -102,7 +95,7 @@ def _end_early(error: UserError) -> int:
 @contextmanager
 def _trusting() -> Iterator[None]:
     """--trust-code holds for the ranks, too: they inherit the variable."""
-    from paceline.runs.trust import TRUST_VARIABLE  # imports the parser, which `--help` must not wait for
+    from paceline.runs.trust import TRUST_VARIABLE  # imported late: --help must be fast
 
     before = os.environ.get(TRUST_VARIABLE)
     os.environ[TRUST_VARIABLE] = "1"
@@ -118,7 +111,7 @@ def _run(arguments: list[str] | None) -> int:
     is_debugging = "--debug" in given
     is_trusting = "--trust-code" in given
     given = [argument for argument in given if argument not in ("--debug", "--trust-code")]
-    _speak_any_language()
+    _escape_unencodable_output()
     verb = given[0] if given else ""
     if verb in _LONG_VERBS:
         protect_console()
@@ -132,7 +125,7 @@ def _run(arguments: list[str] | None) -> int:
     except PacelineError as error:
         if is_debugging:
             traceback.print_exc()
-        return _tell(error.screen(), error, error.exit_code)
+        return _report(error.screen(), error, error.exit_code)
     except EndsWithPrimary as error:
         from paceline.launch.rank_exit import write_rank_exit
         from paceline.runtime.error_file import leave_error_file
@@ -143,7 +136,7 @@ def _run(arguments: list[str] | None) -> int:
         write_rank_exit("rank 0 has failed, and says why", code, error)
         return code
     except KeyboardInterrupt as error:
-        return _tell("\ninterrupted", error, EXIT_INTERRUPTED)
+        return _report("\ninterrupted", error, EXIT_INTERRUPTED)
     except Exception as error:
         if isinstance(error, BrokenPipeError) and verb in _FOLLOWING_VERBS:
             discard_output()
@@ -156,10 +149,10 @@ def _run(arguments: list[str] | None) -> int:
             where=f"{where.filename}:{where.lineno}",
             hint=_hint_for(error),
         ).screen()
-        return _tell(screen, error, EXIT_INTERNAL)
-    except BaseException as error:  # SystemExit, GeneratorExit and others that only code of the user's own raises
+        return _report(screen, error, EXIT_INTERNAL)
+    except BaseException as error:  # SystemExit, GeneratorExit and others, raised by the user's code
         explained = explain_exit(error)
-        return _tell(explained.screen(), explained, explained.exit_code)
+        return _report(explained.screen(), explained, explained.exit_code)
 
 
 def _hint_for(error: Exception) -> str:
@@ -168,24 +161,24 @@ def _hint_for(error: Exception) -> str:
     return "run again with --debug for the traceback; if it looks like our fault, please report it"
 
 
-def _speak_any_language() -> None:
-    """A name this terminal's encoding does not know must not end a run: it is spelled out."""
+def _escape_unencodable_output() -> None:
+    """Escape characters that the terminal's encoding does not have: a file name must not end a run."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="backslashreplace")
 
 
-def leave() -> NoReturn:
-    """The command itself. Ranks and supervisors leave without unloading torch.
+def console_main() -> NoReturn:
+    """The entry point of the `paceline` script. Ranks and supervisors exit without unloading torch.
 
-    A rank's threads may still have a word with peers, and after Ctrl-C nobody wants to wait for it. What is more,
-    a Python that was interrupted inside `exec`, as classes are made by dataclasses, forgets the exit code it is given.
+    Threads of a rank may still wait for peers. After Ctrl-C inside `exec`, which dataclasses use, Python also ignores
+    the exit code that it is given; `os._exit` keeps it.
     """
     if _LONG_VERBS & set(sys.argv[1:2]) and own_rank() is None and hasattr(signal, "SIGHUP"):
         # A closed terminal does not end a run. (torchrun passes this signal on to its ranks before it kills them.)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         if sys.argv[1] == "train":
-            signal.signal(signal.SIGTERM, _stop_before_the_start)
+            signal.signal(signal.SIGTERM, _exit_before_start)
     code = main()
     is_supervisor = "paceline.launch.attempt" in sys.modules
     if own_rank() is None and not is_supervisor and code != EXIT_INTERRUPTED:
@@ -195,8 +188,16 @@ def leave() -> NoReturn:
     os._exit(code)
 
 
-def _stop_before_the_start(number: int, frame: FrameType | None) -> NoReturn:
-    """Until the supervisor listens: there is nothing to save, and a scheduler starts the run again all the same."""
+def rank_main(arguments: list[str]) -> None:
+    """What a rank of our own supervisor runs: the same command again. The environment says which rank it is."""
+    code = main(arguments)
+    finish_console()
+    if code != EXIT_FINISHED:
+        os._exit(code)  # without waiting for threads that may wait for a lost peer
+
+
+def _exit_before_start(number: int, frame: FrameType | None) -> NoReturn:
+    """Used until the supervisor handles signals. Nothing has to be saved, and a scheduler restarts the run."""
     with suppress(OSError):
         os.write(2, f"\nstopped ({signal.Signals(number).name})\n".encode())
     os._exit(EXIT_PREEMPTED)
@@ -204,19 +205,19 @@ def _stop_before_the_start(number: int, frame: FrameType | None) -> NoReturn:
 
 def _dispatch(given: list[str]) -> int:
     if not given:
-        print(f"paceline {paceline.__version__}: distributed training of vision models, one command and one answer.\n")
-        for verb, (words, text) in _FIRST.items():
-            if verb in VERBS:
-                print(f"  paceline {words:<18} {text}")
-        print(f"  paceline {'--help':<18} every command; the guides are in docs/")
-        return 0
+        print(_ABOUT.format(version=paceline.__version__))
+        for words, text in _FIRST_COMMANDS.items():
+            print(f"  paceline {words:<18} {text}")
+        return EXIT_FINISHED
     if given[0] in ("-h", "--help", "help"):
-        verbs = "\n".join(f"  paceline {verb:<12} {text}" for verb, text in VERBS.items())
-        print(_USAGE.format(version=paceline.__version__, verbs=verbs), end="")
-        return 0
+        print(_ABOUT.format(version=paceline.__version__))
+        for verb, text in VERBS.items():
+            print(f"  paceline {verb:<12} {text}")
+        print("\nfirst run:    paceline train shapes-cnn\nevery flag:   paceline train --help")
+        return EXIT_FINISHED
     if given[0] == "--version":
         print(f"paceline {paceline.__version__}")
-        return 0
+        return EXIT_FINISHED
     verb, *rest = given
     if verb not in VERBS:
         import difflib
@@ -224,14 +225,14 @@ def _dispatch(given: list[str]) -> int:
         close = difflib.get_close_matches(verb, VERBS, n=1)
         hint = f"paceline {close[0]}" if close else "paceline --help"
         raise UserError(f"unknown command {verb!r}", allowed=", ".join(VERBS), hint=hint)
+    from paceline.cli.command import run_verb
     from paceline.cli.plain_output import plain_output
 
     with plain_output(verb):
-        code: int = importlib.import_module(f"paceline.cli.{verb}").run(rest)
-    return code
+        return run_verb(verb, rest)
 
 
-def _tell(screen: str, error: BaseException, code: int) -> int:
+def _report(screen: str, error: BaseException, code: int) -> int:
     """Print the screen, unless the launcher of this rank does: our supervisor, or torchrun in its summary."""
     from paceline.launch.causes import is_consequence
     from paceline.launch.child import report_error

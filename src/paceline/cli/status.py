@@ -1,351 +1,175 @@
-"""`paceline status RUN [--json]`: where a run is. Reads files and asks the cluster that has its job.
-
-It changes nothing but job.json: how a job ended is kept there, because its scheduler forgets finished jobs.
-"""
+"""`paceline status`, `paceline watch` and `paceline cancel`: show where a run is, follow it, stop it."""
 
 from __future__ import annotations
 
 import json
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from typing import Any
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from typing import Annotated
 
-from paceline.checkpoints.format import DamagedCheckpoint, step_folders, step_of
-from paceline.checkpoints.store import inspect_checkpoint
-from paceline.cli.arguments import read_words
-from paceline.errors import EXIT_FINISHED, PacelineError, UserError, printable_line
-from paceline.integrations.kubernetes.client import read_kubernetes_state
-from paceline.integrations.kubernetes.logs import read_last_line
-from paceline.integrations.slurm.client import JobState, read_state
-from paceline.integrations.slurm.reasons import explain_reason
-from paceline.launch.job_record import RECORD, JobRecord, read_record
-from paceline.metrics.screen import in_words_s
-from paceline.runs.catalog import RunEntry, read_entry, read_last_step, read_owner
-from paceline.runs.file_shapes import FAILURE
+from paceline.cli.command import Command
+from paceline.cli.plain_output import unfiltered
+from paceline.cli.run_view import RunName, RunView, describe, look, note_cancel, to_json
+from paceline.errors import (
+    EXIT_FINISHED,
+    EXIT_INTERNAL,
+    EXIT_INTERRUPTED,
+    EXIT_PREEMPTED,
+    PacelineError,
+    UserError,
+)
+from paceline.integrations.kubernetes.client import cluster_of
+from paceline.integrations.slurm.client import cancel_job
+from paceline.metrics.screen import FOLDED, UNFOLDED, is_live, width_of
 from paceline.runs.find import find_run
-from paceline.runs.folder import RunFolder
-from paceline.runs.json_files import read_object
-from paceline.runs.mirror_note import read_own_note
-from paceline.runs.owner import Owner
-from paceline.runs.patience import UnreadableNow
+from paceline.runs.process_handle import ProcessHandle
+from paceline.settings.declare import Range
 
-_USAGE = """\
-usage: paceline status RUN [--json]
-
-Where a run is: progress, time left, its job in a cluster if it has one, the last failure. RUN is a run folder, its
-name in runs/ or the beginning of it, or the id or name of its Slurm job.
-"""
-_OVER = ("finished", "failed", "preempted", "cancelled", "lost", "ended")
-_FAILED_JOBS = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
+_EVERY_S = 1.0
+_EVERY_OF_JOB_S = 5.0  # each status asks the scheduler, which serves others too
 
 
 @dataclass(frozen=True)
-class RunView:
-    """A run as it looks from outside."""
+class Status:
+    """Show the progress of a run, the time left, its job in a cluster if it has one, and its last failure."""
 
-    folder: RunFolder
-    status: dict[str, Any]  # status.json
-    record: JobRecord | None
-    job: JobState | None  # None: it has none, or the cluster does not answer
-    trouble: str  # why not
-    owner: Owner | None
-    failure: dict[str, Any]  # failure.json
-    saved_step: int
-    entry: RunEntry
-    now: dict[str, Any]  # the newest row of its steps
-    last_line: str = ""  # of a run whose folder only the cluster sees: what it said last
-
-    @property
-    def is_far(self) -> bool:
-        """Its folder is in the cluster: nothing of the run but its job can be seen from here."""
-        return self.is_kubernetes and not self.status
-
-    @property
-    def is_kubernetes(self) -> bool:
-        return self.record is not None and self.record.scheduler == "kubernetes"
-
-    @property
-    def state(self) -> str:
-        """queued, starting, running, stopping, finished, failed, preempted, cancelled, lost, or unknown.
-
-        An array has ended, and so has a Kubernetes job that is gone before anything here saw how.
-        """
-        if self.record is not None and self.record.array:
-            return self._state_of_array()
-        written = str(self.status.get("status", ""))
-        if written == "finished":
-            return written
-        if self.is_kubernetes and self.job is not None and self.job.state == "COMPLETING":
-            return "stopping"
-        if self.job is not None and self.job.is_active:
-            waits = self.job.state != "RUNNING" and not self.job.running_for
-            return "queued" if waits else "running" if written == "running" or self.is_far else "starting"
-        if written in ("failed", "preempted"):
-            return written
-        if self.trouble:
-            return written or "unknown"
-        if self.is_far and self.job is not None and self.job.state == "COMPLETED":
-            return "finished"
-        if self.record is not None and self.record.cancelled:
-            return "cancelled"
-        if self.job is not None and self.job.state in ("CANCELLED", *_FAILED_JOBS):
-            return "cancelled" if self.job.state == "CANCELLED" else "failed"
-        if self.job is not None:
-            return "ended" if self.is_far else "lost"
-        if self.entry.state == "lost":
-            return "lost"
-        return written or ("starting" if self.owner is not None else "unknown")
-
-    def _state_of_array(self) -> str:
-        if self.job is None:
-            return "unknown"
-        if self.job.is_active:
-            return "queued" if self.job.state == "PENDING" else "running"
-        return "ended"
-
-    @property
-    def is_over(self) -> bool:
-        return self.state in _OVER
+    run: RunName
+    """A run folder, its name in runs/ or the beginning of it, or the id or name of its Slurm job."""
+    json: bool = False
+    """Print JSON."""
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    folder, flags = parse_run_arguments(arguments, "status", switches=("--json",))
-    view = look(folder)
-    print(json.dumps(to_json(view), indent=2) if "--json" in flags else describe(view))
+@dataclass(frozen=True)
+class Watch:
+    """Show the status of a run until the run has ended. Ctrl-C ends the watching, not the run.
+
+    Exit code 0 if it finished, 75 if it was stopped and saved, otherwise that of its last failure.
+    """
+
+    run: RunName
+    """A run folder, which another machine may write, its name in runs/, or the id or name of its Slurm job."""
+    every_s: Annotated[float | None, Range(low=0, high=86_400)] = None
+    """Seconds between two looks (5; 1 for a run that has no job)."""
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Ask a run to save and stop.
+
+    This is scancel of its Slurm job, deletion of its Kubernetes job (its pods save within their grace period), or
+    SIGTERM to its process on this machine.
+    """
+
+    run: RunName
+    """A run folder, its name in runs/, or the id or name of its Slurm job."""
+
+
+def status(settings: Status) -> int:
+    view = look(find_run(settings.run))
+    print(json.dumps(to_json(view), indent=2) if settings.json else describe(view))
     return EXIT_FINISHED
 
 
-# --- Shared with watch, cancel and logs -------------------------------------------------------------------------------
+# --- Watch ------------------------------------------------------------------------------------------------------------
 
 
-def parse_run_arguments(
-    arguments: list[str], verb: str, *, switches: tuple[str, ...] = (), valued: tuple[str, ...] = ()
-) -> tuple[RunFolder, dict[str, str]]:
-    """The run folder, and flags with their values."""
-    words, flags = read_words(arguments, switches=switches, valued=valued)
-    if len(words) != 1:
-        raise UserError("give one run folder", got=" ".join(words) or "none", hint=f"paceline {verb} RUN")
-    return find_run(words[0]), flags
+def watch(settings: Watch) -> int:
+    folder, every_s = find_run(settings.run), settings.every_s
+    shown = ""
+    try:
+        while True:
+            view = look(folder)
+            shown = _show(describe(view), shown)
+            if view.is_over:
+                return _exit_code(view)
+            time.sleep(every_s if every_s is not None else _EVERY_S if view.record is None else _EVERY_OF_JOB_S)
+    except KeyboardInterrupt:
+        print(f"\nno longer watched; {folder.path} continues (paceline cancel {folder.path} stops it)")
+        return EXIT_INTERRUPTED
 
 
-def look(folder: RunFolder) -> RunView:
-    record = read_record(folder.path)
-    job, trouble = None, ""
-    if record is not None:
-        try:
-            job = read_job(record)
-            record, job = _remember_outcome(folder, record, job)
-        except PacelineError as error:
-            trouble = error.what + (f" ({str(error.got).partition(chr(10))[0]})" if error.got else "")
-    status = folder.read_status()
-    is_far = record is not None and record.scheduler == "kubernetes" and not status
-    return RunView(
-        folder=folder,
-        status=status,
-        record=record,
-        job=job,
-        trouble=trouble,
-        owner=read_owner(folder.path),
-        failure=read_object(folder.failure, FAILURE),
-        saved_step=_newest_saved_step(folder),
-        entry=read_entry(folder.path),
-        now=read_last_step(folder.metrics_jsonl),
-        last_line=read_last_line(record) if record is not None and is_far and job is not None and job.state else "",
-    )
+def _show(text: str, before: str) -> str:
+    """In place on a terminal; elsewhere one block per change. The age of the last update does not count."""
+    if is_live(sys.stdout):
+        width = width_of(sys.stdout)
+        # In a window that has become narrower, the lines from before are wrapped.
+        rows = sum(max(len(line) - 1, 0) // width + 1 for line in before.splitlines())
+        lines = [line[: width - 1] for line in text.splitlines()]
+        up = f"\x1b[{rows}A" if rows else ""
+        drawn = up + UNFOLDED + "".join(f"\x1b[2K{line}\n" for line in lines) + FOLDED + "\x1b[J"
+        print(drawn, end="", flush=True, file=unfiltered(sys.stdout))
+        return "\n".join(lines)
+    if _without_changing_lines(text) != _without_changing_lines(before):
+        print(text, flush=True)
+    return text
 
 
-def read_job(record: JobRecord) -> JobState:
-    """What the scheduler that has the job says of it."""
-    if record.scheduler == "kubernetes":
-        return read_kubernetes_state(record)
-    return read_state(record.job_id, record.cluster)
+def _without_changing_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if not line.startswith(("  updated:", "  now:"))]
 
 
-def _remember_outcome(folder: RunFolder, record: JobRecord, job: JobState) -> tuple[JobRecord, JobState]:
-    """Keep how a job has ended: its scheduler forgets it, and `paceline runs` reads only files."""
-    has_ended = bool(job.state) and not job.is_active and not job.tasks
-    if record.scheduler == "kubernetes":
-        has_ended = job.state in ("COMPLETED", "FAILED")
-    if has_ended and not record.outcome:
-        record = replace(record, outcome=job.state, outcome_reason=job.reason, outcome_code=job.exit_code)
-        _keep_own(record, folder)
-    elif job.is_active and record.outcome and record.scheduler == "slurm":
-        record = replace(record, outcome="", outcome_reason="", outcome_code="")  # an administrator has requeued it
-        _keep_own(record, folder)
-    elif not job.state and record.outcome:
-        job = replace(job, state=record.outcome, reason=record.outcome_reason, exit_code=record.outcome_code)
-    return record, job
+def _exit_code(view: RunView) -> int:
+    if view.state == "finished":
+        return EXIT_FINISHED
+    if view.state == "ended" and view.job is not None:
+        return EXIT_FINISHED if {view.job.state, *view.job.tasks} == {"COMPLETED"} else EXIT_INTERNAL
+    if view.state == "preempted":
+        return EXIT_PREEMPTED
+    code = view.failure.get("exit_code")
+    if code is None and view.is_kubernetes and view.job is not None and view.job.exit_code.isdecimal():
+        code = int(view.job.exit_code)
+    return code if isinstance(code, int) and 0 < code < 256 else EXIT_INTERNAL
 
 
-def _keep_own(record: JobRecord, folder: RunFolder) -> None:
-    """A task of an array has no record of its own."""
-    if (folder.path / RECORD).exists():
-        with suppress(OSError):  # a folder of another user
-            record.write(folder.path)
+# --- Cancel -----------------------------------------------------------------------------------------------------------
 
 
-def note_cancel(view: RunView) -> None:
-    """In the run's record: a scheduler forgets a job that was cancelled before it started."""
-    assert view.record is not None
-    _keep_own(replace(view.record, cancelled=datetime.now().astimezone().isoformat(timespec="seconds")), view.folder)
-
-
-def describe(view: RunView) -> str:
-    lines = [f"{printable_line(str(view.folder.path))}: {view.state}{_progress(view)}"]
-    rows = [
-        ("job", _job_line(view)),
-        ("now", _now_line(view)),
-        ("best", _best_line(view)),
-        ("saved", f"step {view.saved_step}" if view.saved_step else ""),
-        ("mirror", _mirror_line(view)),
-        ("updated", _updated(view)),
-        ("reason", _reason(view)),
-        ("failure", _failure_line(view)),
-        ("said", view.last_line),
-        ("tags", " ".join(view.entry.notes.tags)),
-        ("note", view.entry.notes.note),
-    ]
-    lines += [f"  {label + ':':<9} {printable_line(text)}" for label, text in rows if text]
-    return "\n".join(lines)
-
-
-def to_json(view: RunView) -> dict[str, Any]:
-    return {
-        "run": str(view.folder.path),
-        "state": view.state,
-        "is_over": view.is_over,
-        "status": view.status,
-        "job": None if view.record is None else {**asdict(view.record), **(asdict(view.job) if view.job else {})},
-        "job_trouble": view.trouble or None,
-        "saved_step": view.saved_step,
-        "now": view.now or None,
-        "best_accuracy": view.entry.best_accuracy,
-        "restarts": view.entry.restarts,
-        "failure": view.failure or None,
-        **asdict(view.entry.notes),
-    }
-
-
-def describe_place(folder: RunFolder) -> str:
-    """In one line: the state of a run, and where its job is."""
+def cancel(settings: Cancel) -> int:
+    folder = find_run(settings.run)
     view = look(folder)
-    job = _job_line(view)
-    return printable_line(f"the run is {view.state}" + (f", job {job}" if job else ""))
-
-
-# --- One line each ----------------------------------------------------------------------------------------------------
-
-
-def _progress(view: RunView) -> str:
-    step, last = view.entry.step, view.entry.last_step
-    if step is None:
-        return ""
-    text = f", step {step:,}"
-    if last is not None and last > 0:
-        text += f" of {last:,} ({step / last:.0%})"
-    if view.state == "running" and view.entry.eta_s is not None:
-        text += f", about {in_words_s(view.entry.eta_s)} left"
-    accuracy = view.entry.test_accuracy
-    return text + (f", test accuracy {accuracy:.2%}" if accuracy is not None else "")
-
-
-def _job_line(view: RunView) -> str:
-    if view.record is None:
-        return ""
-    name, job = f"{view.record.job_id}", view.job
-    if job is None:
-        return f"{name}: {view.trouble}"
-    if not job.state:
-        scheduler = {"slurm": "Slurm", "kubernetes": "the cluster"}.get(view.record.scheduler, view.record.scheduler)
-        kept = "; it was deleted, or ended more than 7 days ago" if view.is_kubernetes else ""
-        return f"{name}: {scheduler} does not know it any more{kept}"
-    if job.tasks:
-        counts = ", ".join(f"{count} {state.lower()}" for state, count in job.tasks.items())
-        return f"{name}: {counts} (paceline status {view.folder.path}/task-N)"
-    text = f"{name}: {job.state.lower()}"
-    is_telling = job.state == "PENDING" or view.record.scheduler == "kubernetes"
-    text += f" ({_explain(view.record, job.reason)})" if job.reason and is_telling else ""
-    text += f", expected to start {job.expected_start.replace('T', ' ')}" if job.expected_start else ""
-    text += f" on {job.nodes}" if job.nodes else ""
-    text += f" for {job.running_for}" if job.is_active and job.running_for else ""
-    text += f", {job.time_left} left" if job.time_left else ""
-    text += f", exit code {job.exit_code}" if job.exit_code not in ("", "0:0") else ""
-    if not job.restarts:
-        return text
-    if view.record.scheduler == "kubernetes":
-        return f"{text}; failures so far: {job.restarts}"
-    return f"{text}; requeued {job.restarts} time" + ("s" if job.restarts > 1 else "")
-
-
-def _explain(record: JobRecord, reason: str) -> str:
-    """Slurm's own word, and what it means."""
-    waiting = explain_reason(reason) if record.scheduler == "slurm" else None
-    return reason if waiting is None else f"{reason}: {str(waiting).replace('JOB', record.job_id)}"
-
-
-def _now_line(view: RunView) -> str:
-    """Of a run under way, from its files: also on a machine that never saw its processes."""
-    if view.is_over or not view.now:
-        return ""
-    try:
-        return (
-            f"loss {view.now['loss']:.4f}, acc {view.now['accuracy']:.1%}, {view.now['throughput']:,.0f} img/s,"
-            f" {view.now['memory_mb']:,.0f} MB"
+    if view.record is not None and view.trouble:
+        is_slurm = view.record.scheduler == "slurm"
+        by_hand = f"scancel {view.record.job_id}, when Slurm answers again"
+        raise PacelineError(
+            f"job {view.record.job_id} cannot be queried",
+            got=view.trouble,
+            hint=by_hand if is_slurm else f"kubectl delete {view.record.api} {view.record.job_id}",
         )
-    except (KeyError, TypeError, ValueError, OverflowError):  # the row may come from elsewhere
-        return ""
+    if view.record is not None and view.job is not None and view.job.is_active:
+        if view.record.scheduler == "kubernetes":
+            cluster_of(view.record).delete(view.record.job_id, view.record.api)
+        else:
+            cancel_job(view.record.job_id, view.record.cluster)
+        note_cancel(view)
+        saves = "; it saves before it ends" if view.job.state == "RUNNING" else ""
+        print(f"job {view.record.job_id} is cancelled{saves}")
+    elif view.owner is not None and not view.is_over:
+        _stop_process(view)
+    else:
+        print(f"{folder.path} is not running ({view.state}); nothing to cancel")
+    return EXIT_FINISHED
 
 
-def _best_line(view: RunView) -> str:
-    best, restarts = view.entry.best_accuracy, view.entry.restarts
-    parts = [f"validation accuracy {best:.2%}"] if best is not None else []
-    parts += [f"{restarts} restart" + ("s" if restarts > 1 else "")] if restarts else []
-    return ", ".join(parts)
-
-
-def _mirror_line(view: RunView) -> str:
-    note = read_own_note(view.folder.path)
-    return f"{note.url} {note.says}".rstrip() if note else ""
-
-
-def _updated(view: RunView) -> str:
+def _stop_process(view: RunView) -> None:
+    owner = view.owner
+    assert owner is not None
+    if not owner.is_provably_alive:
+        raise UserError(
+            "this run belongs to another machine",
+            where=str(view.folder.path),
+            got=str(owner),
+            hint=f"ssh {owner.host} kill -TERM {owner.pid}",
+        )
     try:
-        updated = datetime.fromisoformat(str(view.status.get("updated"))).astimezone()
-    except (ValueError, OverflowError, OSError):
-        return ""
-    age_s = (datetime.now().astimezone() - updated).total_seconds()
-    by = f" by {view.status.get('host')} pid {view.status.get('pid')}"
-    return (f"{in_words_s(age_s)} ago" if age_s >= 0 else updated.isoformat(" ")) + by
+        ProcessHandle(owner.pid, start=owner.process_start).send(signal.SIGTERM)
+    except ProcessLookupError:
+        print(f"{view.folder.path} is not running any more; nothing to cancel")
+        return
+    except PermissionError as error:
+        raise UserError("this run belongs to another user", where=str(view.folder.path), got=str(owner)) from error
+    print(f"SIGTERM to {owner}: it saves and ends; paceline status {view.folder.path} shows it")
 
 
-def _reason(view: RunView) -> str:
-    if view.state == "lost" and view.owner is not None and view.job is None:
-        return f"its process is gone ({view.owner})"
-    if view.state == "running" and view.entry.state == "silent" and view.job is None:
-        return f"no word for long, and its process cannot be seen from here ({view.owner or 'nobody has its lock'})"
-    return str(view.status.get("reason") or "").partition("\n")[0]
-
-
-def _failure_line(view: RunView) -> str:
-    failure = view.failure
-    if not failure:
-        return ""
-    what = str(failure.get("what", "")).partition("\n")[0]
-    done = f"; {failure['done']}" if failure.get("done") else ""
-    return f"attempt {failure.get('attempt')} of {failure.get('attempts')}: {what}{done}"
-
-
-def _newest_saved_step(folder: RunFolder) -> int:
-    """Of the newest checkpoint whose manifest, sizes and headers are right; 0 if none is, or it cannot be read."""
-    try:
-        for path in step_folders(folder.checkpoints):
-            with suppress(DamagedCheckpoint):
-                inspect_checkpoint(path)
-                return step_of(path)
-    except (UnreadableNow, OSError):
-        return 0
-    return 0
+COMMANDS = (Command("status", Status, status), Command("watch", Watch, watch), Command("cancel", Cancel, cancel))

@@ -1,190 +1,164 @@
-"""`paceline study RECIPE [flags]`: how does it scale, why, and what would other sizes do."""
+"""`paceline study`: measure how a recipe scales, explain it, and predict other sizes."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
+from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
-from paceline.settings.sites import Given, JobSetting, JobSettings, job_settings
+from paceline.launch.job import JobSpec, SlurmFlags, parse_job, parse_time_s
+from paceline.settings.declare import Arg, FlagsOf, Range
+from paceline.settings.values import Setting
+from paceline.tools.study.grid import Scaling, Strategy, StudySpec
+from paceline.tools.study.plan import MOST_RANKS, MOST_REPEATS, Asked, plan_study, refuse_taken
 
-if TYPE_CHECKING:  # these import more than --help may
-    from paceline.launch.job import JobSpec
+if TYPE_CHECKING:  # imported late: --help must be fast
     from paceline.settings.load import LoadedConfig
     from paceline.tools.study.cells import CellState
-    from paceline.tools.study.grid import StudySpec
 
-_USAGE = """\
-usage: paceline study RECIPE [--world-sizes 1,2,4] [--strategies ddp,fsdp] [--repeats 3] [flags of train]
-       paceline study report STUDY                  results.csv, plots and page again, from what is there
-       paceline study collect RUN... [--output-dir PATH]        the same from runs that were started by hand
-       paceline study predict STUDY --world-sizes 16,64,256 [--link 100Gbit/s,2us] [--epochs 90] [--price 2.5] [--json]
-
-Train a recipe on every world size with every strategy, several times, and say how it scales and why. Each cell is an
-ordinary run in the study's folder. The same command again goes on where an earlier one stopped. Exit code 1: a cell
-failed.
-
-  --world-sizes 1,2,4      numbers of ranks (default: 1, 2, 4, ... as far as this machine goes)
-  --strategies ddp,fsdp    (default: ddp)
-  --repeats N              runs of each cell, for intervals (default: 3)
-  --scaling KIND           strong: the same global batch for all; weak: the recipe's for one rank, times the ranks; both
-  --on PLACE               local: one cell after the other, here; slurm: an array per world size
-  --retry                  run failed cells again
-  --dry-run                show the grid, what it will cost, and the scripts; start nothing
-  --output-dir PATH        the study's folder (default: studies/RECIPE)
-
-With --on slurm also every flag of `paceline submit slurm` but --nodes, --array and --start; ranks per node by
---gpus-per-node or --processes-per-node.
-"""
-_OWN = {
-    "world_sizes": JobSetting("world_sizes", "N,N", "numbers of ranks, as 1,2,4"),
-    "strategies": JobSetting("strategies", "LIST", "ddp, fsdp or both"),
-    "repeats": JobSetting("repeats", "N", "runs of each cell"),
-    "scaling": JobSetting("scaling", "KIND", "strong, weak or both"),
-    "on": JobSetting("on", "PLACE", "local or slurm"),
-    "retry": JobSetting("retry", "", "run failed cells again", "switch"),
-    "dry_run": JobSetting("dry_run", "", "show, and start nothing", "switch"),
-    "output_dir": JobSetting("output_dir", "PATH", "the study's folder"),
-}
-_SHARING = ("--exclusive", "--oversubscribe", "--share", "-s")  # lines of sbatch that decide it
-_NOT_OURS = ("nodes", "array", "start", "dry_run", "max_requeues", "signal_notice")
+_SHARING = ("--exclusive", "--oversubscribe", "--share", "-s")  # options of sbatch that decide it
+# Flags of a job that the study decides.
+_SET_BY_STUDY = ("nodes", "array", "start", "max_requeues", "signal_notice_s")
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_USAGE, end="")
-        return EXIT_FINISHED
-    if arguments[0] == "predict":
-        from paceline.cli.study_predict import predict
+@dataclass(frozen=True)
+class Study(RecipeSettings):
+    """Train a recipe on every world size with every strategy, several times, and say how it scales and why.
 
-        return predict(arguments[1:])
-    if arguments[0] == "report":
-        return _report_only(arguments[1:])
-    if arguments[0] == "collect":
-        return _collect(arguments[1:])
-    return _study(arguments)
+    Each cell is an ordinary run in the folder of the study. The same command again continues a study that was stopped.
+    Exit code 1: a cell failed. With --on slurm also every flag of `paceline submit slurm`, except --nodes, --array and
+    --start; ranks per node by --gpus-per-node or --processes-per-node.
+    """
+
+    world_sizes: Annotated[
+        tuple[int, ...],
+        Range(low=1, high=MOST_RANKS),
+        Arg("N,N", many="commas", allowed=f"whole numbers from 1 to {MOST_RANKS}, for example 1,2,4"),
+    ] = ()
+    """Numbers of ranks (1, 2, 4, ... up to the limit of this machine, unless given)."""
+    strategies: Annotated[tuple[Strategy, ...], Arg("LIST", many="commas")] = ("ddp",)
+    """Strategies."""
+    repeats: Annotated[int, Range(low=1, high=MOST_REPEATS)] = 3
+    """Runs of each cell, for intervals."""
+    scaling: Scaling = "strong"
+    """strong: the same global batch for all. weak: the recipe's for one rank, times the ranks. both."""
+    on: Literal["local", "slurm"] = "local"
+    """local: one cell after the other, on this machine. slurm: an array per world size."""
+    retry: bool = False
+    """Run failed cells again."""
+    dry_run: bool = False
+    """Show the grid, its cost and the scripts; start nothing."""
+    output_dir: Path | None = None
+    """The folder of the study (studies/RECIPE unless given)."""
+    job: Annotated[tuple[Setting, ...], FlagsOf(SlurmFlags)] = ()
 
 
-def _study(arguments: list[str]) -> int:
-    from paceline.cli.submit_common import split_flags
+@dataclass(frozen=True)
+class Report:
+    """Write results.csv, plots and page of a study again, from its runs."""
+
+    study: Annotated[Path, Arg(place="word")]
+    """The folder of the study."""
+
+
+@dataclass(frozen=True)
+class Collect:
+    """Make a study of runs that were started by hand."""
+
+    run: Annotated[tuple[str, ...], Arg(place="word", completes="run")]
+    """Run folders, or their names in runs/."""
+    output_dir: Path | None = None
+    """The folder of the study."""
+
+
+def study(settings: Study) -> int:
     from paceline.tools.study.cells import open_cells, read_states
     from paceline.tools.study.grid import continue_study, write_spec
 
-    is_slurm = _place(arguments) == "slurm"
-    cluster = {name: s for name, s in job_settings().items() if name not in _NOT_OURS} if is_slurm else {}
-    typed, train = split_flags(arguments, {**cluster, **_OWN})
-    loaded, spec = _plan(typed, train, "slurm" if is_slurm else "local")
-    folder = Path(_value(typed, "output_dir") or Path("studies") / spec.name).absolute()
+    given = _job_settings(settings)
+    job = parse_job(given) if settings.on == "slurm" else None
+    loaded, spec = _plan(settings, job)
+    folder = (settings.output_dir or Path("studies") / spec.name).absolute()
     spec = continue_study(folder, spec)
-    _check_cells(train, spec)
-    shapes = _shapes(typed, loaded, train, spec, folder) if is_slurm else {}
+    _check_cells(spec)
+    shapes = _shapes(settings, job, loaded, spec, folder) if job is not None else {}
     spec = _state_isolation(spec, shapes)
     states = read_states(folder, spec)
-    retries = "retry" in typed
-    if "dry_run" in typed:
-        _show_grid(spec, states, folder, shapes, retries=retries)
+    if settings.dry_run:
+        _show_grid(spec, states, folder, shapes, retries=settings.retry)
         return EXIT_FINISHED
     if shapes:
-        _check_jobs(typed, loaded, shapes, open_cells(states, retries=retries))
+        _check_jobs(given, loaded, shapes, open_cells(states, retries=settings.retry))
     write_spec(folder, spec)
-    _run(folder, spec, states, shapes, retries=retries)
+    _run(folder, spec, states, shapes, retries=settings.retry)
     return _finish(folder, spec, states)
 
 
-def _place(arguments: list[str]) -> str:
-    """Read first: it decides which other flags there are."""
-    for number, word in enumerate(arguments):
-        if word == "--on" or word.startswith("--on="):
-            value = word.partition("=")[2] or (arguments[number + 1] if number + 1 < len(arguments) else "")
-            if value not in ("local", "slurm"):
-                raise UserError(f"--on {value!r} is not valid", where="flag --on", allowed="local, slurm")
-            return value
-    return "local"
+def _job_settings(settings: Study) -> dict[str, Setting]:
+    """The flags of the jobs over the site profile; none for a study on this machine."""
+    from paceline.integrations.slurm.prepare import with_site
+
+    for setting in settings.job:
+        if settings.on != "slurm":
+            raise UserError(f"{setting.field.flag} needs --on slurm", where=setting.where, hint="--on slurm")
+        if setting.field.name in _SET_BY_STUDY:
+            raise UserError("the study decides this for each cell", where=setting.where, hint="leave it out")
+    if settings.on != "slurm":
+        return {}
+    return {name: setting for name, setting in with_site(settings.job).items() if name not in _SET_BY_STUDY}
 
 
-def _value(typed: JobSettings, name: str, default: str = "") -> str:
-    return typed[name].values[-1] if name in typed else default
-
-
-def _plan(typed: JobSettings, train: list[str], place: str) -> tuple[LoadedConfig, StudySpec]:
+def _plan(settings: Study, job: JobSpec | None) -> tuple[LoadedConfig, StudySpec]:
     from paceline.launch.request import read_request
-    from paceline.tools.study.plan import Asked, plan_study, refuse_taken
 
-    asked = Asked(
-        _value(typed, "world_sizes"),
-        _value(typed, "strategies", Asked.strategies),
-        _value(typed, "repeats", Asked.repeats),
-        _value(typed, "scaling", Asked.scaling),
-    )
-    has_recipe = bool(train) and not train[0].startswith("-")
-    flags = train[1:] if has_recipe else train
-    refuse_taken(flags)
-    loaded = read_request(train)
-    threads = _threads_of_jobs(typed) if place == "slurm" else 0
-    return loaded, plan_study(loaded, asked, flags, place=place, threads=threads)
+    asked = Asked(settings.world_sizes, settings.strategies, settings.repeats, settings.scaling)
+    refuse_taken(settings.flags)
+    loaded = read_request(settings.recipe, settings.flags)
+    threads = 0
+    if job is not None and not job.gpus:
+        # The same threads per rank in every cell: the share of a rank on the fullest node.
+        threads = max(1, job.cpus_per_task // job.ranks_per_node * job.tasks_per_node)
+    return loaded, plan_study(loaded, asked, settings.flags, place=settings.on, threads=threads)
 
 
-def _threads_of_jobs(typed: JobSettings) -> int:
-    """Of a rank, in every cell alike: what the widest node grants to each of its ranks. On GPUs it does not matter."""
-    job = _parse(typed)
-    if job.gpus:
-        return 0
-    return max(1, job.cpus_per_task // job.ranks_per_node * job.tasks_per_node)
-
-
-def _parse(typed: JobSettings) -> JobSpec:
-    from paceline.launch.job import parse_job
-
-    return parse_job(_settings(typed))
-
-
-def _settings(typed: JobSettings) -> JobSettings:
-    from paceline.cli.submit_slurm import with_site
-
-    return with_site({name: given for name, given in typed.items() if name not in _OWN})
-
-
-def _check_jobs(typed: JobSettings, loaded: LoadedConfig, shapes: dict[int, JobSpec], cells: list[CellState]) -> None:
-    """What is missing here, or what this cluster can never start, is said before the first job is submitted."""
-    from collections import Counter
-    from dataclasses import replace
-
-    from paceline.cli.submit_slurm import check_cluster
+def _check_jobs(
+    given: Mapping[str, Setting], loaded: LoadedConfig, shapes: dict[int, JobSpec], cells: list[CellState]
+) -> None:
+    """Before the first job is submitted: missing inputs, and jobs that this cluster can never start."""
+    from paceline.integrations.slurm.prepare import check_cluster
     from paceline.launch.inputs import require_inputs
 
     sizes = Counter(found.cell.world_size for found in cells)
     jobs = [replace(shapes[size], array=f"0-{count - 1}", resume="") for size, count in sorted(sizes.items())]
     if jobs:
         require_inputs(loaded, brings_own_weights=bool(jobs[0].container_image or jobs[0].environment))
-        where = {"nodes": Given((), "flag --world-sizes"), **_settings(typed)}
-        check_cluster(jobs, where)
+        check_cluster(jobs, given, places={"nodes": "flag --world-sizes"})
 
 
-def _check_cells(train: list[str], spec: StudySpec) -> None:
-    """What `train` would say of any cell, said before the first one starts."""
+def _check_cells(spec: StudySpec) -> None:
+    """Every check that `train` would make of any cell, before the first one starts."""
     from paceline.launch.request import read_request
     from paceline.settings.rules import check_world
 
     for cell in {(c.strategy, c.world_size, c.global_batch_size) for c in spec.cells()}:
         strategy, size, batch = cell
         flags = [*spec.flags, f"--strategy={strategy}", f"--global-batch-size={batch}"]
-        check_world(read_request([spec.recipe, *flags]), size)
+        check_world(read_request(spec.recipe, flags), size)
 
 
-def _shapes(
-    typed: JobSettings, loaded: LoadedConfig, train: list[str], spec: StudySpec, folder: Path
-) -> dict[int, JobSpec]:
-    """The job of each world size: as few nodes as it needs."""
-    from dataclasses import replace
-
-    from paceline.cli.submit_slurm import complete
+def _shapes(settings: Study, job: JobSpec, loaded: LoadedConfig, spec: StudySpec, folder: Path) -> dict[int, JobSpec]:
+    """The job of each world size, on as few nodes as possible."""
     from paceline.integrations.slurm.client import require_sbatch
+    from paceline.integrations.slurm.prepare import complete
 
-    job = _parse(typed)
-    if "dry_run" not in typed:
+    if not settings.dry_run:
         require_sbatch()
     most = job.ranks_per_node
     shapes = {}
@@ -202,20 +176,18 @@ def _shapes(
         shape = replace(job, nodes=size // ranks, ranks_per_node=ranks, gpus=gpus, folder=folder / "jobs")
         if not any(line.startswith(_SHARING) for line in job.sbatch):
             shape = replace(shape, sbatch=(*job.sbatch, "--exclusive"))
-        shapes[size] = complete(shape, loaded, train)
+        shapes[size] = complete(shape, loaded, settings.flags)
     return shapes
 
 
 def _state_isolation(spec: StudySpec, shapes: dict[int, JobSpec]) -> StudySpec:
     """Jobs that share a node slow each other down, so their times do not compare."""
-    from dataclasses import replace
-
     if not shapes:
         return spec
     lines = next(iter(shapes.values())).sbatch
     is_alone = "--exclusive" in lines  # --exclusive=user shares nodes among the cells
     words = (
-        "every cell has its nodes for itself (--exclusive)"
+        "no cell shares its nodes with another job (--exclusive)"
         if is_alone
         else "cells may share nodes with other jobs, which changes their times"
     )
@@ -240,7 +212,6 @@ def _show_grid(
         for found in todo[:1]:
             print("command   paceline " + shlex.join(spec.command(found.cell, folder)))
         return
-    from paceline.launch.job import parse_time_s
     from paceline.tools.study.queue import write_scripts
 
     limit = {size: parse_time_s(job.time) / 3600 if job.time else None for size, job in shapes.items()}
@@ -267,7 +238,7 @@ def _run(folder: Path, spec: StudySpec, states: list[CellState], shapes: dict[in
                 run_local(folder, spec, states, retries=retries, on_change=board.update)
     except KeyboardInterrupt:
         words = "the jobs stay in the queue; " if shapes else ""
-        print(f"\nstopped; {words}the same command goes on", file=sys.stderr)
+        print(f"\nstopped; {words}the same command continues", file=sys.stderr)
         raise
 
 
@@ -287,17 +258,10 @@ def _finish(folder: Path, spec: StudySpec, states: list[CellState]) -> int:
     return EXIT_DIFFERENT if failed else EXIT_FINISHED
 
 
-def _collect(arguments: list[str]) -> int:
-    from paceline.cli.submit_common import split_flags
+def collect_runs(settings: Collect) -> int:
     from paceline.tools.study.by_hand import collect
 
-    typed, names = split_flags(arguments, {"output_dir": _OWN["output_dir"]})
-    unknown = next((name for name in names if name.startswith("-")), None)
-    if unknown is not None or not names:
-        hint = "paceline study collect runs/a runs/b"
-        raise UserError("paceline study collect needs runs", got=unknown or "none", hint=hint)
-    folder = Path(_value(typed, "output_dir")) if "output_dir" in typed else None
-    table, lines, code = collect(names, folder)
+    table, lines, code = collect(list(settings.run), settings.output_dir)
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     for row in table:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
@@ -306,12 +270,17 @@ def _collect(arguments: list[str]) -> int:
     return code
 
 
-def _report_only(arguments: list[str]) -> int:
+def report(settings: Report) -> int:
     from paceline.tools.study.cells import read_states
     from paceline.tools.study.grid import read_spec
 
-    if len(arguments) != 1 or arguments[0].startswith("-"):
-        raise UserError("paceline study report needs one study", got=" ".join(arguments), hint="its folder")
-    folder = Path(arguments[0]).absolute()
+    folder = settings.study.absolute()
     spec = read_spec(folder)
     return _finish(folder, spec, read_states(folder, spec))
+
+
+COMMANDS = (
+    Command("study", Study, study, helps_without_arguments=True),
+    Command("study report", Report, report),
+    Command("study collect", Collect, collect_runs),
+)

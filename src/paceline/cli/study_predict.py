@@ -1,67 +1,88 @@
-"""`paceline study predict STUDY --world-sizes 16,64`: what sizes nobody has run would do."""
+"""`paceline study predict`: what a study says about sizes that were not measured."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from paceline.cli.submit_common import split_flags
+from paceline.cli.command import Command
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.settings.sites import JobSetting
+from paceline.settings.declare import Arg, Range
+from paceline.settings.values import Setting, invalid
+from paceline.tools.study.model import Link
 
 if TYPE_CHECKING:
     from paceline.tools.study.collect import Measured
-    from paceline.tools.study.model import Link, Prediction, StepModel
+    from paceline.tools.study.model import Prediction, StepModel
 
-_OWN = {
-    "world_sizes": JobSetting("world_sizes", "N,N", "numbers of ranks, as 16,64,256"),
-    "link": JobSetting("link", "SPEED,LATENCY", "the network between them, as 100Gbit/s,2us"),
-    "epochs": JobSetting("epochs", "N", "how long a training"),
-    "price": JobSetting("price", "NUMBER", "of one rank for an hour, in any currency"),
-    "batch": JobSetting("batch", "N", "the global batch, if not the study's"),
-    "scaling": JobSetting("scaling", "KIND", "strong: the study's batch on all ranks; weak: times the ranks"),
-    "json": JobSetting("json", "", "for machines", "switch"),
-}
 _SPEED = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<kind>bit|B)/s")
 _LATENCY = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|ns)")
 _FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9}
 _MOST_RANKS = 1_000_000
+_POSITIVE = Range(low=0, high=float("inf"), open_low=True, open_high=True)
 
 
-def predict(arguments: list[str]) -> int:
+def parse_link(text: str, setting: Setting) -> Link:
+    """100Gbit/s,2us or 12.5GB/s,2us."""
+    speed, _, latency = text.partition(",")
+    fast, late = _SPEED.fullmatch(speed.strip()), _LATENCY.fullmatch(latency.strip() or "0us")
+    if fast is None or late is None or float(fast["number"]) == 0:
+        raise invalid(setting, text, "a speed and a latency, as 100Gbit/s,2us")
+    bits = float(fast["number"]) * _FACTORS[fast["unit"]] * (8 if fast["kind"] == "B" else 1)
+    return Link(bits, float(late["number"]) * _FACTORS[late["unit"]])
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Predict the times of sizes that were not measured, from the cells of a study."""
+
+    study: Annotated[Path, Arg(place="word")]
+    """The folder of the study, or its results.csv."""
+    world_sizes: Annotated[
+        tuple[int, ...],
+        Range(low=1, high=_MOST_RANKS),
+        Arg("N,N", many="commas", allowed="whole numbers, as 16,64,256"),
+    ] = (16, 64, 256)
+    """Numbers of ranks."""
+    link: Annotated[Link | None, Arg("SPEED,LATENCY", parse=parse_link)] = None
+    """The network between them, for example 100Gbit/s,2us."""
+    epochs: Annotated[float, _POSITIVE] = 1.0
+    """Epochs of the training."""
+    price: Annotated[float | None, _POSITIVE] = None
+    """Price of one rank for an hour, in any currency."""
+    batch: Annotated[int | None, Range(low=1)] = None
+    """The global batch (the study's unless given)."""
+    scaling: Literal["strong", "weak"] = "strong"
+    """strong: the same batch on all ranks. weak: times the ranks."""
+    json: bool = False
+    """Print JSON."""
+
+
+def predict(settings: Predict) -> int:
     from paceline.tools.study.model import fit
 
-    typed, rest = split_flags(arguments, _OWN)
-    values = {name: given.values[-1] for name, given in typed.items()}
-    if len(rest) != 1 or rest[0].startswith("-"):
-        raise UserError(
-            "predict needs one study",
-            got=" ".join(rest) or "none",
-            hint="paceline study predict STUDY --world-sizes 16,64",
-        )
-    sizes = _sizes(values.get("world_sizes", "16,64,256"))
-    link = read_link(values["link"]) if "link" in values else None
-    scaling = values.get("scaling", "strong")
-    if scaling not in ("strong", "weak"):
-        raise UserError(f"--scaling {scaling!r} is not valid", where="flag --scaling", allowed="strong, weak")
-    cells = _read_cells(Path(rest[0]))
-    batch = int(_positive(values, "batch") or cells[0].cell.global_batch_size)
-    epochs, price = _positive(values, "epochs") or 1.0, _positive(values, "price")
+    sizes, link, epochs, price = sorted(set(settings.world_sizes)), settings.link, settings.epochs, settings.price
+    cells = _read_cells(settings.study)
+    batch = settings.batch or cells[0].cell.global_batch_size
     samples = cells[0].steps_per_epoch * cells[0].cell.global_batch_size
     strategies = dict.fromkeys(cell.cell.strategy for cell in cells)
+    where = str(settings.study)
     try:
         models = {strategy: model for strategy in strategies if (model := fit(cells, strategy)) is not None}
-        table = {name: [_ask(model, size, batch, scaling, link) for size in sizes] for name, model in models.items()}
-        rows = [_row(name, p, epochs * samples, price) for name, said in table.items() for p in said]
+        table = {
+            name: [_predict_one(model, size, batch, settings.scaling, link) for size in sizes]
+            for name, model in models.items()
+        }
+        rows = [_row(name, one, epochs * samples, price) for name, found in table.items() for one in found]
     except ArithmeticError as error:
-        raise UserError("the times of this study are too large or too small", where=rest[0], got=str(error)) from error
+        raise UserError("the times of this study are too large or too small", where=where, got=str(error)) from error
     if not models:
-        raise UserError(
-            "one size says nothing of scale", where=rest[0], allowed="finished cells of at least two world sizes"
-        )
-    if "json" in typed:
+        allowed = "finished cells of at least two world sizes"
+        raise UserError("one world size is not enough for a prediction", where=where, allowed=allowed)
+    if settings.json:
         print(json.dumps(rows, indent=2))
     else:
         _print(rows, models, cells, link, epochs, has_price=price is not None)
@@ -80,7 +101,7 @@ def _read_cells(path: Path) -> list[Measured]:
     return cells
 
 
-def _ask(model: StepModel, size: int, batch: int, scaling: str, link: Link | None) -> Prediction:
+def _predict_one(model: StepModel, size: int, batch: int, scaling: str, link: Link | None) -> Prediction:
     samples = batch / size if scaling == "strong" else float(batch)
     if samples < 1:
         raise UserError(
@@ -92,23 +113,23 @@ def _ask(model: StepModel, size: int, batch: int, scaling: str, link: Link | Non
     return model.predict(size, samples, link)
 
 
-def _row(strategy: str, said: Prediction, samples: float, price: float | None) -> dict[str, object]:
-    batch = said.samples_per_rank * said.world_size
+def _row(strategy: str, found: Prediction, samples: float, price: float | None) -> dict[str, object]:
+    batch = found.samples_per_rank * found.world_size
     hours = [
         None if step is None else samples / batch * step / 3600
-        for step in (said.step_s.value, said.step_s.low, said.step_s.high)
+        for step in (found.step_s.value, found.step_s.low, found.step_s.high)
     ]
     row: dict[str, object] = {
         "strategy": strategy,
-        "world_size": said.world_size,
+        "world_size": found.world_size,
         "global_batch_size": round(batch),
-        "step_ms": [_ms(said.step_s.value), _ms(said.step_s.low), _ms(said.step_s.high)],
-        "images_per_second": batch / said.step_s.value,
-        "efficiency": [said.efficiency.value, said.efficiency.low, said.efficiency.high],
+        "step_ms": [_ms(found.step_s.value), _ms(found.step_s.low), _ms(found.step_s.high)],
+        "images_per_second": batch / found.step_s.value,
+        "efficiency": [found.efficiency.value, found.efficiency.low, found.efficiency.high],
         "hours": hours,
     }
     if price is not None:
-        row["cost"] = [None if h is None else h * said.world_size * price for h in hours]
+        row["cost"] = [None if h is None else h * found.world_size * price for h in hours]
     return row
 
 
@@ -147,7 +168,7 @@ def _print(
         print(f"{strategy}: fitted to {sizes} ranks, noise of a run {model.noise:.1%}{check}")
         if len([size for size in model.sizes if size > 1]) < 2 and link is None:
             print(f"  {_ONE_SIZE}")
-    print("in brackets: 95 % intervals, by the cells' own noise; a machine of another kind is not in them")
+    print("in brackets: 95 % intervals, from the noise of the cells; they do not cover another kind of machine")
 
 
 _ONE_SIZE = "only one size beyond one rank was run, so how communication grows is not known: --link helps"
@@ -168,36 +189,4 @@ def _duration(hours: object) -> str:
     return _range([None if h is None else h * per_hour for h in hours], "{:,.3g}") + f" {unit}"
 
 
-def read_link(text: str) -> Link:
-    """100Gbit/s,2us or 12.5GB/s,2us."""
-    from paceline.tools.study.model import Link
-
-    speed, _, latency = text.partition(",")
-    fast, late = _SPEED.fullmatch(speed.strip()), _LATENCY.fullmatch(latency.strip() or "0us")
-    if fast is None or late is None or float(fast["number"]) == 0:
-        raise UserError(
-            f"--link {text!r} is not valid", where="flag --link", allowed="a speed and a latency, as 100Gbit/s,2us"
-        )
-    bits = float(fast["number"]) * _FACTORS[fast["unit"]] * (8 if fast["kind"] == "B" else 1)
-    return Link(bits, float(late["number"]) * _FACTORS[late["unit"]])
-
-
-def _sizes(text: str) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(w.isascii() and w.isdecimal() and 1 <= int(w) <= _MOST_RANKS for w in words):
-        raise UserError(
-            f"--world-sizes {text!r} is not valid", where="flag --world-sizes", allowed="whole numbers, as 16,64,256"
-        )
-    return sorted({int(word) for word in words})
-
-
-def _positive(values: dict[str, str], name: str) -> float | None:
-    if name not in values:
-        return None
-    try:
-        number = float(values[name])
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise UserError(f"--{name} {values[name]!r} is not valid", where=f"flag --{name}", allowed="a number above 0")
-    return number
+COMMANDS = (Command("study predict", Predict, predict),)

@@ -1,4 +1,4 @@
-"""`paceline submit kubernetes RECIPE [flags]`: check everything, write job.yaml, hand it to the cluster."""
+"""`paceline submit kubernetes`: check everything, write job.yaml, submit it."""
 
 from __future__ import annotations
 
@@ -6,105 +6,97 @@ import importlib.util
 import re
 import sys
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from paceline.cli.submit_common import (
-    check_ranks,
-    count_ranks,
-    default_threads,
-    is_finished,
-    keep_record,
-    list_flags,
-    refuse_second_job,
-    require_writable,
-    seconds_to_save,
-    split_flags,
-    tell_how_to_go_on,
-)
+from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.integrations.kubernetes.client import Cluster, read_kubernetes_state
-from paceline.integrations.kubernetes.flags import kubernetes_settings, parse_kubernetes_job
-from paceline.integrations.kubernetes.job import DATA_PATH, FILES_PATH, RUNS_PATH, KubernetesJob, as_name, longest_name
+from paceline.integrations.kubernetes.job import KubernetesJob, longest_name, parse_kubernetes_job
 from paceline.integrations.kubernetes.manifest import MANIFEST, write_manifest
+from paceline.integrations.kubernetes.values import as_name
+from paceline.integrations.kubernetes.volumes import DATA_PATH, FILES_PATH, RUNS_PATH
 from paceline.launch.job_record import RECORD, JobRecord, read_record, write_private
 from paceline.runs.folder import RUNS, RunFolder
 from paceline.runs.patience import names_in
+from paceline.settings.declare import FlagsOf
+from paceline.settings.values import Setting, latest
 
-if TYPE_CHECKING:  # the parser behind it takes longer to import than --help may
+if TYPE_CHECKING:  # imported late: --help must be fast
     from paceline.runs.place import RunPlace
     from paceline.settings.load import LoadedConfig
 
-_ABOUT = """\
-usage: paceline submit kubernetes RECIPE --image IMAGE --runs CLAIM [flags]
-
-Check a recipe and its flags, write the manifest of a Kubernetes job into the run folder, and submit it; or, without a
-client: --dry-run | kubectl apply -f -. Needs --gpus-per-node, --gpus or --processes-per-node.
-Every flag of `paceline train` may be given, but --processes. More: docs/guides/kubernetes.md
-
-"""
 _DEFAULT_GRACE_S = 120
 _LONGEST_BACK_OFF_S = 600  # of the Job controller, before it replaces a pod
 _LARGEST_FILES_BYTES = 900_000  # an object of the cluster holds a megabyte
-_MADE_DATA = ("shapes", "synthetic")  # comes from nowhere
-# Decided by the manifest itself, so not handed on as typed.
-_TAKEN = ("output_dir", "resume", "load_policy", "best_is_latest", "processes", "data_dir")
+_MADE_DATA = ("shapes", "synthetic")  # generated
+# Settings that the manifest decides.
+_SET_BY_MANIFEST = ("output_dir", "resume", "load_policy", "best_is_latest", "processes", "data_dir")
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments or {"-h", "--help"} & set(arguments):
-        print(_ABOUT + list_flags(kubernetes_settings()), end="")
-        return EXIT_FINISHED
+@dataclass(frozen=True)
+class SubmitKubernetes(RecipeSettings):
+    """Check a recipe and its flags, write the manifest of a Kubernetes job into the run folder, and submit it.
+
+    Needs --image, --runs, and --gpus-per-node, --gpus or --processes-per-node. Without a client on this machine:
+    --dry-run | kubectl apply -f -. Every flag of `paceline train` may be given, except --processes. More:
+    docs/guides/kubernetes.md
+    """
+
+    dry_run: bool = False
+    """Print the manifest, submit nothing."""
+    job: Annotated[tuple[Setting, ...], FlagsOf(KubernetesJob)] = ()
+
+
+def submit_kubernetes(settings: SubmitKubernetes) -> int:
+    from paceline.launch.submission import default_threads, is_finished, require_writable
     from paceline.runs.place import claimed
 
-    typed, train = split_flags(arguments, kubernetes_settings())
-    job = parse_kubernetes_job(typed)
-    is_dry_run = "dry_run" in typed
-    loaded = _read_train(train, job)
+    job = parse_kubernetes_job(latest(settings.job))
+    loaded = _read_request(settings, job)
     if job.nodes > 1 and job.start_timeout_s < _LONGEST_BACK_OFF_S:
         print(
-            f"warning: --start-timeout {job.start_timeout_s} is shorter than the delay before a pod that failed often"
+            f"warning: --start-timeout-s {job.start_timeout_s} is shorter than the delay before a pod that failed often"
             f" is replaced (up to {_LONGEST_BACK_OFF_S} s); the others would give up",
             file=sys.stderr,
         )
     place = _place(loaded)
     folder = RunFolder(place.folder)
-    earlier = None if is_dry_run else _earlier_job(folder)
+    earlier = None if settings.dry_run else _earlier_job(folder)
     if is_finished(folder, loaded):
         return EXIT_FINISHED
     require_writable(folder.path)
-    command = ["paceline", "submit", "kubernetes", *arguments]
+    command = ["paceline", "submit", "kubernetes", *settings.as_arguments(settings.job)]
     job = replace(
         job,
-        command=tuple(word for word in command if word != "--dry-run"),
+        command=tuple(command),
         grace_s=_grace_s(folder, job),
         cpus=job.cpus or job.ranks_per_node * default_threads(loaded, has_gpus=job.has_gpus),
     )
-    named = _with_training(job, loaded, train, folder, earlier)
-    if is_dry_run:
+    named = _with_training(job, loaded, settings, folder, earlier)
+    if settings.dry_run:
         print(write_manifest(named), end="")
         return EXIT_FINISHED
     cluster = Cluster(job.context, job.namespace)
     cluster.require()  # before anything is written
     with claimed(place) as place:
         folder = RunFolder(place.folder)
-        return _submit(_with_training(job, loaded, train, folder, earlier), cluster, folder, command, earlier)
+        return _submit(_with_training(job, loaded, settings, folder, earlier), cluster, folder, command, earlier)
 
 
 # --- Checks -----------------------------------------------------------------------------------------------------------
 
 
-def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
-    """What `train` would say of its flags in the pods, as far as it can be said here."""
-    from paceline.launch.request import DEFAULT_RECIPE, require_folder
+def _read_request(settings: SubmitKubernetes, job: KubernetesJob) -> LoadedConfig:
+    """Every check that `train` would make in the pods and that can be made here."""
+    from paceline.launch.request import require_folder
+    from paceline.launch.submission import check_ranks
     from paceline.runs.trust import require_trusted_recipe
     from paceline.settings.load import load_config
     from paceline.settings.rules import check_config
 
-    has_recipe = bool(arguments) and not arguments[0].startswith("-")
-    recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
-    loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
+    loaded = load_config(settings.recipe, settings.flags)
     check_config(loaded)
     require_trusted_recipe(loaded)
     require_folder(loaded, "a Kubernetes job")
@@ -113,7 +105,7 @@ def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
     run = loaded.config.run
     if run.resume not in ("", "auto"):
         raise UserError(
-            "a job goes on in the folder of its own run",
+            "a job continues in the folder of its own run",
             where=loaded.where("resume"),
             got=run.resume,
             allowed="auto",
@@ -123,7 +115,7 @@ def _read_train(arguments: list[str], job: KubernetesJob) -> LoadedConfig:
 
 
 def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
-    """Names are looked up here. Paths must lie on a volume: what is there only the pods can see."""
+    """Check names here. Paths must be on a volume, which only the pods can read."""
     from paceline.data.registry import check_data_config, check_dataset_name
     from paceline.launch.request import check_functions
     from paceline.models.external import COLLECTIONS
@@ -140,7 +132,7 @@ def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
     if config.data.dataset not in _MADE_DATA and loaded.origin("data_dir") == "flag":
         _require_on_volume(loaded, "data_dir", config.data.data_dir, job)
     elif config.data.dataset == "folder" and not job.holds(DATA_PATH):
-        raise UserError("where is the folder of pictures?", allowed="--data CLAIM, or --data /PATH of every node")
+        raise UserError("the folder of pictures is missing", allowed="--data CLAIM, or --data /PATH of every node")
     if config.model.weights in ("none", "imagenet") or "." not in Path(config.model.weights).name:
         check_weights(config.model)
     else:
@@ -161,7 +153,7 @@ def _require_on_volume(loaded: LoadedConfig, name: str, path: str, job: Kubernet
 
 
 def _place(loaded: LoadedConfig) -> RunPlace:
-    """Here, for the manifest and the job's name; the run itself is in the cluster, in a folder of the same name."""
+    """The local folder, for the manifest. The run is in a folder of the same name in the cluster."""
     from paceline.runs.place import RunPlace, new_place
 
     given = loaded.config.run.output_dir
@@ -174,7 +166,9 @@ def _place(loaded: LoadedConfig) -> RunPlace:
 
 
 def _earlier_job(folder: RunFolder) -> JobRecord | None:
-    """The job before, if there was one. One that still waits or runs is refused."""
+    """The earlier job of this run, if there was one. One that still waits or runs is refused."""
+    from paceline.launch.submission import refuse_second_job
+
     record = read_record(folder.path)
     if record is None or record.scheduler != "kubernetes":
         return record
@@ -194,17 +188,19 @@ def _job_name(job: KubernetesJob, folder: RunFolder, earlier: JobRecord | None) 
 
 
 def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:
-    """Enough to save: a run that has saved before knows how long that takes."""
+    """Enough time to save, from the duration of an earlier save if there was one."""
+    from paceline.launch.submission import seconds_to_save
+
     save_s, needed_s = seconds_to_save(folder)
     if not job.grace_s:
         return max(_DEFAULT_GRACE_S, 2 * needed_s) if save_s else _DEFAULT_GRACE_S
     if save_s and job.grace_s < needed_s:
         raise UserError(
-            "the grace leaves too little time to save",
-            where="flag --grace",
+            "the grace period leaves too little time to save",
+            where="flag --grace-s",
             got=f"{job.grace_s} s; the last save of this run took {save_s:.1f} s",
             allowed=f"{needed_s} s or more",
-            hint=f"--grace {needed_s}",
+            hint=f"--grace-s {needed_s}",
         )
     return job.grace_s
 
@@ -213,33 +209,34 @@ def _grace_s(folder: RunFolder, job: KubernetesJob) -> int:
 
 
 def _with_training(
-    job: KubernetesJob, loaded: LoadedConfig, train: list[str], folder: RunFolder, earlier: JobRecord | None
+    job: KubernetesJob,
+    loaded: LoadedConfig,
+    settings: SubmitKubernetes,
+    folder: RunFolder,
+    earlier: JobRecord | None,
 ) -> KubernetesJob:
-    """The job's name, the arguments of `paceline train` as pods need them, and the files they name."""
-    from paceline.settings.load import parse_flags
+    """The job with its name, the arguments of `paceline train` for the pods, and the files that they name."""
     from paceline.settings.recipe_file import shipped_recipes
 
     files: dict[str, Path] = {}
     recipe = loaded.recipe_path.stem
     if shipped_recipes().get(recipe) != loaded.recipe_path:
         recipe = _take_along(loaded.recipe_path, files, f"{loaded.recipe_name}.yaml")
-    has_recipe = bool(train) and not train[0].startswith("-")
-    flags = {setting.field.name: setting.tokens() for setting in parse_flags(train[1:] if has_recipe else train)}
+    flags = {setting.field.name: setting.tokens() for setting in settings.flags}
     flags |= _ship_code(loaded, files)
     arguments = [recipe]
     for name, tokens in flags.items():
-        if name not in _TAKEN:
+        if name not in _SET_BY_MANIFEST:
             arguments += tokens
-    arguments += _settled(job, loaded, folder)
+    arguments += _decided_here(job, loaded, folder)
     name = _job_name(job, folder, earlier)
     return replace(job, name=name, train=tuple(arguments), files=_read_files(files))
 
 
 def _ship_code(loaded: LoadedConfig, files: dict[str, Path]) -> dict[str, list[str]]:
-    """Flags that name each function of the user's own where pods find its file. Modules must be in the image."""
+    """Flags that name the user's functions by the paths in the pods. Modules must be in the image."""
     from paceline.settings.code import code_references
     from paceline.settings.fields import field_table
-    from paceline.settings.recipe_file import Setting
 
     shipped: dict[str, list[str]] = {}
     for item in code_references(loaded.config):
@@ -252,15 +249,15 @@ def _ship_code(loaded: LoadedConfig, files: dict[str, Path]) -> dict[str, list[s
 
 
 def _take_along(path: Path, files: dict[str, Path], name: str = "") -> str:
-    """Where pods will find a file of ours."""
-    name = re.sub(r"[^A-Za-z0-9._-]", "-", name or path.name)  # what a key of a ConfigMap may hold
+    """The path of a local file in the pods."""
+    name = re.sub(r"[^A-Za-z0-9._-]", "-", name or path.name)  # allowed in a key of a ConfigMap
     if files.setdefault(name, path).resolve() != path.resolve():
         raise UserError("two files of one name", got=f"{files[name]} and {path}", hint="rename one of them")
     return f"{FILES_PATH}/{name}"
 
 
-def _settled(job: KubernetesJob, loaded: LoadedConfig, folder: RunFolder) -> list[str]:
-    """What the pods would otherwise find out by looking at their node, which shows them more than is theirs."""
+def _decided_here(job: KubernetesJob, loaded: LoadedConfig, folder: RunFolder) -> list[str]:
+    """Flags that pods would otherwise compute from their node, which has more than their share."""
     config = loaded.config
     arguments = [f"--processes={job.ranks_per_node}"]
     if loaded.origin("device") == "default":
@@ -272,7 +269,7 @@ def _settled(job: KubernetesJob, loaded: LoadedConfig, folder: RunFolder) -> lis
         elsewhere = DATA_PATH if job.holds(DATA_PATH) else "/tmp"
         arguments.append(f"--data-dir={config.data.data_dir if is_given else elsewhere}")
     if config.run.load_policy != "fresh":
-        arguments.append("--load-policy=fresh")  # a pod that comes back goes on with its run, and no other
+        arguments.append("--load-policy=fresh")  # a replaced pod continues its own run
     if config.run.best_is_latest:
         arguments.append("--no-best-is-latest")
     arguments.append(f"--output-dir={RUNS_PATH}/{folder.path.absolute().name}")
@@ -290,7 +287,7 @@ def _read_files(files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
             raise UserError("this file is not text", where=str(path), got=error.reason) from error
     if sum(len(text.encode()) for _, text in texts) > _LARGEST_FILES_BYTES:
         raise UserError(
-            "these files are too large to travel with the job",
+            "these files are too large for the manifest",
             got=", ".join(str(path) for path in files.values()),
             allowed=f"{_LARGEST_FILES_BYTES:,} bytes in all",
             hint="put them into the image, or onto a volume",
@@ -301,6 +298,8 @@ def _read_files(files: dict[str, Path]) -> tuple[tuple[str, str], ...]:
 def _submit(
     job: KubernetesJob, cluster: Cluster, folder: RunFolder, command: list[str], earlier: JobRecord | None
 ) -> int:
+    from paceline.launch.submission import count_ranks, keep_record, print_next_commands
+
     was_empty = not names_in(folder.path)
     new_folders = [path for path in (folder.path, *folder.path.parents) if not path.exists()]
     folder.path.mkdir(parents=True, exist_ok=True)
@@ -327,5 +326,16 @@ def _submit(
     )
     keep_record(record, folder)
     print(f"{job.api} {job.name} is in namespace {cluster.namespace}: {count_ranks(job.world_size, job.nodes)}")
-    tell_how_to_go_on(folder, f"({MANIFEST}, {RECORD}); in the pods {RUNS_PATH}/{folder.path.absolute().name}")
+    print_next_commands(folder, f"({MANIFEST}, {RECORD}); in the pods {RUNS_PATH}/{folder.path.absolute().name}")
     return EXIT_FINISHED
+
+
+COMMANDS = (
+    Command(
+        "submit kubernetes",
+        SubmitKubernetes,
+        submit_kubernetes,
+        helps_without_arguments=True,
+        other_names=("k8s", "kube"),
+    ),
+)

@@ -86,7 +86,7 @@ def report_failure(end: AttemptEnd, folder: RunFolder, *, attempt: int, attempts
     if end.hung:
         stands_at = _line_of(stacks_of(culprit.rank))
         stacks = "" if folder.is_temporary else f"every rank's stack is in {folder.stacks}; "
-        found = Explanation(Cause.HANG, hint=f"{stacks}--hang-timeout sets the deadline")
+        found = Explanation(Cause.HANG, hint=f"{stacks}--hang-timeout-s sets the deadline")
     else:
         found = _explain(culprit, code, oom_kills)
         if found.cause in (Cause.RANK_KILLED, Cause.RANK_EXITED):

@@ -1,8 +1,9 @@
-"""What everybody who trains has in common: a recipe, flags, and every check that needs no torch."""
+"""Reads a request to train: a recipe, flags, and every check that needs no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from paceline.data.known_files import require_data_folder
 from paceline.data.reference import check_reference
@@ -18,39 +19,37 @@ from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import RankEnvironment, count_gpus
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.processes import ProcessRange, parse_processes
+from paceline.settings.recipe_file import DEFAULT_RECIPE, RESOLVED
 from paceline.settings.rules import check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.values import Setting
 from paceline.settings.variables import check_numbers
 
-DEFAULT_RECIPE = "shapes-cnn"
 _MOST_CPU_RANKS = 4
 _OWN_COLUMNS = ("kind", "step", "epoch", "phase", "loss", "accuracy", "throughput", "time")
 
 
-def read_request(arguments: list[str]) -> LoadedConfig:
-    """Resolve and check a recipe and its flags. Without a recipe, the default one."""
-    has_recipe = bool(arguments) and not arguments[0].startswith("-")
-    recipe = arguments[0] if has_recipe else DEFAULT_RECIPE
-    loaded = load_config(recipe, arguments[1:] if has_recipe else arguments)
-    loaded = _leave_folder_of_run(loaded)
+def read_request(recipe: str = DEFAULT_RECIPE, flags: Sequence[str | Setting] = ()) -> LoadedConfig:
+    """Resolve and check a recipe and its flags, given as arguments or as settings."""
+    loaded = _leave_folder_of_run(load_config(recipe, flags))
     check_loaded(loaded)
     return loaded
 
 
 def _leave_folder_of_run(loaded: LoadedConfig) -> LoadedConfig:
-    """A run's own config.yaml names the run's folder, which is no place for a rehearsal unless it is typed."""
-    is_typed = loaded.origin("output_dir") == "flag"
-    if is_typed or not loaded.config.run.rehearse or loaded.recipe_path.name != "config.yaml":
+    """A run's config.yaml names the run's folder. A rehearsal does not use that folder unless a flag names it."""
+    is_flag = loaded.origin("output_dir") == "flag"
+    if is_flag or not loaded.config.run.rehearse or loaded.recipe_path.name != RESOLVED:
         return loaded
     run = dataclasses.replace(loaded.config.run, output_dir="")
     return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, run=run))
 
 
 def check_loaded(loaded: LoadedConfig) -> None:
-    """Everything that can be said of a request before its number of ranks is known."""
+    """Every check that does not depend on the number of ranks."""
     check_numbers()
     check_config(loaded)
     check_paths(loaded)
-    require_trusted_recipe(loaded)  # before a name is looked up: that may import a package
+    require_trusted_recipe(loaded)  # first: looking up a name may import a package
     check_data_config(loaded.config.data)
     require_data_folder(loaded.config.data, where=loaded.where("data_dir"), hint=fetch_command(loaded))
     check_train_split(loaded)
@@ -63,7 +62,7 @@ def check_loaded(loaded: LoadedConfig) -> None:
 
 
 def check_functions(loaded: LoadedConfig) -> None:
-    """A loss and metrics of the user's own: they exist, and every metric has a name to itself."""
+    """The user's loss and metrics must exist, and the names of metrics must be different."""
     train = loaded.config.train
     if train.loss:
         check_reference(train.loss, where=loaded.where("loss"))
@@ -88,7 +87,7 @@ def check_functions(loaded: LoadedConfig) -> None:
 
 
 def require_folder(loaded: LoadedConfig, who: str) -> None:
-    """A store's URL is for `paceline train` itself."""
+    """Refuse the URL of a store: only `paceline train` takes it."""
     output_dir = loaded.config.run.output_dir
     if is_url(output_dir):
         raise UserError(
@@ -100,9 +99,9 @@ def require_folder(loaded: LoadedConfig, who: str) -> None:
 
 
 def allowed_worlds(loaded: LoadedConfig) -> list[int]:
-    """The numbers of local ranks this run may have, smallest first: what the user said, and the batch allows.
+    """The numbers of local ranks this run may have, smallest first: those that flags and batch allow.
 
-    Where the user said nothing, it is the largest number that fits this machine.
+    Without --processes, only the largest number that fits this machine.
     """
     config = loaded.config
     if config.parallel.strategy == "single":
@@ -119,12 +118,12 @@ def allowed_worlds(loaded: LoadedConfig) -> list[int]:
 
 
 def decide_processes(loaded: LoadedConfig) -> int:
-    """How many local ranks to start with: the most that are allowed."""
+    """The number of local ranks to start with: the largest that is allowed."""
     return allowed_worlds(loaded)[-1]
 
 
 def check_joined_world(loaded: LoadedConfig, environment: RankEnvironment) -> None:
-    """Under another launcher the world size is given; what the recipe says of it must agree."""
+    """Another launcher decides the world size. The settings must allow it."""
     processes = loaded.config.parallel.processes
     if not parse_processes(processes).holds(environment.world_size):
         raise UserError(

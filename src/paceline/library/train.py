@@ -1,11 +1,11 @@
-"""`paceline.train(...)`: `paceline train` from Python."""
+"""`paceline.train(...)` and `paceline.plan(...)`: the commands of these names from Python."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, UserError
@@ -17,10 +17,13 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, claimed, decide_place
 from paceline.runs.trust import trusting_code
 from paceline.runtime.detect import read_rank_environment
-from paceline.settings.fields import FieldSpec, find_field, flatten
-from paceline.settings.recipe_file import unknown_name
+from paceline.settings.fields import field_table, find_field, flatten
 from paceline.settings.rules import check_faults, check_world
 from paceline.settings.small_files import not_plain, write_plain
+from paceline.settings.values import Setting, as_typed, check_texts, invalid, unknown_name
+
+if TYPE_CHECKING:
+    from paceline.training.plan import RunPlan
 
 Function = Callable[..., Any]
 NOTEBOOK_FILE = "functions.py"
@@ -56,12 +59,7 @@ def train(
     with explained(), trusting_code(trust_code):
         _refuse_within_a_rank()
         given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
-        settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
-        twice = settings.keys() & {name for name, value in flags.items() if value is not None}
-        if twice:
-            keyword = next(name for name, field in _NAMES.items() if field in twice)
-            raise UserError(f"{keyword} is given twice", where="paceline.train", got=f"{keyword} and {_NAMES[keyword]}")
-        settings |= flags | {"output_dir": output_dir}
+        settings = _settings(given, flags) | {"output_dir": output_dir}
         typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
         source = write_down(typed_in) if typed_in else ""
         with tempfile.TemporaryDirectory() as draft:  # a refused request leaves no file
@@ -74,7 +72,8 @@ def train(
                 before = _write_source(file, source)
                 if not quiet:
                     print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
-            arguments = [*_arguments(recipe, settings, file), f"--output-dir={_place(output_dir, folder)}"]
+            tokens = [token for setting in _as_settings(settings, file) for token in setting.tokens()]
+            arguments = [str(recipe), *tokens, f"--output-dir={_place(output_dir, folder)}"]
             try:
                 train_in_child(arguments, folder, quiet=quiet)
             except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
@@ -82,6 +81,47 @@ def train(
                     write_plain(file, before)
                 raise
         return Run(folder, trust_code=trust_code)
+
+
+def plan(
+    recipe: str | Path = "shapes-cnn",
+    *,
+    model: str | Function | None = None,
+    data: str | Function | None = None,
+    loss: str | Function | None = None,
+    metrics: str | Function | Sequence[str | Function] | None = None,
+    trust_code: bool = False,
+    **flags: Any,
+) -> RunPlan:
+    """The numbers of a run before it is trained: `plan("shapes-cnn", epochs=5).total_steps`, like `paceline plan`.
+
+    Takes the arguments of `train`, raises the same errors for mistakes, and starts and writes nothing.
+    """
+    with explained(), trusting_code(trust_code):
+        settings = _settings({"model": model, "data": data, "loss": loss, "metrics": metrics}, flags)
+        typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
+        with tempfile.TemporaryDirectory() as draft:
+            file = Path(draft) / NOTEBOOK_FILE
+            if typed_in:
+                file.write_text(write_down(typed_in), encoding="utf-8")
+            loaded = read_request(str(recipe), _as_settings(settings, file))
+            world_size = decide_processes(loaded)
+            check_world(loaded, world_size)
+            from paceline.data.registry import describe_dataset
+            from paceline.training.plan import make_plan
+
+            info = describe_dataset(loaded.config.data, loaded.config.train.seed)
+            return make_plan(loaded.config, info, world_size)
+
+
+def _settings(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
+    """The settings by the names of their flags. `model` and `model_name` may not both be given."""
+    settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
+    twice = settings.keys() & {name for name, value in flags.items() if value is not None}
+    if twice:
+        keyword = next(name for name, field in _NAMES.items() if field in twice)
+        raise UserError(f"{keyword} is given twice", where="paceline.train", got=f"{keyword} and {_NAMES[keyword]}")
+    return settings | flags
 
 
 def _write_source(file: Path, source: str) -> bytes | None:
@@ -105,7 +145,7 @@ def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path
     """Check everything that can be checked before the start."""
     if source:
         file.write_text(source, encoding="utf-8")
-    loaded = read_request(_arguments(recipe, settings, file))
+    loaded = read_request(str(recipe), _as_settings(settings, file))
     place = decide_place(loaded)
     check_world(loaded, decide_processes(loaded))
     check_faults(loaded, decide_processes(loaded))
@@ -139,30 +179,23 @@ def _items(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
-def _arguments(recipe: str | Path, settings: dict[str, Any], notebook_file: Path) -> list[str]:
-    """The equivalent command line."""
-    arguments = [str(recipe)]
-    for key, value in settings.items():
+def _as_settings(keywords: dict[str, Any], notebook_file: Path) -> list[Setting]:
+    """Keywords as settings: the same conversion and rules as for flags."""
+    settings = []
+    for key, value in keywords.items():
+        where = f"paceline.train({key}=...)"
         field = find_field(key)
         if field is None:
-            raise unknown_name(key, "paceline.train")
+            raise unknown_name(key, where, field_table())
         if value is None:
             continue
         words = [
-            reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else str(item)
+            reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else item
             for item in _items(value)
         ]
-        arguments += _flag(field, value, words)
-    return arguments
-
-
-def _flag(field: FieldSpec, value: Any, words: list[str]) -> list[str]:
-    if field.is_bool:
-        if not isinstance(value, bool):
-            raise UserError(f"{field.name}: {value!r} is not valid", where="paceline.train", allowed="True or False")
-        return [field.flag if value else field.flag.replace("--", "--no-", 1)]
-    if field.is_tuple:
-        return [field.flag, *words]
-    if len(words) != 1 or isinstance(value, bool | list | tuple):
-        raise UserError(f"{field.name}: {value!r} is not valid", where="paceline.train", allowed=field.expects)
-    return [f"{field.flag}={words[0]}"]
+        setting = check_texts(Setting(field, as_typed(words), "flag", where))
+        is_list = isinstance(value, list | tuple)
+        if isinstance(value, bool) != field.is_bool or (is_list and not field.is_tuple):
+            raise invalid(setting, repr(value), "True or False" if field.is_bool else "")
+        settings.append(setting)
+    return settings

@@ -208,7 +208,7 @@ class SafeStream(io.TextIOBase):
         waiting, self._waiting = bytes(self._waiting), bytearray()
         self._divert()
         self._keep(
-            f"note: {name} is gone ({self.loss}). The run continues, and its output continues here.{stop}\n".encode()
+            f"note: {name} is lost ({self.loss}). The run continues, and its output continues here.{stop}\n".encode()
         )
         self._keep(waiting)
 

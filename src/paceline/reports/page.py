@@ -1,6 +1,6 @@
 """Writes one self-contained HTML file: text, key figures, charts, tables and pictures.
 
-All input is text and is escaped. Paragraphs support `**bold**`, `` `code` `` and `[words](#section)`.
+All input is text and is escaped. Paragraphs support `**bold**`, `` `code` `` and `[text](#section)`.
 The page's policy forbids all requests and all other scripts. The same input gives the same bytes.
 """
 
@@ -27,7 +27,7 @@ Tone = Literal["", "good", "warn", "bad"]
 _ASSETS = Path(__file__).parent / "assets"
 _SCRIPTS = ("charts.js", "bars.js", "page.js")
 _MARKUP = re.compile(
-    r"`(?P<code>[^`]+)`|\*\*(?P<bold>.+?)\*\*|\[(?P<words>[^\]]+)\]\(#(?P<anchor>[A-Za-z0-9_-]+)\)", re.DOTALL
+    r"`(?P<code>[^`]+)`|\*\*(?P<bold>.+?)\*\*|\[(?P<text>[^\]]+)\]\(#(?P<anchor>[A-Za-z0-9_-]+)\)", re.DOTALL
 )
 _NUMBER_WORDS = re.compile(r"[-+±]?[\d][\d,.:]*( ?(%|x|×|s|ms|min|h|MB|MiB|GB|GiB|KiB|k|M))?")
 _DIGITS = 7  # significant digits of the numbers in charts
@@ -226,7 +226,7 @@ def _prose(text: str) -> str:
             return f"<code>{found['code']}</code>"
         if found["bold"]:
             return f"<strong>{found['bold']}</strong>"
-        return f'<a href="#{found["anchor"]}">{found["words"]}</a>'
+        return f'<a href="#{found["anchor"]}">{found["text"]}</a>'
 
     return _MARKUP.sub(mark, escape(text))
 
@@ -290,8 +290,8 @@ def _number_class(is_number: bool) -> str:
 
 
 def _is_numeric(values: Sequence[str | float | int | None]) -> bool:
-    told = [value for value in values if value not in (None, "", "-")]
-    return bool(told) and all(not isinstance(v, str) or _NUMBER_WORDS.fullmatch(v) is not None for v in told)
+    given = [value for value in values if value not in (None, "", "-")]
+    return bool(given) and all(not isinstance(v, str) or _NUMBER_WORDS.fullmatch(v) is not None for v in given)
 
 
 def _cell(value: str | float | int | None, is_number: bool) -> str:

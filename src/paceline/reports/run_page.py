@@ -267,8 +267,8 @@ def _environment(run: RunFiles) -> list[Block]:
     }
     rows = [[name, str(value)] for name, value in facts.items() if value]
     command = about.get("command") or []
-    words = " ".join(map(str, command)) if isinstance(command, list) else str(command)
-    return [Table(["what", "which"], rows), *([Code(words)] if words else [])]
+    text = " ".join(map(str, command)) if isinstance(command, list) else str(command)
+    return [Table(["what", "which"], rows), *([Code(text)] if text else [])]
 
 
 # --- Text

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from paceline.errors import printable_line
 from paceline.runs.file_shapes import ENVIRONMENT, JOB_IDS, JOB_RECORD, MIRROR, ROW, STATUS
@@ -29,9 +29,11 @@ _SCRIPT = "job.sbatch"
 _LARGEST_SCRIPT_BYTES = 1_000_000
 _LARGEST_TABLE_BYTES = 100_000_000
 _LOCKS = (LOCK, OWNER_FILE)
-_ENDED = ("finished", "preempted", "cancelled", "failed", "lost", "unknown")
-LIVING = ("running", "starting", "silent", "submitted")  # running, or possibly running: these are not changed
-STATES = (*LIVING, *_ENDED)
+_Living = Literal["running", "starting", "silent", "submitted"]  # running, or possibly running: these are not changed
+_Ended = Literal["finished", "preempted", "cancelled", "failed", "lost", "unknown"]
+State = Literal[_Living, _Ended]
+LIVING: tuple[State, ...] = get_args(_Living)
+STATES: tuple[State, ...] = get_args(State)
 _DEEPEST = 3  # runs/project/sweep/run; use --in for deeper ones
 _DEEPEST_IN_STORE = 32  # runs/s3/bucket/a/b/run: a working copy has the path of its store
 _PROTOCOLS = {  # those of fsspec, which is slow to import

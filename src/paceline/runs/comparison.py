@@ -21,6 +21,7 @@ Row = dict[str, Any]
 # Settings that do not change what a run computes.
 _SILENT = ("output_dir", "resume", "load_policy", "track", "metric_lines", "async_save", "profile")
 _EPOCH_METRICS = ("loss", "accuracy")  # the others are times and sizes
+SHORT_HASH = 12  # characters of a hash that are shown
 HASHES = ("weights_sha256", "optimizer_sha256")
 
 
@@ -75,8 +76,8 @@ def read_record(path: Path, rows: list[Row]) -> RunRecord:
     # If a finished run is resumed, its old results stay until it ends again.
     is_finished = status.get("status", "finished") == "finished"
     results = _read_results(RunFolder(path).results) if is_finished else {}
-    words = "finished" if results else ": ".join(str(status[key]) for key in ("status", "reason") if key in status)
-    return RunRecord(path, config, results, words or "not finished", rows)
+    state = "finished" if results else ": ".join(str(status[key]) for key in ("status", "reason") if key in status)
+    return RunRecord(path, config, results, state or "not finished", rows)
 
 
 def _read_results(path: Path) -> dict[str, Any]:

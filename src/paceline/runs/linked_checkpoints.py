@@ -44,9 +44,9 @@ def _write_mark(folder: Path, mark: Path) -> None:
         with suppress(OSError):  # a file system without locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         refuse_checkpoints_of_another_run(folder)  # while the mark is locked: another run may start now
-        words = {"folder": str(folder.resolve()), "inode": folder.stat().st_ino, "host": socket.gethostname()}
+        content = {"folder": str(folder.resolve()), "inode": folder.stat().st_ino, "host": socket.gethostname()}
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, (json.dumps(words) + "\n").encode())
+        os.write(descriptor, (json.dumps(content) + "\n").encode())
     finally:
         os.close(descriptor)
 
@@ -105,7 +105,7 @@ def _exists(path: Path) -> bool:
 
 
 def _refusal(checkpoints: Path, owner: str, hint: str = "") -> UserError:
-    lines = ["link it to a folder of its own, or give another --output-dir", hint]
+    lines = ["link it to a separate folder, or give another --output-dir", hint]
     return UserError(
         "the checkpoints of this run folder belong to another run",
         where=f"{checkpoints} -> {checkpoints.resolve()}",

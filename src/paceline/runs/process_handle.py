@@ -1,7 +1,7 @@
 """A handle on a process that cannot be confused with a later process of the same number.
 
 The kernel gives a process ID to a new process as soon as the old one is reaped. A signal to a bare ID can therefore hit
-a process of another program. On Linux the handle is a pidfd, which stays with its process. Where the system has none,
+a process of another program. On Linux the handle is a pidfd, which stays with its process. If the system has none,
 the start time of the process is compared before each use.
 """
 

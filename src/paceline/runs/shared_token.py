@@ -55,7 +55,7 @@ def find_token(folder: Path, name: str, sight_s: float = SIGHT_S) -> str:
         try:
             if (folder / name).read_text(encoding="utf-8") == name:
                 return ""
-            trouble = "the file is there, without its contents"
+            trouble = "the file exists but is empty"
         except OSError as error:
             trouble = _describe(folder, error)
         left_s = deadline_s - time.monotonic()

@@ -95,7 +95,7 @@ class Sources:
             got = f"{type(error).__name__}: {error}"
             raise UserError(f"importing {name} failed", where=where, got=got, hint=_hint(error)) from error
 
-        @functools.wraps(function)
+        @functools.wraps(function, updated=())  # it may be a class, whose members are not the wrapper's
         def call(*arguments: Any, **options: Any) -> Any:
             with self.importable():  # it may import when it is called
                 return function(*arguments, **options)

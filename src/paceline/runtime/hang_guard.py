@@ -63,7 +63,7 @@ def _leave_error_file(beat: Beat, stacks: Path) -> None:
     error = PacelineError(
         what,
         where=f"{beat.phase} of step {beat.step}",
-        hint=f"every rank's stack is in {stacks.parent} (this one's: {stacks.name}); --hang-timeout sets the deadline",
+        hint=f"every rank's stack is in {stacks.parent} (this one: {stacks.name}); --hang-timeout-s sets the deadline",
         cause=Cause.HANG,
     )
     # In "reduce" this rank waits for another one.

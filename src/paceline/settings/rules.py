@@ -1,4 +1,4 @@
-"""The rules for single fields and between fields. Pure functions of numbers; no files, no torch.
+"""The rules between fields. Pure functions of numbers; no files, no torch.
 
 `check_config` needs only the config. `check_world` also needs the number of ranks. Both run before anything
 starts, so a mistake costs a second and not a wait in the queue.
@@ -10,27 +10,13 @@ import math
 
 from paceline.errors import UserError
 from paceline.settings.faults import parse_faults
-from paceline.settings.fields import field_table
 from paceline.settings.load import LoadedConfig
 from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.schema import Config
 
 
 def check_config(loaded: LoadedConfig) -> None:
-    """Ranges of single fields, then the rules between fields."""
-    for name, spec in field_table().items():
-        value = spec.value_in(loaded.config)
-        if not isinstance(value, int | float):
-            continue
-        # Beyond 64 bits there is no count, size or time; such a whole number overflows in a division.
-        is_too_long = isinstance(value, int) and not -(2**63) <= value < 2**63
-        if is_too_long or math.isnan(value) or (spec.range and not spec.range.holds(value)):
-            raise UserError(
-                f"{name} is out of range",
-                where=loaded.where(name),
-                got=f"{str(value)[:20]}..., a number of {len(str(value))} digits" if is_too_long else value,
-                allowed=str(spec.range or "a number") + (", below 2**63" if is_too_long else ""),
-            )
+    """The rules between fields. The rules of single fields are checked when their values are converted."""
     _check_strategy(loaded)
     _check_optimizer(loaded)
     _check_modes(loaded)

@@ -1,8 +1,7 @@
 """The settings of a run: frozen dataclasses whose fields are the flags and the recipe keys.
 
-A field's name is its flag (`global_batch_size` is `--global-batch-size`) and its key in a recipe, so
-names are unique over all groups. The docstring under a field is its `--help` text. `rules.py` enforces the
-`Range` beside the type. Imports no torch: `--help` must be fast.
+`declare.py` says how fields are declared. Names are unique over all groups. `rules.py` has the rules between fields.
+Imports no torch: `--help` must be fast.
 """
 
 from __future__ import annotations
@@ -10,34 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-import tyro
-
-
-@dataclass(frozen=True)
-class Range:
-    """The allowed interval of a number. An open end excludes its bound."""
-
-    low: float = float("-inf")
-    high: float = float("inf")
-    open_low: bool = False
-    open_high: bool = False
-
-    def holds(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        below = value < self.high if self.open_high else value <= self.high
-        return above and below
-
-    def __str__(self) -> str:
-        if self.high == float("inf"):
-            return f"greater than {self.low:.12g}" if self.open_low else f"{self.low:.12g} or more"
-        low = f"more than {self.low:.12g}" if self.open_low else f"from {self.low:.12g}"
-        high = f"less than {self.high:.12g}" if self.open_high else f"up to {self.high:.12g}"
-        return f"{low} {high}"
-
-
-def _alias(*names: str) -> object:
-    return tyro.conf.arg(aliases=[f"--{name}" for name in names])
-
+from paceline.settings.declare import Arg, Range
 
 Count = Annotated[int, Range(low=0)]
 Positive = Annotated[int, Range(low=1)]
@@ -139,7 +111,7 @@ class DataConfig:
     unreadable: Count = 0
     """How many pictures of a folder may be unreadable; each is replaced by a grey one and named in the log."""
 
-    num_workers: Annotated[int, Range(low=0, high=256), _alias("workers")] = 2
+    num_workers: Annotated[int, Range(low=0, high=256), Arg(aliases=("workers",))] = 2
     """Threads per rank that read image files (data sets that fit in memory need none)."""
 
 
@@ -235,10 +207,10 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    strategy: Annotated[Literal["auto", "single", "ddp", "fsdp"], _alias("method")] = "auto"
+    strategy: Annotated[Literal["auto", "single", "ddp", "fsdp"], Arg(aliases=("method",))] = "auto"
     """auto: single on one process, ddp on more. fsdp shards weights, gradients and optimizer."""
 
-    processes: Annotated[str, _alias("world-size")] = "0"
+    processes: Annotated[str, Arg(aliases=("world-size",))] = "0"
     """Local processes to start; 0: one per GPU, or without GPUs one per core, at most 4. MIN:MAX lets a restart use
     fewer or more."""
 
@@ -277,7 +249,7 @@ class RunConfig:
     output_dir: str = ""
     """The run folder, or s3://BUCKET/RUN (any fsspec store) to mirror it to; empty: runs/<recipe>-<time>."""
 
-    resume: str = ""
+    resume: Annotated[str, Arg(completes="run")] = ""
     """auto: continue the newest run of this recipe (or the one in output-dir). Or the path or URL of a run or
     checkpoint."""
 
@@ -291,13 +263,13 @@ class RunConfig:
     start_over_if_damaged: bool = False
     """Start at step 0 if every checkpoint of the run is damaged; otherwise such a run ends with exit code 4."""
 
-    init_from: str = ""
+    init_from: Annotated[str, Arg(completes="run")] = ""
     """Start a new run from the weights of a run, checkpoint or file. Weights are matched by name and shape."""
 
     accept_new_data: bool = False
     """Continue although the data differs from the checkpoint's. Samples that were trained on stay out of validation."""
 
-    save_frequency: Count = 0
+    keep_every_epochs: Count = 0
     """Also keep the checkpoint of every N-th epoch permanently; 0 for none."""
 
     save_epochs: Positive = 1
@@ -315,7 +287,7 @@ class RunConfig:
     async_save: bool = True
     """Write checkpoints in the background. The loop waits only for the copy from the device."""
 
-    log_frequency: Annotated[int, Range(low=1), _alias("print-every")] = 10
+    log_frequency: Annotated[int, Range(low=1), Arg(aliases=("print-every",))] = 10
     """Steps between two logged steps."""
 
     metric_lines: bool = False
@@ -337,14 +309,14 @@ class GuardConfig:
     max_restarts: Count = 3
     """How often a run is restarted from its newest checkpoint after a crash or a hang."""
 
-    hang_timeout: NonNegative = 0.0
+    hang_timeout_s: NonNegative = 0.0
     """Seconds without progress after which the ranks' stacks are written and the attempt ends; 0: computed
     from the run's own step times."""
 
     stop_signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
     """Signals after which the run saves at the next step and ends with exit code 75."""
 
-    notice: NonNegative = 0.0
+    notice_s: NonNegative = 0.0
     """Seconds between the scheduler's stop signal and its kill. Training continues while there is time left to save.
     0: stop at the next step."""
 

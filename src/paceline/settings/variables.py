@@ -1,41 +1,36 @@
-"""Reads numbers from environment variables. Wrong values are refused before anything starts."""
+"""Reads numbers from environment variables, with the same conversion as other settings."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
+from typing import Any
 
-from paceline.errors import UserError, printable_line
+from paceline.settings.declare import FieldSpec, Range
+from paceline.settings.values import Setting, convert
 
 STORAGE_PATIENCE = "PACELINE_STORAGE_PATIENCE_S"
 STORE_TIMEOUT = "PACELINE_STORE_TIMEOUT_S"
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
+_FINITE = Range(low=0, high=float("inf"), open_high=True)
+_WHOLE = Range(low=0, high=10**9)
 
 
 def read_number(name: str, default: float, environment: Mapping[str, str] = os.environ) -> float:
     """A finite number from 0. An empty variable counts as not set."""
-    text = environment.get(name, "")
-    if not text:
-        return default
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not (math.isfinite(number) and number >= 0):
-        raise _refused(name, text, "a number from 0")
-    return number
+    return float(_read(name, float, _FINITE, default, environment))
 
 
 def read_whole(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:
     """Like `read_number`, for a whole number."""
+    return int(_read(name, int, _WHOLE, default, environment))
+
+
+def _read(name: str, kind: type, allowed: Range, default: float, environment: Mapping[str, str]) -> Any:
     text = environment.get(name, "")
-    if not text:
-        return default
-    if not (text.isascii() and text.isdecimal() and len(text) < 10):
-        raise _refused(name, text, "a whole number from 0")
-    return int(text)
+    field = FieldSpec(name, name, object, "", kind, default, "", allowed)
+    return convert(Setting(field, (text,), "environment", f"environment variable {name}")) if text else default
 
 
 def check_numbers() -> None:
@@ -43,7 +38,3 @@ def check_numbers() -> None:
     for name in (STORAGE_PATIENCE, STORE_TIMEOUT, START_TIMEOUT):
         read_number(name, 0.0)
     read_whole(MAX_REQUEUES, 0)
-
-
-def _refused(name: str, text: str, allowed: str) -> UserError:
-    return UserError(f"{name} is not valid", where="the environment", got=printable_line(text[:200]), allowed=allowed)

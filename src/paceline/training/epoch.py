@@ -121,7 +121,7 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
 
 
 def _is_stop_due(session: TrainingSession) -> bool:
-    return session.guards.stop.is_due(session.config.guard.notice, _seconds_to_stop(session))
+    return session.guards.stop.is_due(session.config.guard.notice_s, _seconds_to_stop(session))
 
 
 def require_no_stop(session: TrainingSession) -> None:
@@ -231,7 +231,7 @@ def is_save_due(step: int, clock: EpochClock, last_step: int, run: RunConfig) ->
 
 
 def _is_kept(epoch: int, run: RunConfig) -> bool:
-    return run.save_frequency > 0 and epoch % run.save_frequency == 0
+    return run.keep_every_epochs > 0 and epoch % run.keep_every_epochs == 0
 
 
 def save(session: TrainingSession, *, is_best: bool) -> None:

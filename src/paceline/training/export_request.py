@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from pathlib import Path
+from typing import Literal, get_args
 
 from paceline.errors import UserError
 
-FORMATS = ("safetensors", "torchscript", "onnx", "torch.export")
+ExportFormat = Literal["safetensors", "torchscript", "onnx", "torch.export"]
+FORMATS: tuple[ExportFormat, ...] = get_args(ExportFormat)
 
 
 def check_format(name: str) -> None:

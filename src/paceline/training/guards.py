@@ -102,7 +102,7 @@ def open_guards(config: Config, environment: RankEnvironment) -> Guards:
     stop.listen(names)
     attempt_dir = os.environ.get(ATTEMPT_DIR) if environment.is_supervised else None
     pulse = Pulse(pulse_path(Path(attempt_dir), environment.rank) if attempt_dir else private_pulse_path())
-    watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout, is_supervised=environment.is_supervised)
+    watchdog = Watchdog(pulse, timeout_s=config.guard.hang_timeout_s, is_supervised=environment.is_supervised)
     guards = Guards(watchdog, stop)
     if environment.is_supervised:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all ranks; the supervisor decides

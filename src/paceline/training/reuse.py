@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from paceline.runtime.seeds import require_determinism
 from paceline.settings.load import load_saved
 from paceline.settings.rules import check_config
 from paceline.settings.schema import Config, ParallelConfig
+from paceline.settings.values import Setting
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
 from paceline.training.model_record import ModelRecord, make_record, read_record, require_trusted_record
 from paceline.training.objective import build_objective
@@ -76,7 +78,9 @@ class OpenRun:
         return sum(parameter.numel() for parameter in self.model.module.parameters())
 
 
-def find_saved(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> SavedRun:
+def find_saved(
+    path: Path, flags: Sequence[str | Setting], *, checkpoint: str | int = "", trust_code: bool = False
+) -> SavedRun:
     """The best checkpoint of a run (the latest, if it ended before its first epoch did), or that of `checkpoint`: best,
     latest or a step. `path` may be a checkpoint folder too, also one without its run.
 
@@ -114,7 +118,9 @@ def stored_source(path: Path, checkpoint: str | int = "") -> dict[str, str]:
     return {f"{name} ({module.file})": module.text for name, module in modules.items()}
 
 
-def open_run(path: Path, flags: list[str], *, checkpoint: str | int = "", trust_code: bool = False) -> OpenRun:
+def open_run(
+    path: Path, flags: Sequence[str | Setting], *, checkpoint: str | int = "", trust_code: bool = False
+) -> OpenRun:
     """A saved run with its weights, in this process. Arguments as in `find_saved`."""
     saved = find_saved(path, flags, checkpoint=checkpoint, trust_code=trust_code)
     config, record = saved.config, saved.record

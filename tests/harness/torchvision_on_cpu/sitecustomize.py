@@ -1,12 +1,12 @@
-"""For processes that a test starts, by PYTHONPATH: torchvision can be imported beside a CPU build of torch.
+"""For child processes of a test, through PYTHONPATH: makes torchvision importable with a CPU build of torch.
 
-Its published wheel looks for two compiled operators at import. Their schemas are declared right before.
+Its published wheel needs two compiled operators at import. Their schemas are declared right before.
 """
 
 import sys
 from typing import Any
 
-_kept: list[Any] = []  # the schemas go when their library goes
+_kept: list[Any] = []  # the schemas are removed with their library object
 
 
 class DeclaresOperators:

@@ -257,7 +257,7 @@ def _refusal(what: str, api: str, error: Any) -> PacelineError:
         message = str(error.body or error.reason or "").strip()
     verb = what.partition(" ")[0]
     if error.status == 409 and verb == "create":
-        return UserError("there is such an object already", where=what, got=message, hint="another --job-name")
+        return UserError("an object with this name exists already", where=what, got=message, hint="another --job-name")
     if error.status == 404 and "namespaces" in message:
         return UserError("there is no such namespace", where=what, got=message, hint="--namespace NAME")
     if error.status == 404 and verb == "create" and api in _OPERATORS:

@@ -29,7 +29,9 @@ def choose_pod(pods: Sequence[PodView], where: str, index: int = 0) -> PodView:
     if with_log:
         return with_log[-1] if own else with_log[0]
     if not pods:
-        raise UserError(f"there is no pod {index} of this job", where=where, hint="paceline status RUN says why")
+        raise UserError(
+            f"there is no pod {index} of this job", where=where, hint="paceline status RUN shows the reason"
+        )
     waiting = newest_pods(pods)[0]
     raise UserError("there is no log yet", where=waiting.name, got=waiting.waits_for or "pending")
 

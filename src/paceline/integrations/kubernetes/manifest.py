@@ -78,8 +78,8 @@ def build_objects(job: KubernetesJob) -> list[Object]:
 
 def _about_owner(job: KubernetesJob, namespace: str) -> list[str]:
     """A manifest cannot set owner references, because only the cluster knows the uid of the job."""
-    *beside, main = build_objects(job)
-    names = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in beside]
+    *others, main = build_objects(job)
+    names = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in others]
     names += [f"secret/{secret_name(job)}"] if job.nodes > 1 else []
     owner = f'"apiVersion":"{main["apiVersion"]}","kind":"{main["kind"]}","name":"{job.name}","uid":"\'$uid\'"'
     patch = f'{{"metadata":{{"ownerReferences":[{{{owner}}}]}}}}'
@@ -114,7 +114,7 @@ def _about_failures(job: KubernetesJob) -> list[str]:
     final = ", ".join(map(str, FINAL_CODES))
     whose = "" if job.api == "jobset" else " to each pod"
     return [
-        f"Pods that lose their node or end with {EXIT_PREEMPTED} (saved, asked to stop) are replaced and not counted;",
+        f"Pods that lose their node or end with {EXIT_PREEMPTED} (saved, stop requested) are replaced and not counted;",
         f"{final} (mistake, data, checkpoint, numbers, owner) end the job;",
         f"other failures may happen {job.most_failures} times{whose}.",
     ]

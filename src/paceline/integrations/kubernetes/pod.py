@@ -56,7 +56,7 @@ def read_member(environment: Mapping[str, str] = os.environ) -> Member:
             ports=(int(port),),
             context=_CONTEXT,
             timeout_s=read_number(START_TIMEOUT, _START_TIMEOUT_S, environment),
-            hint="kubectl get pods: are all of them running? --start-timeout waits longer",
+            hint="kubectl get pods: are all of them running? --start-timeout-s waits longer",
             secret=secret,
         )
         if not (host and 0 <= member.node < member.nodes):

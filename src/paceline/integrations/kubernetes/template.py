@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.integrations.kubernetes.access import NAME_LABEL, labels, secret_name
-from paceline.integrations.kubernetes.job import FILES_PATH, REPLICATED_JOB, KubernetesJob, Volume
+from paceline.integrations.kubernetes.job import REPLICATED_JOB, KubernetesJob
 from paceline.integrations.kubernetes.pod import LEADER, NODE, NODES
+from paceline.integrations.kubernetes.volumes import FILES_PATH, Volume
 from paceline.launch.job_record import SECRET_PREFIX
 from paceline.runtime.secret import RUN_SECRET
 from paceline.settings.variables import START_TIMEOUT
@@ -61,9 +62,9 @@ def build_pod(job: KubernetesJob) -> Object:
         pod["affinity"] = _one_to_a_node(job)
     pod["securityContext"] = {
         "runAsNonRoot": True,
-        "runAsUser": job.user,
-        "runAsGroup": job.group,
-        "fsGroup": job.group,
+        "runAsUser": job.user.uid,
+        "runAsGroup": job.user.gid,
+        "fsGroup": job.user.gid,
         "fsGroupChangePolicy": "OnRootMismatch",
         "seccompProfile": {"type": "RuntimeDefault"},
     }
@@ -80,8 +81,8 @@ def _tolerations(job: KubernetesJob) -> list[Object]:
         row |= {"effect": item.effect} if item.effect else {}
         rows.append(row)
     if job.node_timeout_s:  # without these two, the cluster adds them with 300 s
-        gone = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": job.node_timeout_s}
-        rows += [{"key": key, **gone} for key in _NODE_TAINTS]
+        limited = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": job.node_timeout_s}
+        rows += [{"key": key, **limited} for key in _NODE_TAINTS]
     return rows
 
 

@@ -16,9 +16,10 @@ from paceline.errors import UserError
 from paceline.launch.request import check_loaded
 from paceline.models.registry import BUILT_IN
 from paceline.runtime.secret import create_secret
-from paceline.settings.fields import flatten
+from paceline.settings.fields import field_table, flatten
 from paceline.settings.load import LoadedConfig, load_config, parse_flags, to_yaml
 from paceline.settings.rules import check_world
+from paceline.settings.values import Setting, check_texts
 
 LOAD_POLICIES = ("fresh", "eager", "none")
 _MOST_NODES = 1024
@@ -92,10 +93,9 @@ def check_request(
 ) -> Request:
     """Raises a UserError that names the wrong parameter and what is allowed."""
     _check_gang(cluster_size, processes_per_node, load_policy, node_timeout)
-    mapped = _mapped_flags(model_name, batch_size, test_batch_size, epochs, learning_rate, train_from_scratch)
-    given = _split_flags(flags, mapped)
-    loaded = load_config(recipe, [*(word for words in mapped.values() for word in words), *given])
-    _check_loaded(loaded, mapped)
+    mapped = _mapped_settings(model_name, batch_size, test_batch_size, epochs, learning_rate, train_from_scratch)
+    loaded = load_config(recipe, [*mapped, *_split_flags(flags, mapped)])
+    check_loaded(loaded)
     _check_world(loaded, cluster_size, processes_per_node)
     config = loaded.config
     return Request(
@@ -150,16 +150,16 @@ def _check_gang(cluster_size: int, processes_per_node: int, load_policy: str, no
         )
 
 
-def _mapped_flags(
+def _mapped_settings(
     model_name: str | None,
     batch_size: int | None,
     test_batch_size: int | None,
     epochs: int | None,
     learning_rate: float | None,
     train_from_scratch: int | None,
-) -> dict[str, list[str]]:
-    """Each parameter that was given, as flags of `paceline train`."""
-    mapped: dict[str, list[str]] = {}
+) -> list[Setting]:
+    """Each parameter that was given, as a setting of the recipe. Errors name the parameter."""
+    given: dict[str, tuple[str, str]] = {}  # parameter: the name of its setting, and the value
     if model_name is not None:
         # A bare name that Paceline does not know is a timm model, as in most examples.
         is_bare = model_name not in BUILT_IN and ":" not in model_name and not model_name.endswith(".py")
@@ -171,32 +171,36 @@ def _mapped_flags(
                 allowed=f"{', '.join(BUILT_IN)}, and with timm all of timm's",
                 hint="pip install timm",
             )
-        mapped["--model-name"] = ["--model-name", f"timm:{model_name}" if is_bare else model_name]
+        given["--model-name"] = ("model_name", f"timm:{model_name}" if is_bare else model_name)
     if batch_size is not None:
-        mapped["--batch-size"] = ["--global-batch-size", str(batch_size)]
+        given["--batch-size"] = ("global_batch_size", str(batch_size))
     if test_batch_size is not None:
-        mapped["--test-batch-size"] = ["--test-batch-size", str(test_batch_size)]
+        given["--test-batch-size"] = ("test_batch_size", str(test_batch_size))
     if epochs is not None:
-        mapped["--epochs"] = ["--epochs", str(epochs)]
+        given["--epochs"] = ("epochs", str(epochs))
     if learning_rate is not None:
-        mapped["--learning-rate"] = ["--base-lr", str(learning_rate)]
+        given["--learning-rate"] = ("base_lr", str(learning_rate))
     if train_from_scratch is not None:
         if train_from_scratch not in (0, 1):
             raise UserError(
                 "train-from-scratch is a switch", where="--train-from-scratch", got=train_from_scratch, allowed="0 or 1"
             )
-        mapped["--train-from-scratch"] = ["--weights", "none" if train_from_scratch else "imagenet"]
-    return mapped
+        given["--train-from-scratch"] = ("weights", "none" if train_from_scratch else "imagenet")
+    return [
+        check_texts(Setting(field_table()[name], (value,), "flag", parameter))
+        for parameter, (name, value) in given.items()
+    ]
 
 
-def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
-    """The words of --flags. None of them may repeat a parameter."""
+def _split_flags(text: str, mapped: list[Setting]) -> list[Setting]:
+    """The settings in --flags. None of them may repeat a parameter."""
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise UserError("the flags cannot be read", where="--flags", got=text, hint=f"{error}") from error
-    owners = {flags[0]: parameter for parameter, flags in mapped.items()}
-    for setting in parse_flags(words):
+    owners = {setting.field.name: setting.where for setting in mapped}
+    settings = parse_flags(words)
+    for setting in settings:
         field = setting.field
         if field.name in _NOT_IN_FLAGS:
             raise UserError(
@@ -204,19 +208,11 @@ def _split_flags(text: str, mapped: dict[str, list[str]]) -> list[str]:
                 where="--flags",
                 hint=_NOT_IN_FLAGS[field.name],
             )
-        if field.flag in owners:
+        if field.name in owners:
             raise UserError(
-                f"{field.flag} is given twice", where=f"{owners[field.flag]} and --flags", hint="leave one out"
+                f"{field.flag} is given twice", where=f"{owners[field.name]} and --flags", hint="leave one out"
             )
-    return words
-
-
-def _check_loaded(loaded: LoadedConfig, mapped: dict[str, list[str]]) -> None:
-    """The checks of `paceline train`. Errors name the parameter instead of the flag."""
-    try:
-        check_loaded(loaded)
-    except UserError as error:
-        raise _in_parameters(error, mapped) from error
+    return settings
 
 
 def _check_world(loaded: LoadedConfig, cluster_size: int, processes_per_node: int) -> None:
@@ -234,16 +230,8 @@ def _check_world(loaded: LoadedConfig, cluster_size: int, processes_per_node: in
         hint = (error.hint or "").replace("--global-batch-size", "--batch-size")
         raise UserError(
             error.what,
-            where=loaded.where("global_batch_size").replace("flag --global-batch-size", "--batch-size"),
+            where=loaded.where("global_batch_size"),
             got=error.got,
             allowed=error.allowed,
             hint=hint.replace("--processes", "nodes x processes per node of") or None,
         ) from error
-
-
-def _in_parameters(error: UserError, mapped: dict[str, list[str]]) -> UserError:
-    where = error.where
-    for parameter, flags in mapped.items():
-        if where == f"flag {flags[0]}":
-            where = parameter
-    return UserError(error.what, where=where, got=error.got, allowed=error.allowed, hint=error.hint)

@@ -1,4 +1,4 @@
-"""Runnable's parameters become a recipe and flags.
+"""Parameters of Runnable become a recipe and flags.
 
 A parameter is any recipe key, `recipe` itself, or one of two additional names. `batch_size` is the batch of one process
 (a recipe has the global batch). `learning_rate` is the actual rate (a recipe has the rate for 256 samples). Parameters
@@ -7,37 +7,42 @@ come from a YAML file. The environment (`RUNNABLE_PRM_EPOCHS=3`) takes precedenc
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-import yaml
+from typing import TYPE_CHECKING, Annotated, Any
 
 from paceline.errors import UserError
 from paceline.launch.request import check_loaded
 from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import count_gpus
-from paceline.settings.fields import FieldSpec, find_field
+from paceline.settings.declare import Range, fields_of
+from paceline.settings.fields import field_table
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.processes import ProcessRange, parse_processes
-from paceline.settings.recipe_file import Setting, unknown_name
 from paceline.settings.rules import check_world, fitting_worlds
-from paceline.settings.small_files import YamlError, compose_yaml, parse_json
+from paceline.settings.small_files import parse_json
+from paceline.settings.values import Setting, as_typed, build, check_texts, find_in, unknown_name
+from paceline.settings.yaml_settings import read_pairs
+
+if TYPE_CHECKING:
+    import yaml
 
 DEFAULT_RECIPE = "synthetic-mlp"
 PREFIX = "RUNNABLE_PRM_"
-_RUNNABLES_OWN = (
-    "run_id",
-    "retry_run_id",
-    "retry_indicator",
-    "log_level",
-)  # an Argo workflow passes them to its first step
+_OF_RUNNABLE = ("run_id", "retry_run_id", "retry_indicator", "log_level")  # an Argo workflow passes them on
 _DECIDED = ("output_dir", "resume", "load_policy", "rehearse")  # the run id decides about the run's folder
 _LR_BATCH = 256  # a recipe's base_lr is for this batch size
+
+
+@dataclass(frozen=True)
+class OwnParameters:
+    """The parameters that are not settings of a recipe."""
+
+    recipe: str = DEFAULT_RECIPE
+    batch_size: Annotated[int | None, Range(low=1)] = None
+    learning_rate: Annotated[float | None, Range(low=0, high=float("inf"), open_low=True, open_high=True)] = None
 
 
 @dataclass(frozen=True)
@@ -77,25 +82,21 @@ def _read_file(path: Path) -> dict[str, Given]:
             got=str(path),
             allowed="a YAML file of `name: value` lines",
         )
-    try:
-        root = compose_yaml(path)
-    except YamlError as error:
-        raise UserError(f"the parameters are not valid YAML: {error}", where=error.place(path)) from error
-    except OSError as error:
-        raise UserError("the parameters cannot be read", where=str(path), got=error.strerror) from error
-    if not isinstance(root, yaml.MappingNode):
-        raise UserError("parameters must be `name: value` lines", where=str(path))
+    pairs = read_pairs(path, "the file of parameters")
+    if pairs is None:
+        raise UserError("the file of parameters is empty", where=str(path), allowed="`key: value` lines")
     given: dict[str, Given] = {}
-    for key, node in root.value:
-        name, where = str(key.value), f"{path}, line {key.start_mark.line + 1}"
-        if name in given:
-            raise UserError(f"{name} is given twice", where=f"{where} and {given[name].where}")
-        given[name] = Given(_as_typed(node), where)
+    for pair in pairs:
+        if pair.key in given:
+            raise UserError(f"{pair.key} is given twice", where=f"{pair.where} and {given[pair.key].where}")
+        given[pair.key] = Given(_as_typed(pair.node), pair.where)
     return given
 
 
 def _as_typed(node: yaml.Node) -> Any:
     """Scalars stay the typed text, as in a recipe."""
+    import yaml
+
     if isinstance(node, yaml.SequenceNode):
         return [_as_typed(item) for item in node.value]
     if isinstance(node, yaml.MappingNode):
@@ -110,38 +111,39 @@ def name_parameters(values: Mapping[str, Any]) -> dict[str, Given]:
 
 def make_request(parameters: Mapping[str, Given]) -> tuple[Request, LoadedConfig]:
     """Translate the parameters, and check them before a process is started."""
-    given = {name: item for name, item in parameters.items() if name not in _RUNNABLES_OWN}
-    recipe = _one_text("recipe", given.pop("recipe", Given(DEFAULT_RECIPE, "")))
-    batch, rate = given.pop("batch_size", None), given.pop("learning_rate", None)
-    settings = _read_settings(given)
-    if batch is not None:
-        _add(settings, _global_batch(batch, settings), "batch_size")
+    given = _read_settings({name: item for name, item in parameters.items() if name not in _OF_RUNNABLE})
+    own = build(OwnParameters, [setting for setting in given.values() if setting.field.owner is OwnParameters])
+    settings = {name: setting for name, setting in given.items() if setting.field.owner is not OwnParameters}
+    if own.batch_size is not None:
+        _add(settings, _global_batch(own.batch_size, given["batch_size"], settings), "batch_size")
     if "exact" in settings and settings["exact"].values == ("true",) and "lanes" not in settings:
         _keep_lanes(settings)
-    if rate is not None:
-        loaded = _load(recipe, settings)
-        _check(loaded)
-        batch_size = loaded.config.train.global_batch_size
-        base_lr = _number("learning_rate", rate, float) * _LR_BATCH / batch_size
-        _add(settings, _setting("base_lr", base_lr, rate.where), "learning_rate")
-    loaded = _load(recipe, settings)
-    _check(loaded)
-    return Request(recipe, _flags(settings)), loaded
+    if own.learning_rate is not None:
+        loaded = _load(own.recipe, settings)
+        base_lr = own.learning_rate * _LR_BATCH / loaded.config.train.global_batch_size
+        _add(settings, _setting("base_lr", base_lr, given["learning_rate"].where), "learning_rate")
+    loaded = _load(own.recipe, settings)
+    return Request(own.recipe, [token for setting in settings.values() for token in setting.tokens()]), loaded
 
 
 def _read_settings(given: Mapping[str, Given]) -> dict[str, Setting]:
+    table = {**field_table(), **fields_of(OwnParameters)}
     settings: dict[str, Setting] = {}
     for name, item in given.items():
-        field = find_field(name)
+        field = find_in(table, name)
         if field is None:
-            raise unknown_name(name, item.where)
+            raise unknown_name(name, item.where, table)
         if field.name in _DECIDED:
             raise UserError(
                 f"{name} is not a parameter: the run id decides about the run's folder",
                 where=item.where,
                 hint="RUNNABLE_RUN_ID=NAME chooses it, RUNNABLE_RETRY_RUN_ID=NAME continues it",
             )
-        _add(settings, Setting(field, _values(field, name, item), "flag", item.where), name)
+        items = item.value if isinstance(item.value, list) else [item.value]
+        if any(value is None or isinstance(value, dict | list) for value in items):
+            found = "nothing" if items == [None] else "a mapping"
+            raise UserError(f"{name} needs a value", where=item.where, got=found)
+        _add(settings, check_texts(Setting(field, as_typed(items), "flag", item.where)), name)
     return settings
 
 
@@ -156,37 +158,11 @@ def _add(settings: dict[str, Setting], setting: Setting, name: str) -> None:
     settings[setting.field.name] = setting
 
 
-def _texts(name: str, given: Given) -> tuple[str, ...]:
-    """A value as typed text."""
-    items = given.value if isinstance(given.value, list) else [given.value]
-    if any(item is None or isinstance(item, dict | list) for item in items):
-        found = "nothing" if items == [None] else "a mapping"
-        raise UserError(f"{name} needs a value", where=given.where, got=found)
-    return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
-
-
-def _one_text(name: str, given: Given) -> str:
-    texts = _texts(name, given)
-    if len(texts) != 1:
-        raise UserError(f"{name} needs one value", where=given.where, got=", ".join(texts) or "an empty list")
-    return texts[0]
-
-
-def _values(field: FieldSpec, name: str, given: Given) -> tuple[str, ...]:
-    texts = _texts(name, given)
-    is_wrong_flag = field.is_bool and texts not in (("true",), ("false",))
-    if is_wrong_flag or (len(texts) != 1 and not field.is_tuple):
-        raise UserError(f"{name}: {' '.join(texts)!r} is not valid", where=given.where, allowed=field.expects)
-    return texts
-
-
 def _setting(name: str, value: float, where: str) -> Setting:
-    field = find_field(name)
-    assert field is not None
-    return Setting(field, (repr(value),), "flag", where)
+    return Setting(field_table()[name], (repr(value),), "flag", where)
 
 
-def _global_batch(batch: Given, settings: Mapping[str, Setting]) -> Setting:
+def _global_batch(size: int, batch: Setting, settings: Mapping[str, Setting]) -> Setting:
     """The batch of one process times the requested number of processes, also on a machine with fewer cores."""
     world = settings.get("processes")
     if world is None or not world.values[0].isdecimal() or int(world.values[0]) == 0:
@@ -196,8 +172,8 @@ def _global_batch(batch: Given, settings: Mapping[str, Setting]) -> Setting:
             got="no world_size" if world is None else f"world_size {world.values[0]}",
             hint="give world_size as a number, or global_batch_size instead of batch_size",
         )
-    size = _number("batch_size", batch, int) * int(world.values[0])
-    return _setting("global_batch_size", size, f"{batch.where} (times world_size {world.values[0]})")
+    where = f"{batch.where} (times world_size {world.values[0]})"
+    return _setting("global_batch_size", size * int(world.values[0]), where)
 
 
 def _keep_lanes(settings: dict[str, Setting]) -> None:
@@ -207,47 +183,18 @@ def _keep_lanes(settings: dict[str, Setting]) -> None:
         settings["lanes"] = _setting("lanes", int(world.values[0]), world.where)
 
 
-def _number(name: str, given: Given, kind: type[int] | type[float]) -> float:
-    text = " ".join(_texts(name, given))
-    try:
-        number = kind(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        words = "a whole number, 1 or more" if kind is int else "a number greater than 0"
-        raise UserError(f"{name}: {text!r} is not valid", where=given.where, allowed=words)
-    return number
-
-
-def _flags(settings: Mapping[str, Setting]) -> list[str]:
-    return [token for setting in settings.values() for token in setting.tokens()]
-
-
 def _load(recipe: str, settings: Mapping[str, Setting]) -> LoadedConfig:
-    """Resolve the settings. Errors name the user's line or variable, not our flag."""
-    try:
-        loaded = load_config(recipe, _flags(settings))
-    except UserError as error:
-        blamed = next((s for s in settings.values() if error.where == f"flag {s.field.flag}"), None)
-        error.where = blamed.where if blamed else error.where
-        raise
-    named = {
-        name: dataclasses.replace(s, where=settings[name].where) if name in settings else s
-        for name, s in loaded.settings.items()
-    }
-    return dataclasses.replace(loaded, settings=named)
-
-
-def load_request(request: Request) -> LoadedConfig:
-    return load_config(request.recipe, request.flags)
-
-
-def _check(loaded: LoadedConfig) -> None:
-    """Raise the errors that `paceline train` would raise later."""
+    """The resolved config, after every check that `paceline train` would make."""
+    loaded = load_config(recipe, list(settings.values()))
     check_loaded(loaded)
     processes = parse_processes(loaded.config.parallel.processes)
     if processes.low == processes.high and not processes.is_open:
         check_world(loaded, processes.high)
+    return loaded
+
+
+def load_request(request: Request) -> LoadedConfig:
+    return load_config(request.recipe, request.flags)
 
 
 def fit_world(loaded: LoadedConfig) -> tuple[list[str], str | None]:

@@ -120,7 +120,7 @@ def train(training_request: dict[str, Any]) -> None:
         _copy_logs(run_folder())  # most useful after a failure
     if code != EXIT_FINISHED:
         raise CommandFailed("paceline train", code)
-    _copy_checkpoints(run_folder(), loaded.config.run.save_frequency)
+    _copy_checkpoints(run_folder(), loaded.config.run.keep_every_epochs)
 
 
 def _copy_logs(folder: RunFolder) -> None:
@@ -133,8 +133,8 @@ def _copy_logs(folder: RunFolder) -> None:
                 shutil.copyfileobj(console, out)
 
 
-def _copy_checkpoints(folder: RunFolder, save_frequency: int) -> None:
-    """Copy the last one, the best one, and those that `save_frequency` keeps, each with its manifest."""
+def _copy_checkpoints(folder: RunFolder, keep_every_epochs: int) -> None:
+    """Copy the last one, the best one, and those that `keep_every_epochs` keeps, each with its manifest."""
     for old in artifacts().glob(f"*{_CHECKPOINT_END}"):
         shutil.rmtree(old)
     latest, best = (pointed_at(folder.checkpoints, name) for name in ("latest", "best"))
@@ -142,11 +142,11 @@ def _copy_checkpoints(folder: RunFolder, save_frequency: int) -> None:
     shutil.copytree(latest, artifacts() / CHECKPOINT)
     if best is not None:
         shutil.copytree(best, artifacts() / BEST_CHECKPOINT)
-    for path in step_folders(folder.checkpoints) if save_frequency else []:
+    for path in step_folders(folder.checkpoints) if keep_every_epochs else []:
         state = inspect_checkpoint(path).state
         clock = EpochClock.from_json(state)
         epoch, inside = clock.locate(step_of(path)) if clock else (0, 1)
-        if inside == 0 and epoch % save_frequency == 0:
+        if inside == 0 and epoch % keep_every_epochs == 0:
             shutil.copytree(path, artifacts() / f"epoch_{epoch}{_CHECKPOINT_END}")
 
 

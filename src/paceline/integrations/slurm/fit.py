@@ -163,12 +163,12 @@ def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> l
     if not facts.rewrites_jobs:
         most = partition.max_nodes
         if most is not None and asked > most and not may_exceed(request, facts, "partitionmaxnodes"):
-            words = f"up to {most} for a job in {where}"
-            return [Problem("nodes", "a job may not have so many nodes", got, words, f"--nodes {most}")]
+            allowed = f"up to {most} for a job in {where}"
+            return [Problem("nodes", "a job may not have this many nodes", got, allowed, f"--nodes {most}")]
         least = partition.min_nodes
         if asked < least and not may_exceed(request, facts, "partitionminnodes"):
-            words = f"{least} or more for a job in {where}"
-            return [Problem("nodes", "a job must have more nodes", got, words, f"--nodes {least}")]
+            allowed = f"{least} or more for a job in {where}"
+            return [Problem("nodes", "a job must have more nodes", got, allowed, f"--nodes {least}")]
     if not partition.kinds:
         return []
     missing = [
@@ -183,9 +183,9 @@ def _check_nodes(request: Request, partition: Partition, facts: SlurmFacts) -> l
     if asked <= fitting:
         return []
     if fitting == total:
-        return [Problem("nodes", "there are not so many nodes", got, f"1 to {total} in {where}", f"--nodes {total}")]
+        return [Problem("nodes", "there are not enough nodes", got, f"1 to {total} in {where}", f"--nodes {total}")]
     allowed = f"{fitting} of the {total} nodes of {where} have what a node of this job needs"
-    hint = f"--nodes {fitting}, or ask for less on each node" if fitting else "ask for less on each node"
+    hint = f"--nodes {fitting}, or request less per node" if fitting else "request less per node"
     return [Problem("nodes", "there are not enough nodes of this kind", got, allowed, hint)]
 
 
@@ -215,7 +215,7 @@ def _check_cpus(request: Request, partition: Partition) -> list[Problem]:
     return [
         Problem(
             "cpus_per_task",
-            "no node has so many CPUs",
+            "no node has this many CPUs",
             f"{needed} CPUs on a node ({tasks}--cpus-per-task {spec.cpus_per_task})",
             f"up to {most} on a node of partition {partition.name}",
             hint,
@@ -236,7 +236,7 @@ def _check_gres(request: Request, partition: Partition) -> list[Problem]:
         prefix = "" if setting == "gpus_per_node" else f"{item.name}:"
         there = describe_gres(partition.kinds, item.name)
         hint = f"{flag} {prefix}{named}{most}" if most else _other_gres(partition, item, flag, prefix)
-        what = "no node has so many GPUs" if is_gpu else f"no node has so many of {item.name}"
+        what = "no node has this many GPUs" if is_gpu else f"no node has this many of {item.name}"
         if typed and not most:
             what = f"no node has {item.name} of type {item.kind}"
         allowed = f"{there} on a node of partition {partition.name}"
@@ -269,7 +269,7 @@ def _check_memory(request: Request, partition: Partition) -> list[Problem]:
     if needed_mb <= most_mb:  # 0: all of a node's memory
         return []
     allowed = f"up to {most_mb}M on a node of partition {partition.name}"
-    return [Problem("mem", "no node has so much memory", request.named("mem"), allowed, f"--mem {most_mb}M")]
+    return [Problem("mem", "no node has this much memory", request.named("mem"), allowed, f"--mem {most_mb}M")]
 
 
 def _check_constraint(request: Request, partition: Partition) -> list[Problem]:

@@ -133,10 +133,10 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
     time_s = None if "time-min" in request.options else request.time_s
     cpus = spec.nodes * request.cpus_per_node if request.has_known_cpus else None
     asked = [
-        ("time", "so much time", time_s, [limits.time_s for limits in choices]),
-        ("nodes", "so many nodes", spec.nodes, [limits.nodes for limits in choices]),
-        ("cpus_per_task", "so many CPUs", cpus, [limits.cpus for limits in choices]),
-        ("gpus_per_node", "so many GPUs", spec.nodes * gpus, [limits.gpus for limits in choices]),
+        ("time", "this much time", time_s, [limits.time_s for limits in choices]),
+        ("nodes", "this many nodes", spec.nodes, [limits.nodes for limits in choices]),
+        ("cpus_per_task", "this many CPUs", cpus, [limits.cpus for limits in choices]),
+        ("gpus_per_node", "this many GPUs", spec.nodes * gpus, [limits.gpus for limits in choices]),
     ]
     problems = []
     for setting, resource, value, limits in asked:
@@ -146,7 +146,7 @@ def _check_limits(request: Request, partition: Partition | None, facts: SlurmFac
         most = max(known)
         got, allowed = (slurm_time(value), slurm_time(most)) if setting == "time" else (str(value), str(most))
         what = f"the account or QOS does not allow {resource} for one job"
-        hint = f"--time {allowed}" if setting == "time" else "ask for less, or another --qos"
+        hint = f"--time {allowed}" if setting == "time" else "request less, or use another --qos"
         if setting == "nodes":
             hint = f"--nodes {most}"
         problems.append(Problem(setting, what, f"{got} in all", f"up to {allowed}", hint))

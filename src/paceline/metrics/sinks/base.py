@@ -19,7 +19,7 @@ class Sink(Protocol):
 
 
 class CarefulSink(ABC):
-    """Wraps a third-party tracker. A failure never ends the run: it is reported once, and the tracker is closed."""
+    """Wraps a third-party tracker. A failure never ends the run: it is reported once, and later rows are skipped."""
 
     name: str  # the name to display
 

@@ -1,4 +1,4 @@
-"""Injects faults, for tests and for demonstration: `--plant "slow rank=1"`. Imports no torch.
+"""Injects faults, for tests and for demonstration: `--inject "slow rank=1"`. Imports no torch.
 
 Only faults that cannot be caused on a healthy machine. docs/guides/doctor.md explains how to cause the others.
 """
@@ -56,7 +56,7 @@ class Planted:
         return self._strikes("wrong")
 
 
-def parse_plants(text: str, where: str = "flag --plant") -> tuple[Plant, ...]:
+def parse_plants(text: str, where: str = "flag --inject") -> tuple[Plant, ...]:
     return tuple(_parse_plant(part.strip(), where) for part in text.split(";") if part.strip())
 
 

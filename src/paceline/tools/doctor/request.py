@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from paceline.tools.doctor.plant import Plant
 
-LAUNCHES = ("local", "torchrun", "slurm")
-DEVICES = ("auto", "cpu", "cuda")
+Launch = Literal["local", "torchrun", "slurm"]
+Device = Literal["auto", "cpu", "cuda"]
 
 
 @dataclass(frozen=True)
 class DoctorRequest:
     processes: int = 0  # ranks per node; 0: one per GPU, or without GPUs one per core, at most 4
-    device: str = "auto"
+    device: Device = "auto"
     output_dir: Path = Path("runs")
     data_dir: Path = Path("data")
     plants: tuple[Plant, ...] = ()

@@ -105,7 +105,7 @@ class Session:
 
     def _choose_device(self) -> None:
         try:
-            config = ParallelConfig(device=self._request.device)  # type: ignore[arg-type]  # one of its values
+            config = ParallelConfig(device=self._request.device)
             self._world = build_world(config, self._environment)
         except UserError:  # part one reports this in more detail
             return

@@ -83,8 +83,8 @@ def _faster(findings: Findings) -> str:
     # Report the first and last size, and each size where the faster strategy changes.
     leaders = [a.images_per_s.value >= b.images_per_s.value for a, b in pairs]
     shown = [n for n in range(len(pairs)) if n in (0, len(pairs) - 1) or leaders[n] != leaders[n - 1]]
-    words = " ".join(_compare(*pairs[n]) for n in shown)
-    return words if len(shown) == len(pairs) else f"{words} The same one is faster in between."
+    text = " ".join(_compare(*pairs[n]) for n in shown)
+    return text if len(shown) == len(pairs) else f"{text} The same one is faster in between."
 
 
 def _place(kind: Kind) -> tuple[int, str]:
@@ -163,7 +163,7 @@ def _one_curve(findings: Findings, strategy: str, scaling: str, rows: list[Scale
 
 
 def _bottleneck(findings: Findings) -> str:
-    parts = [words for strategy in findings.strategies if (words := _bottleneck_of(findings, strategy))]
+    parts = [text for strategy in findings.strategies if (text := _bottleneck_of(findings, strategy))]
     return " ".join(parts) or "Only whole epochs were timed, so the parts of a step are not known."
 
 
@@ -179,8 +179,8 @@ def _bottleneck_of(findings: Findings, strategy: str) -> str:
     share = seconds / last.step_s.value
     if share < 0.03:
         return f"{_name(strategy)} on {_ranks(last.world_size)} has **no significant bottleneck**: {_largest(last)}."
-    words = f"{_name(strategy)} on {_ranks(last.world_size)} loses most to **{cause}**: {share:.0%} of the step"
-    return f"{words} ({1000 * seconds:.1f} of {1000 * last.step_s.value:.1f} ms). {_REMEDIES[cause]}"
+    text = f"{_name(strategy)} on {_ranks(last.world_size)} loses most to **{cause}**: {share:.0%} of the step"
+    return f"{text} ({1000 * seconds:.1f} of {1000 * last.step_s.value:.1f} ms). {_REMEDIES[cause]}"
 
 
 _REMEDIES = {

@@ -35,8 +35,8 @@ class Board:
             f"{spec.scaling} scaling; {len(states)} cells" + (f", {done} done already" if done else ""),
             markup=False,
         )
-        for words in spec.stated:
-            self._out.print(f"the same  {words}", markup=False)
+        for text in spec.stated:
+            self._out.print(f"the same  {text}", markup=False)
         self._out.print(f"folder    {os.path.relpath(folder)}", markup=False)
 
     def __enter__(self) -> Board:

@@ -107,7 +107,7 @@ def find(cells: Sequence[Measured]) -> Findings:
     groups: dict[tuple[str, str, int], list[Measured]] = {}
     for cell in cells:
         groups.setdefault(cell.cell.key, []).append(cell)
-    order = {name: number for number, name in enumerate(STRATEGIES)}
+    order: dict[str, int] = {name: number for number, name in enumerate(STRATEGIES)}
     keys = sorted(groups, key=lambda key: (key[0], order.get(key[1], len(order)), key[1], key[2]))
     kinds = tuple(Kind(*key, tuple(groups[key])) for key in keys)
     scaled = []

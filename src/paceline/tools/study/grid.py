@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
@@ -29,8 +29,9 @@ _SHAPE = Fields(
 )
 CELLS = "cells"
 BY_HAND = "by hand"  # the place of runs that no study started
-STRATEGIES = ("ddp", "fsdp")
-SCALINGS = ("strong", "weak", "both")
+Strategy = Literal["ddp", "fsdp"]
+Scaling = Literal["strong", "weak", "both"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 # A study decides these for each cell.
 TAKEN = ("strategy", "processes", "output_dir", "resume", "rehearse", "global_batch_size", "inject")
 

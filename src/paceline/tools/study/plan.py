@@ -2,62 +2,59 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.errors import UserError
 from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import count_gpus
-from paceline.settings.load import LoadedConfig, parse_flags
-from paceline.tools.study.grid import SCALINGS, STRATEGIES, TAKEN, StudySpec
+from paceline.settings.load import LoadedConfig
+from paceline.settings.values import Setting
+from paceline.tools.study.grid import STRATEGIES, TAKEN, Scaling, Strategy, StudySpec
 
-_MOST_RANKS = 4096
-_MOST_REPEATS = 100
+MOST_RANKS = 4096
+MOST_REPEATS = 100
 _EPOCHS = 3  # the first warms up, the others are measured
 
 
 @dataclass(frozen=True)
 class Asked:
-    """The study's own flags, as given."""
+    """The study's own settings."""
 
-    world_sizes: str = ""
-    strategies: str = "ddp"
-    repeats: str = "3"
-    scaling: str = "strong"
+    world_sizes: tuple[int, ...] = ()  # empty: 1, 2, 4, ... up to the limit of this machine
+    strategies: tuple[Strategy, ...] = ("ddp",)
+    repeats: int = 3
+    scaling: Scaling = "strong"
 
 
-def refuse_taken(flags: list[str]) -> None:
+def refuse_taken(flags: Sequence[Setting]) -> None:
     """Checked before any value: --world-size 1,2 is probably meant as --world-sizes."""
     hints = {"strategy": "--strategies ddp,fsdp", "processes": "--world-sizes 1,2,4"}
-    for setting in parse_flags(flags):
+    for setting in flags:
         name = setting.field.name
         if name in TAKEN and name != "global_batch_size":
             hint = hints.get(name, "leave it out")
             raise UserError("the study decides this for each cell", where=setting.where, hint=hint)
 
 
-def plan_study(loaded: LoadedConfig, asked: Asked, flags: list[str], *, place: str, threads: int = 0) -> StudySpec:
+def plan_study(
+    loaded: LoadedConfig, asked: Asked, flags: Sequence[Setting], *, place: str, threads: int = 0
+) -> StudySpec:
     """`flags` are for every cell. Settings that must be equal in all cells are added to them and stated.
 
     threads: per rank on CPUs, from the jobs of a cluster; 0 on GPUs, and on this machine, where they are counted here.
     """
-    sizes = _numbers("--world-sizes", asked.world_sizes or _default_sizes(loaded), most=_MOST_RANKS)
-    repeats = _numbers("--repeats", asked.repeats, most=_MOST_REPEATS)
-    if len(repeats) != 1:
-        raise UserError("repeats is one number", where="flag --repeats", got=asked.repeats)
-    strategies = _choices("--strategies", asked.strategies, STRATEGIES)
-    scaling = _choices("--scaling", asked.scaling, SCALINGS)
-    if len(scaling) != 1:
-        raise UserError("one kind of scaling", where="flag --scaling", got=asked.scaling, hint="--scaling both")
+    sizes = sorted(set(asked.world_sizes or _default_sizes(loaded)))
     added, stated = _settle(loaded, sizes, place, threads)
     return StudySpec(
         recipe=_recipe(loaded),
         name=loaded.recipe_name,
         flags=(*_without_batch(flags), *added),
         world_sizes=tuple(sizes),
-        strategies=tuple(strategies),
-        repeats=repeats[0],
-        scaling=scaling[0],
+        strategies=tuple(strategy for strategy in STRATEGIES if strategy in asked.strategies),
+        repeats=asked.repeats,
+        scaling=asked.scaling,
         global_batch_size=loaded.config.train.global_batch_size,
         stated=tuple(stated),
         place=place,
@@ -84,40 +81,19 @@ def _settle(loaded: LoadedConfig, sizes: list[int], place: str, threads: int) ->
     return flags, stated
 
 
-def _default_sizes(loaded: LoadedConfig) -> str:
+def _default_sizes(loaded: LoadedConfig) -> list[int]:
     """1, 2, 4, ... up to the limit of this machine."""
     most = count_gpus(loaded.config.parallel) or usable_cores()
     sizes = [1]
     while 2 * sizes[-1] <= most:
         sizes.append(2 * sizes[-1])
-    return ",".join(map(str, sizes))
+    return sizes
 
 
-def _numbers(flag: str, text: str, *, most: int) -> list[int]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or not all(word.isascii() and word.isdecimal() and 1 <= int(word) <= most for word in words):
-        raise UserError(
-            f"{flag} {text!r} is not valid",
-            where=f"flag {flag}",
-            allowed=f"whole numbers from 1 to {most}, for example 1,2,4",
-        )
-    return sorted({int(word) for word in words})
-
-
-def _choices(flag: str, text: str, allowed: tuple[str, ...]) -> list[str]:
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not words or set(words) - set(allowed):
-        raise UserError(f"{flag} {text!r} is not valid", where=f"flag {flag}", allowed=", ".join(allowed))
-    return [choice for choice in allowed if choice in words]
-
-
-def _without_batch(flags: list[str]) -> list[str]:
+def _without_batch(flags: Sequence[Setting]) -> list[str]:
     """The flags without the global batch, which the study sets for each cell."""
-    kept: list[str] = []
-    for setting in parse_flags(flags):
-        if setting.field.name != "global_batch_size":
-            kept += setting.tokens()
-    return kept
+    kept = [setting for setting in flags if setting.field.name != "global_batch_size"]
+    return [token for setting in kept for token in setting.tokens()]
 
 
 def _recipe(loaded: LoadedConfig) -> str:

@@ -250,7 +250,7 @@ def _coefficients(findings: Findings) -> Details:
 def _every_cell(cells: Sequence[Measured], failed: Sequence[tuple[str, str]]) -> list[Block]:
     blocks: list[Block] = []
     if failed:
-        blocks.append(Table(["not in the table", "why"], [[name, words] for name, words in failed]))
+        blocks.append(Table(["not in the table", "why"], [[name, reason] for name, reason in failed]))
     rows: list[list[str | float | int | None]] = [
         [
             cell.cell.name,

@@ -1,6 +1,6 @@
 """Compare the step time of two checkouts of Paceline on two CPU ranks.
 
-    python benchmarks/beside.py BEFORE/.venv/bin/python AFTER/.venv/bin/python [--rounds 5]
+    python benchmarks/compare_checkouts.py BEFORE/.venv/bin/python AFTER/.venv/bin/python [--rounds 5]
 
 Each round trains the CNN and the MLP of benchmarks/cpu.py with both checkouts, in alternating order. The ratio is
 computed per round, so that other load on the machine affects both.

@@ -1,9 +1,8 @@
-"""`paceline plan RECIPE [flags]`, which is also `paceline train --dry-run`: all but the training."""
+"""Shows a plan: the resolved config with the origin of each value, batches, steps, learning rate and memory."""
 
 from __future__ import annotations
 
-from paceline.cli.help import wants_help
-from paceline.launch.request import check_joined_world, decide_processes, read_request
+from paceline.launch.request import check_joined_world, decide_processes
 from paceline.runs.place import decide_place
 from paceline.runtime.detect import read_rank_environment
 from paceline.settings.fields import field_table
@@ -11,13 +10,9 @@ from paceline.settings.load import LoadedConfig
 from paceline.settings.rules import check_world
 from paceline.settings.schema import Config
 
-_HELP = "Print what `paceline train` would do with the same recipe and flags. Nothing is started."
 
-
-def run(arguments: list[str]) -> int:
-    if wants_help(arguments, "plan", _HELP):
-        return 0
-    loaded = read_request(arguments)
+def show_plan(loaded: LoadedConfig) -> None:
+    """Print what `paceline train` would do, on rank 0. Nothing is started."""
     environment = read_rank_environment()
     if environment is not None:
         check_joined_world(loaded, environment)
@@ -26,7 +21,6 @@ def run(arguments: list[str]) -> int:
     if environment is None or environment.rank == 0:
         _print_config(loaded)
         _print_numbers(loaded, world_size)
-    return 0
 
 
 def _print_config(loaded: LoadedConfig) -> None:
@@ -74,7 +68,7 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     print("\nplan")
     for label, text in rows.items():
         print(f"  {label:<18} {text}")
-    print("\nnothing was started; `paceline train` with the same words does it")
+    print("\nnothing was started; `paceline train` with the same arguments starts it")
 
 
 def _mb(size_bytes: int) -> str:
@@ -82,6 +76,8 @@ def _mb(size_bytes: int) -> str:
 
 
 def _describe_peak(config: Config, peak: float) -> str:
-    if config.optim.optimizer == "muon":  # its updates have one size, whatever the batch
+    if config.optim.optimizer == "muon":  # the size of its updates does not depend on the batch
         return f"{peak:g}"
-    return f"{config.optim.base_lr:g} x {config.train.global_batch_size} / 256 = {peak:g}"
+    from paceline.training.plan import REFERENCE_BATCH
+
+    return f"{config.optim.base_lr:g} x {config.train.global_batch_size} / {REFERENCE_BATCH} = {peak:g}"

@@ -1,0 +1,196 @@
+"""One given value with its origin, and its conversion by the rules of its field. Every source uses this."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+from paceline.errors import UserError, printable_line
+from paceline.settings.declare import FieldSpec, fields_of
+from paceline.settings.text import check_text
+
+T = TypeVar("T")
+# file: a recipe. flag: the command line, or a caller that takes its place (Python, Runnable).
+Origin = Literal["file", "site", "environment", "flag"]
+# Settings that had another name in earlier releases.
+RENAMED = {
+    "save_frequency": "keep_every_epochs",
+    "hang_timeout": "hang_timeout_s",
+    "notice": "notice_s",
+    "signal_notice": "signal_notice_s",
+    "grace": "grace_s",
+    "start_timeout": "start_timeout_s",
+    "node_timeout": "node_timeout_s",
+    "every": "every_s",
+    "plant": "inject",
+}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One given value, and its origin."""
+
+    field: FieldSpec
+    values: tuple[str, ...]
+    kind: Origin
+    where: str
+
+    def tokens(self) -> list[str]:
+        """As command-line arguments."""
+        field = self.field
+        if field.is_bool:
+            return [field.flag if self.values == ("true",) else field.flag.replace("--", "--no-", 1)]
+        is_list = field.is_tuple and field.arg.many == "spaces"
+        if is_list and not (field.is_text and len(self.values) == 1):
+            return [field.flag, *self.values]
+        return [f"{field.flag}={value}" for value in self.values]
+
+
+def check_texts(setting: Setting) -> Setting:
+    """Every value must be one line: it may become a line of a script, or a scalar of a file."""
+    for value in setting.values:
+        check_text(value, setting.field.name, where=setting.where, is_secret=setting.field.arg.is_secret)
+    return setting
+
+
+def as_typed(value: object) -> tuple[str, ...]:
+    """A Python value as on the command line."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return tuple(str(item).lower() if isinstance(item, bool) else str(item) for item in items)
+
+
+def split_commas(text: str) -> list[str]:
+    """`cuda/12,gcc/13` is two values. An empty place stays, and is refused by its field."""
+    pieces = [[part for part in piece.split(" ") if part] or [""] for piece in text.split(",")]
+    return [part for piece in pieces for part in piece]
+
+
+def latest(settings: Iterable[Setting]) -> dict[str, Setting]:
+    """The effective setting of each field: later ones replace earlier ones."""
+    return {setting.field.name: setting for setting in settings}
+
+
+def build(owner: type[T], settings: Iterable[Setting], **computed: Any) -> T:
+    """The dataclass with these settings; other fields keep their defaults."""
+    groups: dict[str, dict[str, Any]] = {"": dict(computed)}
+    for setting in latest(settings).values():
+        groups.setdefault(setting.field.group, {})[setting.field.attribute] = convert(setting)
+    _refuse_missing(owner, groups[""])
+    own = groups.pop("")
+    if groups:
+        hints = {item.name: item.default_factory for item in dataclasses.fields(owner)}  # type: ignore[arg-type]
+        own |= {group: dataclasses.replace(hints[group](), **values) for group, values in groups.items()}  # type: ignore
+    return owner(**own)
+
+
+def _refuse_missing(owner: type, given: Mapping[str, Any]) -> None:
+    for field in fields_of(owner).values():
+        if field.default is MISSING and field.attribute not in given and not field.group:
+            name = field.flag if field.arg.place == "flag" else field.shown
+            allowed = field.expects if field.choices or field.arg.allowed else None
+            raise UserError(f"{name} is missing", got="none", allowed=allowed, hint=field.help or None)
+
+
+def convert(setting: Setting) -> Any:
+    """The value of a field from its text, checked by the rules of the field."""
+    field = setting.field
+    if field.is_tuple:
+        return tuple(_convert_one(field, text, setting) for text in setting.values)
+    if len(setting.values) != 1:
+        raise invalid(setting, " ".join(setting.values))
+    return _convert_one(field, setting.values[0], setting)
+
+
+def _convert_one(field: FieldSpec, text: str, setting: Setting) -> Any:
+    if field.arg.parse is not None:
+        return field.arg.parse(text, setting)
+    if field.choices:
+        if text not in field.choices:
+            raise invalid(setting, text)
+        return get_args(field.inner)[field.choices.index(text)]
+    if field.is_bool:
+        if text not in ("true", "false"):
+            raise invalid(setting, text)
+        return text == "true"
+    if field.inner in (int, float):
+        return _number(field, text, setting)
+    if field.inner is Path and not text:
+        raise UserError(f"{field.flag} needs a value", where=setting.where, allowed=field.expects)
+    return field.inner(text)
+
+
+def _number(field: FieldSpec, text: str, setting: Setting) -> int | float:
+    try:
+        value: int | float = field.inner(text)
+    except ValueError:
+        raise invalid(setting, text) from None
+    # No count, size or time needs more than 64 bits. A longer number overflows in a division.
+    is_too_long = isinstance(value, int) and not -(2**63) <= value < 2**63
+    if is_too_long or math.isnan(value) or (field.range and not field.range.holds(value)):
+        raise UserError(
+            f"{field.name} is out of range",
+            where=setting.where,
+            got=f"{str(value)[:20]}..., a number of {len(str(value))} digits" if is_too_long else value,
+            allowed=field.expects + (", below 2**63" if is_too_long else ""),
+        )
+    return value
+
+
+def invalid(setting: Setting, text: str, allowed: str = "", hint: str | None = None) -> UserError:
+    """The error for a value that a field does not accept."""
+    field = setting.field
+    if hint is None and field.choices:
+        close = difflib.get_close_matches(text, field.choices, n=1)
+        hint = f"{_name_at(setting)} {close[0]}" if close else None
+    return UserError(
+        f"{field.name}: {printable_line(text[:200])!r} is not valid",
+        where=setting.where,
+        allowed=allowed or field.expects,
+        hint=hint,
+    )
+
+
+def _name_at(setting: Setting) -> str:
+    return f"{setting.field.name}:" if setting.kind in ("file", "site") else setting.field.flag
+
+
+def find_in(table: Mapping[str, FieldSpec], key: str) -> FieldSpec | None:
+    """The field of this key, flag (without dashes) or alias."""
+    name = key.replace("-", "_")
+    if name in table:
+        return table[name]
+    return next((field for field in table.values() if name.replace("_", "-") in field.aliases), None)
+
+
+def closest(name: str, known: Iterable[str]) -> str | None:
+    """The known name that was probably meant."""
+    names = list(known)
+    # "batch_size" should find "global_batch_size" although half of its letters are missing.
+    found = (
+        difflib.get_close_matches(name, names, n=1, cutoff=0.85)
+        or [other for other in names if name and name in other]
+        or difflib.get_close_matches(name, names, n=1, cutoff=0.6)
+    )
+    return found[0] if found else None
+
+
+def unknown_name(key: str, where: str, table: Mapping[str, FieldSpec], help_command: str = "train") -> UserError:
+    """The error for an unknown key or flag, with the known one that was probably meant."""
+    is_flag, name = key.startswith("-"), key.lstrip("-").replace("-", "_")
+    known = [*table, *(alias.replace("-", "_") for field in table.values() for alias in field.aliases)]
+
+    def shown(other: str) -> str:
+        return "--" + other.replace("_", "-") if is_flag else other
+
+    if RENAMED.get(name) in table:
+        return UserError(f"{shown(name)} has a new name", where=where, got=key, hint=shown(RENAMED[name]))
+    meant = closest(name, known)
+    hint = f"perhaps you meant {shown(meant)}" if meant else f"paceline {help_command} --help lists them all"
+    few = ", ".join(map(shown, table)) or "none"
+    allowed = few if len(table) <= 12 and not meant else None
+    return UserError(f"unknown {'flag' if is_flag else 'key'} {key!r}", where=where, allowed=allowed, hint=hint)
