@@ -127,7 +127,7 @@ def test_cutmix_pastes_a_box_of_the_partner_and_targets_have_its_area() -> None:
 def test_settings_that_cannot_work_are_refused_before_anything_starts(flags: list[str], field: str) -> None:
     with pytest.raises(UserError) as caught:
         check(flags)
-    assert str(caught.value.where).startswith("--" + field.replace("_", "-"))
+    assert caught.value.where == f"flag --{field.replace('_', '-')}"
 
 
 def check(flags: list[str]) -> None:
