@@ -15,11 +15,11 @@ from paceline.settings.recipe_file import shipped_recipes
 from paceline.settings.rules import check_config, check_world, fitting_worlds, nearest_divisors
 from paceline.settings.schema import Config
 
-# Adding a flag is a decision: it must be added here too. The nine of the last line guard a run and do not change what it
-# computes. `profile` shows where the time of a real run goes; bench traces steps without a run. `accept_new_data` is the
-# only way to continue a run whose data has changed on purpose. `fsdp_wrap`, `reshard_after_forward` and `bucket_cap_mb`
-# are the choices that the course compares. The flags from `crop_scale` to `mix_epochs` are the augmentations that
-# published recipes of image models use; each is one number or choice, so that a recipe can state it.
+# Adding a flag is a decision: it must be added here too. The nine of the last line guard a run and do not change what
+# it computes. `profile` shows where the time of a real run goes; bench traces steps without a run. `accept_new_data`
+# is the only way to continue a run whose data has changed on purpose. `fsdp_wrap`, `reshard_after_forward` and
+# `bucket_cap_mb` are the choices that the course compares. The flags from `crop_scale` to `mix_epochs` are the
+# augmentations that published recipes of image models use.
 FLAGS = (
     "dataset data_dir num_samples input_size num_classes train_split augment image_size "
     "crop_scale crop_ratio interpolation flip cutout vertical_flip policy policy_ops policy_magnitude policy_std "
