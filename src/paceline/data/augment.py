@@ -7,15 +7,19 @@ the work can be recorded as a CUDA graph (runtime/recorded.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from paceline.data import picture_ops as ops
+from paceline.data.crops import erase_boxes, random_boxes
 from paceline.data.dataset import DatasetInfo
-from paceline.data.draws import below, draw_bits_from, start_of, turn_even
+from paceline.data.draws import below, draw_bits_from, draw_sequence, start_of, turn_even, unit
+from paceline.data.mixing import NOT_MIXED, Mixing
+from paceline.data.policies import blur_radius, rand_augment, three_augment, trivial_augment
 from paceline.errors import UserError
 from paceline.settings.schema import DataConfig
 
@@ -23,14 +27,42 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SHIFTED = {"light": 8, "gentle": 16, "lively": 8}  # crops move by at most 1/8 or 1/16 of a side
 MIRRORED = ("gentle", "lively")  # mirror the borders, and flip each sample in every other epoch
-_ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN = _DRAWS = range(10, 15)  # draw numbers
+RESIZED = ("imagenet", "resized-crop")  # give square inputs of image_size, whatever the size of the pictures
+# Draw numbers. Each is 64 random bits per sample; a stage that needs more derives them from its bits.
+_ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN, _BOX, _VERTICAL, _POLICY, _COLOUR, _ERASE, _MIX = range(10, 21)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """Augmentations beside crop and flip. The defaults switch all of them off."""
+
+    crop_scale: float = 0.08  # the smallest share of the area that a random resized crop takes
+    crop_ratio: float = 4 / 3  # the largest ratio of its sides
+    interpolation: str = "bilinear"
+    vertical_flip: bool = False
+    policy: str = "none"
+    policy_ops: int = 2
+    policy_magnitude: float = 9.0
+    policy_std: float = 0.0
+    color_jitter: float = 0.0
+    hue_jitter: float = 0.0
+    grayscale: float = 0.0  # these three: the share of the samples
+    blur: float = 0.0
+    solarize: float = 0.0
+    erase: float = 0.0
+    mixing: Mixing | None = None
+    mix_epochs: int = 0  # mix in the first epochs only; 0: in all
+
+    @property
+    def changes_colours(self) -> bool:
+        return bool(self.color_jitter or self.hue_jitter or self.grayscale or self.blur or self.solarize)
 
 
 @dataclass(frozen=True)
 class Pipeline:
     """How one data set's samples are turned into inputs, for training and for evaluation."""
 
-    kind: str  # "none", one of SHIFTED, or "imagenet"
+    kind: str  # "none", or one of SHIFTED or RESIZED
     seed: int
     raw_shape: tuple[int, ...]
     image_size: int
@@ -38,17 +70,37 @@ class Pipeline:
     cutout: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    extras: Extras = Extras()
 
     @property
     def input_shape(self) -> tuple[int, ...]:
         """The shape of one model input."""
-        if self.kind == "imagenet":
+        if self.kind in RESIZED:
             return (self.raw_shape[0], self.image_size, self.image_size)
         return self.raw_shape
 
+    @cached_property
+    def _draws(self) -> tuple[int, ...]:
+        """The draws that this pipeline needs, ascending."""
+        extras = self.extras
+        needed = {
+            _ROW: True,
+            _COLUMN: True,
+            _FLIP: True,
+            _CUT_ROW: self.cutout > 0,
+            _CUT_COLUMN: self.cutout > 0,
+            _BOX: self.kind == "resized-crop",
+            _VERTICAL: extras.vertical_flip,
+            _POLICY: extras.policy != "none",
+            _COLOUR: extras.changes_colours,
+            _ERASE: extras.erase > 0,
+            _MIX: extras.mixing is not None,
+        }
+        return tuple(number for number, is_needed in needed.items() if is_needed)
+
     @property
     def resized_side(self) -> int:
-        """The imagenet pipeline crops 224 out of 256, and other sizes in the same proportion."""
+        """Evaluation crops 224 out of 256, and other sizes in the same proportion."""
         return round(self.image_size * 256 / 224)
 
     def for_training(self, samples: Tensor, ids: Tensor, epoch: int) -> Tensor:
@@ -58,42 +110,139 @@ class Pipeline:
         return self.augment(samples, self.draw(ids.to(samples.device), self.keys_of(epoch).to(samples.device)))
 
     def keys_of(self, epoch: int) -> Tensor:
-        """The keys of an epoch's choices: one number per draw, and last the bits that reverse the flips."""
+        """The keys of an epoch's choices: one number per draw, whether samples are mixed, and what reverses flips."""
         alternates = self.kind in MIRRORED  # the flip draw is then the same in every epoch; odd epochs reverse it
-        starts = [start_of(draw, self.seed, 0 if draw == _FLIP and alternates else epoch) for draw in _DRAWS]
-        return torch.tensor([*starts, turn_even(epoch) if alternates else 0])
+        starts = [start_of(draw, self.seed, 0 if draw == _FLIP and alternates else epoch) for draw in self._draws]
+        is_mixed = not self.extras.mix_epochs or epoch < self.extras.mix_epochs
+        return torch.tensor([*starts, is_mixed, turn_even(epoch) if alternates else 0])
 
     def draw(self, ids: Tensor, keys: Tensor) -> Tensor:
         """Random bits for these samples, one layer per choice. `ids` may have any shape, for example a whole epoch."""
         if len(self.raw_shape) != 3:
             return ids
-        count = len(_DRAWS) if self.cutout else 3
-        bits = draw_bits_from(ids, keys[:count].view(-1, *[1] * ids.dim()))
-        bits[_DRAWS.index(_FLIP)] ^= keys[-1]
+        bits = draw_bits_from(ids, keys[:-2].view(-1, *[1] * ids.dim()))
+        bits[self._draws.index(_FLIP)] ^= keys[-1]
+        if self.extras.mixing is not None:
+            mix = bits[self._draws.index(_MIX)]
+            bits[self._draws.index(_MIX)] = torch.where(keys[-2].bool(), mix, torch.full_like(mix, NOT_MIXED))
         return bits
 
     def augment(self, samples: Tensor, drawn: Tensor) -> Tensor:
         """Like `for_training`, with bits that are drawn already. All tensors are on one device."""
         if samples.dim() != 4:
             return samples
-        bits = dict(zip(_DRAWS, drawn, strict=False))
+        bits = dict(zip(self._draws, drawn, strict=True))
+        samples = self._crop(samples, bits)
+        if self.flip and self.kind != "none":
+            samples = ops.flip(samples, below(2, bits[_FLIP]).bool(), -1)
+        if self.extras.vertical_flip:
+            samples = ops.flip(samples, below(2, bits[_VERTICAL]).bool(), -2)
+        samples = self._change_colours(samples, bits)
+        inputs = self._normalise(samples)
+        if self.cutout:
+            inputs = self._cut_out(inputs, bits)
+        return self._erase(inputs, bits[_ERASE]) if self.extras.erase else inputs
+
+    def mix(self, inputs: Tensor, labels: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        """Mixup and CutMix with soft targets, if this pipeline has them; otherwise what is given."""
+        if self.extras.mixing is None or inputs.dim() != 4:
+            return inputs, labels
+        return self.extras.mixing.mix(inputs, labels, drawn[self._draws.index(_MIX)])
+
+    def empty_targets(self, count: int, device: torch.device) -> Tensor:
+        """Targets of the shape and type that a training step gets."""
+        if self.extras.mixing is None:
+            return torch.zeros(count, dtype=torch.int64, device=device)
+        return torch.zeros(count, self.extras.mixing.num_classes, device=device)
+
+    def describe(self) -> str:
+        """The augmentation of training images in one line."""
+        extras, parts = self.extras, [self.kind]
+        if self.kind == "resized-crop":
+            parts[0] += f" of {extras.crop_scale:.0%} to 100% of the area"
+        if self.flip and self.kind != "none":
+            parts.append("flip")
+        if extras.policy == "randaugment":
+            deviation = f" (deviation {extras.policy_std:g})" if extras.policy_std else ""
+            parts.append(f"{extras.policy_ops} operations of strength {extras.policy_magnitude:g}{deviation}")
+        elif extras.policy != "none":
+            parts.append({"trivial": "TrivialAugment", "three": "three-augment"}[extras.policy])
+        values = {
+            "vertical flip": extras.vertical_flip,
+            "colour jitter": extras.color_jitter,
+            "hue jitter": extras.hue_jitter,
+            "grey": extras.grayscale,
+            "blur": extras.blur,
+            "solarize": extras.solarize,
+            "cutout": self.cutout,
+            "erase": extras.erase,
+        }
+        parts += [name if value is True else f"{name} {value:g}" for name, value in values.items() if value]
+        if extras.mixing is not None:
+            until = f" for {extras.mix_epochs} epochs" if extras.mix_epochs else ""
+            methods = {"mixup": extras.mixing.mixup_alpha, "cutmix": extras.mixing.cutmix_alpha}
+            parts += [f"{name} {alpha:g}{until}" for name, alpha in methods.items() if alpha]
+        return ", ".join(parts)
+
+    def _crop(self, samples: Tensor, bits: dict[int, Tensor]) -> Tensor:
         if self.kind in SHIFTED:
             border = self.raw_shape[1] // SHIFTED[self.kind]
             bordered = _mirror_borders(samples, border) if self.kind in MIRRORED else F.pad(samples, [border] * 4)
-            samples = _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
-        elif self.kind == "imagenet":
-            samples = _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
-        if self.flip and self.kind != "none":
-            mirrored = below(2, bits[_FLIP]).bool()
-            samples = torch.where(mirrored[:, None, None, None], samples.flip(-1), samples)
-        inputs = self._normalise(samples)
-        return self._cut_out(inputs, bits) if self.cutout else inputs
+            return _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
+        if self.kind == "imagenet":
+            return _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
+        if self.kind == "resized-crop":
+            extras, (height, width) = self.extras, samples.shape[2:]
+            boxes = random_boxes(bits[_BOX], height, width, extras.crop_scale, extras.crop_ratio)
+            return ops.resize_boxes(samples, boxes, (self.image_size,) * 2, extras.interpolation)
+        return samples
+
+    def _change_colours(self, samples: Tensor, bits: dict[int, Tensor]) -> Tensor:
+        extras = self.extras
+        if extras.policy == "none" and not extras.changes_colours:
+            return samples
+        samples = samples if samples.dtype == torch.uint8 else ops.to_bytes(samples)
+        if extras.policy == "randaugment":
+            samples = rand_augment(
+                samples, bits[_POLICY], extras.policy_ops, extras.policy_magnitude, extras.policy_std
+            )
+        elif extras.policy == "trivial":
+            samples = trivial_augment(samples, bits[_POLICY])
+        elif extras.policy == "three":
+            samples = three_augment(samples, bits[_POLICY])
+        return self._jitter(samples, bits[_COLOUR]) if extras.changes_colours else samples
+
+    def _jitter(self, samples: Tensor, bits: Tensor) -> Tensor:
+        """Brightness, contrast, saturation and hue in this order, then grey, solarized and blurred samples."""
+        extras, channels = self.extras, samples.shape[1]
+        draws = unit(draw_sequence(bits[None], torch.arange(8, device=bits.device)[:, None])).unbind(0)
+        factors = [max(0.0, 1 - extras.color_jitter) + draw * _span(extras.color_jitter) for draw in draws[:3]]
+        if extras.color_jitter:
+            samples = ops.apply_tables(samples, ops.brightness_tables(factors[0]).expand(-1, channels, -1))
+            samples = ops.apply_tables(samples, ops.contrast_tables(factors[1], samples).expand(-1, channels, -1))
+            samples = ops.saturate(samples, factors[2])
+        if extras.hue_jitter:
+            samples = ops.rotate_hue(samples, (2 * draws[3] - 1) * extras.hue_jitter)
+        if extras.grayscale:
+            samples = ops.choose(draws[4] < extras.grayscale, ops.gray(samples).expand_as(samples), samples)
+        if extras.solarize:
+            tables = ops.solarize_tables(torch.full_like(draws[5], 128.0)).expand(-1, channels, -1)
+            samples = ops.choose(draws[5] < extras.solarize, ops.apply_tables(samples, tables), samples)
+        if extras.blur:
+            blurred = ops.blur(samples, 0.1 + 1.9 * draws[7], blur_radius(samples))
+            samples = ops.choose(draws[6] < extras.blur, blurred, samples)
+        return samples
+
+    def _erase(self, inputs: Tensor, bits: Tensor) -> Tensor:
+        """Set a rectangle of some samples to the mean colour."""
+        inside = erase_boxes(bits, inputs.shape[2], inputs.shape[3], self.extras.erase)
+        return inputs.masked_fill_(inside[:, None], 0.0)
 
     def for_evaluation(self, samples: Tensor) -> Tensor:
-        """Normalised inputs without any randomness; the imagenet pipeline takes the centre."""
+        """Normalised inputs without any randomness; resizing pipelines take the centre."""
         if samples.dim() != 4:
             return samples
-        if self.kind == "imagenet":
+        if self.kind in RESIZED:
             samples = self._resize(samples)
             top, left = ((size - self.image_size) // 2 for size in samples.shape[2:])
             samples = samples[:, :, top : top + self.image_size, left : left + self.image_size]
@@ -149,14 +298,21 @@ def _per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, device=device).view(1, -1, 1, 1) * 255
 
 
+def _span(jitter: float) -> float:
+    """The length of the interval from max(0, 1 - jitter) to 1 + jitter."""
+    return 1 + jitter - max(0.0, 1 - jitter)
+
+
 def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline:
     """The pipeline a config asks for; vectors pass through unchanged."""
     kind = config.augment
-    if kind == "imagenet" and not info.is_image:
-        raise UserError("the imagenet pipeline needs images", got=f"{info.name} has vectors", hint="--augment none")
+    extras = _build_extras(config, info)
+    if not info.is_image and (kind in RESIZED or extras != Extras()):
+        what = f"the {kind} pipeline" if kind in RESIZED else "this augmentation"
+        raise UserError(f"{what} needs images", got=f"{info.name} has vectors", hint="--augment none")
     if kind in SHIFTED and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
         raise UserError(f"the {kind} pipeline needs square images", got=info.sample_shape, hint="--augment none")
-    is_imagenet = kind == "imagenet" and info.sample_shape[0] == 3
+    is_imagenet = kind in RESIZED and info.sample_shape[0] == 3
     return Pipeline(
         kind=kind,
         seed=seed,
@@ -166,4 +322,13 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
         cutout=config.cutout,
         mean=IMAGENET_MEAN if is_imagenet else info.mean,
         std=IMAGENET_STD if is_imagenet else info.std,
+        extras=extras,
     )
+
+
+def _build_extras(config: DataConfig, info: DatasetInfo) -> Extras:
+    mixing = None
+    if config.mixup_alpha or config.cutmix_alpha:
+        mixing = Mixing(config.mixup_alpha, config.cutmix_alpha, config.cutmix_share, info.num_classes)
+    same = {field.name for field in fields(Extras)} - {"mixing"}
+    return Extras(mixing=mixing, **{name: getattr(config, name) for name in same})

@@ -63,6 +63,11 @@ def below(limit: int, bits: Tensor) -> Tensor:
     return _shift(bits, _UNUSED) % limit
 
 
+def unit(bits: Tensor) -> Tensor:
+    """A uniform float64 in [0, 1) for each 64 random bits."""
+    return _shift(bits, 11).double() * 2.0**-53
+
+
 def turn_even(number: int) -> int:
     """Bits to XOR with a draw. For an odd number they change `below(2, draw)` from 0 to 1 and from 1 to 0."""
     return (number % 2) << _UNUSED

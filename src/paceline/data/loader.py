@@ -49,7 +49,7 @@ class Loader:
 
     def __init__(self, dataset: Dataset, ids: Tensor, pipeline: Pipeline, world: World) -> None:
         self.ids = ids
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self._world = world
         self._dataset = _make_resident(dataset, world.device)
         self._watch = ReadingWatch(self._dataset)
@@ -80,7 +80,7 @@ class Loader:
         if isinstance(self._gather, Recorded) and isinstance(self._dataset, ResidentDataset):
             shares = self._own_shares(0, 0, batch_size * self._world.world_size)
             if len(shares):
-                drawn = self._pipeline.draw(shares, self._pipeline.keys_of(0).to(shares.device))
+                drawn = self.pipeline.draw(shares, self.pipeline.keys_of(0).to(shares.device))
                 self._gather.prepare(shares[0], drawn.unbind(-2)[0])
 
     def _own_shares(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
@@ -102,20 +102,26 @@ class Loader:
     def _gather_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of a resident data set. On a GPU one CUDA graph makes the whole batch."""
         device = self._labels.device
-        keys = self._pipeline.keys_of(epoch).to(device)
+        keys = self.pipeline.keys_of(epoch).to(device)
         # On a GPU, drawing for all samples costs as much as for one batch. On a CPU it would only take memory.
-        drawn = self._pipeline.draw(shares, keys).unbind(-2) if device.type == "cuda" else None
+        drawn = self.pipeline.draw(shares, keys).unbind(-2) if device.type == "cuda" else None
         for number in range(len(shares)):
             ids = shares[number]
-            inputs, labels = self._gather(ids, drawn[number] if drawn else self._pipeline.draw(ids, keys))
+            inputs, labels = self._gather(ids, drawn[number] if drawn else self.pipeline.draw(ids, keys))
             yield ids, inputs, labels
 
     def _gather_plainly(self, ids: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        return self._pipeline.augment(self._dataset.read(ids), drawn), self._labels[ids]
+        inputs = self.pipeline.augment(self._dataset.read(ids), drawn)
+        return self.pipeline.mix(inputs, self._labels[ids], drawn)
 
     def _read_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        device = self._labels.device
+        keys = self.pipeline.keys_of(epoch).to(device)
         for ids, samples in self._read_ahead(list(shares.cpu())):
-            yield ids, self._pipeline.for_training(samples, ids, epoch), self._labels[ids.to(self._labels.device)]
+            here = ids.to(device)
+            drawn = self.pipeline.draw(here, keys)
+            inputs = self.pipeline.augment(samples, drawn)
+            yield ids, *self.pipeline.mix(inputs, self._labels[here], drawn)
 
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:
         """Every sample once over all ranks, and the same number of batches on each rank.
@@ -134,7 +140,7 @@ class Loader:
         padded = [ids if len(ids) else self.ids[:1] for _, ids in parts]
         for (number, part), (ids, samples) in zip(parts, self._read_ahead(padded), strict=True):
             labels = self._labels[ids.to(self._labels.device)]
-            inputs = self._pipeline.for_evaluation(samples)
+            inputs = self.pipeline.for_evaluation(samples)
             yield EvaluationBatch(inputs, labels, share=number, is_counted=len(part) > 0)
 
     def _read_ahead(self, shares: list[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

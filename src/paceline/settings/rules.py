@@ -120,6 +120,12 @@ def _check_modes(loaded: LoadedConfig) -> None:
             got=config.data.cutout,
             allowed=f"up to image_size {config.data.image_size}",
         )
+    if config.data.mix_epochs and not (config.data.mixup_alpha or config.data.cutmix_alpha):
+        raise UserError(
+            "mix_epochs needs mixup or CutMix",
+            where=loaded.where("mix_epochs"),
+            hint="--mixup-alpha 0.2, or leave it out",
+        )
     if config.optim.warmup_epochs >= config.train.epochs and config.optim.warmup_epochs > 0:
         raise UserError(
             "warm-up takes the whole run",
@@ -162,6 +168,22 @@ def check_world(loaded: LoadedConfig, world_size: int) -> None:
             got=f"{batch} over {detail}",
             allowed=f"a multiple of {parts}",
             hint=f"--global-batch-size {_either(nearest_multiples(batch, parts))}, or --processes {sizes}",
+        )
+    _check_mixing(loaded, world_size)
+
+
+def _check_mixing(loaded: LoadedConfig, world_size: int) -> None:
+    """Neighbours in the global batch are mixed, so each rank needs whole pairs."""
+    config = loaded.config
+    alphas = [name for name in ("mixup_alpha", "cutmix_alpha") if getattr(config.data, name)]
+    share = config.train.global_batch_size // world_size
+    if alphas and share % 2:
+        raise UserError(
+            "mixup and CutMix need an even number of samples on each rank",
+            where=loaded.where(alphas[0]),
+            got=f"{share} samples of global_batch_size {config.train.global_batch_size} on each of {world_size} ranks",
+            allowed=f"a multiple of {2 * world_size}",
+            hint=f"--global-batch-size {_either(nearest_multiples(config.train.global_batch_size, 2 * world_size))}",
         )
 
 

@@ -15,6 +15,7 @@ Count = Annotated[int, Range(low=0)]
 Positive = Annotated[int, Range(low=1)]
 NonNegative = Annotated[float, Range(low=0.0)]
 Fraction = Annotated[float, Range(low=0.0, high=1.0, open_high=True)]
+Probability = Annotated[float, Range(low=0.0, high=1.0)]
 
 
 @dataclass(frozen=True)
@@ -39,18 +40,73 @@ class DataConfig:
     """Fraction of the training set that is used for training; the rest is the validation set. 1: no validation. Not
     for data that has a validation set of its own: a val folder, or a function that returns one."""
 
-    augment: Literal["none", "light", "gentle", "lively", "imagenet"] = "light"
+    augment: Literal["none", "light", "gentle", "lively", "imagenet", "resized-crop"] = "light"
     """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates between
-    epochs. lively: like gentle, with the whole shift. imagenet: resize, random crop to image-size, flip."""
+    epochs. lively: like gentle, with the whole shift. imagenet: resize, random crop to image-size, flip. resized-crop:
+    a random part of the picture, resized to image-size, and a flip (RandomResizedCrop)."""
 
     image_size: Annotated[int, Range(low=8, high=2048)] = 224
-    """Side of the model's input under the imagenet pipeline and for folders."""
+    """Side of the model's input under the imagenet and resized-crop pipelines and for folders."""
+
+    crop_scale: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.08
+    """The smallest share of a picture's area that resized-crop takes."""
+
+    crop_ratio: Annotated[float, Range(low=1.0, high=10.0)] = 4 / 3
+    """The largest ratio of the sides of a resized-crop."""
+
+    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    """How resized-crop resizes, always with antialiasing."""
 
     flip: bool = True
     """Flip images left to right at random; turn off for letters and digits."""
 
     cutout: Count = 0
     """Side of a square that is erased at a random place in each training image; 0 for none."""
+
+    vertical_flip: bool = False
+    """Also flip training images upside down at random."""
+
+    policy: Literal["none", "randaugment", "trivial", "three"] = "none"
+    """Random operations on training images: RandAugment, TrivialAugment, or three-augment (grey, solarize or blur)."""
+
+    policy_ops: Annotated[int, Range(low=1, high=8)] = 2
+    """Operations per image under randaugment."""
+
+    policy_magnitude: Annotated[float, Range(low=0.0, high=30.0)] = 9.0
+    """Strength of the operations under randaugment."""
+
+    policy_std: NonNegative = 0.0
+    """Standard deviation of the strength under randaugment; 0: always the same."""
+
+    color_jitter: NonNegative = 0.0
+    """Change brightness, contrast and saturation by random factors from 1 - x to 1 + x; 0 for none."""
+
+    hue_jitter: Annotated[float, Range(low=0.0, high=0.5)] = 0.0
+    """Turn the hue by up to this part of the colour circle; 0 for none."""
+
+    grayscale: Probability = 0.0
+    """Share of the training images that become grey."""
+
+    blur: Probability = 0.0
+    """Share of the training images that are blurred."""
+
+    solarize: Probability = 0.0
+    """Share of the training images whose bright values are inverted."""
+
+    erase: Probability = 0.0
+    """Share of the training images in which a random rectangle is erased."""
+
+    mixup_alpha: NonNegative = 0.0
+    """Mix pairs of training images and their labels (mixup), with weights from Beta(alpha, alpha); 0 for none."""
+
+    cutmix_alpha: NonNegative = 0.0
+    """Paste a box of another training image, and mix the labels by its area (CutMix); 0 for none."""
+
+    cutmix_share: Probability = 0.5
+    """Share of the pairs that use CutMix, if mixup is on too."""
+
+    mix_epochs: Count = 0
+    """Mix in the first N epochs only; 0: in all."""
 
     unreadable: Count = 0
     """How many pictures of a folder may be unreadable; each is replaced by a grey one and named in the log."""

@@ -254,7 +254,8 @@ def build_components(
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
         train_data.warm_up(plan.rank_batch_size)
-        step.warm_up(example.new_zeros(plan.rank_batch_size, *plan.input_shape))
+        inputs = example.new_zeros(plan.rank_batch_size, *plan.input_shape)
+        step.warm_up(inputs, pipeline.empty_targets(len(inputs), inputs.device))
     return Components(
         plan=plan,
         train_data=train_data,

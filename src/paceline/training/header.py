@@ -30,6 +30,7 @@ def describe_run(components: Components, world: World, place: RunPlace) -> list[
         f"model     {plan.config.model.model_name}, {components.num_parameters:,} parameters,"
         f" strategy {components.model.strategy}{_way(components)}, {precision}",
         f"data      {describe_data(plan)}",
+        *([f"augment   {components.train_data.pipeline.describe()}"] if plan.info.is_image else []),
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
         *([f"random    {PER_RANK}"] if _draws_per_rank(plan) else []),

@@ -82,7 +82,7 @@ class ModelRecord:
             "num_training": self.parts[0],
             "num_validation": self.parts[1],
             "input_shape": list(self.pipeline.input_shape),
-            "preprocessing": asdict(self.pipeline),
+            "preprocessing": {name: value for name, value in asdict(self.pipeline).items() if name != "extras"},
             "model": asdict(self.model),
             "sources": self.sources.to_json(),
             "mark": self.mark,

@@ -90,7 +90,7 @@ class UserFunction:
             hint = "return value.to_padded_tensor(0)" if value.is_nested else "return value.to_dense()"
             raise self._refusal(got=kind, labels=labels, hint=hint)
         shape = tuple(value.shape)
-        if shape == tuple(labels.shape) or (shape == () and self.may_be_mean):
+        if shape == (len(labels),) or (shape == () and self.may_be_mean):
             return value
         if shape == ():
             hint = "leave out .mean() or .sum(): evaluation takes the mean over all samples itself"
@@ -124,7 +124,7 @@ class UserFunction:
         return f"return a tensor, such as {value}"
 
     def _refusal(self, *, got: str, labels: Tensor, hint: str) -> UserError:
-        per_sample = f"one value per sample, a dense tensor of shape {list(labels.shape)}"
+        per_sample = f"one value per sample, a dense tensor of shape {[len(labels)]}"
         return UserError(
             f"{self.name} returns something else than it should",
             where=self.place,
@@ -222,11 +222,33 @@ def _check_loss(objective: Objective, plan: RunPlan, made: _MadeBatches) -> Iter
         return  # the first step fails in the same way, on the model's own outputs
     if plan.evaluation_batch_size:
         made.call(loss, *made.make(plan.evaluation_batch_size, kind), is_training=False)
+    _check_soft_targets(loss, plan, made, kind)
     batch = plan.config.train.global_batch_size
     size = min(batch, max(plan.microbatch_size, _SMALLEST_BATCH_TO_CUT))
     difference = _difference_of_halves(loss, size, kind, made, is_training=True)
     if difference is not None:
         yield f"{loss.name} is not a mean over samples ({difference}): {_meaning(plan)}; one value per sample avoids it"
+
+
+def _check_soft_targets(
+    loss: UserFunction, plan: RunPlan, made: _MadeBatches, kind: Callable[[Tensor], Tensor]
+) -> None:
+    """Mixup and CutMix give a training step a share of each class instead of labels."""
+    data = plan.config.data
+    if not (data.mixup_alpha or data.cutmix_alpha):
+        return
+    outputs, labels = made.make(plan.microbatch_size, kind)
+    try:
+        made.call(loss, outputs, F.one_hot(labels, made.num_classes).float(), is_training=True)
+    except UserError as error:
+        raise UserError(
+            f"{loss.name} does not take the soft targets of mixup and CutMix",
+            where=loss.place,
+            got=str(error.got or error.what),
+            allowed="a loss of (logits, targets) with targets of shape [samples, classes], as F.cross_entropy",
+            hint="leave out --mixup-alpha and --cutmix-alpha, or take another loss",
+            cause=Cause.USER_CODE,
+        ) from error
 
 
 def _check_metrics(objective: Objective, plan: RunPlan, made: _MadeBatches) -> Iterator[str]:

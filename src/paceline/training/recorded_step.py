@@ -84,13 +84,13 @@ class RecordedStep(TrainStep):
         if self._buffers:
             torch._foreach_copy_(self._buffers, self._before)
 
-    def warm_up(self, inputs: Tensor) -> None:
+    def warm_up(self, inputs: Tensor, labels: Tensor) -> None:
         """Compile, choose kernels and record now instead of in the first steps."""
         touched, counts = [*self._buffers, *self._trained], PlainAttributes(self._model.module)
         before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step then fails with the message
-            labels = torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)
-            self._record_gradients.prepare(inputs, labels, *([labels] if self._model.draws_by_sample else []))
+            keys = [torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)]
+            self._record_gradients.prepare(inputs, labels, *(keys if self._model.draws_by_sample else []))
             if self._record_gradients.is_recorded:
                 self._record_update.prepare()
         with torch.no_grad():

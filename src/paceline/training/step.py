@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.loader import Batch
+from paceline.data.mixing import hard_labels
 from paceline.models.dropout import ShareKeys
 from paceline.parallel.apply import ParallelModel, autocast
 from paceline.parallel.collectives import gather_lanes, sum_over_ranks
@@ -163,7 +164,7 @@ class TrainStep:
         """The dropout keys of this rank's samples; None if the model does not draw per sample."""
         return self._keys.of(step, len(batch.labels)) if self._keys is not None else None
 
-    def warm_up(self, inputs: Tensor) -> None:
+    def warm_up(self, inputs: Tensor, labels: Tensor) -> None:
         """Do one-time work before the first step, with inputs of its shape. Weights and state do not change."""
 
     def seed(self, step: int, rank: int) -> None:
@@ -236,7 +237,7 @@ class TrainStep:
             logits = self._model(part.inputs, part.keys)
             loss = self.objective.mean_loss(logits.float(), part.labels)
         with torch.no_grad():
-            return loss, (logits.argmax(1) == part.labels).sum()
+            return loss, (logits.argmax(1) == hard_labels(part.labels)).sum()
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
         objective.backward()
