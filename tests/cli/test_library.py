@@ -26,6 +26,7 @@ from paceline.library.functions import write_down
 from paceline.library.train import _write_source
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
+from paceline.runs.place import RunPlace
 from paceline.settings.fields import flatten
 from paceline.training.objective import Objective, UserFunction
 
@@ -318,7 +319,7 @@ def test_a_refused_call_leaves_the_functions_of_a_run(
         raise UserError("refused")
 
     monkeypatch.setattr(train_module, "train_in_child", refuse)
-    monkeypatch.setattr(train_module, "_check", lambda *_: run)
+    monkeypatch.setattr(train_module, "_check", lambda *_: RunPlace(run, None))
     with pytest.raises(UserError):
         paceline.train(output_dir=run, loss=notebook["loss"], quiet=True)  # type: ignore[arg-type]
     assert (run / "functions.py").read_text() == "before = 1\n"

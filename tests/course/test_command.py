@@ -54,7 +54,7 @@ def test_a_check_ends_with_1_then_0_and_is_remembered(tmp_path: Path) -> None:
         (("check", "3", "noise.py"), "cannot be read as text"),
         (("check", "10", "noise.py"), "*.sbatch"),
         (("start", "noise.py"), "is a file"),
-        (("begin",), "start [DIR]"),
+        (("begin",), "start"),
         (("show", "3", "--all"), "--answers"),
     ],
 )

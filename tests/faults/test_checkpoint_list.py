@@ -58,7 +58,7 @@ def test_a_run_without_checkpoints_and_what_is_no_run(tmp_path: Path) -> None:
     for arguments, part in [
         (["nowhere"], "not a run folder"),
         (["run", "--verfy"], "unknown flag"),
-        (["run", "run"], "one run"),
+        (["run", "run"], "unexpected argument 'run'"),
     ]:
         answer = paceline("checkpoints", *arguments, cwd=tmp_path)
         assert answer.code == 2

@@ -78,10 +78,17 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
             print(_help_of(verb, command), end="")
             return EXIT_FINISHED
         raise _unknown_second_word(verb, own)
+    is_group = command.name == verb and len(commands_of(verb)) > 1
+    if is_group and own and not own[0].startswith("-") and not _takes_words(command):
+        raise _unknown_second_word(verb, own)
     if not own and (command.helps_without_arguments or (command.name == verb and _needs_words(command))):
         print(_help_of(verb, command), end="")
         return EXIT_FINISHED
     return command.run(parse_command(own, command.settings, command.name))
+
+
+def _takes_words(command: Command) -> bool:
+    return any(field.arg.place == "word" for field in fields_of(command.settings).values())
 
 
 def _needs_words(command: Command) -> bool:
@@ -103,8 +110,9 @@ def _help_of(verb: str, command: Command | None) -> str:
 
 
 def _unknown_second_word(verb: str, arguments: Sequence[str]) -> UserError:
-    names = [name.split()[1] for name in commands_of(verb)]
-    other = {other: name.split()[1] for name, command in commands_of(verb).items() for other in command.other_names}
+    commands = {name.split()[1]: command for name, command in commands_of(verb).items() if " " in name}
+    names = list(commands)
+    other = {other: name for name, command in commands.items() for other in command.other_names}
     meant = other.get(arguments[0]) or closest(arguments[0], names)
     given = arguments[1:] if meant else arguments
     hint = " ".join(["paceline", verb, meant or names[0], *given])
