@@ -115,5 +115,6 @@ def _unknown_second_word(verb: str, arguments: Sequence[str]) -> UserError:
     other = {other: name for name, command in commands.items() for other in command.other_names}
     meant = other.get(arguments[0]) or closest(arguments[0], names)
     given = arguments[1:] if meant else arguments
-    hint = " ".join(["paceline", verb, meant or names[0], *given])
+    word = meant or (names[0] if _takes_words(commands[names[0]]) else "")
+    hint = " ".join(["paceline", verb, word, *given]) if word else f"paceline {verb} --help"
     return UserError(f"paceline {verb} has no {arguments[0]!r}", allowed=", ".join(names), hint=hint)
