@@ -85,9 +85,9 @@ def affine(samples: Tensor, matrices: Tensor, fill: int = 0) -> Tensor:
     """
     batch, channels, height, width = samples.shape
     device = samples.device
-    rows = torch.arange(height, device=device).double() - (height - 1) / 2
-    columns = torch.arange(width, device=device).double() - (width - 1) / 2
-    matrices = matrices.double()[:, :, :, None, None]
+    rows = torch.arange(height, device=device).float() - (height - 1) / 2
+    columns = torch.arange(width, device=device).float() - (width - 1) / 2
+    matrices = matrices.float()[:, :, :, None, None]
     x = matrices[:, 0, 0] * columns + matrices[:, 0, 1] * rows[:, None] + matrices[:, 0, 2] + (width - 1) / 2
     y = matrices[:, 1, 0] * columns + matrices[:, 1, 1] * rows[:, None] + matrices[:, 1, 2] + (height - 1) / 2
     x, y = x.round(), y.round()

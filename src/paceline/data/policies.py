@@ -94,18 +94,32 @@ def apply_operation(samples: Tensor, operation: Tensor, strength: Tensor, is_neg
 
 
 def _apply_tones(samples: Tensor, operation: Tensor, share: Tensor, signed: Tensor, space: Space) -> Tensor:
+    tables = ops.ramp(samples.device).to(torch.uint8).expand(*samples.shape[:2], -1)
     factor = 1 + space.factor * signed
-    tables = ops.brightness_tables(factor).expand(-1, samples.shape[1], -1)
-    choices: dict[int, Callable[[], Tensor]] = {
-        CONTRAST: lambda: ops.contrast_tables(factor, samples),
-        POSTERIZE: lambda: ops.posterize_tables(8 - torch.round(share * space.posterize_bits)),
-        SOLARIZE: lambda: ops.solarize_tables(255 * (1 - share)),
-        AUTO_CONTRAST: lambda: ops.stretch_tables(samples),
-        EQUALIZE: lambda: ops.equalize_tables(samples),
+    choices: dict[int, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+        BRIGHTNESS: (ops.brightness_tables, (factor,)),
+        CONTRAST: (ops.contrast_tables, (factor, samples)),
+        POSTERIZE: (ops.posterize_tables, (8 - torch.round(share * space.posterize_bits),)),
+        SOLARIZE: (ops.solarize_tables, (255 * (1 - share),)),
+        AUTO_CONTRAST: (ops.stretch_tables, (samples,)),
+        EQUALIZE: (ops.equalize_tables, (samples,)),
     }
-    for number, make in choices.items():
-        tables = torch.where((operation == number)[:, None, None], make(), tables)
+    for number, (make, parameters) in choices.items():
+        tables = _fill_tables(tables, operation == number, make, parameters)
     return ops.apply_tables(samples, tables)
+
+
+def _fill_tables(
+    tables: Tensor, is_chosen: Tensor, make: Callable[..., Tensor], parameters: tuple[Tensor, ...]
+) -> Tensor:
+    """Make the tables of the chosen samples."""
+    if tables.is_cuda:
+        return torch.where(is_chosen[:, None, None], make(*parameters), tables)
+    chosen = is_chosen.nonzero().flatten()
+    if not len(chosen):
+        return tables
+    made = make(*(value[chosen] for value in parameters))
+    return tables.index_copy(0, chosen, made.expand(-1, tables.shape[1], -1))
 
 
 def _matrices(operation: Tensor, signed: Tensor, space: Space, height: int, width: int) -> Tensor:
