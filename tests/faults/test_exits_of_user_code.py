@@ -47,6 +47,8 @@ def leave_at_call_4(leave):
 def build(num_classes):
     sys.exit(0)
 """
+# evaluate uses the source that is stored with the run, so a later change of the file has no effect.
+EXITS_IF_ASKED = CODE.replace("== 4", "== int(os.environ.get('EXIT_AT_CALL', '400'))")
 FLAGS = ["train", "synthetic-mlp", "--num-samples=2000", "--epochs=2", "--output-dir=run"]
 
 
@@ -139,21 +141,19 @@ def test_os_exit_in_a_rank_without_a_launcher_that_watches(tmp_path: Path) -> No
 @pytest.mark.faults
 def test_os_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
     """evaluate that is ended by a function of the user has not evaluated: exit code 2."""
-    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 400"))
+    (tmp_path / "own.py").write_text(EXITS_IF_ASKED)
     answer = paceline(*FLAGS, "--epochs=1", "--processes=1", "--loss=own.py:hard", cwd=tmp_path)
     assert answer.code == 0, answer
-    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 1"))
-    answer = paceline("evaluate", "run", cwd=tmp_path)
+    answer = paceline("evaluate", "run", cwd=tmp_path, EXIT_AT_CALL="1")
     assert answer.code == 2, answer
 
 
 @pytest.mark.faults
 def test_sys_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
     """evaluate executes the same functions: exit code 2."""
-    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 400"))
+    (tmp_path / "own.py").write_text(EXITS_IF_ASKED)
     flags = [*FLAGS, "--epochs=1", "--processes=1", "--loss=own.py:soft"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
-    (tmp_path / "own.py").write_text(CODE.replace("== 4", "== 1"))
-    answer = paceline("evaluate", "run", cwd=tmp_path)
+    answer = paceline("evaluate", "run", cwd=tmp_path, EXIT_AT_CALL="1")
     assert answer.code == 2, answer
