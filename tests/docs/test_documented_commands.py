@@ -81,6 +81,8 @@ NOT_EXECUTED = {
 # Words that stand for something of the reader's.
 STAND_INS = {
     "RUN": "runs/first",
+    "RUN/config.yaml": "runs/first/config.yaml",
+    "/scratch/data": "data",
     "RECIPE": "shapes-cnn",
     "PICTURE...": "PICTURES/red/0.png",
     "IMAGE": "registry.example/paceline:1",
