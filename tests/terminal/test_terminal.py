@@ -20,7 +20,7 @@ TRAIN = "paceline train --global-batch-size=32 --log-frequency=1 --track --omp-n
 LONG = f"{TRAIN} --num-samples=6400 --epochs=3 --processes=2"
 SHORT = f"{TRAIN} --num-samples=320 --epochs=2 --processes=1"
 LIVE = r"^epoch \d/3  step \d+/540  loss \d"
-HEADER = ["paceline", "model", "data", "batch", "steps", "folder"]
+HEADER = ["paceline", "model", "data", "augment", "batch", "steps", "folder"]
 
 
 def labels(screen: str) -> list[str]:
