@@ -38,7 +38,8 @@ from paceline.runtime.signals import HEAR_SIGNALS_S
 from paceline.settings.schema import GuardConfig
 from paceline.settings.small_files import write_plain
 
-_INTERRUPT_GRACE_S = 1.0  # everything must be over three seconds after Ctrl-C
+# Enough to finish a step and to write a large checkpoint on a busy machine. A second Ctrl-C does not wait.
+_INTERRUPT_GRACE_S = 30.0
 
 
 @dataclass(frozen=True)
