@@ -287,7 +287,7 @@ def test_examples_do_not_change_an_evaluation() -> None:
     data: Loader = components.test_data
     bare, watched = (
         evaluate(components.model, data, world, num_classes=10, batch_size=32, examples=examples)
-        for examples in (None, Examples(data._pipeline, 1))
+        for examples in (None, Examples(data.pipeline, 1))
     )
     assert (bare.loss, bare.accuracy, bare.confusion) == (watched.loss, watched.accuracy, watched.confusion)
 
