@@ -104,6 +104,8 @@ def _trusting() -> Iterator[None]:
     finally:
         if before is None:
             os.environ.pop(TRUST_VARIABLE, None)
+        else:
+            os.environ[TRUST_VARIABLE] = before
 
 
 def _run(arguments: list[str] | None) -> int:

@@ -240,7 +240,7 @@ class ParallelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: cuda if there is a GPU."""
 
-    omp_num_threads: Count = 0
+    omp_num_threads: Annotated[int, Range(low=0, high=1024)] = 0
     """CPU threads per rank; 0: cores divided by the ranks of this node."""
 
 
