@@ -124,6 +124,8 @@ WRONG = {
     "epochs: 1\nepochs: 2": ("epochs is given twice", "line 2"),
     "batch_size: 32": ("batch_size is for one process", "give world_size"),
     "world_size: 2:4\nbatch_size: 32": ("batch_size is for one process", "world_size 2:4"),
+    "world_size: []\nbatch_size: 32": ("batch_size is for one process", "world_size without a value"),
+    "world_size: []": ("processes: '' is not valid", "line 1"),
     "world_size: 2\nbatch_size: 32\nglobal_batch_size: 64": ("global_batch_size is given twice", "leave one out"),
     "world_size: 2\nprocesses: 2": ("processes is given twice", "leave one out"),
     "world_size: 2\nbatch_size: 0": ("batch_size is out of range", "1 or more"),

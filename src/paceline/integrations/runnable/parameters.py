@@ -162,25 +162,33 @@ def _setting(name: str, value: float, where: str) -> Setting:
     return Setting(field_table()[name], (repr(value),), "flag", where)
 
 
+def _world_size(settings: Mapping[str, Setting]) -> int | None:
+    """The requested number of processes; None if it is not given as one positive number."""
+    world = settings.get("processes")
+    if world is None or len(world.values) != 1 or not world.values[0].isdecimal():
+        return None
+    return int(world.values[0]) or None
+
+
 def _global_batch(size: int, batch: Setting, settings: Mapping[str, Setting]) -> Setting:
     """The batch of one process times the requested number of processes, also on a machine with fewer cores."""
-    world = settings.get("processes")
-    if world is None or not world.values[0].isdecimal() or int(world.values[0]) == 0:
+    world_size = _world_size(settings)
+    if world_size is None:
+        given = settings.get("processes")
         raise UserError(
             "batch_size is for one process, so their number must be known",
             where=batch.where,
-            got="no world_size" if world is None else f"world_size {world.values[0]}",
+            got="no world_size" if given is None else f"world_size {' '.join(given.values) or 'without a value'}",
             hint="give world_size as a number, or global_batch_size instead of batch_size",
         )
-    where = f"{batch.where} (times world_size {world.values[0]})"
-    return _setting("global_batch_size", size * int(world.values[0]), where)
+    return _setting("global_batch_size", size * world_size, f"{batch.where} (times world_size {world_size})")
 
 
 def _keep_lanes(settings: dict[str, Setting]) -> None:
     """Exact weights depend on the lanes. Use the requested number of processes, also if fewer are started."""
-    world = settings.get("processes")
-    if world is not None and world.values[0].isdecimal() and int(world.values[0]) > 0:
-        settings["lanes"] = _setting("lanes", int(world.values[0]), world.where)
+    world_size = _world_size(settings)
+    if world_size is not None:
+        settings["lanes"] = _setting("lanes", world_size, settings["processes"].where)
 
 
 def _load(recipe: str, settings: Mapping[str, Setting]) -> LoadedConfig:
