@@ -14,7 +14,7 @@ READY := .venv/.ready
 # The cluster of make slurm-up: where it lives, and what it has.
 SLURM_STATE ?= /var/lib/paceline-slurm
 SLURM_SHAPE ?= --nodes 2
-SLURM := tests/slurm/cluster
+SLURM := tests/integrations/slurm/cluster
 EXTRAS_BIN := .venv-extras/bin
 EXTRAS_READY := .venv-extras/.ready
 EXTRAS := dev,torchvision,timm,mlflow,wandb,onnx
@@ -24,8 +24,10 @@ DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 FLOWS_BIN := .venv-flows/bin
 FLOWS_READY := .venv-flows/.ready
-EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_picture_ops.py test_sinks.py) \
-	tests/cli/test_export.py
+EXTRAS_TESTS := $(addprefix tests/,models/test_external_models.py models/test_external_recipes.py models/test_models.py \
+	data/test_picture_ops.py metrics/test_sinks.py cli/test_export.py)
+FLOWS_TESTS := $(addprefix tests/,integrations/metaflow integrations/runnable \
+	integrations/test_conformance.py checkpoints/test_object_stores.py) $(wildcard tests/integrations/kubernetes/test_kubernetes*.py)
 
 .PHONY: help setup train test docs test-docs test-course test-guides test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
@@ -114,7 +116,7 @@ test-fuzz: setup
 
 # One at a time: flows start processes of their own.
 test-flows: $(FLOWS_READY)
-	PACELINE_REQUIRE_FLOWS=1 $(FLOWS_BIN)/python -m pytest -m "flows and not slow" tests/flows $(ARGS)
+	PACELINE_REQUIRE_FLOWS=1 $(FLOWS_BIN)/python -m pytest -m "flows and not slow" $(FLOWS_TESTS) $(ARGS)
 
 # A warning ends it: a link or an anchor that leads nowhere, for one.
 docs: $(DOCS_READY)
@@ -125,22 +127,22 @@ docs: $(DOCS_READY)
 test-docs: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "docs" tests/docs $(ARGS)
 
-# In a real Chromium, which tests/browser/install brings on Debian and Ubuntu.
+# In a real Chromium, which tests/harness/install-browser brings on Debian and Ubuntu.
 test-browser: setup
-	$(BIN)/python -m pytest -m "browser" tests/browser $(ARGS)
+	$(BIN)/python -m pytest -m "browser" tests/reports $(ARGS)
 
 browser-install:
-	@tests/browser/install
+	@tests/harness/install-browser
 
 # In a real terminal: tmux, and the shells that completion is for.
 test-terminal: setup
-	$(BIN)/python -m pytest -m "terminal" tests/terminal $(ARGS)
+	$(BIN)/python -m pytest -m "terminal" tests/cli $(ARGS)
 
 terminal-install:
-	@tests/terminal/install
+	@tests/harness/install-terminal
 
 test-course: setup
-	$(BIN)/python -m pytest -m "course" tests/course -n 2 $(ARGS)
+	$(BIN)/python -m pytest -m "course" tests/tools/course -n 2 $(ARGS)
 
 # Two guides at a time: installing is mostly waiting and unpacking. Those that share a clone are in one file.
 test-guides: setup
@@ -157,7 +159,7 @@ test-slow: setup
 
 # One at a time: they wait for Slurm to notice lost nodes.
 test-slurm: setup
-	PACELINE_SLURM_DEADLINE_S=90 $(BIN)/python -m pytest -m "slurm" tests/slurm $(ARGS)
+	PACELINE_SLURM_DEADLINE_S=90 $(BIN)/python -m pytest -m "slurm" tests/integrations/slurm $(ARGS)
 
 # SLURM_PACKAGES: more than the cluster needs, for example nftables for the tests of the guide's firewalls.
 slurm-install:

@@ -1,7 +1,8 @@
-"""One thread per process: threads are part of what makes results equal to the bit. And Ctrl-C is heard."""
+"""Settings and fixtures of all tests. One thread per process: the number of threads changes bits of a result."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -10,10 +11,12 @@ from contextlib import suppress
 
 import pytest
 
+from harness.browser import CHROMIUM, Browser
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
     os.environ.pop(name, None)
-# A shell that starts a command in the background has it ignore Ctrl-C, and so would all that the tests start.
+# A shell lets a background command ignore Ctrl-C. The processes that the tests start would inherit this.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 with suppress(ImportError):  # the venv of the flow engines has no hypothesis
@@ -30,3 +33,24 @@ def torch_as_it_was() -> Iterator[None]:
     yield
     if torch := sys.modules.get("torch"):
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needed_packages(request: pytest.FixtureRequest) -> None:
+    """A test file lists in NEEDS its packages of .venv-flows. Without them its tests skip, or fail if required."""
+    missing = [name for name in getattr(request.module, "NEEDS", ()) if importlib.util.find_spec(name) is None]
+    if not missing:
+        return
+    reason = f"not installed: {', '.join(missing)} (`make test-flows` installs them)"
+    if os.environ.get("PACELINE_REQUIRE_FLOWS"):
+        pytest.fail(f"{reason}, and PACELINE_REQUIRE_FLOWS is set")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Browser]:
+    """One Chromium for all browser tests. Without one they skip, unless PACELINE_REQUIRE_BROWSER is set."""
+    if CHROMIUM is None and not os.environ.get("PACELINE_REQUIRE_BROWSER"):
+        pytest.skip("no chromium here: tests/harness/install-browser installs one")
+    with Browser() as chromium:
+        yield chromium

@@ -1,4 +1,4 @@
-"""Shell completion: which words. The scripts in real shells are in tests/terminal."""
+"""Shell completion: which words are offered. The scripts in real shells: tests/cli/test_shells.py."""
 
 from __future__ import annotations
 

@@ -51,12 +51,12 @@ FOR_REAL = {
 ENDINGS = {
     "course check": 1,  # an exercise nobody has filled yet
 }
-_GPU = "needs a GPU; tests/gpu"
-_DOWNLOAD = "downloads CIFAR-10; tests/unit/test_fetch.py has a server of its own"
-_STORE = "needs a bucket; tests/flows has a server of its own"
-_SLURM = "needs Slurm; tests/slurm runs it on a real cluster"
+_GPU = "needs a GPU; `pytest -m gpu`"
+_DOWNLOAD = "downloads CIFAR-10; tests/data/test_fetch.py has a server of its own"
+_STORE = "needs a bucket; tests/checkpoints/test_object_stores.py starts a server"
+_SLURM = "needs Slurm; tests/integrations/slurm runs it on a real cluster"
 _EXTRA = "needs an extra; make test-extras"
-_MINUTE = "the same checks as plain `doctor`, another output; tests/cli/test_doctor.py"
+_MINUTE = "the same checks as plain `doctor`, another output; tests/tools/doctor/test_doctor.py"
 NOT_EXECUTED = {
     "bench cifar10-resnet18 --data-dir data": _DOWNLOAD,
     "data fetch cifar10 --data-dir data": _DOWNLOAD,

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from faults.ride import faults_struck
 from harness import batchnorm_model
 from harness.ranks import run_ranks
 from harness.runs import quick_config, step_losses
+from harness.short_run import faults_struck
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.errors import NonFiniteError
 from paceline.runs.folder import RunFolder

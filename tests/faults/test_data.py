@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from faults.ride import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
 from harness.cli import command, paceline
+from harness.short_run import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
 from paceline.data.sources.shapes import CLASSES, make_shapes
 
 

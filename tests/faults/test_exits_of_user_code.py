@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import read_failures, read_json
 from harness.cli import Answer, command, paceline
+from harness.short_run import read_failures, read_json
 
 CODE = """\
 import os

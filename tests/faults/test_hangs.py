@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import started
+from harness.short_run import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
 from paceline.errors import Cause
 
 DEADLINE_S = 4

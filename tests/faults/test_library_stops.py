@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import read_json
 from harness.cli import environment
 from harness.processes import Started, kill_all_in, seconds_until_empty
+from harness.short_run import read_json
 from paceline.checkpoints.format import step_folders, step_of, verify
 
 pytestmark = pytest.mark.faults

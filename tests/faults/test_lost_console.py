@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS, outcome, read_json, ride_undisturbed
 from harness.cli import environment
 from harness.processes import kill_all_in
+from harness.short_run import FLAGS, outcome, read_json, ride_undisturbed
 
 ONE_RANK = [*(flag for flag in FLAGS if "processes" not in flag), "--processes=1"]
 WAIT_S = 100

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import started
+from harness.short_run import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, ride_undisturbed
 from paceline.errors import Cause
 
 RECOVERIES: list[float] = []

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS
 from harness.cli import environment
+from harness.short_run import FLAGS
 
 ALONE = [flag for flag in FLAGS if "processes" not in flag]
 

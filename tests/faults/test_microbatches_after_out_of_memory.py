@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import faults_struck
 from harness.cli import environment, paceline
 from harness.runs import read_results, step_losses
+from harness.short_run import faults_struck
 from paceline.runtime.detect import Nodes, agent_variables
 
 # Ten samples per rank: a quarter of them is not a whole number.

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from faults.finished_run import BEFORE, FLAGS, NEWEST
-from faults.ride import FLAGS as RIDE
-from faults.ride import STEPS, faults_struck, outcome, ride_undisturbed
 from harness.cli import command, environment, paceline
 from harness.ranks import make_world
 from harness.runs import QUICK, read_results
+from harness.short_run import FLAGS as RIDE
+from harness.short_run import STEPS, faults_struck, outcome, ride_undisturbed
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.manager import CheckpointManager

@@ -17,12 +17,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from faults.ride import FLAGS, STEPS
 from faults.saving_child import save_for_ever, save_when_asked_to_stop
 from harness.cli import paceline
 from harness.processes import kill_all_in, started
 from harness.ranks import make_world, run_ranks
 from harness.runs import read_results
+from harness.short_run import FLAGS, STEPS
 from paceline.checkpoints import manager as manager_module
 from paceline.checkpoints import payload as payload_module
 from paceline.checkpoints.format import step_folders, step_of, verify

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS, faults_struck, outcome, read_json, ride_undisturbed
 from harness.cli import paceline
 from harness.processes import Started, processes_in, seconds_until_empty, started
+from harness.short_run import FLAGS, faults_struck, outcome, read_json, ride_undisturbed
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.runtime.pulse import read_pulse
 from paceline.runtime.requeue import job_to_requeue, returns_without_progress

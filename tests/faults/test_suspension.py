@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS, outcome, ride_undisturbed
 from harness.processes import Started, parent_of, processes_in, started
 from harness.ranks import run_ranks
+from harness.short_run import FLAGS, outcome, ride_undisturbed
 from paceline.runs.process_handle import ProcessHandle
 from paceline.runtime.detect import World
 from paceline.runtime.pulse import Beat, Pulse, read_pulse

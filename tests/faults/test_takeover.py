@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from faults.ride import FLAGS, outcome, ride_undisturbed
 from harness.cli import command, environment, paceline
 from harness.processes import Started, processes_in, started
 from harness.runs import read_results
+from harness.short_run import FLAGS, outcome, ride_undisturbed
 from paceline.checkpoints.format import step_folders, step_of
 from paceline.errors import EXIT_INTERRUPTED
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.test_unshared_folder import TRAIN, free_port, run_nodes, trained
+from launch.test_unshared_folder import TRAIN, free_port, run_nodes, trained
 
 pytestmark = pytest.mark.faults
 

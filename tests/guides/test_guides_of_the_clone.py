@@ -111,7 +111,9 @@ def slurm_state() -> Iterator[Path]:
     try:
         yield state
     finally:
-        subprocess.run([REPOSITORY / "tests/slurm/cluster/down", state], check=True, capture_output=True, timeout=150)
+        subprocess.run(
+            [REPOSITORY / "tests/integrations/slurm/cluster/down", state], check=True, capture_output=True, timeout=150
+        )
 
 
 def test_slurm_from_nothing_trains_on_two_real_nodes(has_venv: Newcomer, slurm_state: Path, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class Browser:
     """One Chromium process with any number of pages."""
 
     def __enter__(self) -> Browser:
-        assert CHROMIUM, "no chromium on this machine: tests/browser/install"
+        assert CHROMIUM, "no chromium on this machine: tests/harness/install-browser"
         self._profile = tempfile.mkdtemp(prefix="chromium-")
         (commands_end, self._write), (self._read, answers_end) = _high_pipe(), _high_pipe()
         # Chromium reads commands from descriptor 3 and writes to descriptor 4.

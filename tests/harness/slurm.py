@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this machine, with power loss and network failures. Built by tests/slurm/cluster."""
+"""A real Slurm cluster on this machine, with power loss and network failures (tests/integrations/slurm/cluster)."""
 
 from __future__ import annotations
 
