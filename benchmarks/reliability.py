@@ -119,7 +119,7 @@ class Disturbed:
         return next((at - moment for at, line in self.lines if at > restarted and _STEP.match(line)), None)
 
 
-def ride_undisturbed(flags: list[str]) -> tuple[str, float]:
+def run_undisturbed(flags: list[str]) -> tuple[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         run = Disturbed(Path(folder), flags)
         run.start()
@@ -136,7 +136,7 @@ def ride_undisturbed(flags: list[str]) -> tuple[str, float]:
 
 def measure_kills(runs: int, seed: int) -> tuple[list[str], bool]:
     draw = random.Random(seed)
-    expected, seconds = ride_undisturbed(SMALL)
+    expected, seconds = run_undisturbed(SMALL)
     good, recoveries, places = 0, [], {}
     for number in range(runs):
         with tempfile.TemporaryDirectory() as folder:

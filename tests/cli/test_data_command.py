@@ -60,13 +60,13 @@ def test_a_killed_packing_leaves_nobody_behind_and_goes_on_to_the_same_bytes(
     home: Path, whole: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "pictures").symlink_to(home / "pictures")
-    with started(*PACK, cwd=tmp_path) as ride:
-        ride.wait_for("packed ")
+    with started(*PACK, cwd=tmp_path) as packing:
+        packing.wait_for("packed ")
         # With the second shard in place, the first is listed; others are still to be made.
         while len(list((tmp_path / "packed").glob("*.u8"))) < 2:
-            assert ride.process.poll() is None
-        os.kill(ride.process.pid, signal.SIGKILL)
-        ride.wait()
+            assert packing.process.poll() is None
+        os.kill(packing.process.pid, signal.SIGKILL)
+        packing.wait()
         seconds_until_empty(tmp_path, limit_s=20)
     assert not (tmp_path / "packed" / "packed.json").exists()
     answer = paceline(*PACK, cwd=tmp_path)

@@ -144,9 +144,9 @@ def test_a_run_is_watched_by_its_fake_jobs_id_or_name(
     fake = FakeSlurm(home / "bin", monkeypatch)
     fake.answer("squeue", "4711|COMPLETED|None|2026-11-15T08:00:00|9:10|1:50:50|n[1-2]")
     script = home / "runs/a-finished/job.sbatch"
-    script.write_text("#!/bin/bash\n#SBATCH --job-name=night-ride\n")
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=night-run\n")
     JobRecord("4711", "", str(script), []).write(home / "runs/a-finished")
-    for name in ("4711", "night-ride"):
+    for name in ("4711", "night-run"):
         assert told(capsys, "watch", name).startswith("runs/a-finished: finished")
     assert "not a run folder" in told(capsys, "watch", "4712", code=USER)
 

@@ -31,7 +31,7 @@ STRATEGIES = {
 }
 
 
-def ride(world: World, path: str, flags: tuple[str, ...], inject: str) -> dict[str, Any]:
+def train_rank(world: World, path: str, flags: tuple[str, ...], inject: str) -> dict[str, Any]:
     """Train 18 steps with a fault; what came of it, on this rank."""
     folder = RunFolder(Path(path))
     folder.create()
@@ -54,7 +54,7 @@ def weights_in(folder: Path) -> torch.Tensor:
 def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_path: Path) -> None:
     ranks, flags = STRATEGIES[strategy]
     guilty = ranks - 1
-    answers = run_ranks(ranks, ride, str(tmp_path), flags, f"nan rank={guilty} step=8")
+    answers = run_ranks(ranks, train_rank, str(tmp_path), flags, f"nan rank={guilty} step=8")
     assert faults_struck(tmp_path) == [f"nan (rank {guilty}, step 8)"]
     assert [answer["step"] for answer in answers] == [8] * ranks
     words = answers[0]["error"]
@@ -72,7 +72,7 @@ def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_
 @pytest.mark.parametrize("strategy", ["ddp", *(pytest.param(s, marks=SLOWER) for s in ("exact", "fsdp"))])
 def test_a_gradient_that_is_infinite_is_named(strategy: str, tmp_path: Path) -> None:
     ranks, flags = STRATEGIES[strategy]
-    answers = run_ranks(ranks, ride, str(tmp_path), flags, "inf-gradient rank=1 step=8")
+    answers = run_ranks(ranks, train_rank, str(tmp_path), flags, "inf-gradient rank=1 step=8")
     assert faults_struck(tmp_path) == ["inf-gradient (rank 1, step 8)"]
     assert [answer["step"] for answer in answers] == [8] * ranks
     words = answers[0]["error"]
@@ -88,7 +88,7 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     # BatchNorm's running statistics would carry a NaN for ever.
     ranks, flags = STRATEGIES[strategy]
     flags = (*flags, NORMALISED, "--skip-nonfinite=2")
-    (results, *_) = run_ranks(ranks, ride, str(tmp_path), flags, "nan rank=0 step=8")
+    (results, *_) = run_ranks(ranks, train_rank, str(tmp_path), flags, "nan rank=0 step=8")
     assert faults_struck(tmp_path) == ["nan (rank 0, step 8)"]
     assert results["steps"] == 18
     assert torch.isfinite(weights_in(tmp_path)).all()
@@ -98,7 +98,7 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
 @SLOWER
 def test_the_budget_for_skips_runs_out(tmp_path: Path) -> None:
     inject = "; ".join(f"nan rank=1 step={step}" for step in (4, 5, 6))
-    answers = run_ranks(2, ride, str(tmp_path), ("--skip-nonfinite=2",), inject)
+    answers = run_ranks(2, train_rank, str(tmp_path), ("--skip-nonfinite=2",), inject)
     assert len(faults_struck(tmp_path)) == 3
     assert [answer["step"] for answer in answers] == [6, 6]
     assert torch.isfinite(weights_in(tmp_path)).all()
@@ -106,7 +106,7 @@ def test_the_budget_for_skips_runs_out(tmp_path: Path) -> None:
 
 def test_roll_back_jumps_over_the_batch(tmp_path: Path) -> None:
     inject = "nan rank=1 step=8; nan rank=0 step=11"
-    answers = run_ranks(2, ride, str(tmp_path), ("--on-nonfinite=rollback", NORMALISED), inject)
+    answers = run_ranks(2, train_rank, str(tmp_path), ("--on-nonfinite=rollback", NORMALISED), inject)
     assert len(faults_struck(tmp_path)) == 2
     assert [answer["steps"] for answer in answers] == [18, 18]
     newest = step_folders(tmp_path / "checkpoints")[0]
@@ -119,14 +119,14 @@ def test_roll_back_jumps_over_the_batch(tmp_path: Path) -> None:
 def test_roll_back_ends_when_it_is_not_the_batch(tmp_path: Path) -> None:
     inject = "; ".join(f"nan rank=1 step={step}" for step in (5, 6, 7, 8))
     flags = ("--on-nonfinite=rollback", "--save-steps=4", "--num-samples=1280")
-    (answer, _) = run_ranks(2, ride, str(tmp_path), flags, inject)
+    (answer, _) = run_ranks(2, train_rank, str(tmp_path), flags, inject)
     assert len(faults_struck(tmp_path)) == 4
     assert "3 times already" in answer["got"]
 
 
 def test_a_jump_of_the_loss_can_roll_back_too(tmp_path: Path) -> None:
     flags = ("--on-nonfinite=rollback", "--spike-factor=3")
-    answers = run_ranks(2, ride, str(tmp_path), flags, "spike rank=1 step=14")
+    answers = run_ranks(2, train_rank, str(tmp_path), flags, "spike rank=1 step=14")
     assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]
     assert [answer["steps"] for answer in answers] == [18, 18]
     newest = step_folders(tmp_path / "checkpoints")[0]
@@ -135,6 +135,6 @@ def test_a_jump_of_the_loss_can_roll_back_too(tmp_path: Path) -> None:
 
 @SLOWER
 def test_a_jump_is_no_error_by_itself(tmp_path: Path) -> None:
-    (results, _) = run_ranks(2, ride, str(tmp_path), (), "spike rank=1 step=14")
+    (results, _) = run_ranks(2, train_rank, str(tmp_path), (), "spike rank=1 step=14")
     assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]
     assert results["steps"] == 18

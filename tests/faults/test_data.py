@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from harness.cli import command, paceline
-from harness.short_run import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
+from harness.short_run import FLAGS, faults_struck, outcome, read_failures, run_undisturbed
 from paceline.data.sources.shapes import CLASSES, make_shapes
 
 
@@ -65,7 +65,7 @@ def test_a_broken_picture_is_counted_and_replaced_where_that_is_allowed(pictures
 def test_a_reader_that_fails_once_costs_no_sample(tmp_path: Path) -> None:
     for name in ("disturbed", "undisturbed"):
         (tmp_path / name).mkdir()
-    undisturbed = ride_undisturbed(tmp_path / "undisturbed")
+    undisturbed = run_undisturbed(tmp_path / "undisturbed")
     answer = paceline(*FLAGS, "--inject=raise rank=1 step=12 phase=data", cwd=tmp_path / "disturbed")
     assert answer.code == 0, answer
     assert faults_struck(tmp_path / "disturbed" / "run") == ["raise (rank 1, step 12, data)"]

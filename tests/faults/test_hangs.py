@@ -10,7 +10,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import started
-from harness.short_run import FLAGS, faults_struck, outcome, read_failures, ride_undisturbed
+from harness.short_run import FLAGS, faults_struck, outcome, read_failures, run_undisturbed
 from paceline.errors import Cause
 
 DEADLINE_S = 4
@@ -25,7 +25,7 @@ HANGS = {
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return ride_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from harness.cli import environment
 from harness.processes import kill_all_in
-from harness.short_run import FLAGS, outcome, read_json, ride_undisturbed
+from harness.short_run import FLAGS, outcome, read_json, run_undisturbed
 
 ONE_RANK = [*(flag for flag in FLAGS if "processes" not in flag), "--processes=1"]
 WAIT_S = 100
@@ -28,13 +28,13 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return ride_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 @pytest.fixture(scope="module")
 def undisturbed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     """On one rank."""
-    return ride_undisturbed(tmp_path_factory.mktemp("alone"), "--processes=1")
+    return run_undisturbed(tmp_path_factory.mktemp("alone"), "--processes=1")
 
 
 @contextmanager

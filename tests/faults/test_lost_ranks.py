@@ -16,7 +16,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import started
-from harness.short_run import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, ride_undisturbed
+from harness.short_run import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, run_undisturbed
 from paceline.errors import Cause
 
 RECOVERIES: list[float] = []
@@ -25,13 +25,13 @@ PROMPT = "--no-async-save"  # written beside training, a checkpoint may not be t
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, object]]:
-    """What comes of the ride, per strategy, when nobody disturbs it."""
+    """The result of the run without faults, per strategy."""
 
     @cache
-    def ride(strategy: str) -> dict[str, object]:
-        return ride_undisturbed(tmp_path_factory.mktemp(strategy), f"--strategy={strategy}")
+    def train(strategy: str) -> dict[str, object]:
+        return run_undisturbed(tmp_path_factory.mktemp(strategy), f"--strategy={strategy}")
 
-    return ride
+    return train
 
 
 def step_in(line: str) -> int:
@@ -154,7 +154,7 @@ def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_full_disk_a_damaged_checkpoint_and_a_kill_in_one_ride(
+def test_a_full_disk_a_damaged_checkpoint_and_a_kill_in_one_run(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]
 ) -> None:
     faults = "full-disk step=10; corrupt-latest step=22; kill rank=1 step=23"

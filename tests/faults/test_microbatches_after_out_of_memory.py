@@ -17,7 +17,7 @@ from harness.short_run import faults_struck
 from paceline.runtime.detect import Nodes, agent_variables
 
 # Ten samples per rank: a quarter of them is not a whole number.
-RIDE = [
+TRAIN = [
     *("train", "shapes-cnn", "--num-samples=300", "--global-batch-size=20", "--epochs=1", "--log-frequency=1"),
     *("--track", "--save-steps=5", "--output-dir=run", "--auto-microbatch"),
 ]
@@ -29,7 +29,7 @@ TOLERANCE = 1e-5
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("undisturbed")
-    answer = paceline(*RIDE, "--processes=2", cwd=folder)
+    answer = paceline(*TRAIN, "--processes=2", cwd=folder)
     assert answer.code == 0, answer
     return step_losses(folder / "run")
 
@@ -37,7 +37,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 @pytest.mark.faults
 def test_a_share_without_a_quarter_is_cut_into_fifths(tmp_path: Path, undisturbed: list[float]) -> None:
     """Ten samples that fit three at a time become five microbatches of two, and no loss changes."""
-    answer = paceline(*RIDE, "--processes=2", MEMORY, cwd=tmp_path)
+    answer = paceline(*TRAIN, "--processes=2", MEMORY, cwd=tmp_path)
     assert answer.code == 0, answer
     assert len(faults_struck(tmp_path / "run")) == 2  # of ten, and of five
     assert "accumulate: 5" in (tmp_path / "run" / "config.yaml").read_text()
@@ -57,7 +57,7 @@ def test_the_ranks_of_all_nodes_take_the_smaller_microbatch(tmp_path: Path, undi
             variables = agent_variables(Nodes(2, number, "127.0.0.1", port))
             log = stack.enter_context((tmp_path / f"node-{number}.log").open("wb"))
             process = subprocess.Popen(
-                [sys.executable, "-m", "paceline", *RIDE, "--processes=1", MEMORY],
+                [sys.executable, "-m", "paceline", *TRAIN, "--processes=1", MEMORY],
                 cwd=tmp_path,
                 env=environment(**variables, PYTHONUNBUFFERED="1", PACELINE_RUN_SECRET=secret),
                 stdout=log,

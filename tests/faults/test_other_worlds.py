@@ -45,7 +45,7 @@ def train_noting_samples(world: World, folder: str, flags: tuple[str, ...], resu
     return noted
 
 
-def ride_through(folder: Path, legs: list[tuple[int, str, int]]) -> list[list[int]]:
+def train_in_worlds(folder: Path, legs: list[tuple[int, str, int]]) -> list[list[int]]:
     """One run in several worlds (ranks, strategy, last step); the samples of every global batch in order."""
     batches = []
     for number, (ranks, strategy, last_step) in enumerate(legs):
@@ -59,7 +59,7 @@ def ride_through(folder: Path, legs: list[tuple[int, str, int]]) -> list[list[in
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], list[float]]:
     """Samples and losses of the run that stayed in one world."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    return ride_through(folder, [(1, "single", 18)]), step_losses(folder)
+    return train_in_worlds(folder, [(1, "single", 18)]), step_losses(folder)
 
 
 @pytest.mark.faults
@@ -76,7 +76,7 @@ def test_another_world_and_strategy_goes_on_with_the_same_samples_and_losses(
 ) -> None:
     batches, losses = straight
     assert len(batches) == 18
-    assert ride_through(tmp_path, legs) == batches  # every sample in its place, so every epoch's multiset too
+    assert train_in_worlds(tmp_path, legs) == batches  # every sample in its place, so every epoch's multiset too
     assert step_losses(tmp_path) == pytest.approx(losses, abs=1e-5)  # sums in another order
     steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "step"]
     assert steps == list(range(1, 19))

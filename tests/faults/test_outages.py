@@ -19,8 +19,8 @@ from faults.finished_run import BEFORE, FLAGS, NEWEST
 from harness.cli import command, environment, paceline
 from harness.ranks import make_world
 from harness.runs import QUICK, read_results
-from harness.short_run import FLAGS as RIDE
-from harness.short_run import STEPS, faults_struck, outcome, ride_undisturbed
+from harness.short_run import FLAGS as TRAIN
+from harness.short_run import STEPS, faults_struck, outcome, run_undisturbed
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.manager import CheckpointManager
@@ -247,8 +247,8 @@ def test_an_outage_that_ends_delays_the_resume(run: Path, undisturbed: Path, mat
 def test_an_outage_while_a_killed_rank_is_restarted(tmp_path: Path) -> None:
     """The supervisor's next attempt waits for the storage too: same end as the undisturbed run."""
     (tmp_path / "calm").mkdir()
-    expected = ride_undisturbed(tmp_path / "calm")
-    flags = [*RIDE, "--inject=kill rank=1 step=22"]
+    expected = run_undisturbed(tmp_path / "calm")
+    flags = [*TRAIN, "--inject=kill rank=1 step=22"]
     said = finish_after_outage(flags, tmp_path, tmp_path / "switch", FILES_OF_STEPS)
     assert "resumed   at step 20" in said
     assert len(faults_struck(tmp_path / "run")) == 1

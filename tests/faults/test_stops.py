@@ -14,7 +14,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import Started, processes_in, seconds_until_empty, started
-from harness.short_run import FLAGS, faults_struck, outcome, read_json, ride_undisturbed
+from harness.short_run import FLAGS, faults_struck, outcome, read_json, run_undisturbed
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.runtime.pulse import read_pulse
 from paceline.runtime.requeue import job_to_requeue, returns_without_progress
@@ -25,7 +25,7 @@ GONE_S = 3 if "PYTEST_XDIST_WORKER" not in os.environ else 10
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return ride_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def last_step(run: Started) -> int:

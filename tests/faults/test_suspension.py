@@ -16,7 +16,7 @@ import pytest
 
 from harness.processes import Started, parent_of, processes_in, started
 from harness.ranks import run_ranks
-from harness.short_run import FLAGS, outcome, ride_undisturbed
+from harness.short_run import FLAGS, outcome, run_undisturbed
 from paceline.runs.process_handle import ProcessHandle
 from paceline.runtime.detect import World
 from paceline.runtime.pulse import Beat, Pulse, read_pulse
@@ -31,7 +31,7 @@ LIMITS = [f"--hang-timeout-s={DEADLINE_S:g}", "--max-restarts=0"]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    return ride_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+    return run_undisturbed(tmp_path_factory.mktemp("undisturbed"))
 
 
 def suspend(pids: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The ride that faults disturb: two ranks, forty steps, a checkpoint every five, a few seconds."""
+"""The run that faults disturb: two ranks, forty steps, a checkpoint every five, a few seconds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def outcome(folder: Path) -> dict[str, object]:
     }
 
 
-def ride_undisturbed(folder: Path, *flags: str) -> dict[str, object]:
+def run_undisturbed(folder: Path, *flags: str) -> dict[str, object]:
     answer = paceline(*FLAGS, *flags, cwd=folder)
     assert answer.code == 0, answer
     return outcome(folder / "run")

@@ -24,7 +24,7 @@ from paceline.runtime.detect import Nodes, agent_variables
 from paceline.runtime.peers import PROOF_TIMEOUT_S, connect
 from paceline.runtime.secret import RUN_SECRET, NotProved, create_secret
 
-RIDE = [*FLAGS[:2], "--num-samples=740", "--global-batch-size=64", "--epochs=1", "--processes=1", "--output-dir=run"]
+TRAIN = [*FLAGS[:2], "--num-samples=740", "--global-batch-size=64", "--epochs=1", "--processes=1", "--output-dir=run"]
 
 
 def free_port() -> int:
@@ -37,7 +37,7 @@ def free_port() -> int:
 def started_node(own: int, port: int, folder: Path, secret: str) -> Iterator[subprocess.Popen[str]]:
     variables = agent_variables(Nodes(2, own, "127.0.0.1", port))
     with subprocess.Popen(
-        [sys.executable, "-m", "paceline", *RIDE],
+        [sys.executable, "-m", "paceline", *TRAIN],
         cwd=folder,
         env=environment(**variables, **{RUN_SECRET: secret}),
         stdout=subprocess.PIPE,
@@ -86,7 +86,7 @@ def test_several_nodes_without_a_secret_are_refused(tmp_path: Path) -> None:
     """A run on several nodes without a secret ends at once, with what to do."""
     variables = agent_variables(Nodes(2, 0, "127.0.0.1", free_port()))
     bench = ["bench", "--what=collectives", "--processes=1"]
-    for command, value in ((RIDE, ""), (RIDE, "short"), (bench, "")):
+    for command, value in ((TRAIN, ""), (TRAIN, "short"), (bench, "")):
         answer = paceline(*command, cwd=tmp_path, **variables, **({RUN_SECRET: value} if value else {}))
         assert answer.code == 2, answer
         assert RUN_SECRET in answer.err

@@ -93,7 +93,7 @@ def test_one_process_records_what_an_epoch_leaves_room_for(tmp_path: Path) -> No
     assert results["weights_sha256"] == train_in(world, str(tmp_path / "plain"), SHORT)["weights_sha256"]
 
 
-def ride(profiler: StepProfiler, clock: PhaseClock, first: int, last: int, end: str) -> None:
+def run_steps(profiler: StepProfiler, clock: PhaseClock, first: int, last: int, end: str) -> None:
     """Phases as the loop enters them."""
     for step in range(first, last + 1):
         for phase in ("data", "forward", "backward", "update"):
@@ -109,9 +109,9 @@ def test_two_steps_before_the_end_of_an_epoch_are_too_few_and_tried_again(tmp_pa
     stale.parent.mkdir()
     stale.write_text("of an earlier attempt with more ranks")
     profiler = StepProfiler(make_world(0, 1), folder, lambda step: None)
-    ride(profiler, clock, 1, 12, "save")
+    run_steps(profiler, clock, 1, 12, "save")
     assert profiler.result is None
-    ride(profiler, clock, 13, 40, "save")
+    run_steps(profiler, clock, 13, 40, "save")
     assert profiler.result is not None
     assert (profiler.result.first_step, profiler.result.steps) == (13, 10)
     assert clock.summary()["steps"] == 40 - 12 - 10
@@ -120,18 +120,18 @@ def test_two_steps_before_the_end_of_an_epoch_are_too_few_and_tried_again(tmp_pa
 
 def test_the_last_steps_of_a_run_are_better_than_none_and_too_short_a_run_has_none(tmp_path: Path) -> None:
     short = StepProfiler(make_world(0, 1), RunFolder(tmp_path), lambda step: None)
-    ride(short, PhaseClock(), 1, 11, "finish")
+    run_steps(short, PhaseClock(), 1, 11, "finish")
     assert short.result is not None
     assert short.result.steps == 1
     shorter = StepProfiler(make_world(0, 1), RunFolder(tmp_path), lambda step: None)
-    ride(shorter, PhaseClock(), 1, 10, "finish")
+    run_steps(shorter, PhaseClock(), 1, 10, "finish")
     assert shorter.result is None
 
 
 def test_a_trace_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "profile").write_text("in the way")
     profiler = StepProfiler(make_world(0, 1), RunFolder(tmp_path), lambda step: None)
-    ride(profiler, PhaseClock(), 1, 30, "finish")
+    run_steps(profiler, PhaseClock(), 1, 30, "finish")
     assert "profile cannot be written" in caplog.text
 
 

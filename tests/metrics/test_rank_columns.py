@@ -12,19 +12,19 @@ from paceline.training.state import EpochSums
 from paceline.training.validate import _log_own_samples
 
 
-def ride_on(world_size: int, ranks: list[list[float]]) -> Any:
+def session_on(world_size: int, ranks: list[list[float]]) -> Any:
     state = SimpleNamespace(epoch_sums=EpochSums(ranks=ranks))
     return SimpleNamespace(state=state, world=SimpleNamespace(world_size=world_size, rank=world_size - 1))
 
 
 def test_one_column_for_each_rank() -> None:
-    ride = ride_on(2, [[4.0, 1.0, 2.0], [9.0, 3.0, 3.0]])
-    assert rank_columns(ride) == {"loss": [2.0, 3.0], "accuracy": [0.5, 1.0], "samples": [2.0, 3.0]}
+    session = session_on(2, [[4.0, 1.0, 2.0], [9.0, 3.0, 3.0]])
+    assert rank_columns(session) == {"loss": [2.0, 3.0], "accuracy": [0.5, 1.0], "samples": [2.0, 3.0]}
 
 
 @pytest.mark.parametrize("ranks", [[], [[4.0, 1.0, 2.0]], [[4.0, 1.0, 2.0]] * 8], ids=["older", "fewer", "more"])
 def test_a_run_that_resumes_before_its_validation_goes_on(ranks: list[list[float]]) -> None:
     """From an older checkpoint, or on another number of ranks: the sums of ranks are not known, and nothing fails."""
-    ride = ride_on(4, ranks)
-    assert rank_columns(ride) == {}
-    _log_own_samples(ride, 1, 2.0)
+    session = session_on(4, ranks)
+    assert rank_columns(session) == {}
+    _log_own_samples(session, 1, 2.0)

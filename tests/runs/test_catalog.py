@@ -125,10 +125,10 @@ def test_a_run_is_found_by_its_job(tmp_path: Path) -> None:
         make_run(tmp_path / name)
         JobRecord(job_id, "", str(script), [], earlier=["12"] if name == "one" else []).write(tmp_path / name)
     (tmp_path / "one" / "job.json").write_text(json.dumps({"job_id": "4711", "earlier": ["12"], "script": "gone"}))
-    script.write_text("#!/bin/bash\n#SBATCH --job-name=night-ride\n#SBATCH --time=1\n")
+    script.write_text("#!/bin/bash\n#SBATCH --job-name=night-run\n#SBATCH --time=1\n")
     assert find_by_job(tmp_path, "4712") == tmp_path / "two"
     assert find_by_job(tmp_path, "12") == tmp_path / "one"
-    assert find_by_job(tmp_path, "night-ride") == tmp_path / "two"
+    assert find_by_job(tmp_path, "night-run") == tmp_path / "two"
     assert find_by_job(tmp_path, "471") is None
 
 

@@ -16,7 +16,7 @@ from harness.ranks import make_world
 from harness.runs import train_in
 from paceline.runtime import garbage
 from paceline.runtime.garbage import no_search_for_garbage
-from paceline.training import session as ride
+from paceline.training import session
 from paceline.training.components import build_components
 
 # In a process of its own: ranks come from the server of whoever asks first.
@@ -101,7 +101,7 @@ def test_of_two_rides_in_one_process_nothing_stays(tmp_path: Path, monkeypatch: 
         )
         return components
 
-    monkeypatch.setattr(ride, "build_components", open_and_note)
+    monkeypatch.setattr(session, "build_components", open_and_note)
     for name in ("first", "second"):
         train_in(make_world(0, 1), str(tmp_path / name), ("--epochs=1",))
     gc.collect()

@@ -14,7 +14,7 @@ from harness.shared_data import real_cifar10
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-def test_first_ride_learns_the_shapes_in_time(tmp_path: Path) -> None:
+def test_the_default_recipe_learns_the_shapes_in_time(tmp_path: Path) -> None:
     answer = paceline("train", cwd=tmp_path, timeout_s=300)
     assert answer.code == 0, answer
     (folder,) = (tmp_path / "runs").iterdir()

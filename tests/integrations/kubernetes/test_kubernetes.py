@@ -132,7 +132,7 @@ def test_the_schemas_would_notice(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    *_, jobset = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset", "--retries", "4", "--job-name", "ride")
+    *_, jobset = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset", "--retries", "4", "--job-name", "demo")
     policy, (replicated,) = jobset["spec"]["failurePolicy"], jobset["spec"]["replicatedJobs"]
     assert policy["maxRestarts"] == 4
     assert ("FailJobSet", ["PodFailurePolicy"]) in [(r["action"], r["onJobFailureReasons"]) for r in policy["rules"]]
@@ -140,12 +140,12 @@ def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> 
     env = replicated["template"]["spec"]["template"]["spec"]["containers"][0]["env"]
     leader = next(item["value"] for item in env if item["name"] == "PACELINE_LEADER")
     network = jobset["spec"]["network"]
-    assert leader.partition(":")[0] == f"ride-{replicated['name']}-0-0.{network['subdomain']}"
+    assert leader.partition(":")[0] == f"demo-{replicated['name']}-0-0.{network['subdomain']}"
     assert network["enableDNSHostnames"] is True
 
 
 def test_a_trainjob_stands_on_a_runtime(capsys: pytest.CaptureFixture[str]) -> None:
-    *_, trainjob = manifest(capsys, *BARE, *SHAPES["GPUs"], "--api", "trainjob", "--job-name", "ride")
+    *_, trainjob = manifest(capsys, *BARE, *SHAPES["GPUs"], "--api", "trainjob", "--job-name", "demo")
     spec = trainjob["spec"]
     assert spec["runtimeRef"]["name"] == "torch-distributed"
     assert (spec["trainer"]["numNodes"], spec["trainer"]["numProcPerNode"]) == (4, 8)
@@ -311,7 +311,7 @@ def losses_and_weights(run: Path) -> tuple[list[float], str]:
 
 def kubelet_for(home: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> Kubelet:
     (home / "mine.yaml").write_text(RECIPE)
-    gang = ["--nodes", "2", "--processes-per-node", "1", "--port", free_port(), "--output-dir", "runs/ride", "--track"]
+    gang = ["--nodes", "2", "--processes-per-node", "1", "--port", free_port(), "--output-dir", "runs/demo", "--track"]
     return Kubelet(manifest(capsys, "mine.yaml", *BARE[1:], *gang, *flags), home)
 
 
@@ -322,7 +322,7 @@ def test_pods_as_processes_train_what_one_machine_trains(
     kubelet = kubelet_for(home, capsys)
     pods += [kubelet.start(0), kubelet.start(1)]
     assert [pod.wait() for pod in pods] == [0, 0], pods[0].log + pods[1].log
-    assert losses_and_weights(kubelet.claim("paceline-runs") / "ride") == wanted
+    assert losses_and_weights(kubelet.claim("paceline-runs") / "demo") == wanted
     assert "2 ranks on 2 nodes" in pods[0].log + pods[1].log
 
 
@@ -331,7 +331,7 @@ def test_pods_as_processes_are_evicted_and_killed_and_train_the_same(
     home: Path, pods: list[Pod], wanted: tuple[list[float], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubelet = kubelet_for(home, capsys, "--save-steps", "2", "--inject", SLOW)
-    run = kubelet.claim("paceline-runs") / "ride"
+    run = kubelet.claim("paceline-runs") / "demo"
     gang = [kubelet.start(0), kubelet.start(1)]
     pods += gang
     wait_for_step(run, 8, gang)

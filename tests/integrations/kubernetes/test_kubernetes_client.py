@@ -22,7 +22,7 @@ NEEDS = ("kubernetes",)
 USER, DATA, INTERNAL = 2, 3, 70
 IMAGE = "registry.example.com/team/paceline:0.1.0"
 JOB = [*("shapes-cnn", "--image", IMAGE, "--runs", "paceline-runs", "--nodes", "2", "--processes-per-node", "2")]
-JOB += ["--output-dir", "runs/ride"]
+JOB += ["--output-dir", "runs/demo"]
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def submit(*arguments: str) -> int:
 
 def status_of_run(capsys: pytest.CaptureFixture[str]) -> str:
     capsys.readouterr()
-    assert main(["status", "runs/ride"]) == 0
+    assert main(["status", "runs/demo"]) == 0
     return capsys.readouterr().out
 
 
@@ -50,22 +50,22 @@ def test_submitted_to_a_fake_cluster(
     (tmp_path / "mine.yaml").write_text("dataset: shapes\nmodel_name: cnn\n")
     assert submit("mine.yaml", *JOB[1:], "--api", api) == 0, capsys.readouterr().err
     out = capsys.readouterr().out
-    assert f"{api} ride is in namespace vision: 4 ranks on 2 nodes" in out
-    manifest = list(yaml.safe_load_all((tmp_path / "runs" / "ride" / "job.yaml").read_text()))
+    assert f"{api} demo is in namespace vision: 4 ranks on 2 nodes" in out
+    manifest = list(yaml.safe_load_all((tmp_path / "runs" / "demo" / "job.yaml").read_text()))
     for item in manifest:  # what was written down is what was sent
         sent = json.loads(json.dumps(fake.the(PLURALS[item["kind"]])))
         sent["metadata"].pop("uid")
         owners = sent["metadata"].pop("ownerReferences", None)
         if item["kind"] != kind:  # and goes when the job goes
-            assert [(owner["kind"], owner["uid"]) for owner in owners] == [(kind, "uid-of-ride")]
+            assert [(owner["kind"], owner["uid"]) for owner in owners] == [(kind, "uid-of-demo")]
         assert sent == item
     secret = fake.the("secrets")  # not written down, and gone with the job
-    assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == ["uid-of-ride"]
+    assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == ["uid-of-demo"]
     (value,) = secret["stringData"].values()
     assert len(value) == 64
-    written = [path.read_text() for path in (tmp_path / "runs" / "ride").rglob("*") if path.is_file()]
+    written = [path.read_text() for path in (tmp_path / "runs" / "demo").rglob("*") if path.is_file()]
     assert not any(value in text for text in [*written, out])
-    record = json.loads((tmp_path / "runs" / "ride" / "job.json").read_text())
+    record = json.loads((tmp_path / "runs" / "demo" / "job.json").read_text())
     assert (record["scheduler"], record["namespace"], record["api"]) == ("kubernetes", "vision", api)
 
 
@@ -75,52 +75,52 @@ def test_what_a_fake_cluster_says_becomes_a_status(fake: FakeCluster, capsys: py
     fake.add_pod(0, "Running")
     fake.add_pod(1, "Pending", waiting="ImagePullBackOff")
     text = status_of_run(capsys)
-    assert "runs/ride: queued" in text
-    assert "ride: pending (1 of 2 pods run; ImagePullBackOff: Back-off pulling image) on worker-0" in text
+    assert "runs/demo: queued" in text
+    assert "demo: pending (1 of 2 pods run; ImagePullBackOff: Back-off pulling image) on worker-0" in text
     fake.add_pod(1, "Running")  # its successor
     text = status_of_run(capsys)
-    assert "runs/ride: running" in text
-    assert "ride: running on worker-0,worker-1 for " in text
+    assert "runs/demo: running" in text
+    assert "demo: running on worker-0,worker-1 for " in text
     assert "said:     step 3/9  loss 2.3" in text
     fake.set_condition("jobs", "Complete")
-    assert "runs/ride: finished" in status_of_run(capsys)
+    assert "runs/demo: finished" in status_of_run(capsys)
 
 
 def test_a_failure_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(*JOB) == 0
     fake.add_pod(0, "Failed", code=3)
-    fake.set_condition("jobs", "Failed", "PodFailurePolicy", "Container train for pod vision/ride-0 failed")
+    fake.set_condition("jobs", "Failed", "PodFailurePolicy", "Container train for pod vision/demo-0 failed")
     text = status_of_run(capsys)
-    assert "runs/ride: failed" in text
-    assert "(PodFailurePolicy: Container train for pod vision/ride-0 failed)" in text
+    assert "runs/demo: failed" in text
+    assert "(PodFailurePolicy: Container train for pod vision/demo-0 failed)" in text
     assert "exit code 3" in text
-    assert main(["watch", "runs/ride", "--every-s", "0"]) == DATA
+    assert main(["watch", "runs/demo", "--every-s", "0"]) == DATA
 
 
 def test_in_a_queue_of_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(*JOB, "--queue", "team") == 0
     text = status_of_run(capsys)
-    assert "runs/ride: queued" in text
+    assert "runs/demo: queued" in text
     assert "pending (in queue team)" in text
 
 
 def test_logs_of_a_fake_cluster(fake: FakeCluster, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     assert submit(*JOB) == 0
-    assert main(["logs", "runs/ride"]) == USER
+    assert main(["logs", "runs/demo"]) == USER
     assert b"there is no pod 0 of this job" in capfdbinary.readouterr().err
     fake.add_pod(0, "Running")
     fake.add_pod(1, "Running")
     capfdbinary.readouterr()
-    assert main(["logs", "runs/ride"]) == 0
+    assert main(["logs", "runs/demo"]) == 0
     assert capfdbinary.readouterr().out == b"pod 0 begins\nstep 3/9  loss 2.3\n"
-    assert main(["logs", "runs/ride", "--follow"]) == 0
+    assert main(["logs", "runs/demo", "--follow"]) == 0
     assert capfdbinary.readouterr().out == b"pod 0 begins\nstep 3/9  loss 2.3\n"
-    assert main(["logs", "runs/ride", "--job"]) == 0
+    assert main(["logs", "runs/demo", "--job"]) == 0
     out = capfdbinary.readouterr().out
     assert [line for line in out.splitlines() if b"pod" in line] == [
         *(b"==> pod 0 <==", b"pod 0 begins", b"==> pod 1 <==", b"pod 1 begins"),
     ]
-    assert main(["logs", "runs/ride", "--rank", "1"]) == USER
+    assert main(["logs", "runs/demo", "--rank", "1"]) == USER
     assert b"which only the cluster sees" in capfdbinary.readouterr().err
 
 
@@ -129,12 +129,12 @@ def test_cancelled_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFi
     fake.add_pod(0, "Running")
     fake.add_pod(1, "Running")
     capsys.readouterr()
-    assert main(["cancel", "runs/ride"]) == 0
-    assert "job ride is cancelled; it saves before it ends" in capsys.readouterr().out
+    assert main(["cancel", "runs/demo"]) == 0
+    assert "job demo is cancelled; it saves before it ends" in capsys.readouterr().out
     assert any("Foreground" in call for call in fake.calls)  # pods go first, with their grace
-    assert ("jobs", "ride") not in fake.objects
-    assert "runs/ride: cancelled" in status_of_run(capsys)
-    assert main(["cancel", "runs/ride"]) == 0
+    assert ("jobs", "demo") not in fake.objects
+    assert "runs/demo: cancelled" in status_of_run(capsys)
+    assert main(["cancel", "runs/demo"]) == 0
     assert "nothing to cancel" in capsys.readouterr().out
 
 
@@ -146,8 +146,8 @@ def test_a_run_has_one_job_in_a_fake_cluster(
     assert "this run has a job already" in capsys.readouterr().err
     fake.set_condition("jobs", "Failed", "BackoffLimitExceeded")
     assert submit(*JOB, "--resume", "auto") == 0  # under a name of its own
-    assert {name for kind, name in fake.objects if kind == "jobs"} == {"ride", "ride-2"}
-    assert json.loads((tmp_path / "runs" / "ride" / "job.json").read_text())["earlier"] == ["ride"]
+    assert {name for kind, name in fake.objects if kind == "jobs"} == {"demo", "demo-2"}
+    assert json.loads((tmp_path / "runs" / "demo" / "job.json").read_text())["earlier"] == ["demo"]
 
 
 def test_a_long_name_of_a_second_job_in_a_fake_cluster_keeps_its_number(fake: FakeCluster) -> None:
@@ -176,7 +176,7 @@ def test_refused_by_a_fake_cluster(
     screen = capsys.readouterr().err
     for text in (*expected, message):
         assert text in screen, screen
-    assert not (tmp_path / "runs" / "ride").exists()
+    assert not (tmp_path / "runs" / "demo").exists()
 
 
 def test_no_half_of_a_job_stays_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
@@ -199,8 +199,8 @@ def test_a_fake_cluster_that_went_away(fake: FakeCluster, capsys: pytest.Capture
     fake.shutdown()
     fake.server_close()
     assert "the cluster does not answer" in status_of_run(capsys)
-    assert main(["cancel", "runs/ride"]) == INTERNAL
-    assert "kubectl delete job ride" in capsys.readouterr().err
+    assert main(["cancel", "runs/demo"]) == INTERNAL
+    assert "kubectl delete job demo" in capsys.readouterr().err
 
 
 def test_a_context_that_is_not_in_the_kubeconfig(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:

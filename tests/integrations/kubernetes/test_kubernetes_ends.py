@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.flows, pytest.mark.timeout(60)]
 NEEDS = ("kubernetes",)
 USER, INTERNAL = 2, 70
 JOB = [*("shapes-cnn", "--image", "team/paceline:0.1.0", "--runs", "paceline-runs", "--nodes", "2")]
-JOB += ["--processes-per-node", "2", "--output-dir", "runs/ride"]
+JOB += ["--processes-per-node", "2", "--output-dir", "runs/demo"]
 LONG_AGO = "2026-11-15T10:30:00Z"
 
 
@@ -37,7 +37,7 @@ def submit(*more: str) -> None:
 
 def status(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     capsys.readouterr()
-    assert main(["status", "runs/ride", "--json"]) == 0
+    assert main(["status", "runs/demo", "--json"]) == 0
     content: dict[str, Any] = json.loads(capsys.readouterr().out)
     return content
 
@@ -54,7 +54,7 @@ def test_the_code_that_ended_the_job_of_a_fake_cluster_is_shown(
     fake.add_pod(1, "Failed", code=2)
     fake.set_condition("jobs", "Failed", "PodFailurePolicy")
     assert status(capsys)["job"]["exit_code"] == "2"
-    assert main(["watch", "runs/ride", "--every-s", "0"]) == USER
+    assert main(["watch", "runs/demo", "--every-s", "0"]) == USER
 
 
 def test_pods_that_the_controller_of_a_fake_cluster_ended_are_no_failures(
@@ -99,13 +99,13 @@ def test_a_cancelled_job_of_a_fake_cluster_is_stopping_until_its_pods_are_gone(
     fake.add_pod(0, "Running")
     fake.add_pod(1, "Running")
     job = fake.the("jobs")
-    assert main(["cancel", "runs/ride"]) == 0
+    assert main(["cancel", "runs/demo"]) == 0
     # A foreground deletion keeps the job until its pods have ended.
-    fake.objects["jobs", "ride"] = job
+    fake.objects["jobs", "demo"] = job
     job["metadata"]["deletionTimestamp"] = LONG_AGO
     content = status(capsys)
     assert (content["state"], content["is_over"]) == ("stopping", False)
-    del fake.objects["jobs", "ride"]
+    del fake.objects["jobs", "demo"]
     content = status(capsys)
     assert (content["state"], content["is_over"]) == ("cancelled", True)
 
@@ -124,7 +124,7 @@ def test_an_outcome_outlives_the_job_in_a_fake_cluster(
     fake.objects.clear()
     content = status(capsys)
     assert (content["state"], content["is_over"]) == (state, True)
-    assert main(["watch", "runs/ride", "--every-s", "0"]) == code
+    assert main(["watch", "runs/demo", "--every-s", "0"]) == code
 
 
 def test_a_job_that_a_fake_cluster_forgot_unseen_has_ended(
@@ -135,7 +135,7 @@ def test_a_job_that_a_fake_cluster_forgot_unseen_has_ended(
     fake.objects.clear()
     content = status(capsys)
     assert (content["state"], content["is_over"]) == ("ended", True)
-    assert main(["watch", "runs/ride", "--every-s", "0"]) == INTERNAL
+    assert main(["watch", "runs/demo", "--every-s", "0"]) == INTERNAL
 
 
 def test_a_fake_cluster_that_cannot_be_reached_leaves_no_run_folder(
@@ -153,7 +153,7 @@ def test_a_fake_cluster_that_cannot_be_reached_leaves_no_run_folder(
 
 def logs(capfdbinary: pytest.CaptureFixture[bytes], *flags: str) -> bytes:
     capfdbinary.readouterr()
-    assert main(["logs", "runs/ride", *flags]) == 0
+    assert main(["logs", "runs/demo", *flags]) == 0
     return capfdbinary.readouterr().out
 
 
@@ -246,10 +246,10 @@ def test_a_dead_node_of_a_fake_cluster(fake: FakeCluster, capsys: pytest.Capture
 
 
 FAILED_CREATES = {
-    "service account": 'pods "ride-0-" is forbidden: error looking up service account vision/trainer: not found',
-    "priority class": 'pods "ride-0-" is forbidden: no PriorityClass with name high was found',
-    "quota": 'pods "ride-0-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8',
-    "PodSecurity": 'pods "ride-0-x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes',
+    "service account": 'pods "demo-0-" is forbidden: error looking up service account vision/trainer: not found',
+    "priority class": 'pods "demo-0-" is forbidden: no PriorityClass with name high was found',
+    "quota": 'pods "demo-0-x" is forbidden: exceeded quota: gpus, requested: requests.nvidia.com/gpu=8',
+    "PodSecurity": 'pods "demo-0-x" is forbidden: violates PodSecurity "restricted:latest": hostPath volumes',
 }
 
 
@@ -260,7 +260,7 @@ def test_no_pod_yet_has_its_reason_from_events_of_a_fake_cluster(
 ) -> None:
     """A pod that the API server refuses exists only as an event of its Job."""
     submit("--api", api)
-    about = "ride" if api == "job" else "ride-node-0"
+    about = "demo" if api == "job" else "demo-node-0"
     fake.add_event("another", "FailedCreate", "not ours", second=9)
     fake.add_event(about, "BackOff", "not about creation", second=8)
     fake.add_event(about, "FailedCreate", "an older reason", second=1)

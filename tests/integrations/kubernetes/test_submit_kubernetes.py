@@ -251,11 +251,11 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_same_words_give_the_same_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for _ in range(2):
-        assert submit(*JOB, "--job-name", "ride", "--output-dir", "runs/ride", "--dry-run") == 0
+        assert submit(*JOB, "--job-name", "demo", "--output-dir", "runs/demo", "--dry-run") == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     head = [line for line in texts[0].splitlines() if line.startswith("#")]
-    assert head[0] == "# ride: 4 ranks on 2 nodes. Written by paceline 0.1.0:"
+    assert head[0] == "# demo: 4 ranks on 2 nodes. Written by paceline 0.1.0:"
     assert head[1].startswith("#   paceline submit kubernetes shapes-cnn --image")
     assert "--dry-run" not in head[1]
     assert "&id" not in texts[0]
@@ -263,23 +263,23 @@ def test_the_same_words_give_the_same_manifest(capsys: pytest.CaptureFixture[str
 
 
 def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str]) -> None:
-    service, _, job = manifest(capsys, *JOB, "--job-name", "ride", "--output-dir", "runs/ride", "--epochs", "3")
+    service, _, job = manifest(capsys, *JOB, "--job-name", "demo", "--output-dir", "runs/demo", "--epochs", "3")
     assert service["kind"] == "Service"
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
     spec, pod = job["spec"], pod_of(job)
     assert (spec["completionMode"], spec["completions"], spec["parallelism"]) == ("Indexed", 2, 2)
     assert service["spec"]["selector"].items() <= spec["template"]["metadata"]["labels"].items()
-    assert pod["subdomain"] == service["metadata"]["name"] == "ride"
+    assert pod["subdomain"] == service["metadata"]["name"] == "demo"
     (container,) = pod["containers"]
     assert container["command"] == ["python", "-P", "-m", "paceline.integrations.kubernetes.pod"]
     assert container["args"] == [
         *("train", "shapes-cnn", "--epochs=3", "--processes=2", "--device=cpu", "--omp-num-threads=1"),
-        *("--output-dir=/runs/ride", "--resume=auto"),
+        *("--output-dir=/runs/demo", "--resume=auto"),
     ]
     variables = {item["name"]: item for item in container["env"]}
     assert variables["PACELINE_NODES"]["value"] == "2"
-    assert variables["PACELINE_LEADER"]["value"] == "ride-0.ride:29400"
+    assert variables["PACELINE_LEADER"]["value"] == "demo-0.demo:29400"
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     assert variables["PACELINE_NODE"]["valueFrom"]["fieldRef"]["fieldPath"] == index
 
@@ -319,12 +319,12 @@ def test_a_long_run_folder_gives_a_name_that_fits(api: str, capsys: pytest.Captu
 def test_pods_of_a_job_are_on_different_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     """One pod to a node is a requirement of the manifest, for every kind of job."""
     for api in ("job", "jobset", "trainjob"):
-        (affinity,) = find_all(manifest(capsys, *JOB, "--api", api, "--job-name", "ride")[-1], "affinity")
+        (affinity,) = find_all(manifest(capsys, *JOB, "--api", api, "--job-name", "demo")[-1], "affinity")
         assert affinity == {
             "podAntiAffinity": {
                 "requiredDuringSchedulingIgnoredDuringExecution": [
                     {
-                        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": "ride"}},
+                        "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": "demo"}},
                         "topologyKey": "kubernetes.io/hostname",
                     }
                 ]
@@ -389,12 +389,12 @@ def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixt
     flags = ["--annotation", "k8s.v1.cni.cncf.io/networks=a, b", "--label", "scheduling.x-k8s.io/pod-group=g"]
     flags += ["--resource", "rdma/hca=1", "--capability", "IPC_LOCK", "--scheduler", "volcano"]
     flags += ["--ephemeral-storage", "20Gi", "--node-timeout-s", "60"]
-    job = manifest(capsys, *JOB, *flags, "--job-name", "ride")[-1]
+    job = manifest(capsys, *JOB, *flags, "--job-name", "demo")[-1]
     metadata, pod = job["spec"]["template"]["metadata"], pod_of(job)
     (container,) = pod["containers"]
     assert metadata["annotations"] == {"k8s.v1.cni.cncf.io/networks": "a, b"}
     assert metadata["labels"]["scheduling.x-k8s.io/pod-group"] == "g"
-    assert metadata["labels"]["app.kubernetes.io/instance"] == "ride"
+    assert metadata["labels"]["app.kubernetes.io/instance"] == "demo"
     for kind in ("requests", "limits"):
         assert container["resources"][kind]["rdma/hca"] == "1"
         assert container["resources"][kind]["ephemeral-storage"] == "20Gi"
@@ -411,16 +411,16 @@ def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
 def test_the_manifest_says_how_its_objects_go_with_the_job(api: str, capsys: pytest.CaptureFixture[str]) -> None:
     """After kubectl apply, one command makes everything beside the job belong to it."""
-    assert submit(*JOB, "--api", api, "--job-name", "ride", "--dry-run") == 0
+    assert submit(*JOB, "--api", api, "--job-name", "demo", "--dry-run") == 0
     text = capsys.readouterr().out
     *beside, job = yaml.safe_load_all(text)
     (line,) = re.findall(r"^#   (kubectl patch .*)$", text, re.MULTILINE)
     words = shlex.split(line.replace("$uid", "the-uid"))
     names = words[2 : words.index("--type")]
     wanted = [f"{item['kind'].lower()}/{item['metadata']['name']}" for item in beside]
-    assert names == [*wanted, "secret/ride-secret"]
+    assert names == [*wanted, "secret/demo-secret"]
     (owner,) = json.loads(words[-1])["metadata"]["ownerReferences"]
-    assert owner == {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": "ride", "uid": "the-uid"}
+    assert owner == {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": "demo", "uid": "the-uid"}
 
 
 def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,30 +435,30 @@ def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_only_pods_of_the_same_job_reach_each_other(api: str, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
     """SECURITY.md: each manifest has a NetworkPolicy that selects its own pods, and lets in nothing else."""
-    words = [*BARE, "--nodes", str(nodes), "--processes-per-node", "2", "--api", api, "--job-name", "ride"]
+    words = [*BARE, "--nodes", str(nodes), "--processes-per-node", "2", "--api", api, "--job-name", "demo"]
     objects = manifest(capsys, *words)
     (policy,) = [item for item in objects if item["kind"] == "NetworkPolicy"]
     assert (policy["apiVersion"], policy["spec"]["policyTypes"]) == ("networking.k8s.io/v1", ["Ingress"])
-    own = {"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "ride"}}}
+    own = {"podSelector": {"matchLabels": {"app.kubernetes.io/instance": "demo"}}}
     assert policy["spec"]["podSelector"] == own["podSelector"]
     assert policy["spec"]["ingress"] == ([{"from": [own]}] if nodes > 1 else [])
     pods = find_all(objects[-1], "labels")
-    assert any(labels["app.kubernetes.io/instance"] == "ride" for labels in pods)
+    assert any(labels["app.kubernetes.io/instance"] == "demo" for labels in pods)
 
 
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
 def test_the_secret_of_a_gang_is_not_in_its_manifest(api: str, capsys: pytest.CaptureFixture[str]) -> None:
     """SECURITY.md: the manifest refers to the Secret, and says how to create it without a command line showing it."""
-    words = ["submit", "kubernetes", *JOB, "--api", api, "--job-name", "ride", "--dry-run"]
+    words = ["submit", "kubernetes", *JOB, "--api", api, "--job-name", "demo", "--dry-run"]
     assert main(words) == 0
     text = capsys.readouterr().out
     assert "kind: Secret" not in text
-    assert "# " + "  openssl rand -hex 32 | kubectl create secret generic ride-secret" in text
+    assert "# " + "  openssl rand -hex 32 | kubectl create secret generic demo-secret" in text
     assert "--from-literal" not in text
     (job,) = list(yaml.safe_load_all(text))[-1:]
     (env,) = find_all(job, "env")
     (row,) = [row for row in env if row["name"] == RUN_SECRET]
-    assert row == {"name": RUN_SECRET, "valueFrom": {"secretKeyRef": {"name": "ride-secret", "key": RUN_SECRET}}}
+    assert row == {"name": RUN_SECRET, "valueFrom": {"secretKeyRef": {"name": "demo-secret", "key": RUN_SECRET}}}
     assert main([*words[:-1], "--env", f"{RUN_SECRET}=x", "--dry-run"]) == USER  # it would be in the manifest
 
 
@@ -466,10 +466,10 @@ def test_the_secret_of_a_gang_is_not_in_its_manifest(api: str, capsys: pytest.Ca
 def test_pods_of_a_trainjob_get_no_token(account: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A TrainJob cannot say it of its pods: their own account says it, or a mount takes the place of the token."""
     given = ["--service-account", account] if account else []
-    *beside, job = manifest(capsys, *JOB, "--api", "trainjob", "--job-name", "ride", *given)
+    *beside, job = manifest(capsys, *JOB, "--api", "trainjob", "--job-name", "demo", *given)
     (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
     pod = patch["template"]["spec"]["template"]["spec"]
-    assert pod["serviceAccountName"] == (account or "ride")
+    assert pod["serviceAccountName"] == (account or "demo")
     accounts = [item for item in beside if item["kind"] == "ServiceAccount"]
     mounts = {mount["mountPath"]: mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
     token = "/var/run/secrets/kubernetes.io/serviceaccount"
@@ -478,7 +478,7 @@ def test_pods_of_a_trainjob_get_no_token(account: str, capsys: pytest.CaptureFix
         assert accounts == []
     else:
         assert [(item["metadata"]["name"], item["automountServiceAccountToken"]) for item in accounts] == [
-            ("ride", False)
+            ("demo", False)
         ]
 
 
@@ -627,9 +627,9 @@ def test_two_files_of_one_name_do_not_travel_as_one(home: Path, capsys: pytest.C
 
 
 def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = home / "runs" / "ride"
+    folder = home / "runs" / "demo"
     folder.mkdir(parents=True)
-    again = [*JOB, "--output-dir", "runs/ride", "--resume", "auto"]
+    again = [*JOB, "--output-dir", "runs/demo", "--resume", "auto"]
 
     def grace() -> int:
         seconds: int = pod_of(manifest(capsys, *again)[-1])["terminationGracePeriodSeconds"]
@@ -643,11 +643,11 @@ def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureF
 
 
 def test_a_finished_run_is_not_submitted_again(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = home / "runs" / "ride"
+    folder = home / "runs" / "demo"
     folder.mkdir(parents=True)
     (folder / "status.json").write_text(json.dumps({"status": "finished", "step": 7}))
     (folder / "config.yaml").write_text("dataset: shapes\n")
-    assert submit(*JOB, "--output-dir", "runs/ride") == 0
+    assert submit(*JOB, "--output-dir", "runs/demo") == 0
     assert "is finished (7 steps); nothing was submitted" in capsys.readouterr().out
 
 

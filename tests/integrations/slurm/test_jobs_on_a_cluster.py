@@ -18,7 +18,7 @@ from harness.slurm import Cluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
-RIDE = [
+RUN = [
     *("shapes-cnn", "--num-samples=1480", "--global-batch-size=64", "--epochs=2", "--log-frequency=1", "--track"),
     *("--save-steps=5", "--omp-num-threads=1", "--output-dir=run"),
 ]
@@ -28,16 +28,16 @@ LONG = "--inject=slow rank=0 step=1 steps=40 seconds=0.15"  # so that there is t
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The same ride on this machine alone, whose four ranks add up as ranks of several nodes do."""
+    """The same run on this machine alone, whose four ranks add up as ranks of several nodes do."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    answer = paceline("train", *RIDE, "--processes=4", cwd=folder, PACELINE_NODE_MEMORY="off")
+    answer = paceline("train", *RUN, "--processes=4", cwd=folder, PACELINE_NODE_MEMORY="off")
     assert answer.code == 0, answer
     return outcome(folder / "run")
 
 
 def submit(cluster: Cluster, folder: Path, *flags: str) -> str:
-    """Submit the ride; returns the job's id."""
-    answer = ask(cluster, folder, "submit", "slurm", *RIDE, *PLACE, *flags)
+    """Submit the run; returns the job's id."""
+    answer = ask(cluster, folder, "submit", "slurm", *RUN, *PLACE, *flags)
     assert answer.code == 0, answer
     job_id: str = json.loads((folder / "run" / "job.json").read_text())["job_id"]
     return job_id
@@ -83,7 +83,7 @@ def test_all_ways_to_start_give_the_losses_of_one_machine(
     wait_for_end(cluster, tmp_path, job_id)
     assert outcome(tmp_path / "run") == undisturbed
     if start == "agent":
-        again = ask(cluster, tmp_path, "submit", "slurm", *RIDE, *PLACE)
+        again = ask(cluster, tmp_path, "submit", "slurm", *RUN, *PLACE)
         assert again.code == 0, again
         assert "finished" in again.out
         assert json.loads((tmp_path / "run" / "job.json").read_text())["job_id"] == job_id
@@ -163,7 +163,7 @@ def test_a_requeue_by_hand_and_a_cancelled_job(
     wait_for_step(cluster, tmp_path, 7)
     cluster.run("scontrol", "requeue", job_id)
     wait_for_step(cluster, tmp_path, 15)
-    refused = ask(cluster, tmp_path, "submit", "slurm", *RIDE, *PLACE)
+    refused = ask(cluster, tmp_path, "submit", "slurm", *RUN, *PLACE)
     assert refused.code == 2, refused
     assert job_id in refused.err
     assert ask(cluster, tmp_path, "cancel", "run").code == 0
@@ -181,7 +181,7 @@ def test_a_requeue_by_hand_and_a_cancelled_job(
 def test_wrong_ways_to_start_end_in_a_second(cluster: Cluster, tmp_path: Path) -> None:
     """Found by the tasks themselves, with the line to write."""
     base = ["srun", "--nodes=2", "--ntasks-per-node=2", "--chdir", str(tmp_path)]
-    train = [sys.executable, "-m", "paceline", "train", *RIDE]
+    train = [sys.executable, "-m", "paceline", "train", *RUN]
     agents = command(*base, "env", "PACELINE_START=agent", *train, cwd=tmp_path, **cluster.environment())
     assert agents.code == 2, agents
     assert "srun --ntasks-per-node=1" in agents.err
@@ -195,7 +195,7 @@ def test_ranks_use_the_cpus_of_their_allocation_where_the_site_binds_none(
     start: str, cluster: Cluster, tmp_path: Path
 ) -> None:
     """Two nodes with one granted CPU a rank: one thread a rank, though every task sees all cores of its node."""
-    flags = [word for word in RIDE if not word.startswith("--omp-num-threads")]
+    flags = [word for word in RUN if not word.startswith("--omp-num-threads")]
     place = ["--nodes=2", "--processes-per-node=1", "--cpus-per-task=1", "--time=10:00", f"--start={start}"]
     answer = ask(cluster, tmp_path, "submit", "slurm", *flags, *place)
     assert answer.code == 0, answer
