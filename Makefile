@@ -188,6 +188,7 @@ format: setup
 
 type: setup
 	$(BIN)/mypy
+	$(BIN)/mypy --config-file tests/mypy.ini
 
 check: lint type test
 

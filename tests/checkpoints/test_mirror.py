@@ -286,7 +286,7 @@ def test_a_store_that_changes_bytes_is_found_out(
     folder = new_run()
     save(folder, 1)
     put = Store.put
-    changed = []
+    changed: list[Any] = []
 
     def change(self: Store, source: Path, name: str) -> None:
         put(self, source, name)

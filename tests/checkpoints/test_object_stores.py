@@ -49,7 +49,7 @@ def bucket(s3: FaultyS3, request: pytest.FixtureRequest) -> str:
 def train(s3: FaultyS3, bucket: str, cwd: Path, *flags: str, **extra: str) -> Answer:
     cwd.mkdir(exist_ok=True)
     url = f"--output-dir=s3://{bucket}/some/run"
-    return paceline(*QUICK, url, *flags, cwd=cwd, **s3.environment(), **extra)
+    return paceline(*QUICK, url, *flags, cwd=cwd, env={**s3.environment(), **extra})
 
 
 def working_copy(cwd: Path, bucket: str) -> Path:
@@ -164,7 +164,7 @@ def test_a_store_that_is_gone_stops_nothing_and_is_pushed_to_later(
     assert status(folder)["mirror"].startswith(f"{behind} since 20")
     assert f"{behind} since 20" in paceline("status", str(folder), cwd=tmp_path).out
 
-    pushed = paceline(*command.split()[1:], cwd=tmp_path, **s3.environment())
+    pushed = paceline(*command.split()[1:], cwd=tmp_path, env=s3.environment())
     assert pushed.code == 0, pushed.err
     assert_mirrored(s3, bucket, folder)
     assert status(folder)["mirror"] == "up to date, checkpoints up to step 24"
@@ -212,7 +212,7 @@ def refused(answer: Answer, *words: str) -> None:
 )
 def test_a_wrong_place_costs_a_moment(s3: FaultyS3, tmp_path: Path, url: str, words: tuple[str, ...]) -> None:
     started_s = time.monotonic()
-    refused(paceline(*QUICK, f"--output-dir={url}", cwd=tmp_path, **s3.environment()), *words)
+    refused(paceline(*QUICK, f"--output-dir={url}", cwd=tmp_path, env=s3.environment()), *words)
     assert time.monotonic() - started_s < 10  # two seconds on a machine that has nothing else to do
     assert list(tmp_path.iterdir()) == []
 
@@ -220,21 +220,21 @@ def test_a_wrong_place_costs_a_moment(s3: FaultyS3, tmp_path: Path, url: str, wo
 def test_a_store_without_credentials_is_refused(s3: FaultyS3, bucket: str, tmp_path: Path) -> None:
     without = {**s3.environment(), "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": "", "HOME": str(tmp_path)}
     answer = paceline(
-        *QUICK, f"--output-dir=s3://{bucket}/run", cwd=tmp_path, AWS_EC2_METADATA_DISABLED="true", **without
+        *QUICK, f"--output-dir=s3://{bucket}/run", cwd=tmp_path, env={"AWS_EC2_METADATA_DISABLED": "true", **without}
     )
     refused(answer, "requires credentials", "AWS_ACCESS_KEY_ID")
 
 
 def test_a_store_that_does_not_answer_at_the_start_is_refused(s3: FaultyS3, tmp_path: Path) -> None:
     nowhere = {**s3.environment(), "AWS_ENDPOINT_URL": "http://127.0.0.1:9"}
-    answer = paceline(*QUICK, "--output-dir=s3://bucket/run", cwd=tmp_path, **nowhere)
+    answer = paceline(*QUICK, "--output-dir=s3://bucket/run", cwd=tmp_path, env=nowhere)
     refused(answer, "the store does not answer", "127.0.0.1:9", "AWS_ENDPOINT_URL")
 
 
 def test_a_missing_package_is_named_faked_by_a_blocked_import(s3: FaultyS3, tmp_path: Path) -> None:
     (tmp_path / "s3fs.py").write_text("raise ImportError('blocked')\n")
     answer = paceline(
-        *QUICK, "--output-dir=s3://bucket/run", cwd=tmp_path, PYTHONPATH=str(tmp_path), **s3.environment()
+        *QUICK, "--output-dir=s3://bucket/run", cwd=tmp_path, PYTHONPATH=str(tmp_path), env=s3.environment()
     )
     refused(answer, "s3:// needs the package s3fs", "pip install 'paceline[s3]'")
 

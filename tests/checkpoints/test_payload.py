@@ -94,10 +94,16 @@ class Keeper(nn.Module):
 
 def test_extra_state_round_trips_without_a_pickle(tmp_path: Path) -> None:
     """Plain values keep their types and tensors their bits; other objects are refused by name."""
-    state = {"a": [1, 2.5, True, None], (1, "b"): {3, 4}, "t": torch.tensor([1.0, float("nan")]), "x": b"\xff", "n": {}}
+    state: dict[Any, Any] = {
+        "a": [1, 2.5, True, None],
+        (1, "b"): {3, 4},
+        "t": torch.tensor([1.0, float("nan")]),
+        "x": b"\xff",
+        "n": {},
+    }
     model = nn.Sequential(Keeper(state), Keeper((-0.0, "text")), Keeper(torch.arange(3)))
     write_pieces(tmp_path / "m.safetensors", Stage(is_async=False).copy("m", model_tensors(model), sharded_only=False))
-    other = nn.Sequential(Keeper(0), Keeper(0), Keeper(0))
+    other: Any = nn.Sequential(Keeper(0), Keeper(0), Keeper(0))
     restore_model(other, PayloadReader(tmp_path, ["m.safetensors"]))
     found = other[0].state
     assert raw(found.pop("t")) == raw(state.pop("t"))
@@ -159,8 +165,8 @@ def random_boxes(draw: random.Random, whole: tuple[int, ...]) -> list[Box]:
     if kind == 1:
         boxes[victim] = boxes[draw.randrange(len(boxes))]
     elif kind == 2:
-        offset = tuple(max(0, start + draw.choice((-1, 0, 1))) for start in boxes[victim].offset)
-        boxes[victim] = Box(offset, boxes[victim].shape)
+        moved = tuple(max(0, start + draw.choice((-1, 0, 1))) for start in boxes[victim].offset)
+        boxes[victim] = Box(moved, boxes[victim].shape)
     elif kind == 3:
         del boxes[victim]
     return [box for box in boxes if box.lies_in(whole)]

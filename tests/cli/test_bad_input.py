@@ -76,7 +76,7 @@ def test_broken_data(case: str, processes: str, tmp_path: Path) -> None:
 def test_data_that_cannot_be_downloaded(tmp_path: Path) -> None:
     # A proxy that refuses every connection stands for a machine without a network.
     proxy = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
-    answer = paceline("train", "cifar10-cnn", "--processes", "1", cwd=tmp_path, **proxy)
+    answer = paceline("train", "cifar10-cnn", "--processes", "1", cwd=tmp_path, env=proxy)
     assert_one_screen(answer, DATA, "could not download", "cifar-10-binary.tar.gz")
 
 

@@ -123,9 +123,9 @@ def test_a_failed_run_ends_the_study_with_its_error_and_code(tmp_path: Path) -> 
 def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
     flags = ["--num-samples=640", "--global-batch-size=64", "--epochs=500", "--max-steps=4000", "--output-dir=study"]
     arguments = [sys.executable, "-m", "paceline", "equivalence", "--world-sizes", "2,1", *flags]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipe = subprocess.PIPE
     with subprocess.Popen(
-        arguments, cwd=tmp_path, env=environment(), text=True, start_new_session=True, **pipes
+        arguments, cwd=tmp_path, env=environment(), text=True, start_new_session=True, stdout=pipe, stderr=pipe
     ) as process:
         metrics = tmp_path / "study" / "world-2" / "metrics.jsonl"
         while not (metrics.exists() and metrics.stat().st_size):  # until the first step is taken

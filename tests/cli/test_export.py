@@ -226,7 +226,7 @@ def test_card_says_what_is_missing(run_folder: Path, tmp_path: Path, damage: Cal
     assert ("| git commit | not recorded |" in card) or damage is _age_results
 
 
-PIPELINES = {
+PIPELINES: dict[str, Any] = {
     "light": {"kind": "light"},
     "grey": {"kind": "none", "raw_shape": (1, 28, 28), "mean": (0.3,), "std": (0.4,)},
     "larger": {"kind": "imagenet", "image_size": 56},

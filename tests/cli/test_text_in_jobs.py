@@ -8,6 +8,7 @@ import shlex
 import stat
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -298,7 +299,19 @@ def test_notes_and_tags_are_checked_when_they_are_written(
 
 
 HOSTILE_JSON = ["[" * 100_000, '{"a":' * 50_000, "[1]", '"x"', "9" * 5000, "", "\xff", "null"]
-HOSTILE_VALUES = [10**400, -(10**400), 1e308, float("nan"), float("inf"), True, None, "x", [], {}, "9999-12-31"]
+HOSTILE_VALUES: list[Any] = [
+    10**400,
+    -(10**400),
+    1e308,
+    float("nan"),
+    float("inf"),
+    True,
+    None,
+    "x",
+    [],
+    {},
+    "9999-12-31",
+]
 
 
 @pytest.mark.parametrize("name", ["status", "notes", "job", "environment", "mirror", "run.lock"])

@@ -354,7 +354,7 @@ def write_shards(folder: Path, count: int, per_shard: int) -> None:
         for name, size in shard_layout(half, pictures, per_shard):
             (folder / name).write_bytes(bytes(size * 3 * SIDE * SIDE))
             shards.append(Shard(name, size, "0" * 8, ""))
-    per_class = {"train": (count - 1, 1), "test": (1, 1)}
+    per_class: dict[str, tuple[int, ...]] = {"train": (count - 1, 1), "test": (1, 1)}
     text = Packed(("a", "b"), per_class, SIDE, per_shard, tuple(shards), DECODER).to_text()
     (folder / FINISHED).write_text(text)
 

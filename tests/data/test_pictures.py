@@ -6,6 +6,7 @@ import io
 import struct
 import zlib
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -205,7 +206,8 @@ def test_floats_from_0_to_1(tmp_path: Path, extension: str) -> None:
 def test_of_several_frames_the_first_is_read(tmp_path: Path, extension: str) -> None:
     path = tmp_path / f"p.{extension}"
     frames = [Image.new("RGB", (9, 9), colour) for colour in ("red", "lime", "blue")]
-    frames[0].save(path, save_all=True, append_images=frames[1:], **({"lossless": True} if extension == "webp" else {}))
+    options: dict[str, Any] = {"lossless": True} if extension == "webp" else {}
+    frames[0].save(path, save_all=True, append_images=frames[1:], **options)
     assert np.unique(read_pixels(path, SIDE).reshape(3, -1), axis=1).T.tolist() == [[255, 0, 0]]
     assert "first" in look_at_picture(path)[0]
 

@@ -126,7 +126,7 @@ def full_while_writing(base: Path) -> dict[str, Any]:
     save = {"model": {"w": torch.zeros(5 * MB // 4)}}
     manager.save(save, {"step": 1, **state}, {"step": 1}, is_best=False)
     used_before = shutil.disk_usage(base).used
-    look, store.free_bytes = store.free_bytes, lambda _: 10**12
+    look, store.free_bytes = store.free_bytes, lambda folder: 10**12
     try:
         manager.save(save, {"step": 2, **state}, {"step": 2}, is_best=False)
     finally:

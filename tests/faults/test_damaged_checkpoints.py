@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_every_bit_of_a_manifest_counts(run: Path) -> None:
     read_manifest(path.parent)
 
 
-RESUMED = {
+RESUMED: dict[str, Any] = {
     "truncated to half": (),
     "bit 3 flipped in manifest.json": (),
     "deleted": pytest.mark.faults,

@@ -130,7 +130,7 @@ def test_os_exit_in_a_rank_without_a_launcher_that_watches(tmp_path: Path) -> No
     """As srun starts it, one process per rank: exit code 2 on the process itself, and status failed."""
     (tmp_path / "own.py").write_text(CODE)
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    answer = paceline(*FLAGS, "--loss=own.py:hard", cwd=tmp_path, **one)
+    answer = paceline(*FLAGS, "--loss=own.py:hard", cwd=tmp_path, env=one)
     assert answer.code == 2, answer
     assert "own.py, line " in answer.err, answer
     status = read_json(tmp_path / "run" / "status.json")

@@ -223,7 +223,8 @@ def test_a_lock_file_deleted_under_its_owner_is_told_from_the_new_one(
 ) -> None:
     # Between opening and locking, the file loses its name: what would be locked is not what others will open.
     folder = folder_in(tmp_path)
-    flock, locked = fcntl.flock, []
+    flock = fcntl.flock
+    locked: list[Any] = []
 
     def delete_first(descriptor: int, how: int) -> None:
         if not locked:

@@ -197,7 +197,7 @@ def test_an_outage_that_lasts_ends_with_exit_code_4_and_loses_nothing(run: Path,
     switch.touch()
     before = {name: found for name, found in snapshot(run).items() if "/step-" in name}
     flags = [*QUICK, *FLAGS, "--processes=2", "--output-dir=run", "--resume=auto"]
-    answer = paceline("train", "shapes-cnn", *flags, cwd=run.parent, **outage(switch, match, 0.3, errno.EACCES))
+    answer = paceline("train", "shapes-cnn", *flags, cwd=run.parent, env=outage(switch, match, 0.3, errno.EACCES))
     assert answer.code == EXIT_CHECKPOINT, answer
     assert answer.err.count("error: ") == 1
     assert os.strerror(errno.EACCES) in answer.err
@@ -265,7 +265,7 @@ def test_an_outage_under_torchrun_starts_no_run_at_step_0(run: Path) -> None:
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "paceline")
     flags = [*QUICK, *FLAGS, "--output-dir=run", "--resume=auto"]
     answer = command(
-        *(sys.executable, *launch, "train", "shapes-cnn", *flags), cwd=run.parent, **outage(switch, CHECKPOINTS, 0.3)
+        *(sys.executable, *launch, "train", "shapes-cnn", *flags), cwd=run.parent, env=outage(switch, CHECKPOINTS, 0.3)
     )
     assert answer.code != 0
     assert "checkpoints cannot be read now" in answer.err

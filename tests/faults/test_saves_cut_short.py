@@ -210,14 +210,16 @@ def fail_on_the_second_rank(world: World, folder: str) -> list[int]:
 
     mesh = init_device_mesh("cpu", (world.world_size,))
     manager = CheckpointManager(Path(folder), world, is_sharded=True, retention=Retention(), is_async=True)
-    write, counts = manager_module.write_pieces, []
+    module: Any = manager_module
+    write, counts = module.write_pieces, []
     for step in (1, 2, 3):
-        payload = {"model": {"w": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}}
+        payload: dict[str, dict[str, torch.Tensor]] = {}
+        payload["model"] = {"w": distribute_tensor(torch.full((4, 2), float(step)), mesh, [Shard(0)])}
         if step == 2 and world.rank == 1:
-            manager_module.write_pieces = fail_to_write
+            module.write_pieces = fail_to_write
         manager.save(payload, {"step": step, "keep": False, "validation": None}, {"step": step}, is_best=False)
         manager.wait()
-        manager_module.write_pieces = write
+        module.write_pieces = write
         counts.append(manager._failures_in_a_row)
     return counts
 

@@ -218,7 +218,8 @@ def test_a_reader_asks_again_before_it_calls_a_checkpoint_damaged(
     manager = open_manager(tmp_path)
     for step in (1, 2):
         save(manager, step)
-    opened, fired = os.open, []
+    opened = os.open
+    fired: list[Any] = []
 
     def stale_once(path: Any, *rest: Any, **named: Any) -> int:
         if str(path).endswith("step-00000002/model.safetensors") and not fired:

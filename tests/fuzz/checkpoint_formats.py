@@ -65,7 +65,8 @@ def _weights(folder: Path) -> None:
 
     run = _rig()
     checkpoint = choose_checkpoint(folder / STEP, run.world, prefer_best=True)
-    restore_weights(checkpoint, run.model.module)
+    if checkpoint is not None:
+        restore_weights(checkpoint, run.model.module)
 
 
 def _newest(folder: Path) -> None:

@@ -16,7 +16,23 @@ from typing import Any
 Mutate = Callable[[bytes, Random], bytes]
 
 OUTSIDE = "outside/secret.txt"  # lies beside the folder of a case; nothing may open it
-_NUMBERS = (0, -1, 1, 2, 255, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, -(2**63) - 1, 10**30, 10**400, 1e308, -1e308)
+_NUMBERS: tuple[float, ...] = (
+    0,
+    -1,
+    1,
+    2,
+    255,
+    2**31,
+    2**32,
+    2**53 + 1,
+    2**63 - 1,
+    2**63,
+    -(2**63) - 1,
+    10**30,
+    10**400,
+    1e308,
+    -1e308,
+)
 _NUMBERS += (0.5, -0.0, 1e-320, float("nan"), float("inf"), float("-inf"))
 _TEXTS = (
     *(

@@ -124,7 +124,7 @@ def test_slurm_from_nothing_trains_on_two_real_nodes(has_venv: Newcomer, slurm_s
     lines += lines_of(page, with_text="paceline submit slurm shapes-cnn")
     lines = [line.replace("/var/lib/paceline-slurm", str(slurm_state)) for line in lines]
 
-    answer = has_venv.types(lines, SLURM_STATE=str(slurm_state), **_with_sudo(tmp_path))
+    answer = has_venv.types(lines, SLURM_STATE=str(slurm_state), env=_with_sudo(tmp_path))
 
     assert answer.code == 0, answer.out + answer.err
     (run,) = new_runs(has_venv, "shapes-cnn", before)

@@ -39,7 +39,12 @@ def test_runnable_trains_and_fills_the_catalog(person: Newcomer) -> None:
     assert [line.split()[0] for line in last] == ["recipe", "accuracy", "time", "weights", "folder"]
     assert last[3].split()[-1] == results["weights_sha256"]
     catalog = person.clone / ".catalog" / "full" / "runs" / "full" / "artifacts"
-    promised = ("dataset_info.json", "distributed_training_results.json", "evaluation.json", "report.html")
+    promised: tuple[str, ...] = (
+        "dataset_info.json",
+        "distributed_training_results.json",
+        "evaluation.json",
+        "report.html",
+    )
     promised += ("distributed_model_checkpoint/manifest.json", "best_model_checkpoint/manifest.json")
     assert [name for name in promised if not (catalog / name).is_file()] == []
     assert (person.clone / ".run_log_store" / "full.json").is_file()

@@ -13,6 +13,8 @@ class Branching(nn.Module):
     number is at least `threshold` use the rare layer.
     """
 
+    calls: Tensor
+
     def __init__(self, num_classes: int, size: int, threshold: float) -> None:
         super().__init__()
         self.stem = nn.Sequential(nn.Linear(size, 24), nn.Tanh())

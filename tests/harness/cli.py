@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -28,16 +29,21 @@ def environment(**extra: str) -> dict[str, str]:
     return {**clean, "COLUMNS": "200", "CUDA_VISIBLE_DEVICES": "", **extra}
 
 
-def paceline(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) -> Answer:
-    return command(sys.executable, "-m", "paceline", *arguments, cwd=cwd, timeout_s=timeout_s, **extra)
+def paceline(
+    *arguments: str, cwd: Path, timeout_s: float = 100, env: Mapping[str, str] | None = None, **more_env: str
+) -> Answer:
+    words = (sys.executable, "-m", "paceline", *arguments)
+    return command(*words, cwd=cwd, timeout_s=timeout_s, env={**(env or {}), **more_env})
 
 
-def command(*arguments: str, cwd: Path, timeout_s: float = 100, **extra: str) -> Answer:
+def command(
+    *arguments: str, cwd: Path, timeout_s: float = 100, env: Mapping[str, str] | None = None, **more_env: str
+) -> Answer:
     before_s = _cpu_of_children()
     done = subprocess.run(
         arguments,
         cwd=cwd,
-        env=environment(**extra),
+        env=environment(**(env or {}), **more_env),
         capture_output=True,
         text=True,
         timeout=timeout_s,

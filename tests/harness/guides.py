@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +65,9 @@ class Newcomer:
 
     clone: Path
 
-    def types(self, lines: Iterable[str], timeout_s: float = 900, **extra: str) -> Answer:
+    def types(
+        self, lines: Iterable[str], timeout_s: float = 900, env: Mapping[str, str] | None = None, **more_env: str
+    ) -> Answer:
         """Run these lines and return the output. Stops at the first error."""
         words = ["bash", "-c", _TYPE, "bash", *lines]
         with (
@@ -74,7 +76,7 @@ class Newcomer:
             subprocess.Popen(
                 words,
                 cwd=self.clone,
-                env={**_plain_environment(), **extra},
+                env={**_plain_environment(), **(env or {}), **more_env},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

@@ -26,6 +26,10 @@ def every_bit(dtype: torch.dtype) -> Tensor:
 
 
 class MaskedModel(nn.Module):
+    mask: Tensor
+    transient_mask: Tensor
+    seen: Tensor
+
     def __init__(self, channels: int, num_classes: int) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, 4, 3, stride=4)

@@ -197,12 +197,13 @@ class Recorder:
     # --- Replacements of the functions of os
 
     def open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        return self._opened(
+        descriptor: int = self._opened(
             self._locate(path, dir_fd),
             is_creating=bool(flags & os.O_CREAT),
             is_truncating=bool(flags & os.O_TRUNC),
             action=lambda: self._real["open"](path, flags, mode, dir_fd=dir_fd),
         )
+        return descriptor
 
     def _opened(self, path: Path | None, *, is_creating: bool, is_truncating: bool, action: Callable[[], Any]) -> Any:
         with self._lock:

@@ -55,7 +55,7 @@ def stand_in_components(line: int) -> Any:
         components.line = max(components.line, checkpoint.state["line"])
         return TrainState.from_json(checkpoint.state)
 
-    components = SimpleNamespace(
+    components: Any = SimpleNamespace(
         line=line,
         state=TrainState(),
         step=SimpleNamespace(),
@@ -90,8 +90,9 @@ class RunLife:
         guards = Guards(member=member or self._held.enter_context(self.folder.owned()))
         self.folder.write_status("running", step=0)
         config = Config()
-        keep = {"keep_last": retention.keep_last, "keep_best": retention.keep_best, "async_save": False, "track": ()}
-        config = replace(config, run=replace(config.run, **keep))
+        last, best = retention.keep_last, retention.keep_best
+        saves = replace(config.run, keep_last=last, keep_best=best, async_save=False, track=())
+        config = replace(config, run=saves)
         source = path if has_checkpoint(path) else None
         if goes_back_to is not None:
             source = self.folder.checkpoints / f"step-{goes_back_to:08}"

@@ -70,7 +70,7 @@ def copy_example(home: Path) -> Path:
 def start_pipeline(home: Path, run_id: str, **environment: str) -> Pipeline:
     """In its own process. Runnable's own dependencies warn, so warnings are not errors there."""
     clean = {"PYTHONWARNINGS": "default", "RUNNABLE_PARAMETERS_FILE": "tiny.yaml", "RUNNABLE_RUN_ID": run_id}
-    answer = command(sys.executable, "pipeline.py", cwd=home, **{**clean, **environment})
+    answer = command(sys.executable, "pipeline.py", cwd=home, env={**clean, **environment})
     return Pipeline(home, run_id, answer)
 
 

@@ -14,7 +14,7 @@ from paceline.tools.study.report import write_study_page
 
 
 def made_cell(size: int, batch: int, step_s: float, waiting_s: float | None = None, repeat: int = 1) -> Measured:
-    phases = {}
+    phases: dict[str, float | None] = {}
     if waiting_s is not None:
         work = step_s - waiting_s
         phases = {"data": 0.0, "forward": work / 3, "backward": work / 3, "communication": waiting_s}

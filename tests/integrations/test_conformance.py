@@ -78,7 +78,7 @@ def by_metaflow(base: Path) -> Outcome:
     answer = place.flow("flow.py", "run", "--cluster-size", "2", "--recipe", recipe, "--flags", " ".join(flags))
     assert answer.code == 0, answer.out + answer.err
     read = command(
-        *(sys.executable, "-c", READ_FLOW, FlowRun(place, answer.out).pathspec), cwd=place.path, **place.variables()
+        *(sys.executable, "-c", READ_FLOW, FlowRun(place, answer.out).pathspec), cwd=place.path, env=place.variables()
     )
     assert read.code == 0, read.err
     return outcome_of(*json.loads(read.out.splitlines()[-1]))

@@ -87,7 +87,7 @@ def test_several_nodes_without_a_secret_are_refused(tmp_path: Path) -> None:
     variables = agent_variables(Nodes(2, 0, "127.0.0.1", free_port()))
     bench = ["bench", "--what=collectives", "--processes=1"]
     for command, value in ((TRAIN, ""), (TRAIN, "short"), (bench, "")):
-        answer = paceline(*command, cwd=tmp_path, **variables, **({RUN_SECRET: value} if value else {}))
+        answer = paceline(*command, cwd=tmp_path, env={**variables, **({RUN_SECRET: value} if value else {})})
         assert answer.code == 2, answer
         assert RUN_SECRET in answer.err
         assert not (tmp_path / "run").exists()

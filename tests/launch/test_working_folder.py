@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,7 +56,7 @@ def test_modules_in_the_working_folder_are_not_imported(arguments: list[str], tm
 
 
 @pytest.mark.parametrize("start", ["agent", "ranks", "torchrun"])
-def test_fake_srun_modules_in_the_working_folder_are_not_imported_by_a_job(start: str, tmp_path: Path) -> None:
+def test_fake_srun_modules_in_the_working_folder_are_not_imported_by_a_job(start: Any, tmp_path: Path) -> None:
     """Neither by the check of the nodes, nor by what the script starts, nor by the ranks."""
     clients = tmp_path / "clients"
     clients.mkdir()
@@ -70,7 +71,7 @@ def test_fake_srun_modules_in_the_working_folder_are_not_imported_by_a_job(start
     (tmp_path / "job.sbatch").write_text(write_script(replace(spec, nodes=1, ranks_per_node=1)))
     variables = {"PATH": f"{clients}:/usr/bin:/bin", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "localhost"}
     (tmp_path / "run").mkdir()
-    answer = command("bash", str(tmp_path / "job.sbatch"), cwd=work_dir, OMP_NUM_THREADS="1", **variables)
+    answer = command("bash", str(tmp_path / "job.sbatch"), cwd=work_dir, OMP_NUM_THREADS="1", env=variables)
     require_none_imported(work_dir)
     assert answer.code == 0, answer
     assert (tmp_path / "run" / "results.json").is_file()

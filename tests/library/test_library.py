@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def answers_of(run: paceline.Run) -> tuple[np.ndarray, torch.Tensor, torch.Tenso
     """The test half, and the model's logits for it."""
     sys.path.insert(0, str(EXAMPLE))
     try:
-        from data import make_stripes  # type: ignore[import-not-found]
+        make_stripes = importlib.import_module("data").make_stripes
     finally:
         sys.path.remove(str(EXAMPLE))
     _, (images, labels), _ = make_stripes(seed=run.config.train.seed)
@@ -230,7 +231,7 @@ def test_mistakes_are_told_before_anything_starts(
 def test_a_plan_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is written, and a mistake raises the error that training would raise."""
     monkeypatch.chdir(tmp_path)
-    flags = {"num_samples": 640, "global_batch_size": 64, "epochs": 3, "processes": 1}
+    flags: dict[str, Any] = {"num_samples": 640, "global_batch_size": 64, "epochs": 3, "processes": 1}
     plan = paceline.plan("shapes-cnn", **flags)
     assert (plan.steps_per_epoch, plan.total_steps, plan.world_size) == (9, 27, 1)
     assert list(tmp_path.iterdir()) == []

@@ -18,7 +18,7 @@ def hidden(tmp_path: Path) -> dict[str, str]:
 
 
 def train(*arguments: str, cwd: Path, hidden: dict[str, str]) -> Answer:
-    return paceline("train", *arguments, cwd=cwd, **hidden)
+    return paceline("train", *arguments, cwd=cwd, env=hidden)
 
 
 def test_the_config_of_a_run_is_trained_again_without_its_default_tracker(

@@ -161,7 +161,8 @@ def test_max_pooling_is_torchs_on_a_cpu(side: int) -> None:
 def test_vgg_pools_before_relu_and_gives_the_bits_of_the_usual_order() -> None:
     torch.manual_seed(0)
     model, x = build("vgg11", CIFAR, dropout=0.0), torch.randn(4, *CIFAR)
-    ours = list(model.features)
+    features: Any = model.features
+    ours = list(features)
     usual = list(ours)  # torchvision's order: convolution, ReLU, pool
     for number, layer in enumerate(ours):
         if isinstance(layer, MaxPool2x2):

@@ -51,6 +51,8 @@ def compare(pool: Callable[[Tensor], Tensor], pixels: Tensor) -> None:
     gradient = torch.randn_like(expected)
     values.backward(gradient)
     expected.backward(gradient)
+    assert ours.grad is not None
+    assert torchs.grad is not None
     assert torch.equal(ours.grad, torchs.grad)
 
 

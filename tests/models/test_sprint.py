@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +50,7 @@ def test_small_pictures_are_refused() -> None:
 
 def test_the_wide_network_has_a_way_around_its_last_convolutions() -> None:
     torch.manual_seed(0)
-    group = Sprint("sprint-wide", (3, 32, 32), 10).groups[1].eval()
+    group: Any = Sprint("sprint-wide", (3, 32, 32), 10).groups[1].eval()
     assert [tuple(conv.weight.shape[:2]) for conv in (group.conv1, group.conv2, group.conv3)] == [
         (512, 128),
         (512, 512),
@@ -105,7 +106,8 @@ def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:
 def test_muon_goes_against_the_gradient() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
-    hidden, bias, last = model[0].weight, model[0].bias, model[1].weight
+    layers: Any = model
+    hidden, bias, last = layers[0].weight, layers[0].bias, layers[1].weight
     optimizer = Muon(model, lr=0.1, momentum=0.6, weight_decay=0.5)
     F.cross_entropy(model(torch.randn(5, 6)), torch.tensor([0, 1, 2, 0, 1])).backward()
     before = [parameter.detach().clone() for parameter in (hidden, bias, last)]

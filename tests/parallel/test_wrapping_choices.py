@@ -22,7 +22,7 @@ def results_of(folder: Path, *flags: str) -> dict[str, Any]:
 
 
 def bytes_per_step(results: dict[str, Any]) -> int:
-    return max(rank["communicated_bytes_per_step"] for rank in results["process_metrics"])
+    return max(int(rank["communicated_bytes_per_step"]) for rank in results["process_metrics"])
 
 
 @pytest.mark.long
@@ -61,7 +61,8 @@ class Attention(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.attention(inputs, inputs, inputs)[0] * self.scale
+        outputs: torch.Tensor = self.attention(inputs, inputs, inputs)[0]
+        return outputs * self.scale
 
 
 def train_attention(world: World) -> list[str]:

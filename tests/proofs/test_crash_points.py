@@ -75,7 +75,7 @@ def test_a_second_crash_at_any_point_of_the_restart_loses_no_reported_checkpoint
 
 def distinct_checkpoints(crashes: Any) -> list[Crash]:
     """One crash for each state of the checkpoints folder."""
-    found = {}
+    found: dict[Any, Crash] = {}
     for crash in crashes:
         inside = tuple(item for item in crash.tree.items() if item[0].startswith("run/checkpoints"))
         found.setdefault((inside, len(crash.reported)), crash)

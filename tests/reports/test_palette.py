@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 STYLE = Path(__file__).resolve().parents[2] / "src" / "paceline" / "reports" / "assets" / "page.css"
 # What is left of linear red, green and blue for an eye without one kind of cone (Machado, Oliveira, Fernandes 2009).
-EYES = {
+EYES: dict[str, Any] = {
     "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
     "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
     "deutan": [[0.367322, 0.860646, -0.227968], [0.280085, 0.672501, 0.047413], [-0.011820, 0.042940, 0.968881]],

@@ -16,7 +16,7 @@ QUICK = ["synthetic-mlp", "--num-samples=640", "--global-batch-size=64", "--proc
 
 
 def train(cwd: Path, *flags: str, **extra: str) -> Answer:
-    return paceline("train", *QUICK, *flags, cwd=cwd, **extra)
+    return paceline("train", *QUICK, *flags, cwd=cwd, env=extra)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -50,7 +50,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (home / "run" / "functions.py").write_text(CODE)
     reference = f"{home}/run/functions.py:build"
     answer = run_command(
-        *("train", "shapes-cnn", *FLAGS, f"--model-name={reference}", "--output-dir=run"), cwd=home, **state(home)
+        *("train", "shapes-cnn", *FLAGS, f"--model-name={reference}", "--output-dir=run"), cwd=home, env=state(home)
     )
     assert answer.code == 0, answer.err
     return home

@@ -70,7 +70,7 @@ def test_the_search_rests_and_is_made_up_for_where_much_was_built(
     try:
         with no_search_for_garbage():
             ring = weakref.ref(Ring())
-            built = [[] for _ in range(5000)]  # more than an ordinary search waits for
+            built: list[list[Any]] = [[] for _ in range(5000)]  # more than an ordinary search waits for
             assert searches == []
         is_found = ring() is None
     finally:

@@ -60,7 +60,7 @@ def test_other_text_is_accepted(text: str) -> None:
 @example(values={spec.name: "x" for spec in TEXT_FIELDS if not spec.is_tuple})
 def test_a_config_survives_a_round_trip_through_yaml(values: dict[str, str]) -> None:
     """to_yaml, then load: the same Config, for every text that is accepted in every text field."""
-    assert_round_trip(config_with(values))
+    assert_round_trip(config_with(dict(values)))
 
 
 @settings(max_examples=40)

@@ -21,7 +21,7 @@ NAMES = ["PACELINE_STORAGE_PATIENCE_S", "PACELINE_STORE_TIMEOUT_S", "PACELINE_ST
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_number_in_the_environment_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
     """Also one that is read only at the end of a run."""
-    answer = paceline("train", "synthetic-mlp", cwd=tmp_path, **{name: "abc"})
+    answer = paceline("train", "synthetic-mlp", cwd=tmp_path, env={name: "abc"})
     assert (answer.code, list(tmp_path.iterdir())) == (2, []), answer
     assert name in answer.err
 

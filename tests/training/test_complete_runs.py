@@ -110,7 +110,7 @@ def functions(tmp_path_factory: pytest.TempPathFactory) -> Path:
     np.save(home / "data" / "x.npy", samples(seed=1))
     flags = ["--model-name=source/own.py:build", "--dataset=source/own.py:data", "--loss=source/own.py:own_loss"]
     answer = run_command(
-        *("train", "shapes-cnn", *flags, "--data-dir=data", *FLAGS, "--output-dir=run"), cwd=home, **state(home)
+        *("train", "shapes-cnn", *flags, "--data-dir=data", *FLAGS, "--output-dir=run"), cwd=home, env=state(home)
     )
     assert answer.code == 0, answer.err
     return home
@@ -157,10 +157,10 @@ def test_overwritten_data_changes_no_prediction(functions: Path, tmp_path: Path)
     for number, pixels in enumerate(samples(seed=3)[:5]):
         Image.fromarray(pixels.transpose(1, 2, 0)).save(home / f"{number}.png")
     words = ["predict", "run", *(f"{number}.png" for number in range(5))]
-    before = run_command(*words, cwd=home, **state(home))
+    before = run_command(*words, cwd=home, env=state(home))
     assert before.code == 0, before.err
     np.save(home / "data" / "x.npy", samples(seed=4))
-    after = run_command(*words, cwd=home, **state(home))
+    after = run_command(*words, cwd=home, env=state(home))
     assert after.out == before.out
 
 

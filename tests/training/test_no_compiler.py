@@ -21,7 +21,7 @@ def test_without_a_compiler_the_steps_are_not_compiled_and_one_line_says_so(tmp_
     told = []
     for choice in ("always", "never"):
         flags = [*FLAGS, f"--compile={choice}", f"--output-dir={choice}"]
-        answer = paceline("train", "synthetic-mlp", *flags, cwd=tmp_path, **bare)
+        answer = paceline("train", "synthetic-mlp", *flags, cwd=tmp_path, env=bare)
         assert answer.code == 0, answer
         told.append(answer.out.count("steps are not compiled"))
     assert told == [1, 0]

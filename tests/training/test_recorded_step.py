@@ -54,14 +54,17 @@ class RefusedAtFirst(PlayedAtOnce):
     def is_recorded(self) -> bool:
         return self._old is not None
 
+    def _trained(self) -> Any:
+        return getattr(self._work, "__self__")._trained  # noqa: B009 - `Callable` has no such attribute for mypy
+
     def prepare(self, *inputs: Tensor) -> None:
         super().prepare(*inputs)
         if self._work.__name__ == "_apply_gradients":
-            self._old = [parameter.grad.clone() for parameter in self._work.__self__._trained]
+            self._old = [parameter.grad.clone() for parameter in self._trained()]
 
     def __call__(self, *inputs: Tensor) -> Any:
         if self._old is not None:
-            for parameter, gradient in zip(self._work.__self__._trained, self._old, strict=True):
+            for parameter, gradient in zip(self._trained(), self._old, strict=True):
                 parameter.grad = gradient
         return self._work(*inputs)
 
@@ -120,7 +123,8 @@ class Stateful:
 @pytest.mark.parametrize("changes", [False, True])
 def test_work_that_changes_the_host_is_never_recorded(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
     """Each of its calls may be another one; the recording itself is left out here, as it needs a GPU."""
-    stateful, recordings = Stateful(changes), []
+    stateful = Stateful(changes)
+    recordings: list[Any] = []
     work = Recorded(stateful.work, stateful.read)
     monkeypatch.setattr(work, "_record", recordings.append)
     for _ in range(4):

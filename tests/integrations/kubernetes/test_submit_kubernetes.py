@@ -931,7 +931,8 @@ def test_malformed_messages_of_a_pod_are_dropped_by_a_stand_in_training(gangs: l
     assert [node.node for node in start.nodes] == [0, 1, 2]
     for code in ("x", -1, 256, None, True):
         peer.send({**ENDED, "code": code})
-    for message in ({**HELLO, "node": 2}, HELLO, {"a": []}, encode(Upload("k", "")), {**ENDED, "more": 1}):
+    wrong: tuple[dict[str, Any], ...] = ({**HELLO, "node": 2}, HELLO, {"a": []}, encode(Upload("k", "")))
+    for message in (*wrong, {**ENDED, "more": 1}):
         peer.send(message)
     peer.send(encode(Ended(0, "")))
     peer.send(ENDED)  # a pod ends once

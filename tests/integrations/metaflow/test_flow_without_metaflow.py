@@ -18,7 +18,7 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "metaflow"
 def test_a_flow_without_metaflow_is_one_screen(name: str, tmp_path: Path) -> None:
     """Exit code 2 and what to install; no traceback."""
     hidden = hide_packages(tmp_path / "without", "metaflow", "metaflow_extensions")
-    answer = command(sys.executable, str(EXAMPLES / name), "run", cwd=tmp_path, **hidden)
+    answer = command(sys.executable, str(EXAMPLES / name), "run", cwd=tmp_path, env=hidden)
     assert answer.code == EXIT_USER
     assert "Traceback" not in answer.err
     assert "paceline[metaflow]" in answer.err

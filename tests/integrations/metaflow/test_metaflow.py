@@ -78,7 +78,7 @@ class Place:
 
     def flow(self, script: str, *arguments: str, **extra: str) -> Answer:
         words = (sys.executable, str(EXAMPLES / script), *arguments)
-        return command(*words, cwd=self.path, timeout_s=560, **self.variables(**extra))
+        return command(*words, cwd=self.path, timeout_s=560, env=self.variables(**extra))
 
     @contextmanager
     def started(self, script: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
@@ -103,7 +103,7 @@ class Place:
 
     def read_run(self, pathspec: str) -> dict[str, Any]:
         words = (sys.executable, "-c", READ_RUN, pathspec)
-        answer = command(*words, cwd=self.path, **self.variables())
+        answer = command(*words, cwd=self.path, env=self.variables())
         assert answer.code == 0, answer.err
         told: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
         return told
@@ -116,7 +116,8 @@ class FlowRun:
 
     @property
     def pathspec(self) -> str:
-        return "PacelineFlow/" + re.findall(r"run-id (\d+)", self.out)[0]
+        (number, *_) = re.findall(r"run-id (\d+)", self.out)
+        return f"PacelineFlow/{number}"
 
     @cached_property
     def told(self) -> dict[str, Any]:

@@ -182,10 +182,10 @@ def test_wrong_ways_to_start_end_in_a_second(cluster: Cluster, tmp_path: Path) -
     """Found by the tasks themselves, with the line to write."""
     base = ["srun", "--nodes=2", "--ntasks-per-node=2", "--chdir", str(tmp_path)]
     train = [sys.executable, "-m", "paceline", "train", *RUN]
-    agents = command(*base, "env", "PACELINE_START=agent", *train, cwd=tmp_path, **cluster.environment())
+    agents = command(*base, "env", "PACELINE_START=agent", *train, cwd=tmp_path, env=cluster.environment())
     assert agents.code == 2, agents
     assert "srun --ntasks-per-node=1" in agents.err
-    wrong = command(*base, *train, "--processes=2", cwd=tmp_path, **cluster.environment())
+    wrong = command(*base, *train, "--processes=2", cwd=tmp_path, env=cluster.environment())
     assert wrong.code == 2, wrong
     assert "another number of ranks than asked for" in wrong.err
 

@@ -6,6 +6,7 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from paceline.tools.course.lessons import Lesson
@@ -80,7 +81,7 @@ def _edits(node: ast.AST) -> Iterator[tuple[str, _Edit]]:
         for index, keyword in enumerate(node.keywords):
             yield (
                 f"drop {ast.unparse(keyword)} in {ast.unparse(node.func)}",
-                lambda found, index=index: found.keywords.pop(index),
+                partial(_drop_keyword, index),
             )
 
 
@@ -148,6 +149,10 @@ def _edit_operator(node: ast.AST, name: str, operator: ast.AST) -> Iterator[tupl
     setattr(mutated, name, [other] if name == "ops" else other)
     change = f"{ast.unparse(node)} becomes {ast.unparse(mutated)}"
     yield change, lambda found: setattr(found, name, [other] if name == "ops" else other)
+
+
+def _drop_keyword(index: int, call: Any) -> None:
+    call.keywords.pop(index)
 
 
 def _become(node: ast.AST, other: ast.AST) -> None:

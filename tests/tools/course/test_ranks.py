@@ -79,7 +79,7 @@ def test_ranks_see_no_gpu(person: Path) -> None:
         "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
     paths = {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "CUDA_VISIBLE_DEVICES": "3"}
-    answer = command(sys.executable, "-c", code, cwd=here, **paths)
+    answer = command(sys.executable, "-c", code, cwd=here, env=paths)
     assert answer.out.splitlines() == ["['']", "3"], answer.err
 
 

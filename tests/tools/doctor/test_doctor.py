@@ -64,7 +64,7 @@ def failures(found: Findings) -> list[str]:
 
 def in_namespace(script: str, *flags: str, cwd: Path, **extra: str) -> Answer:
     doctor = (sys.executable, "-m", "paceline", "doctor", "--json", *flags)
-    return command("unshare", "-rm", "sh", "-c", script, "sh", *doctor, cwd=cwd, **extra)
+    return command("unshare", "-rm", "sh", "-c", script, "sh", *doctor, cwd=cwd, env=extra)
 
 
 # --- A healthy machine ------------------------------------------------------------------------------------------------
@@ -154,7 +154,7 @@ def test_a_full_disk_alone_still_lets_the_ranks_be_looked_at(tmp_path: Path) -> 
 def test_a_taken_port_alone(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
-        found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, **where))
+        found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, env=where))
     assert failures(found) == ["ports"]
     assert f"process {os.getpid()} " in found["ports"]["what"]
 
@@ -241,7 +241,7 @@ def test_a_stranger_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as stranger:  # it takes the connection and says nothing
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stranger.getsockname()[1])}
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        found = findings_of(paceline("doctor", "--json", cwd=tmp_path, **place, **rank))
+        found = findings_of(paceline("doctor", "--json", cwd=tmp_path, env={**place, **rank}))
     assert found["rendezvous"]["details"] == {"missing": [0]}
     assert "ranks" not in found
 

@@ -454,7 +454,7 @@ def test_a_planted_wrong_rank_and_a_planted_slow_one_are_named_among_three() -> 
 # --- The training that is known ---------------------------------------------------------------------------------------
 
 
-def tree(values: np.ndarray) -> np.ndarray:
+def tree(values: Any) -> Any:
     """Over the first axis: neighbours first, then neighbours of those."""
     while len(values) > 1:
         values = values[0::2] + values[1::2]
@@ -470,7 +470,7 @@ def test_the_known_hash_is_what_plain_numpy_arrives_at_too() -> None:
     targets = np.zeros((64, 4), f)
     targets[np.arange(64), numbers.reshape(64, 4, 4).sum(2).argmax(1)] = 1
     weights = ((draw_below(257, torch.arange(340), 2).numpy() - 128) / 512).astype(f)
-    speed = np.zeros_like(weights)
+    speed: Any = np.zeros_like(weights)
     for _ in range(30):
         w1, b1, w2, b2 = np.split(weights, [256, 272, 336])
         w1, w2 = w1.reshape(16, 16), w2.reshape(4, 16)
