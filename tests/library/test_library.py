@@ -187,7 +187,7 @@ def test_a_run_goes_on_with_its_own_loss_only_and_with_any_metrics(trained: pace
 def test_runs_are_found_by_the_beginning_of_their_name(trained: paceline.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = trained.path.parent / "runs"
     runs.mkdir()
-    (runs / "linked").symlink_to(trained.path)
+    (runs / "first-linked").symlink_to(trained.path)
     monkeypatch.chdir(trained.path.parent)
     assert paceline.load_run("first").results == trained.results
     with pytest.raises(UserError, match="not a run folder"):
