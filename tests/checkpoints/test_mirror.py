@@ -83,7 +83,7 @@ def steps_stored() -> list[int]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> list[str]:
-    """Every file that is sent, in order; `before` is told its name first and may fail."""
+    """Every file that is sent, in order; `before` gets its name first and may fail."""
     sent: list[str] = []
     put, write = Store.put, Store.write
 
@@ -521,10 +521,10 @@ def test_a_damaged_one_in_the_store_is_named_and_the_one_before_is_taken(tmp_pat
         files = {**listed.files, "../../secret": FileSeal(1, 1)}
         store.write("checkpoints/step-00000002/manifest.json", Manifest(files, listed.about).to_bytes())
         store.write("checkpoints/step-00000002/../../secret", b"x")
-    told: list[str] = []
+    shown: list[str] = []
     copy = RunFolder(tmp_path / "copy")
-    fetch_run(store, copy, "", told.append)
-    assert any("step-00000002 in memory://run is damaged" in line for line in told)
+    fetch_run(store, copy, "", shown.append)
+    assert any("step-00000002 in memory://run is damaged" in line for line in shown)
     assert [path.name for path in copy.checkpoints.glob("*-0*")] == ["step-00000001"]
     with pytest.raises(CheckpointError, match="damaged"):
         fetch_run(store, RunFolder(tmp_path / "named"), "step-00000002", nothing)

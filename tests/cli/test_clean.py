@@ -27,7 +27,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     assert main(list(arguments)) == code
     captured = capsys.readouterr()
     return captured.out + captured.err
@@ -48,7 +48,7 @@ def test_a_finished_run_keeps_its_best_one_to_resume_its_newest_too(
     (runs / "done/checkpoints/.tmp-step-00000031").mkdir()
     (runs / "done/checkpoints/mine.txt").write_text("not ours")
     before = files(runs / "done")
-    text = told(capsys, "clean", "done", "failed", "new", "--yes")
+    text = shown(capsys, "clean", "done", "failed", "new", "--yes")
     assert (steps(runs / "done"), steps(runs / "failed"), steps(runs / "new")) == ([10], [10, 30], [20])
     assert "runs/done    finished " in text
     assert "4 checkpoints; step-00000010 stays" in text
@@ -58,7 +58,7 @@ def test_a_finished_run_keeps_its_best_one_to_resume_its_newest_too(
     assert gone == {f"checkpoints/{name}" for name in names}
     links = {name: str((runs / "done/checkpoints" / name).readlink()) for name in ("best", "latest")}
     assert links == {"best": "step-00000010", "latest": "step-00000010"}
-    assert "nothing to free" in told(capsys, "clean", "done", "failed", "new", "--yes")
+    assert "nothing to free" in shown(capsys, "clean", "done", "failed", "new", "--yes")
 
 
 def test_what_stays_is_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,7 +67,7 @@ def test_what_stays_is_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> 
     newest.write_bytes(newest.read_bytes()[:-1] + b"y")  # only its checksum can tell
     for step in (10, 20):
         (runs / f"new/checkpoints/step-{step:08}/manifest.json").unlink()
-    told(capsys, "clean", "failed", "new", "--yes")
+    shown(capsys, "clean", "failed", "new", "--yes")
     assert (steps(runs / "failed"), steps(runs / "new")) == ([10, 20], [10, 20])
 
 
@@ -75,7 +75,7 @@ def test_sizes_are_those_of_the_disk(runs: Path, capsys: pytest.CaptureFixture[s
     gone = [path for step in (20, 30) for path in (runs / f"done/checkpoints/step-{step:08}").rglob("*")]
     size = sum(path.stat().st_size for path in gone)
     size += sum((runs / f"done/checkpoints/step-{step:08}").stat().st_size for step in (20, 30))
-    text = told(capsys, "clean", "done", "--yes")
+    text = shown(capsys, "clean", "done", "--yes")
     assert text.splitlines()[-1] == f"{size / 1000:.1f} kB freed"
 
 
@@ -92,9 +92,9 @@ def test_sizes_are_those_of_the_disk(runs: Path, capsys: pytest.CaptureFixture[s
 )
 def test_flags_choose(flags: list[str], chosen: set[str], runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = files(runs)
-    told(capsys, "clean", *flags, "--all", "--dry-run")
+    shown(capsys, "clean", *flags, "--all", "--dry-run")
     assert files(runs) == before
-    told(capsys, "clean", *flags, "--all", "--yes")
+    shown(capsys, "clean", *flags, "--all", "--yes")
     assert {path.name for path in runs.iterdir()} == {"done", "failed", "new"} - chosen
 
 
@@ -105,13 +105,13 @@ def test_runs_under_way_are_left_alone(runs: Path, capsys: pytest.CaptureFixture
         hold(folder, owner)
     JobRecord("4711", "", "", []).write(make_run(runs / "queued", "running").path)
     (runs / "queued/status.json").unlink()
-    text = told(capsys, "clean", "--older-than", "0m", "--yes")
+    text = shown(capsys, "clean", "--older-than", "0m", "--yes")
     assert [steps(runs / name) for name in ("here", "there", "lost")] == [[10, 20, 30], [10, 20, 30], [10, 30]]
     assert "runs/here" not in text
     for name in ("here", "there", "queued"):
-        assert "may be under way" in told(capsys, "clean", name, "--all", "--yes", code=USER)
+        assert "may be under way" in shown(capsys, "clean", name, "--all", "--yes", code=USER)
         assert (runs / name).is_dir()
-    assert "lost" in told(capsys, "status", "lost"), "cleaning it does not make it look alive"
+    assert "lost" in shown(capsys, "status", "lost"), "cleaning it does not make it look alive"
 
 
 def test_a_run_that_starts_meanwhile_is_left_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,7 +128,7 @@ def test_a_run_that_starts_meanwhile_is_left_alone(runs: Path, capsys: pytest.Ca
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == "owned\n"
-        text = told(capsys, "clean", "done", "new", "--all", "--yes")
+        text = shown(capsys, "clean", "done", "new", "--all", "--yes")
         other.communicate("")
     assert "left alone: runs/done: another process is writing to this run folder" in text
     assert steps(runs / "done") == [10, 20, 30]
@@ -144,13 +144,13 @@ def test_nothing_outside_of_run_folders_goes(runs: Path, tmp_path: Path, capsys:
     (runs / "link").symlink_to(tmp_path / "elsewhere")
     (runs / "done/data").symlink_to(outside)
     before = files(outside)
-    assert "nothing to free" in told(capsys, "clean", "elsewhere", "--yes")
-    assert "not the run's own folder" in told(capsys, "clean", "runs/link", "--all", "--yes", code=USER)
-    told(capsys, "clean", "--status", "finished", "--all", "--yes")
+    assert "nothing to free" in shown(capsys, "clean", "elsewhere", "--yes")
+    assert "not the run's own folder" in shown(capsys, "clean", "runs/link", "--all", "--yes", code=USER)
+    shown(capsys, "clean", "--status", "finished", "--all", "--yes")
     assert {path.name for path in runs.iterdir()} == {"failed", "link"}
-    assert "not a run folder" in told(capsys, "clean", "scratch", "--all", "--yes", code=USER)
-    assert "not a run folder" in told(capsys, "clean", ".", "--all", "--yes", code=USER)
-    assert "not a run folder" in told(capsys, "clean", "runs", "--all", "--yes", code=USER)
+    assert "not a run folder" in shown(capsys, "clean", "scratch", "--all", "--yes", code=USER)
+    assert "not a run folder" in shown(capsys, "clean", ".", "--all", "--yes", code=USER)
+    assert "not a run folder" in shown(capsys, "clean", "runs", "--all", "--yes", code=USER)
     assert files(outside) == before
 
 
@@ -158,24 +158,24 @@ def test_it_asks_and_a_script_must_say_yes(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(runs)
-    assert "a confirmation is needed" in told(capsys, "clean", "done", code=USER)
+    assert "a confirmation is needed" in shown(capsys, "clean", "done", code=USER)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     for answer in ("", "n", "no", "yess"):
         monkeypatch.setattr("builtins.input", lambda question, answer=answer: answer)
-        assert "nothing was removed" in told(capsys, "clean", "done", "--all", code=NOT_DONE)
+        assert "nothing was removed" in shown(capsys, "clean", "done", "--all", code=NOT_DONE)
     assert files(runs) == before
     questions: list[str] = []
     monkeypatch.setattr("builtins.input", lambda question: questions.append(question) or "y")
-    told(capsys, "clean", "done", "--all")
+    shown(capsys, "clean", "done", "--all")
     assert questions == ["Remove 1 whole run? [y/N] "]
     assert not (runs / "done").exists()
 
 
 def test_the_tag_keep_keeps(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told(capsys, "runs", "tag", "done", "keep")
-    assert "left alone: 1 with the tag keep" in told(capsys, "clean", "--older-than", "7d", "--all", "--yes")
+    shown(capsys, "runs", "tag", "done", "keep")
+    assert "left alone: 1 with the tag keep" in shown(capsys, "clean", "--older-than", "7d", "--all", "--yes")
     assert steps(runs / "done") == [10, 20, 30]
-    told(capsys, "clean", "done", "--yes")
+    shown(capsys, "clean", "done", "--yes")
     assert steps(runs / "done") == [10]
 
 
@@ -191,4 +191,4 @@ def test_the_tag_keep_keeps(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_slips(arguments: list[str], part: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert part in told(capsys, "clean", *arguments, code=USER)
+    assert part in shown(capsys, "clean", *arguments, code=USER)

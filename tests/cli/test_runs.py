@@ -36,7 +36,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     assert main(list(arguments)) == code
     captured = capsys.readouterr()
     return captured.out + captured.err
@@ -47,7 +47,7 @@ def names(text: str) -> list[str]:
 
 
 def test_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [line.split() for line in told(capsys, "runs").splitlines()]
+    lines = [line.split() for line in shown(capsys, "runs").splitlines()]
     assert lines[0] == ["name", "recipe", "status", "progress", "best", "img/s", "age"]
     assert lines[1] == ["c-running", "shapes-cnn", "running", "30/120", "25%", "2", "min"]
     assert lines[2] == ["b-failed", "cifar10-cnn", "failed", "10/40", "25%", "~25.00%", "1,001", "3", "min"]
@@ -70,11 +70,11 @@ def test_the_table(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_filters_and_orders(
     arguments: list[str], wanted: list[str], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert names(told(capsys, "runs", *arguments)) == wanted
+    assert names(shown(capsys, "runs", *arguments)) == wanted
 
 
 def test_json_has_all_of_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = json.loads(told(capsys, "runs", "--json"))
+    rows = json.loads(shown(capsys, "runs", "--json"))
     assert [row["state"] for row in rows] == ["running", "failed", "finished", "lost"]
     assert rows[2]["test_accuracy"] == 0.8125
     assert rows[0]["owner"].startswith("another-machine pid ")
@@ -82,20 +82,20 @@ def test_json_has_all_of_it(home: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 def test_other_folders_and_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "empty").mkdir()
-    assert "no runs in empty; paceline train shapes-cnn" in told(capsys, "runs", "--in", "empty")
-    assert names(told(capsys, "runs", "--in", "."))[0] == "runs/c-running"
-    assert "(4 searched)" in told(capsys, "runs", "nothing like it")
+    assert "no runs in empty; paceline train shapes-cnn" in shown(capsys, "runs", "--in", "empty")
+    assert names(shown(capsys, "runs", "--in", "."))[0] == "runs/c-running"
+    assert "(4 searched)" in shown(capsys, "runs", "nothing like it")
 
 
 def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "#baseline  #keep" in told(capsys, "runs", "tag", "a-fin", "baseline", "keep", "baseline")
-    told(capsys, "runs", "note", "runs/a-finished", "the first", "that learns")
-    assert "#baseline  #keep  the first that learns" in told(capsys, "runs", "--tag", "keep")
-    assert names(told(capsys, "runs", "learns")) == ["a-finished"]
-    status = told(capsys, "status", "a-finished")
+    assert "#baseline  #keep" in shown(capsys, "runs", "tag", "a-fin", "baseline", "keep", "baseline")
+    shown(capsys, "runs", "note", "runs/a-finished", "the first", "that learns")
+    assert "#baseline  #keep  the first that learns" in shown(capsys, "runs", "--tag", "keep")
+    assert names(shown(capsys, "runs", "learns")) == ["a-finished"]
+    status = shown(capsys, "status", "a-finished")
     assert "  tags:     baseline keep\n  note:     the first that learns\n" in status
-    assert "#keep" not in told(capsys, "runs", "untag", "a-finished", "keep")
-    told(capsys, "runs", "note", "a-finished", "")
+    assert "#keep" not in shown(capsys, "runs", "untag", "a-finished", "keep")
+    shown(capsys, "runs", "note", "a-finished", "")
     assert json.loads((home / "runs/a-finished/notes.json").read_text()) == {"tags": ["baseline"], "note": ""}
 
 
@@ -118,8 +118,8 @@ def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureF
 def test_slips_get_a_suggestion(
     arguments: list[str], parts: list[str], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told(capsys, "runs", "tag", "a-finished", "baseline")
-    screen = told(capsys, "runs", *arguments, code=USER)
+    shown(capsys, "runs", "tag", "a-finished", "baseline")
+    screen = shown(capsys, "runs", *arguments, code=USER)
     assert screen.startswith("error: ")
     for part in parts:
         assert part in screen
@@ -128,13 +128,13 @@ def test_slips_get_a_suggestion(
 def test_status_from_another_machine_through_the_folder(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     row = {"kind": "step", "step": 30, "loss": 1.5, "accuracy": 0.5, "throughput": 3105.4, "memory_mb": 412.4}
     (home / "runs/c-running/metrics.jsonl").write_text(json.dumps(row) + "\n")
-    text = told(capsys, "status", "c-running")
+    text = shown(capsys, "status", "c-running")
     assert text.startswith("runs/c-running: running, step 30 of 120 (25%)")
     assert "  now:      loss 1.5000, acc 50.0%, 3,105 img/s, 412 MB\n" in text
     make_run(home / "runs/e-silent", "running", step=3, age_s=7200)
     hold(make_run(home / "runs/e-silent", "running", step=3, age_s=7200), elsewhere())
-    assert "reason:   no update for long" in told(capsys, "status", "e-silent")
-    assert names(told(capsys, "runs", "--status", "silent")) == ["e-silent"]
+    assert "reason:   no update for long" in shown(capsys, "status", "e-silent")
+    assert names(shown(capsys, "runs", "--status", "silent")) == ["e-silent"]
 
 
 def test_a_run_is_watched_by_its_fake_jobs_id_or_name(
@@ -147,8 +147,8 @@ def test_a_run_is_watched_by_its_fake_jobs_id_or_name(
     script.write_text("#!/bin/bash\n#SBATCH --job-name=night-run\n")
     JobRecord("4711", "", str(script), []).write(home / "runs/a-finished")
     for name in ("4711", "night-run"):
-        assert told(capsys, "watch", name).startswith("runs/a-finished: finished")
-    assert "not a run folder" in told(capsys, "watch", "4712", code=USER)
+        assert shown(capsys, "watch", name).startswith("runs/a-finished: finished")
+    assert "not a run folder" in shown(capsys, "watch", "4712", code=USER)
 
 
 def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:

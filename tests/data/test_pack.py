@@ -384,7 +384,7 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.fixture
-def told(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+def shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
     monkeypatch.setattr(logging.getLogger("paceline"), "propagate", True)  # a run in this process may have cut it off
     return caplog
 
@@ -396,19 +396,19 @@ def look_at(dataset: Any, waits: list[float]) -> None:
 
 
 def test_a_folder_that_holds_up_the_loop_is_told_once_with_what_helps(
-    pictures: Path, packed: Path, told: pytest.LogCaptureFixture
+    pictures: Path, packed: Path, shown: pytest.LogCaptureFixture
 ) -> None:
     folder = load_dataset(config(pictures, num_workers=3), 0).train
     look_at(folder, [0.1] * 100 + [0.9] * 2 + [0.0] * 8)
-    assert told.messages == []
+    assert shown.messages == []
     look_at(folder, [0.4] * 50)
-    (message,) = told.messages
+    (message,) = shown.messages
     assert "40 %" in message
     assert f"paceline data pack {pictures} {pictures}-packed" in message
     assert "--num-workers than 3" in message
-    told.clear()
+    shown.clear()
     look_at(load_dataset(config(packed), 0).train, [0.4] * 50)
-    (message,) = told.messages
+    (message,) = shown.messages
     assert "disk" in message
 
 

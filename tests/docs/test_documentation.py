@@ -87,15 +87,15 @@ def test_every_decision_is_in_their_list() -> None:
 
 def test_every_make_target_in_a_page_exists() -> None:
     makefile = (REPOSITORY / "Makefile").read_text()
-    told = {
+    shown = {
         (name_of(page), words[1])
         for page in documents.pages()
         for _, line in documents.shell_lines(page)
         if len(words := line.split()) > 1 and words[0] == "make" and "=" not in words[1]
     }
 
-    assert told
-    assert [use for use in told if f"\n{use[1]}:" not in makefile] == []
+    assert shown
+    assert [use for use in shown if f"\n{use[1]}:" not in makefile] == []
 
 
 def test_every_python_file_a_page_runs_exists() -> None:

@@ -139,13 +139,13 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("told", [c for c in TOLD if c.text not in NOT_EXECUTED], ids=lambda c: f"{c.page}:{c.line}")
-def test_a_command_of_a_page_works(told: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = (REPOSITORY / told.page).parent if told.page.startswith("examples/") else desk
-    words = _with_stand_ins(told.words)
-    if told.text not in FOR_REAL:
-        words += next((more for start, more in QUICKLY if told.text.startswith(start) and more[:1] != words[-1:]), [])
-    expected = next((code for start, code in ENDINGS.items() if told.text.startswith(start)), 0)
+@pytest.mark.parametrize("shown", [c for c in TOLD if c.text not in NOT_EXECUTED], ids=lambda c: f"{c.page}:{c.line}")
+def test_a_command_of_a_page_works(shown: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (REPOSITORY / shown.page).parent if shown.page.startswith("examples/") else desk
+    words = _with_stand_ins(shown.words)
+    if shown.text not in FOR_REAL:
+        words += next((more for start, more in QUICKLY if shown.text.startswith(start) and more[:1] != words[-1:]), [])
+    expected = next((code for start, code in ENDINGS.items() if shown.text.startswith(start)), 0)
 
     if (words[0] == "train" and "--dry-run" not in words) or words[0] in ("bench", "equivalence", "doctor", "course"):
         answer = paceline(*words, cwd=where)  # has processes of its own
@@ -154,7 +154,7 @@ def test_a_command_of_a_page_works(told: Command, desk: Path, monkeypatch: pytes
         monkeypatch.chdir(where)
         code, said = _here(words)
 
-    assert code == expected, f"{told.page}:{told.line}: paceline {' '.join(words)}\n{said}"
+    assert code == expected, f"{shown.page}:{shown.line}: paceline {' '.join(words)}\n{said}"
 
 
 def _with_stand_ins(words: list[str]) -> list[str]:
@@ -180,10 +180,10 @@ def _here(words: list[str]) -> tuple[int, str]:
 
 
 def test_every_exception_is_still_told_somewhere() -> None:
-    told = {command.text for command in TOLD}
+    shown = {command.text for command in TOLD}
 
-    assert sorted(set(NOT_EXECUTED) - told) == []
-    assert sorted(FOR_REAL - told) == []
+    assert sorted(set(NOT_EXECUTED) - shown) == []
+    assert sorted(FOR_REAL - shown) == []
 
 
 def test_every_file_of_a_run_is_in_the_reference(desk: Path) -> None:

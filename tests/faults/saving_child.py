@@ -1,6 +1,6 @@
 """What a process does that will be killed while it saves. It tells its parent over a pipe how far it is.
 
-All values of a checkpoint are its step, so that one put together from two can be told.
+All values of a checkpoint are its step, so a mixture of two checkpoints is detected.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def test_damage_is_found_and_the_one_before_is_used(
     assert not newest.exists()
     assert (run / "checkpoints" / f"damaged-{NEWEST}").is_dir()
 
-    assert run_verb("checkpoints", [str(run), "--verify"]) == 0  # what was set aside is told, and does not count
+    assert run_verb("checkpoints", [str(run), "--verify"]) == 0  # set-aside ones do not count
     assert f"set aside: damaged-{NEWEST}" in capsys.readouterr().out
 
 

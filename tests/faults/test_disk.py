@@ -86,9 +86,9 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_but_checkpoints(stories: 
     assert ["failure 1 in a row" in failed[0], "failure 2 in a row" in failed[1], len(failed)] == [True, True, 2]
     # Once, and once when it is over. The status is written four times a second, and may have missed it all.
     for name, times in (("metrics.jsonl", {1}), ("status.json", {0, 1})):
-        told = sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines)
-        assert told in times
-        assert lines.count(f"note: {name} can be written again") == told
+        shown = sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines)
+        assert shown in times
+        assert lines.count(f"note: {name} can be written again") == shown
     assert story["rows"] == list(range(1, 19))  # they waited in memory
     assert (story["steps"], story["leftovers"]) == ([18], [])
     assert "warning" not in undisturbed["out"]

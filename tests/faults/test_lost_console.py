@@ -216,8 +216,8 @@ def test_a_closed_pipe_of_a_command_that_shows_is_no_interruption(
 def test_a_closed_pipe_does_not_change_an_answer(unbuffered: str, tmp_path: Path) -> None:
     """The answer of `compare` is its exit code, and a user's mistake stays one."""
     make_log(tmp_path / "run")
-    code, told = run_without_reader(["compare", "run", "nowhere"], tmp_path, PYTHONUNBUFFERED=unbuffered)
-    assert (code, "nowhere" in told) == (2, True)
+    code, shown = run_without_reader(["compare", "run", "nowhere"], tmp_path, PYTHONUNBUFFERED=unbuffered)
+    assert (code, "nowhere" in shown) == (2, True)
 
 
 def test_watching_without_a_reader_ends_as_with_an_interruption(tmp_path: Path) -> None:

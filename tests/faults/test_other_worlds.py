@@ -95,7 +95,7 @@ def test_a_world_the_batch_cannot_be_cut_for_is_refused_with_the_nearest(run: Pa
 
 
 def refusal(run: Path, *flags: str) -> CheckpointError:
-    """What a resume with these flags is told; the finished run is left as it was."""
+    """The error of a resume with these flags. The finished run stays unchanged."""
     started = time.process_time()
     with pytest.raises(CheckpointError) as refused:
         train_in(make_world(0, 1), str(run), (*FLAGS, "--epochs=3", *flags), resume=True)

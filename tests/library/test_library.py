@@ -70,9 +70,9 @@ def test_example_and_its_command_line_train_the_same_bits(trained: paceline.Run,
     other = paceline.load_run(tmp_path / "run")
     for name in ("weights_sha256", "test_loss", "test_metrics"):
         assert other.results[name] == trained.results[name]
-    told = "".join(f" {name} {value:.4f}" for name, value in list(trained.metrics("val")[-1].items())[6:8])
-    assert told.startswith(" top_2")
-    assert told in answer.out
+    shown = "".join(f" {name} {value:.4f}" for name, value in list(trained.metrics("val")[-1].items())[6:8])
+    assert shown.startswith(" top_2")
+    assert shown in answer.out
 
 
 def test_a_metric_is_the_mean_over_every_sample_and_the_loss_is_ones_own(trained: paceline.Run) -> None:

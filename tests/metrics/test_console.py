@@ -98,13 +98,15 @@ def test_plain_lines_on_a_fake_terminal_that_is_none(
         console.step(9, 18, VALUES)
         console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)
         console.stop()
-    told = terminal.getvalue()
-    assert "\x1b" not in told
+    reported = terminal.getvalue()
+    assert "\x1b" not in reported
     if variable[1] == "quiet":
-        assert told == ""
+        assert reported == ""
     else:
-        assert told.startswith("step 9/18  epoch 1/2  loss 1.2346  acc 56.7%  lr 0.0125  36,123 img/s  wait 20%  mem ")
-        assert "*best" in told.splitlines()[1]
+        assert reported.startswith(
+            "step 9/18  epoch 1/2  loss 1.2346  acc 56.7%  lr 0.0125  36,123 img/s  wait 20%  mem "
+        )
+        assert "*best" in reported.splitlines()[1]
 
 
 def test_in_brief_there_are_no_steps_and_about_ten_epochs(
@@ -112,18 +114,18 @@ def test_in_brief_there_are_no_steps_and_about_ten_epochs(
 ) -> None:
     """PACELINE_OUTPUT=brief, for the logs of other programs' tasks: the last epoch is always there."""
     monkeypatch.setenv("PACELINE_OUTPUT", "brief")
-    told = {
+    reported = {
         epochs: [epoch for epoch in range(1, epochs + 1) if has_brief_line(epoch, epochs)] for epochs in range(1, 400)
     }
-    assert all(epochs in lines and len(lines) <= 11 for epochs, lines in told.items())
-    assert told[10] == list(range(1, 11))
+    assert all(epochs in lines and len(lines) <= 11 for epochs, lines in reported.items())
+    assert reported[10] == list(range(1, 11))
     console = Console(is_enabled=True, clock=EpochClock(9), epochs=100)
     console.start(first_step=0, total_steps=900)
     for epoch in range(1, 101):
         console.step(9 * epoch, 900, VALUES)
         console.epoch(epoch, 9 * epoch, {**VALUES, "seconds": 1.0}, VALUES, False)
     console.stop()
-    assert [int(line[6:9]) for line in capsys.readouterr().out.splitlines()] == told[100]
+    assert [int(line[6:9]) for line in capsys.readouterr().out.splitlines()] == reported[100]
 
 
 def test_no_color_leaves_the_live_line_of_a_fake_terminal(

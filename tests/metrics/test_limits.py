@@ -78,8 +78,8 @@ def test_phases_are_timed_on_the_gpu_and_no_step_waits_for_its_update() -> None:
         updated.record()
         clock.enter("evaluate")
         assert not updated.query()
-    told = clock.summary()
-    breakdown = told["breakdown_ms"]
+    shown = clock.summary()
+    breakdown = shown["breakdown_ms"]
     assert breakdown["forward"] > 1
     assert breakdown["update"] == pytest.approx(3 * breakdown["forward"], rel=0.1)  # the GPU's pace is not constant
-    assert abs(breakdown["other"]) < 0.1 * told["step_ms"]["mean"]  # between the host's clock and the GPU's
+    assert abs(breakdown["other"]) < 0.1 * shown["step_ms"]["mean"]  # between the host's clock and the GPU's

@@ -43,14 +43,14 @@ def test_phases_are_told_apart_and_add_up_and_the_first_steps_are_left_out(clock
         take_step(phases, clock, 1.0)
         phases.enter("evaluate")  # between steps: of no step
         clock.now += 1000.0
-    told = phases.summary()
-    assert told["steps"] == 4
-    assert told["step_ms"] == {"mean": 8500.0, "p50": 8500.0, "p95": 8500.0}
-    assert told["breakdown_ms"] == {
+    shown = phases.summary()
+    assert shown["steps"] == 4
+    assert shown["step_ms"] == {"mean": 8500.0, "p50": 8500.0, "p95": 8500.0}
+    assert shown["breakdown_ms"] == {
         **{"data": 1000.0, "forward": 2000.0, "backward": 3000.0, "communication": 1000.0},
         **{"update": 1000.0, "other": 500.0},
     }
-    assert told["communicated_bytes_per_step"] == 100
+    assert shown["communicated_bytes_per_step"] == 100
 
 
 def test_a_run_without_steps_has_nothing_to_tell() -> None:
@@ -85,12 +85,12 @@ def test_fake_gpu_marks_are_read_a_step_later_and_none_is_lost(
         for phase, length in (("forward", 2.0), ("update", 1.0), ("other", 0.5)):
             phases.enter(phase)
             clock.now += length if number != 16 else 10 * length
-    told = phases.summary()
-    # Step 8 is of the warm-up. Of the last one everything is told, at the end, when nobody is held up by it.
+    shown = phases.summary()
+    # Step 8 belongs to the warm-up. The last step is read at the end, when no step waits for it.
     assert waits == [(0, 1), (8, 9), (16, 16)]
-    assert told["steps"] == 7
-    assert told["breakdown_ms"]["forward"] == 20_000
-    assert told["breakdown_ms"]["update"] == 10_000
+    assert shown["steps"] == 7
+    assert shown["breakdown_ms"]["forward"] == 20_000
+    assert shown["breakdown_ms"]["update"] == 10_000
 
 
 def test_what_is_only_launched_is_not_waited_for(clock: HandClock) -> None:

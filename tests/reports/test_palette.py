@@ -1,4 +1,4 @@
-"""The colours of charts: told apart by every eye, and seen on their card, in light and dark."""
+"""Colours of charts: distinguishable with every kind of colour vision, in light and dark."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from paceline.training.same_ranks import require_shared_folder
 
 
 def look(world: World, folders: list[str], resume_from: str, local_ranks: int, is_local: bool) -> dict[str, object]:
-    """As one rank of a node that is started in its own folder; what it was told."""
+    """One rank of a node that starts in its own folder; returns the error it gets."""
     os.chdir(folders[world.rank])
     if is_local and world.rank:
         os.environ[NODE_LOCAL] = "1"

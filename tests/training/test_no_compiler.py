@@ -18,13 +18,13 @@ FLAGS = ["--num-samples=64", "--global-batch-size=32", "--epochs=1", "--hidden-s
 def test_without_a_compiler_the_steps_are_not_compiled_and_one_line_says_so(tmp_path: Path) -> None:
     """Also if --compile always asks for it: the run ends with the weights of --compile never."""
     bare = {"PATH": str(Path(sys.executable).parent), "CC": "", "CXX": ""}
-    told = []
+    shown = []
     for choice in ("always", "never"):
         flags = [*FLAGS, f"--compile={choice}", f"--output-dir={choice}"]
         answer = paceline("train", "synthetic-mlp", *flags, cwd=tmp_path, env=bare)
         assert answer.code == 0, answer
-        told.append(answer.out.count("steps are not compiled"))
-    assert told == [1, 0]
+        shown.append(answer.out.count("steps are not compiled"))
+    assert shown == [1, 0]
     always, never = (read_results(tmp_path / choice)["weights_sha256"] for choice in ("always", "never"))
     assert always == never
 

@@ -19,10 +19,10 @@ def test_plain_numbers_and_tensors_agree_to_the_bit() -> None:
         assert torch.equal(host.sums(), device.sums())
         assert host.sums()[2] == 50 * parts
         for wants_stop in (False, True):
-            told = host.piggybacked_scalars(wants_stop)
-            assert told.dtype == torch.float32
-            assert torch.equal(told, device.piggybacked_scalars(wants_stop))
-            assert told[0] == wants_stop
+            shown = host.piggybacked_scalars(wants_stop)
+            assert shown.dtype == torch.float32
+            assert torch.equal(shown, device.piggybacked_scalars(wants_stop))
+            assert shown[0] == wants_stop
 
 
 def test_one_part_tells_the_very_loss() -> None:

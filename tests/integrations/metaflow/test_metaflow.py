@@ -47,13 +47,13 @@ from metaflow import Run, namespace
 namespace(None)
 run = Run(sys.argv[1])
 names = ("results", "history", "test_accuracy", "test", "model")
-told = {name: getattr(run.data, name, None) for name in names}
-told["successful"] = run.successful
+found = {name: getattr(run.data, name, None) for name in names}
+found["successful"] = run.successful
 if "train" in [step.id for step in run]:
     tasks = sorted(run["train"], key=lambda task: len(task.id))
-    told["attempts"] = tasks[0].current_attempt + 1
-    told["nodes"] = [task.id for task in tasks]
-print(json.dumps(told))
+    found["attempts"] = tasks[0].current_attempt + 1
+    found["nodes"] = [task.id for task in tasks]
+print(json.dumps(found))
 """
 
 
@@ -105,8 +105,8 @@ class Place:
         words = (sys.executable, "-c", READ_RUN, pathspec)
         answer = command(*words, cwd=self.path, env=self.variables())
         assert answer.code == 0, answer.err
-        told: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
-        return told
+        shown: dict[str, Any] = json.loads(answer.out.splitlines()[-1])
+        return shown
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class FlowRun:
         return f"PacelineFlow/{number}"
 
     @cached_property
-    def told(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, Any]:
         return self.place.read_run(self.pathspec)
 
 
@@ -157,13 +157,13 @@ def what_was_computed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_two_nodes_of_a_flow_give_the_bits_of_two_processes(undisturbed: FlowRun, trained_without_a_flow: Path) -> None:
-    told, alone = undisturbed.told, read_results(trained_without_a_flow)
-    assert told["successful"]
-    assert told["nodes"] == ["2", "2_node_1"]
-    assert told["results"]["weights_sha256"] == alone["weights_sha256"]
-    assert told["results"]["world_size"] == 2
+    shown, alone = undisturbed.shown, read_results(trained_without_a_flow)
+    assert shown["successful"]
+    assert shown["nodes"] == ["2", "2_node_1"]
+    assert shown["results"]["weights_sha256"] == alone["weights_sha256"]
+    assert shown["results"]["world_size"] == 2
     rows = what_was_computed(read_rows(trained_without_a_flow / "metrics.jsonl"))
-    assert what_was_computed(told["history"]) == rows
+    assert what_was_computed(shown["history"]) == rows
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(1, STEPS + 1))
 
 
@@ -216,21 +216,21 @@ def test_no_node_leaves_its_folder_behind(undisturbed: FlowRun) -> None:
 
 
 def test_the_accuracy_is_an_artifact(undisturbed: FlowRun, trained_without_a_flow: Path) -> None:
-    told, alone = undisturbed.told, read_results(trained_without_a_flow)
-    assert told["test_accuracy"] == told["results"]["test_accuracy"] == alone["test_accuracy"]
-    assert told["test"]["samples"] == alone["test"]["samples"]
-    assert told["test"]["confusion_matrix"] == alone["test"]["confusion_matrix"]
+    shown, alone = undisturbed.shown, read_results(trained_without_a_flow)
+    assert shown["test_accuracy"] == shown["results"]["test_accuracy"] == alone["test_accuracy"]
+    assert shown["test"]["samples"] == alone["test"]["samples"]
+    assert shown["test"]["confusion_matrix"] == alone["test"]["confusion_matrix"]
 
 
 def test_the_model_is_labelled_and_tested_by_another_flow(undisturbed: FlowRun) -> None:
-    saved = undisturbed.told["model"]
+    saved = undisturbed.shown["model"]
     assert "/shapes_cnn_" in saved["key"]
     said = saved["metadata"]
     assert (said["model_name"], said["epochs"], said["batch_size"], said["learning_rate"]) == ("cnn", 2, 64, 0.2)
     answer = undisturbed.place.flow("test_flow.py", "run", "--model-key", saved["key"])
     assert answer.code == 0, answer.out + answer.err
     tested = undisturbed.place.read_run("PacelineTestFlow/" + re.findall(r"run-id (\d+)", answer.out)[0])
-    assert tested["test_accuracy"] == undisturbed.told["test_accuracy"]
+    assert tested["test_accuracy"] == undisturbed.shown["test_accuracy"]
     assert tested["test"]["step"] in (STEPS // 2, STEPS)
 
 
@@ -239,10 +239,10 @@ def test_a_model_of_timm_is_trained_and_tested_by_the_flow(place: Place) -> None
     few = ["--recipe", "tiny.yaml", "--batch-size", "64", "--train-from-scratch", "1", "--flags", "--max-steps 2"]
     answer = place.flow("flow.py", "run", *few, "--model-name", "resnet50d", PYTHONPATH=str(ON_CPU))
     assert answer.code == 0, answer.out + answer.err
-    told = FlowRun(place, answer.out).told
-    assert told["model"]["metadata"]["model_name"] == "timm:resnet50d"
-    assert told["results"]["steps"] == 2
-    assert told["test"]["samples"] == 1000
+    shown = FlowRun(place, answer.out).shown
+    assert shown["model"]["metadata"]["model_name"] == "timm:resnet50d"
+    assert shown["results"]["steps"] == 2
+    assert shown["test"]["samples"] == 1000
 
 
 # --- The card
@@ -263,7 +263,7 @@ def test_the_card_of_the_test_has_accuracies_and_the_confusion(undisturbed: Flow
     """What `test_model` measured: the figure of the artifact, every class, which class was taken for which."""
     tasks = undisturbed.place.path / ".metaflow" / "mf.cards" / undisturbed.pathspec.replace("/", "/runs/")
     (page,) = tasks.glob("steps/test_model/tasks/*/cards/blank-test-*.html")
-    test, text = undisturbed.told["test"], decoded(page.read_text())
+    test, text = undisturbed.shown["test"], decoded(page.read_text())
     assert f"**{test['test_accuracy']:.2%}** of {test['samples']:,} samples" in text
     assert len(test["class_accuracy"]) == 10
     assert [name for name in test["class_accuracy"] if f"| {name} | " not in text] == []
@@ -377,12 +377,12 @@ def metrics_rows(place: Place) -> list[dict[str, Any]]:
 def test_killed_attempts_go_on_from_the_datastore_and_end_with_the_same_bits(
     disturbed: FlowRun, undisturbed: FlowRun
 ) -> None:
-    told = disturbed.told
-    assert told["successful"]
-    assert told["attempts"] == 3
-    assert told["results"]["weights_sha256"] == undisturbed.told["results"]["weights_sha256"]
-    assert what_was_computed(told["history"]) == what_was_computed(undisturbed.told["history"])
-    assert told["test_accuracy"] == undisturbed.told["test_accuracy"]
+    shown = disturbed.shown
+    assert shown["successful"]
+    assert shown["attempts"] == 3
+    assert shown["results"]["weights_sha256"] == undisturbed.shown["results"]["weights_sha256"]
+    assert what_was_computed(shown["history"]) == what_was_computed(undisturbed.shown["history"])
+    assert shown["test_accuracy"] == undisturbed.shown["test_accuracy"]
 
 
 def test_the_faults_struck_and_each_attempt_says_where_it_goes_on(disturbed: FlowRun) -> None:
@@ -423,8 +423,8 @@ def test_an_interrupted_flow_is_resumed_from_its_checkpoints(
     (origin,) = re.findall(r"\] From step (\d+) of (PacelineFlow/\d+)/train/2, attempt 1", resumed.out)
     assert origin[1] == interrupted.pathspec
     assert re.findall(r"resumed +at step (\d+)", resumed.out) == [origin[0]]
-    assert resumed.told["results"]["weights_sha256"] == undisturbed.told["results"]["weights_sha256"]
-    assert what_was_computed(resumed.told["history"]) == what_was_computed(undisturbed.told["history"])
+    assert resumed.shown["results"]["weights_sha256"] == undisturbed.shown["results"]["weights_sha256"]
+    assert what_was_computed(resumed.shown["history"]) == what_was_computed(undisturbed.shown["history"])
 
 
 def test_eager_passes_over_a_newer_run_with_other_settings(undisturbed: FlowRun) -> None:
@@ -442,8 +442,8 @@ def test_eager_passes_over_a_newer_run_with_other_settings(undisturbed: FlowRun)
     chosen = f"From step {STEPS} of {undisturbed.pathspec}/train/2, attempt 1"
     assert re.findall(rf"/start/1 .*\] {chosen}$", run.out, re.MULTILINE)
     assert re.findall(r"resumed +at step (\d+)", run.out) == [str(STEPS)]
-    assert run.told["results"]["steps"] == STEPS + STEPS // 2
-    assert run.told["attempts"] == 1
+    assert run.shown["results"]["steps"] == STEPS + STEPS // 2
+    assert run.shown["attempts"] == 1
 
 
 # --- Clusters, as far as they can be compiled here

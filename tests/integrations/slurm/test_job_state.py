@@ -56,7 +56,7 @@ def make_run(path: Path, status: dict[str, Any] | None = None, *, job_id: str = 
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+def reported(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
     assert main(list(arguments)) == code
     captured = capsys.readouterr()
     return captured.out + captured.err
@@ -139,13 +139,13 @@ def test_fake_array_is_counted(fake: FakeSlurm, tmp_path: Path, capsys: pytest.C
     assert state.tasks == {"COMPLETED": 1, "RUNNING": 1, "PENDING": 1}
     folder = make_run(tmp_path / "run")
     JobRecord("4711", "", "", [], array="0-3").write(folder.path)
-    text = told(capsys, "status", "run")
+    text = reported(capsys, "status", "run")
     assert text.startswith("run: running\n")
     assert "job:      4711: 1 completed, 1 running, 1 pending" in text
     fake.answer("squeue", "\n".join([rows[0], rows[0].replace("COMPLETED", "FAILED")]))
-    assert "run: ended\n" in told(capsys, "watch", "run", code=70)
+    assert "run: ended\n" in reported(capsys, "watch", "run", code=70)
     fake.answer("squeue", "\n".join([rows[0], rows[0]]))
-    assert "2 completed" in told(capsys, "watch", "run")
+    assert "2 completed" in reported(capsys, "watch", "run")
     task = make_run(folder.path / "task-2", {"status": "running", "step": 5}, job_id="")
     record = read_record(task.path)
     assert record is not None
@@ -160,7 +160,7 @@ def test_queued_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pytes
     make_run(tmp_path / "run")
     fake.answer("squeue", PENDING)
     fake.answer("scontrol", details("PENDING", restarts=2))
-    text = told(capsys, "status", "run")
+    text = reported(capsys, "status", "run")
     assert text.startswith("run: queued\n")
     why = "Priority: jobs with a higher priority are first"
     assert f"4711: pending ({why}), expected to start 2026-11-20 08:00:00; requeued 2 times" in text
@@ -176,12 +176,12 @@ def test_running_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pyte
     folder.failure.write_text(json.dumps(failure))
     fake.answer("squeue", RUNNING)
     fake.answer("scontrol", details("RUNNING", restarts=1))
-    text = told(capsys, "status", "run")
+    text = reported(capsys, "status", "run")
     assert text.startswith("run: running, step 700 of 1,400 (50%), about 3 min left\n")
     assert "  job:      4711: running on n[1-2] for 4:10, 1:55:50 left; requeued 1 time\n" in text
     assert "  saved:    step 600\n" in text
     assert "  failure:  attempt 1 of 4: rank 1 was ended by SIGKILL; started again\n" in text
-    content = json.loads(told(capsys, "status", "run", "--json"))
+    content = json.loads(reported(capsys, "status", "run", "--json"))
     assert (content["state"], content["is_over"], content["saved_step"]) == ("running", False, 600)
     assert content["job"]["nodes"] == "n[1-2]"
     assert content["status"]["step"] == 700
@@ -215,7 +215,7 @@ def test_states_with_a_fake_queue(
     make_run(tmp_path / "run", dict(status) if status else None)
     fake.answer("squeue", row, err="" if row else "Invalid job id specified", code=0 if row else 1)
     fake.answer("scontrol", scontrol, code=0 if scontrol else 1)
-    text = told(capsys, "status", "run")
+    text = reported(capsys, "status", "run")
     assert text.startswith(f"run: {state}"), text
     assert part in text
 
@@ -225,7 +225,7 @@ def test_fake_slurm_away_leaves_what_the_run_says(
 ) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
     fake.answer("squeue", "", err="Unable to contact slurm controller", code=1)
-    text = told(capsys, "status", "run")
+    text = reported(capsys, "status", "run")
     assert text.startswith("run: running, step 7\n")
     assert "4711: squeue failed" in text
 
@@ -238,16 +238,16 @@ def test_runs_that_never_saw_slurm(
     folder = make_run(
         tmp_path / "runs" / "one", {"status": "finished", "step": 840, "test_accuracy": 0.9915}, job_id=""
     )
-    assert told(capsys, "status", "runs/one").startswith("runs/one: finished, step 840, test accuracy 99.15%\n")
-    assert told(capsys, "status", "one").startswith("runs/one: finished"), "its name alone will do"
+    assert reported(capsys, "status", "runs/one").startswith("runs/one: finished, step 840, test accuracy 99.15%\n")
+    assert reported(capsys, "status", "one").startswith("runs/one: finished"), "its name alone will do"
     folder.write_status("running", step=7)
     gone = {**asdict(this_process()), "process_start": "1"}  # this number, but an earlier process
     folder.lock.write_text(json.dumps(gone))
-    text = told(capsys, "status", "one")
+    text = reported(capsys, "status", "one")
     assert text.startswith("runs/one: lost, step 7\n")
     assert f"its process is gone ({socket.gethostname()} pid {os.getpid()}" in text
     folder.lock.write_text(json.dumps(asdict(this_process())))
-    assert told(capsys, "status", "one").startswith("runs/one: running, step 7\n")
+    assert reported(capsys, "status", "one").startswith("runs/one: running, step 7\n")
 
 
 @pytest.mark.parametrize("verb", ["status", "watch", "cancel", "logs"])
@@ -255,10 +255,10 @@ def test_wrong_words(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert "not a run folder" in told(capsys, verb, "nowhere", code=USER)
-    assert "unexpected argument 'b'" in told(capsys, verb, "a", "b", code=USER)
-    assert "unknown flag '--jsn'" in told(capsys, verb, "a", "--jsn", code=USER)
-    assert told(capsys, verb, "--help").startswith(f"usage: paceline {verb} RUN")
+    assert "not a run folder" in reported(capsys, verb, "nowhere", code=USER)
+    assert "unexpected argument 'b'" in reported(capsys, verb, "a", "b", code=USER)
+    assert "unknown flag '--jsn'" in reported(capsys, verb, "a", "--jsn", code=USER)
+    assert reported(capsys, verb, "--help").startswith(f"usage: paceline {verb} RUN")
 
 
 # --- watch ------------------------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_watch_until_the_fake_job_has_ended(
     for row in (PENDING, PENDING, RUNNING, COMPLETED.replace("COMPLETED", "CANCELLED")):
         fake.answer("squeue", row)
     fake.answer("scontrol", details("PENDING"))
-    text = told(capsys, "watch", "run", "--every-s", "0", code=PREEMPTED)
+    text = reported(capsys, "watch", "run", "--every-s", "0", code=PREEMPTED)
     heads = [line for line in text.splitlines() if line.startswith("run: ")]
     assert heads == ["run: queued, step 7", "run: starting, step 7", "run: preempted, step 7"]
     assert len(fake.calls("squeue")) == 4
@@ -281,8 +281,8 @@ def test_watch_until_the_fake_job_has_ended(
 def test_watch_ends_with_the_failure_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", {"status": "failed", "reason": "loss is nan"}, job_id="")
     folder.failure.write_text('{"exit_code": 5, "attempt": 1, "attempts": 1, "what": "loss is nan"}')
-    assert "reason:   loss is nan" in told(capsys, "watch", str(folder.path), code=5)
-    assert "where:   flag --every-s" in told(capsys, "watch", str(folder.path), "--every-s", "soon", code=USER)
+    assert "reason:   loss is nan" in reported(capsys, "watch", str(folder.path), code=5)
+    assert "where:   flag --every-s" in reported(capsys, "watch", str(folder.path), "--every-s", "soon", code=USER)
 
 
 def test_ctrl_c_leaves_the_fake_job_alone(
@@ -295,7 +295,7 @@ def test_ctrl_c_leaves_the_fake_job_alone(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("paceline.cli.status.time", SimpleNamespace(sleep=interrupt))
-    assert "run continues (paceline cancel run stops it)" in told(capsys, "watch", "run", code=INTERRUPTED)
+    assert "run continues (paceline cancel run stops it)" in reported(capsys, "watch", "run", code=INTERRUPTED)
     assert fake.calls("scancel") == []
 
 
@@ -305,10 +305,10 @@ def test_ctrl_c_leaves_the_fake_job_alone(
 def test_cancel_of_a_fake_job(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
     fake.answer("squeue", RUNNING)
-    assert "job 4711 is cancelled; it saves before it ends" in told(capsys, "cancel", "run")
+    assert "job 4711 is cancelled; it saves before it ends" in reported(capsys, "cancel", "run")
     assert fake.calls("scancel") == ["4711"]
     fake.answer("squeue", COMPLETED)
-    assert "nothing to cancel" in told(capsys, "cancel", "run")
+    assert "nothing to cancel" in reported(capsys, "cancel", "run")
     assert len(fake.calls("scancel")) == 1
 
 
@@ -318,10 +318,10 @@ def test_a_fake_job_cancelled_in_the_queue_is_cancelled_in_every_command(
     """Slurm forgets the job; the run has written nothing."""
     make_run(tmp_path / "runs" / "run")
     fake.answer("squeue", PENDING)
-    assert "job 4711 is cancelled" in told(capsys, "cancel", "run")
+    assert "job 4711 is cancelled" in reported(capsys, "cancel", "run")
     fake.forget_job()
-    assert json.loads(told(capsys, "runs", "--json"))[0]["state"] == "cancelled"
-    assert told(capsys, "status", "run").startswith("runs/run: cancelled")
+    assert json.loads(reported(capsys, "runs", "--json"))[0]["state"] == "cancelled"
+    assert reported(capsys, "status", "run").startswith("runs/run: cancelled")
 
 
 @pytest.mark.parametrize(("slurm", "state"), [("CANCELLED", "cancelled"), ("NODE_FAIL", "failed")])
@@ -332,18 +332,18 @@ def test_status_notes_how_a_fake_job_has_ended(
     make_run(tmp_path / "runs" / "run")
     for row, seen in ((COMPLETED.replace("COMPLETED", slurm), state), (PENDING, "submitted")):
         fake.answer("squeue", row)
-        told(capsys, "status", "run")
-        assert json.loads(told(capsys, "runs", "--json"))[0]["state"] == seen
+        reported(capsys, "status", "run")
+        assert json.loads(reported(capsys, "runs", "--json"))[0]["state"] == seen
     fake.answer("squeue", COMPLETED.replace("COMPLETED", slurm))
-    told(capsys, "status", "run")
+    reported(capsys, "status", "run")
     fake.forget_job()
-    assert told(capsys, "status", "run").startswith(f"runs/run: {state}")
+    assert reported(capsys, "status", "run").startswith(f"runs/run: {state}")
 
 
 def test_cancel_while_fake_slurm_is_away(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
     fake.answer("squeue", "", err="Unable to contact slurm controller", code=1)
-    text = told(capsys, "cancel", "run", code=70)
+    text = reported(capsys, "cancel", "run", code=70)
     assert "job 4711 cannot be queried" in text
     assert "scancel 4711" in text
 
@@ -361,16 +361,16 @@ def test_cancel_of_a_process_of_this_machine(tmp_path: Path, capsys: pytest.Capt
     ) as owner:
         assert owner.stdout is not None
         assert owner.stdout.readline() == b"owned\n"
-        assert f"pid {owner.pid}" in told(capsys, "cancel", str(folder.path))
+        assert f"pid {owner.pid}" in reported(capsys, "cancel", str(folder.path))
         assert owner.wait(timeout=30) == -signal.SIGTERM
     # The lock was left behind: it is gone, and said so.
-    assert "is not running (lost); nothing to cancel" in told(capsys, "cancel", str(folder.path))
+    assert "is not running (lost); nothing to cancel" in reported(capsys, "cancel", str(folder.path))
 
 
 def test_cancel_of_a_process_of_another_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "run", {"status": "running", "step": 7}, job_id="")
     folder.lock.write_text(json.dumps({**asdict(this_process()), "host": "elsewhere", "pid": 12}))
-    text = told(capsys, "cancel", str(folder.path), code=USER)
+    text = reported(capsys, "cancel", str(folder.path), code=USER)
     assert "another machine" in text
     assert "ssh elsewhere kill -TERM 12" in text
 

@@ -151,11 +151,11 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> None:
     """Its own process, as a person has it; what is imported is what takes time, on whatever machine."""
-    told = command("submit", "slurm", "--help", cwd=tmp_path)
-    assert told.returncode == 0
+    shown = command("submit", "slurm", "--help", cwd=tmp_path)
+    assert shown.returncode == 0
     for setting in fields_of(SlurmFlags).values():
-        assert f"  {setting.flag} " in told.stdout
-    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in told.stderr.splitlines()}
+        assert f"  {setting.flag} " in shown.stdout
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in shown.stderr.splitlines()}
     assert not imported & {"torch", "numpy", "yaml"}
     refused = command("submit", "slurm", *JOB, "--lanes", "2", cwd=tmp_path)
     assert refused.returncode == USER
@@ -265,16 +265,16 @@ def test_site_that_is_not_in_the_file(
 def test_fake_sbatch_gets_the_script(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fake.answer("squeue", "4711|PENDING|Priority|N/A|0:00|10:00|")
     assert submit(*JOB, "--output-dir", "out/a run", "--epochs", "2") == 0
-    told = capsys.readouterr().out
+    shown = capsys.readouterr().out
     folder = tmp_path / "out" / "a run"
     assert fake.calls("sbatch") == [f"--parsable {folder}/job.sbatch"]
     record = json.loads((folder / "job.json").read_text())
     assert (record["job_id"], record["cluster"], record["script"]) == ("4711", "", f"{folder}/job.sbatch")
     assert record["command"][:4] == ["paceline", "submit", "slurm", "shapes-cnn"]
     assert (folder / "logs").is_dir(), "Slurm creates no folders for its output"
-    assert "job 4711 is in the queue" in told
+    assert "job 4711 is in the queue" in shown
     for verb in ("status", "logs", "cancel"):
-        assert f"paceline {verb} 'out/a run'" in told
+        assert f"paceline {verb} 'out/a run'" in shown
     # It waits in line now: a second one is refused, with the id.
     assert submit(*JOB, "--output-dir", "out/a run") == USER
     screen = capsys.readouterr().err

@@ -224,9 +224,9 @@ def test_wrong_input_gets_one_screen(
     recorded_cells(tmp_path)
     monkeypatch.chdir(tmp_path)
     assert main(["study", *arguments]) == 2
-    told = capsys.readouterr().err
-    assert words in told
-    assert "Traceback" not in told
+    shown = capsys.readouterr().err
+    assert words in shown
+    assert "Traceback" not in shown
     assert not (tmp_path / "studies").exists()
 
 
