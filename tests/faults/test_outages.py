@@ -24,7 +24,7 @@ from harness.short_run import STEPS, faults_struck, outcome, run_undisturbed
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.store import Retention, find_newest, open_checkpoint, prune, read_chosen
+from paceline.checkpoints.store import Retention, find_newest, open_checkpoint, prune, read_verified
 from paceline.errors import EXIT_CHECKPOINT
 from paceline.runs.folder import has_checkpoint
 from paceline.runs.patience import PATIENCE, UnreadableNow
@@ -68,7 +68,7 @@ READS: dict[str, Callable[[Path], object]] = {
     "newest": lambda run: find_newest(run / "checkpoints"),
     "best": lambda run: find_newest(run / "checkpoints", prefer_best=True),
     "named": lambda run: open_checkpoint(run / "checkpoints" / NEWEST),
-    "as chosen": lambda run: read_chosen(run / "checkpoints" / NEWEST),
+    "as verified": lambda run: read_verified(run / "checkpoints" / NEWEST),
     "begin at zero": lambda run: open_manager(run).begin_at_zero(run, may_drop_damaged=True),
     "choose": lambda run: open_manager(run).choose(run),
 }
@@ -91,7 +91,7 @@ def test_fake_error_on_a_file_is_never_damage(
     with monkeypatch.context() as patch:
         FakeOutage(patch, "open", number, f"{NEWEST}/{file}", times=-1)
         for name, read in READS.items():
-            if name == "as chosen" and file == "model.safetensors":
+            if name == "as verified" and file == "model.safetensors":
                 continue  # the primary has read these
             with pytest.raises(UnreadableNow) as caught:
                 read(run)

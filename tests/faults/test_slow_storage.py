@@ -17,7 +17,7 @@ from harness.ranks import make_world
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.checkpoints.manager import CheckpointManager
-from paceline.checkpoints.store import Retention, find_newest, open_checkpoint, read_chosen
+from paceline.checkpoints.store import Retention, find_newest, open_checkpoint, read_verified
 from paceline.errors import CheckpointError
 
 RENAME_S, FSYNC_S, STALE_S = 3.0, 1.0, 2.0
@@ -330,11 +330,11 @@ def test_a_rank_waits_until_it_sees_what_another_one_has_verified(
             hidden.rename(final)
 
     monkeypatch.setattr(store.time, "sleep", appear)
-    assert read_chosen(final).step == 1
+    assert read_verified(final).step == 1
     assert looks == [False, False, False]
 
 
 def test_a_rank_that_never_sees_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SIGHT_S", 0.05)
     with pytest.raises(CheckpointError, match="damaged and was not used"):
-        read_chosen(tmp_path / "step-00000001")
+        read_verified(tmp_path / "step-00000001")

@@ -43,7 +43,7 @@ def choose_checkpoint(
     a whole one, and which returns what was done.
     """
     answer = decided_by_primary(world, lambda: _choose(source, prefer_best, on_damaged))
-    return store.read_chosen(Path(answer["path"])) if "path" in answer else None
+    return store.read_verified(Path(answer["path"])) if "path" in answer else None
 
 
 def require_checkpoint(source: Path, world: World, *, prefer_best: bool) -> store.Checkpoint:

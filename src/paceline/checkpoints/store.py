@@ -187,7 +187,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise damaged_error(path, found) from found
 
 
-def read_chosen(path: Path) -> Checkpoint:
+def read_verified(path: Path) -> Checkpoint:
     """A checkpoint another rank has verified. On a shared disk it may take a moment until this machine sees it too."""
 
     def read() -> Checkpoint:
