@@ -24,12 +24,13 @@ DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 FLOWS_BIN := .venv-flows/bin
 FLOWS_READY := .venv-flows/.ready
+QUICK_TESTS := not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long and not guides
 EXTRAS_TESTS := $(addprefix tests/,models/test_external_models.py models/test_external_recipes.py models/test_models.py \
 	data/test_picture_ops.py metrics/test_sinks.py cli/test_export.py)
 FLOWS_TESTS := $(addprefix tests/,integrations/metaflow integrations/runnable \
 	integrations/test_conformance.py checkpoints/test_object_stores.py) $(wildcard tests/integrations/kubernetes/test_kubernetes*.py)
 
-.PHONY: help setup train test docs test-docs test-course test-guides test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
+.PHONY: help setup train test coverage docs test-docs test-course test-guides test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
 .DEFAULT_GOAL := help
 
 help:
@@ -96,7 +97,14 @@ train: setup
 
 # Three at a time on two cores: most of a test is waiting.
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu and not faults and not slurm and not flows and not browser and not docs and not course and not terminal and not fuzz and not long and not guides" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest -m "$(QUICK_TESTS)" -n 3 --dist loadfile $(ARGS)
+
+# Which lines `make test` executes, in all processes that it starts. Slower than the tests alone.
+coverage: setup
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest -m "$(QUICK_TESTS)" -n 3 --dist loadfile $(ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage report --sort=cover
 
 # What skips in .venv for want of a package must run here.
 test-extras: $(EXTRAS_READY)
