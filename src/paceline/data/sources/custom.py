@@ -23,6 +23,7 @@ from paceline.data.parts import PARTS, TEST, TRAIN, VALIDATION, part_named
 from paceline.data.pictures import DECODER, as_rgb
 from paceline.data.reference import resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
+from paceline.runs.local_code import local_modules_compiled
 from paceline.settings.schema import DataConfig
 from paceline.settings.text import check_text
 
@@ -148,7 +149,8 @@ def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
             allowed=", ".join(offered),
         )
     try:
-        return function(**wanted)
+        with local_modules_compiled():
+            return function(**wanted)
     except PacelineError:
         raise
     except Exception as error:
