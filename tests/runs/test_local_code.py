@@ -70,7 +70,7 @@ def test_a_file_that_is_saved_after_its_import_is_stored_as_it_was_compiled(home
 
 
 def test_a_module_that_is_imported_later_is_the_stored_one(home: Path) -> None:
-    """An import inside of a function, of a package that was not imported before: stored, and the file is not read again."""
+    """An import inside of a function, of a package that was not imported before. The file is not read again."""
     (home / "own.py").write_text(LAZY)
     with source_read_once():
         build = resolve_reference(f"{home}/own.py:build", where="the test")

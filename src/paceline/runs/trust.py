@@ -163,7 +163,7 @@ def _find_fault(folder: Path, references: list[CodeReference]) -> str:
         key = _key(create=False)
         for item in references:
             fault = _fault_of(key, folder, item, set(seals))
-            if fault:
+            if fault is not None:
                 return f"{item} comes from another person or machine, or was changed{fault}"
     except _NoKey as error:
         return str(error)
