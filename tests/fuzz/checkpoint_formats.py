@@ -12,8 +12,10 @@ from typing import Any
 from fuzz.mutations import Mutate, mutate_json, mutate_safetensors
 from fuzz.run_formats import CHECKPOINTS, ONE, build_finished
 from fuzz.sandbox import Format, Reader
+from paceline.cli.command import run_verb
 
 STEP = f"{ONE}/checkpoints/step-00000006"
+PICTURE = "picture.png"
 
 
 def _seal_again(folder: Path) -> None:
@@ -28,7 +30,10 @@ def _seal_again(folder: Path) -> None:
 
 
 def _build(samples: Path, folder: Path) -> None:
+    from PIL import Image
+
     build_finished(samples, folder)
+    Image.new("RGB", (40, 30), "red").save(folder / PICTURE)
     (folder / "valid-manifest.json").write_bytes((folder / STEP / "manifest.json").read_bytes())
 
 
@@ -69,6 +74,28 @@ def _weights(folder: Path) -> None:
         restore_weights(checkpoint, run.model.module)
 
 
+def _label(folder: Path) -> None:
+    from paceline.library.predictions import open_model, predict
+
+    predict(open_model(folder / STEP, ""), folder / PICTURE)
+
+
+def _evaluate(folder: Path) -> None:
+    run_verb("evaluate", [STEP, "--device=cpu"])
+
+
+def _export(folder: Path) -> None:
+    from paceline.training.export import export_run
+
+    export_run(folder / STEP, "safetensors", folder / "export", [])
+
+
+def _show_source(folder: Path) -> None:
+    from paceline.training.reuse import stored_source
+
+    stored_source(folder / STEP)
+
+
 def _newest(folder: Path) -> None:
     from paceline.checkpoints.store import find_newest
 
@@ -107,6 +134,12 @@ def _open(folder: Path) -> None:
     open_checkpoint(folder / STEP)
 
 
+USES = (
+    Reader("run.predict", _label, every=4),
+    Reader("evaluate", _evaluate, every=8, changes_folder=True),
+    Reader("export", _export, every=8, changes_folder=True),
+    Reader("run.source", _show_source),
+)
 READERS = (
     Reader("open", _open),
     CHECKPOINTS,
@@ -117,7 +150,20 @@ READERS = (
     Reader("--init-from", _start_from, every=20),
     Reader("compare", _compare, every=20),
     Reader("prune", _prune, changes_folder=True, every=20),
+    *USES,
 )
+
+
+def _mutate_record(data: bytes, draw: Random) -> bytes:
+    """Only the record of the model, which is a small part of the state. Half of the time two of its parts."""
+    values = json.loads(data)
+    record = values["record"]
+    for name in draw.sample(sorted(record), draw.choice((1, 2))):
+        try:
+            record[name] = json.loads(mutate_json(json.dumps(record[name]).encode(), draw))
+        except (ValueError, RecursionError):
+            record[name] = draw.choice(([], {}, None, 0, "", -1, 2**62))
+    return json.dumps(values).encode()
 
 
 # --- Slices of several ranks
@@ -180,6 +226,7 @@ FORMATS = (
         (Reader("read every tensor", _read_slices),),
     ),
     *_SEALED,
+    Format("checkpoint/record", _build, f"{STEP}/state.json", _mutate_record, USES, prepare=_seal_again),
     dataclasses.replace(
         _file("model.safetensors", mutate_safetensors), name="checkpoint/model.safetensors, with its old checksum"
     ),

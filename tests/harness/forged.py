@@ -14,8 +14,13 @@ def rewrite_state(checkpoint: Path, change: Callable[[dict[str, Any]], object]) 
     """Change state.json, and the manifest with it."""
     values = json.loads((checkpoint / STATE).read_text())
     change(values)
-    raw = json.dumps(values).encode()
-    (checkpoint / STATE).write_bytes(raw)
+    (checkpoint / STATE).write_text(json.dumps(values))
+    reseal(checkpoint)
+
+
+def reseal(checkpoint: Path) -> None:
+    """Make the manifest fit the files."""
     manifest = read_manifest(checkpoint)
-    files = {**manifest.files, STATE: FileSeal(len(raw), add_checksum(raw))}
+    contents = {name: (checkpoint / name).read_bytes() for name in manifest.files}
+    files = {name: FileSeal(len(raw), add_checksum(raw)) for name, raw in contents.items()}
     (checkpoint / MANIFEST).write_bytes(Manifest(files, manifest.about).to_bytes())

@@ -71,26 +71,43 @@ class Stage:
 
 def restore_model(model: nn.Module, saved: PayloadReader) -> None:
     """Copy everything that `model_tensors` returned back into the model."""
-    extra = modules_with_extra_state(model)
-    own = {name: value for name, value in model.state_dict().items() if name not in extra}
-    # Older versions saved buffers that are no part of the state.
-    restore_tensors(own, saved, apart={*extra, *transient_buffers(model)})
-    for name, module in extra.items():
-        if name not in saved.shapes:
-            raise KeyError(f"missing {name}")
+    _copy_saved(require_same_model(model, saved), saved)
+    for name, module in modules_with_extra_state(model).items():
         module.set_extra_state(decode_extra_state(saved.read(name), name))
 
 
-@torch.no_grad()
-def restore_tensors(own: Tensors, saved: PayloadReader, *, apart: set[str] | None = None) -> None:
-    """Copy saved values into live tensors; names, shapes and types must match exactly, except for those `apart`."""
-    missing, extra = own.keys() - saved.shapes.keys(), saved.shapes.keys() - own.keys() - (apart or set())
-    if missing or extra:
-        raise KeyError(f"missing {sorted(missing)[:3]}, unexpected {sorted(extra)[:3]}")
+def require_same_model(model: nn.Module, saved: PayloadReader) -> Tensors:
+    """The tensors of a model, which may be on the meta device. KeyError unless the saved ones are the same."""
+    extra = modules_with_extra_state(model)
+    own = {name: value for name, value in model.state_dict().items() if name not in extra}
+    missing = extra.keys() - saved.shapes.keys()
+    if missing:
+        raise KeyError(f"missing {sorted(missing)[:3]}")
+    # Older versions saved buffers that are no part of the state.
+    _require_same(own, saved, apart={*extra, *transient_buffers(model)})
+    return own
+
+
+def restore_tensors(own: Tensors, saved: PayloadReader) -> None:
+    """Copy saved values into live tensors; names, shapes and types must match exactly."""
+    _require_same(own, saved, apart=set())
+    _copy_saved(own, saved)
+
+
+def _require_same(own: Tensors, saved: PayloadReader, *, apart: set[str]) -> None:
+    """Before anything is copied: a model is restored whole or not at all."""
+    missing, unknown = own.keys() - saved.shapes.keys(), saved.shapes.keys() - own.keys() - apart
+    if missing or unknown:
+        raise KeyError(f"missing {sorted(missing)[:3]}, unexpected {sorted(unknown)[:3]}")
     for name, target in own.items():
         here, there = (tuple(target.shape), target.dtype), (saved.shapes[name], saved.dtypes[name])
         if here != there:
             raise KeyError(f"{name} is {there[0]} {there[1]}, the model has {here[0]} {here[1]}")
+
+
+@torch.no_grad()
+def _copy_saved(own: Tensors, saved: PayloadReader) -> None:
+    for name, target in own.items():
         copy_bits(local_part(target.detach()), saved.read(name, local_box(target)))
 
 

@@ -17,7 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from paceline.checkpoints import store
-from paceline.checkpoints.capture import Tensors, restore_model, restore_optimizer, restore_tensors
+from paceline.checkpoints.capture import (
+    Tensors,
+    require_same_model,
+    restore_model,
+    restore_optimizer,
+    restore_tensors,
+)
 from paceline.checkpoints.format import MANIFEST, STEP_PREFIX, DamagedCheckpoint, step_folders, step_of
 from paceline.checkpoints.payload import PayloadReader
 from paceline.checkpoints.store import inspect_checkpoint, open_checkpoint, point, pointed_at, take_in, temporary_folder
@@ -107,6 +113,12 @@ def restore_training(
         restore_optimizer(model, optimizer, reader_of(checkpoint, "optimizer"))
         if average:
             restore_tensors(average, reader_of(checkpoint, "ema"))
+
+
+def require_fitting_weights(checkpoint: store.Checkpoint, model: nn.Module) -> None:
+    """CheckpointError unless a checkpoint has the weights of this model, which may be on the meta device."""
+    with _explained(checkpoint):
+        require_same_model(model, reader_of(checkpoint, "model"))
 
 
 def restore_weights(checkpoint: store.Checkpoint, model: nn.Module) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from paceline.cli.command import Command
-from paceline.errors import EXIT_FINISHED, UserError
+from paceline.errors import EXIT_FINISHED, UserError, printable_line
 from paceline.settings.declare import Arg, FlagsOf
 from paceline.settings.schema import Config
 from paceline.settings.values import Setting
@@ -59,7 +59,7 @@ def evaluate(settings: Evaluate) -> int:
     print(f"{path}: weights of step {run_.checkpoint.step}, {run_.checkpoint.path.name}")
     print(f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples")
     for label, accuracy in zip(classes, evaluation.class_accuracy(), strict=True):
-        print(f"  {label:<16} {'no samples' if accuracy is None else f'{accuracy:.2%}'}")
+        print(f"  {printable_line(label):<16} {'no samples' if accuracy is None else f'{accuracy:.2%}'}")
     answers = evaluation.to_json(classes, step=run_.checkpoint.step, checkpoint=run_.checkpoint.path.name)
     if run_.folder is not None:
         try:
@@ -87,7 +87,8 @@ def predict(settings: Predict) -> int:
     classes = run_.classes
     for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):
         ranked = sorted(zip(probabilities, classes, strict=True), reverse=True)[:_SHOWN]
-        print(f"{picture}: " + ", ".join(f"{name} {probability:.1%}" for probability, name in ranked))
+        answers = ", ".join(f"{name} {probability:.1%}" for probability, name in ranked)
+        print(printable_line(f"{picture}: {answers}"))
     return EXIT_FINISHED
 
 

@@ -7,6 +7,7 @@ the work can be recorded as a CUDA graph (runtime/recorded.py).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
 
@@ -78,6 +79,13 @@ class Pipeline:
         if self.kind in RESIZED:
             return (self.raw_shape[0], self.image_size, self.image_size)
         return self.raw_shape
+
+    @property
+    def most_values(self) -> int:
+        """The largest number of values that a sample has on its way to an input of an evaluation."""
+        if self.kind not in RESIZED:
+            return math.prod(self.raw_shape)
+        return max(math.prod(self.raw_shape), self.raw_shape[0] * math.prod(self._resized(*self.raw_shape[1:])))
 
     @cached_property
     def _draws(self) -> tuple[int, ...]:
@@ -254,8 +262,12 @@ class Pipeline:
         scale = self.resized_side / min(height, width)
         if scale == 1.0:
             return samples
-        size = (round(height * scale), round(width * scale))
+        size = self._resized(height, width)
         return F.interpolate(samples.float(), size, mode="bilinear", align_corners=False, antialias=scale < 1.0)
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        scale = self.resized_side / min(height, width)
+        return round(height * scale), round(width * scale)
 
     def _normalise(self, samples: Tensor) -> Tensor:
         mean, std = (_per_channel(values, samples.device) for values in (self.mean, self.std))

@@ -17,6 +17,7 @@ from torch import Tensor
 from paceline.data.parts import TEST, TRAIN, VALIDATION
 
 Channels = tuple[float, ...]
+MOST_CLASSES = 1_000_000
 _PROBES = 8
 
 

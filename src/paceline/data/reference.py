@@ -10,16 +10,16 @@ import ast
 import difflib
 import hashlib
 import importlib
-import importlib.machinery
 import importlib.util
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, ModuleType
+from types import ModuleType
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, UserError
+from paceline.runs.local_code import LocalLoader, local_modules_compiled, read_source
 
 
 class Resolve(Protocol):
@@ -39,7 +39,7 @@ def check_reference(name: str, *, where: str) -> None:
     if source is None:  # compiled or generated: no source to read; resolve_reference reports errors
         return
     try:
-        tree = ast.parse(source.read_bytes(), str(source))
+        tree = ast.parse(read_source(source), str(source))
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise UserError("this file is not valid Python", where=f"{source}{line}", got=error) from error
@@ -57,10 +57,11 @@ def check_reference(name: str, *, where: str) -> None:
 
 def resolve_reference(name: str, *, where: str) -> Callable[..., Any]:
     """Import the file or module and return the function."""
-    check_reference(name, where=where)
     place, function = _split(name, where)
     try:
-        module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
+        with local_modules_compiled():
+            check_reference(name, where=where)
+            module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
     except PacelineError:
         raise
     except Exception as error:
@@ -133,20 +134,11 @@ def _has_star_import(tree: ast.Module) -> bool:
     return any(isinstance(n, ast.ImportFrom) and any(a.name == "*" for a in n.names) for n in tree.body)
 
 
-class _FromSource(importlib.machinery.SourceFileLoader):
-    """Compiles the file itself. Bytecode beside it may be written by another user, from other code."""
-
-    def get_code(self, fullname: str) -> CodeType:
-        path = self.get_filename(fullname)
-        code: CodeType = self.source_to_code(self.get_data(path), path)
-        return code
-
-
 def _import_file(path: Path) -> ModuleType:
     """Import one file under a unique name. Its folder is not added to sys.path."""
     digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
     name = f"paceline_user_{path.stem}_{digest}"  # two files of one name are two modules
-    loader = _FromSource(name, str(path.resolve()))
+    loader = LocalLoader(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     if spec is None or spec.loader is None:
         raise UserError("this file cannot be imported", where=str(path))

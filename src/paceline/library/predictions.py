@@ -13,13 +13,12 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from paceline.data.augment import Pipeline
-from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.errors import UserError
 from paceline.library.caller_state import caller_state_kept
 from paceline.settings.schema import Config
 from paceline.training.evaluate import average_over_views
+from paceline.training.model_record import ModelRecord
 from paceline.training.reuse import find_saved
 
 Picture = str | Path | Image.Image
@@ -41,33 +40,32 @@ class OpenModel:
 
     model: nn.Module
     config: Config
-    info: DatasetInfo
-    pipeline: Pipeline
+    record: ModelRecord
 
 
 @caller_state_kept()
 def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -> OpenModel:
     saved = find_saved(path, [], checkpoint=checkpoint, trust_code=trust_code)
-    record = saved.record
-    return OpenModel(record.load_model(saved.checkpoint), saved.config, record.info, record.pipeline)
+    return OpenModel(saved.record.load_model(saved.checkpoint), saved.config, saved.record)
 
 
 @torch.no_grad()
 def predict_logits(opened: OpenModel, images: Images) -> Tensor:
     """The model's outputs [N, classes]. Images are prepared like the samples in the run's evaluation."""
-    samples = _as_samples(images, opened.info.sample_shape)
-    views = opened.config.train.test_views
-    parts = [
-        average_over_views(opened.model, opened.pipeline.for_evaluation(part), views).float()
-        for part in samples.split(_AT_ONCE)
-        if len(part)
-    ]
-    return torch.cat(parts) if parts else torch.empty(0, opened.info.num_classes)
+    record, views = opened.record, opened.config.train.test_views
+    samples = _as_samples(images, record.info.sample_shape)
+    with record.forward_explained(opened.model):
+        parts = [
+            average_over_views(opened.model, record.pipeline.for_evaluation(part), views).float()
+            for part in samples.split(_AT_ONCE)
+            if len(part)
+        ]
+    return torch.cat(parts) if parts else torch.empty(0, record.info.num_classes)
 
 
 def predict(opened: OpenModel, images: Images) -> list[Prediction]:
     """The most likely class of each image, and the probabilities of all classes."""
-    classes = opened.info.classes
+    classes = opened.record.info.classes
     answers = []
     for row in predict_logits(opened, images).softmax(1).tolist():
         best = max(range(len(classes)), key=row.__getitem__)
@@ -80,7 +78,9 @@ def _as_samples(images: Images, shape: tuple[int, ...]) -> Tensor:
     if len(shape) == 1:
         return _as_vectors(images, shape)
     if shape[1] != shape[2]:
-        raise UserError("this run was not trained on square pictures", got=f"samples of shape {shape}")
+        raise UserError(
+            "this run was not trained on square pictures, grey or in colour", got=f"samples of shape {shape}"
+        )
     prepared = [_as_sample(image, shape) for image in _one_by_one(images)]
     return torch.stack(prepared) if prepared else torch.empty(0, *shape, dtype=torch.uint8)
 

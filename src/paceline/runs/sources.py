@@ -1,46 +1,44 @@
 """The source of the user's functions, stored with a run. The run can then be used without the files.
 
-Stored are the file of each function and the local modules that it imports, directly or through other local modules.
-Local means: not part of Python, not below a site-packages folder, and not Paceline. Limits: an installed package is not
-stored, only its name; nor are modules that are imported by a computed name, compiled modules, and data files beside the
-source. A stored module has no `__file__`. Modules are found among those that are imported when training starts, and a
-module that `forward` imports must be installed.
+Stored are the file of each function and the local modules that it imports, directly or through other local modules,
+also inside of functions (runs/local_code.py). Limits: an installed package is not stored, only its name; nor are
+modules that are imported by a computed name, compiled modules, and data files beside the source. A stored module has no
+`__file__`.
+
+Stored code finds the stored modules whenever it executes an import statement, also in `forward`. Other code does not
+find them, except inside of `Sources.importable`.
 """
 
 from __future__ import annotations
 
-import ast
+import builtins
 import functools
 import hashlib
 import importlib
-import importlib.util
 import json
 import sys
-import sysconfig
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib.abc import InspectLoader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-import paceline
 from paceline.errors import UserError
 from paceline.runs.json_files import Fields, ListOf, MapOf, fit
+from paceline.runs.local_code import modules_needed
 from paceline.settings.code import CodeReference
-from paceline.settings.small_files import read_small
 
 LARGEST_SOURCES_BYTES = 2_000_000  # of all modules together; a part of every checkpoint
-_LARGEST_FILE_BYTES = 10_000_000
 _SHAPE = Fields(
     required={
         "functions": MapOf(ListOf(str)),
         "modules": MapOf(Fields(required={"text": str, "file": str, "is_package": bool})),
     }
 )
+ORIGIN = "stored:"  # begins the file name of stored code in a traceback
 _lock = threading.RLock()  # sys.modules belongs to the whole process
 
 
@@ -120,9 +118,23 @@ class Sources:
                 self._finder.imported.update(found)
                 sys.modules.update(aside)
 
+    def import_stored(
+        self,
+        name: str,
+        globals: Mapping[str, object] | None = None,
+        locals: Mapping[str, object] | None = None,
+        fromlist: Sequence[str] = (),
+        level: int = 0,
+    ) -> ModuleType:
+        """`__import__` of stored code."""
+        if level == 0 and name.partition(".")[0] not in self.modules:
+            return builtins.__import__(name, globals, locals, fromlist, level)
+        with self.importable():
+            return builtins.__import__(name, globals, locals, fromlist, level)
+
     @functools.cached_property
     def _finder(self) -> _Finder:
-        return _Finder(self.modules)
+        return _Finder(self)
 
 
 def _hint(error: Exception) -> str | None:
@@ -132,24 +144,25 @@ def _hint(error: Exception) -> str | None:
 class _Finder(MetaPathFinder):
     """Finds stored modules."""
 
-    def __init__(self, modules: dict[str, StoredModule]) -> None:
-        self._modules = modules
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
         self.imported: dict[str, ModuleType] = {}
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        module = self._modules.get(fullname)
+        module = self._sources.modules.get(fullname)
         if module is None:
             return None
-        loader = _Loader(module)
+        loader = _Loader(module, self._sources)
         return ModuleSpec(fullname, loader, origin=loader.origin, is_package=module.is_package)
 
 
 class _Loader(InspectLoader):
     """Executes the stored text. Tracebacks show its lines."""
 
-    def __init__(self, module: StoredModule) -> None:
+    def __init__(self, module: StoredModule, sources: Sources) -> None:
         self._module = module
-        self.origin = f"stored:{module.file}"
+        self._sources = sources
+        self.origin = f"{ORIGIN}{module.file}"
 
     def is_package(self, fullname: str) -> bool:
         return self._module.is_package
@@ -159,6 +172,11 @@ class _Loader(InspectLoader):
 
     def get_code(self, fullname: str) -> CodeType:
         return compile(self._module.text, self.origin, "exec", dont_inherit=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # An import statement calls the `__import__` of its module's built-in names, whenever it is executed.
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": self._sources.import_stored}
+        exec(self.get_code(module.__name__), vars(module))
 
 
 # --- Collecting
@@ -173,88 +191,21 @@ class SourcesTooLarge(Exception):
 
 
 def collect_sources(references: list[CodeReference], *, follows_imports: bool = True) -> Sources:
-    """Read the source of these functions, as it is now, and of the local modules that they import."""
+    """The source of these functions and of the local modules that they import, as it was compiled."""
     functions: dict[str, tuple[str, str]] = {}
     modules: dict[str, StoredModule] = {}
     for item in references:
-        name = item.place
+        own_name = item.place
         if item.is_file:
-            name = f"paceline_stored_{item.path.stem}_{hashlib.sha256(item.place.encode()).hexdigest()[:8]}"
-            _add(name, item.path.resolve(), modules, is_package=False, follows_imports=follows_imports)
-        elif follows_imports:
-            _add_by_name(name, modules)
-        functions[str(item)] = (name, item.function)
+            digest = hashlib.sha256(item.place.encode()).hexdigest()[:8]
+            own_name = f"paceline_stored_{item.path.stem}_{digest}"
+        for module in modules_needed(item, follows_imports=follows_imports):
+            if module.is_local and (follows_imports or item.is_file):
+                name = module.name or own_name
+                file = module.path.name if module.path is not None else name.replace(".", "/")
+                modules[name] = StoredModule(module.text, file, module.is_package)
+        functions[str(item)] = (own_name, item.function)
     size_bytes = sum(len(module.text.encode()) for module in modules.values())
     if size_bytes > LARGEST_SOURCES_BYTES and follows_imports:
         raise SourcesTooLarge(", ".join(functions), size_bytes)
     return Sources(functions, modules)
-
-
-def _add_by_name(name: str, modules: dict[str, StoredModule]) -> None:
-    """Store a local module and the packages around it."""
-    parts = name.split(".")
-    for count in range(1, len(parts) + 1):
-        whole = ".".join(parts[:count])
-        if whole in modules:
-            continue
-        spec = _spec_of(whole)
-        if spec is None:
-            return
-        is_package = spec.submodule_search_locations is not None
-        if spec.origin is None and is_package:  # a folder without __init__.py
-            if all(_is_local(Path(place)) for place in spec.submodule_search_locations or ()):
-                modules[whole] = StoredModule("", whole.replace(".", "/"), is_package=True)
-        elif spec.origin is not None and spec.origin.endswith(".py") and _is_local(Path(spec.origin)):
-            _add(whole, Path(spec.origin), modules, is_package=is_package)
-
-
-def _add(
-    name: str, path: Path, modules: dict[str, StoredModule], *, is_package: bool, follows_imports: bool = True
-) -> None:
-    text = importlib.util.decode_source(read_small(path, _LARGEST_FILE_BYTES))
-    modules[name] = StoredModule(text, path.name, is_package)
-    package = name if is_package else name.rpartition(".")[0]
-    for imported in _imports_of(text, package) if follows_imports else ():
-        _add_by_name(imported, modules)
-
-
-def _imports_of(text: str, package: str) -> list[str]:
-    """Names of modules that a text imports, also inside of functions. Some of `from X import NAME` are no modules."""
-    names: list[str] = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                with suppress(ImportError):
-                    base = importlib.util.resolve_name("." * node.level + base, package)
-            names += [base, *(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")]
-    return list(dict.fromkeys(name for name in names if name and not name.startswith(".")))
-
-
-def _spec_of(name: str) -> ModuleSpec | None:
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__spec__", None) is not None:
-        return loaded.__spec__
-    parent = name.rpartition(".")[0]
-    if parent and not hasattr(sys.modules.get(parent), "__path__"):
-        return None  # the package was not imported, or NAME of `from X import NAME` is no module
-    try:
-        return importlib.util.find_spec(name)
-    except (ImportError, ValueError, AttributeError):
-        return None
-
-
-@functools.cache
-def _installed_roots() -> tuple[Path, ...]:
-    paths = sysconfig.get_paths()
-    roots = {Path(paths[name]).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    return (*sorted(roots), Path(paceline.__file__).resolve().parent)
-
-
-def _is_local(path: Path) -> bool:
-    resolved = path.resolve()
-    if {"site-packages", "dist-packages"} & set(resolved.parts):
-        return False
-    return not any(resolved.is_relative_to(root) for root in _installed_roots())

@@ -5,20 +5,19 @@ The key is outside of all run folders and only its owner can read it. A checkpoi
 or whose source was changed, does not pass; one that was moved or copied does.
 
 A run's config.yaml can be used as a recipe, and then names files. For this a run gets `code.json`: keyed hashes of each
-function and its file. A file outside of the run folder is the user's own: it passes at its place with other content, or
-elsewhere with the same content.
+function and of each file that it needs: its own, those of the packages around it, and those of the local modules that
+it imports. A file outside of the run folder is the user's own: it passes at its place with other content, or elsewhere
+with the same content.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import importlib.util
 import json
 import os
 import secrets
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -28,10 +27,10 @@ from pathlib import Path
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
 from paceline.runs.json_files import Fields, ListOf, read_object
+from paceline.runs.local_code import UserModule, main_module, modules_needed
 from paceline.settings.code import CODE_FIELDS, CodeReference, code_references
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.schema import Config
-from paceline.settings.small_files import read_small
 
 RECORD = "code.json"
 TRUST_FLAG = "--trust-code"
@@ -39,7 +38,6 @@ TRUST_VARIABLE = "PACELINE_TRUST_CODE"  # set by the flag, for the ranks that a 
 _is_trusting = ContextVar("is_trusting", default=False)  # per thread: another thread may read an untrusted folder
 _SHAPE = Fields(required={"hmac_sha256": ListOf(str)})
 _KEY_BYTES = 32
-_LARGEST_CODE_BYTES = 10_000_000
 _MARKS = ("status.json", "metrics.jsonl", "environment.json", "checkpoints", RECORD)
 
 
@@ -164,8 +162,9 @@ def _find_fault(folder: Path, references: list[CodeReference]) -> str:
     try:
         key = _key(create=False)
         for item in references:
-            if not _seals(key, folder, item) & set(seals):
-                return f"{item} comes from another person or machine, or was changed"
+            fault = _fault_of(key, folder, item, set(seals))
+            if fault is not None:
+                return f"{item} comes from another person or machine, or was changed{fault}"
     except _NoKey as error:
         return str(error)
     except (OSError, ValueError) as error:
@@ -173,47 +172,62 @@ def _find_fault(folder: Path, references: list[CodeReference]) -> str:
     return ""
 
 
+def _fault_of(key: bytes, folder: Path, item: CodeReference, seals: set[str]) -> str | None:
+    """None if the function and every module that it needs are signed.
+
+    The user may edit a file at its place, outside of the run folder. It may then import other modules of the user.
+    """
+    modules = modules_needed(item)
+    main = main_module(item, modules)
+    if main is None or not set(_seals_of(key, folder, item, main).values()) & seals:
+        return ""
+    is_at_its_place = _seals_of(key, folder, item, main).get("place") in seals
+    for module in modules:
+        of_module = _seals_of(key, folder, item, module)
+        is_signed = bool(set(of_module.values()) & seals)
+        if not is_signed and not (is_at_its_place and "place" in of_module):
+            return f": {module.path or module.name}"
+    return None
+
+
 def _seals(key: bytes, folder: Path, item: CodeReference) -> set[str]:
-    """The signatures of a function: of its file's content and, for a file outside of the run folder, of its path."""
-    path, root = _file_of(item), folder.resolve()
-    name = "" if item.is_file else item.place
-    facts = []
-    if path is None:
-        facts.append(["module"])
+    """The signatures of a function: of each module that it needs."""
+    return {seal for module in modules_needed(item) for seal in _seals_of(key, folder, item, module).values()}
+
+
+def _seals_of(key: bytes, folder: Path, item: CodeReference, module: UserModule) -> dict[str, str]:
+    """The signatures of a module: of its content and, for a file outside of the run folder, of its path."""
+    facts = {}
+    if module.path is None:
+        facts["module"] = ""
     else:
-        facts.append(["content", hashlib.sha256(read_small(path, _LARGEST_CODE_BYTES)).hexdigest()])
-        if not path.is_relative_to(root):
-            facts.append(["place", str(path)])
-    texts = [json.dumps(["paceline code 1", item.field, name, item.function, *fact]) for fact in facts]
-    return {hmac.new(key, text.encode(), hashlib.sha256).hexdigest() for text in texts}
-
-
-def _file_of(item: CodeReference) -> Path | None:
-    """The file, or the file of a module's top-level package. Looking up a submodule would import the package."""
-    if item.is_file:
-        return item.path.resolve()
-    try:
-        spec = importlib.util.find_spec(item.place.partition(".")[0])
-    except (ImportError, ValueError):
-        return None
-    return Path(spec.origin).resolve() if spec is not None and spec.has_location and spec.origin else None
+        facts["content"] = hashlib.sha256(module.source).hexdigest()
+        if not module.path.is_relative_to(folder.resolve()):
+            facts["place"] = str(module.path)
+    seals = {}
+    for kind, fact in facts.items():
+        text = json.dumps(["paceline code 1", item.field, module.name, item.function, kind, *([fact] if fact else [])])
+        seals[kind] = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+    return seals
 
 
 def hash_code(config: Config) -> dict[CodeReference, str]:
-    """A hash of each function's file. Functions whose file cannot be read are left out."""
+    """A hash of each function's file and of the local modules that it imports, as they were compiled.
+
+    Functions whose file cannot be read are left out.
+    """
     hashes = {}
     for item in code_references(config):
         with suppress(OSError, ValueError):
-            path = _imported_file_of(item) or _file_of(item)
-            if path is not None:
-                hashes[item] = hashlib.sha256(read_small(path, _LARGEST_CODE_BYTES)).hexdigest()
+            modules = modules_needed(item)
+            main = main_module(item, modules)
+            if main is None or main.path is None:
+                continue
+            digests = {module.name: hashlib.sha256(module.source).hexdigest() for module in modules}
+            alone = len(digests) == 1
+            text = json.dumps(digests, sort_keys=True)
+            hashes[item] = digests[main.name] if alone else hashlib.sha256(text.encode()).hexdigest()
     return hashes
-
-
-def _imported_file_of(item: CodeReference) -> Path | None:
-    """The file of a module or submodule that is already imported."""
-    file = getattr(sys.modules.get(item.place), "__file__", None)
-    return Path(file) if isinstance(file, str) else None
 
 
 # --- The key ----------------------------------------------------------------------------------------------------------

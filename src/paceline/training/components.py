@@ -38,7 +38,7 @@ from paceline.runs.epoch_clock import EpochClock
 from paceline.runs.trust import hash_code
 from paceline.runtime.detect import World
 from paceline.runtime.seeds import require_determinism, seed_initial_weights
-from paceline.settings.code import CodeReference
+from paceline.settings.code import CodeReference, code_references
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
@@ -49,7 +49,7 @@ from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
-from paceline.training.same_ranks import require_same_data
+from paceline.training.same_ranks import require_same_data, require_same_functions
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
 
@@ -73,7 +73,7 @@ class Components:
     step: TrainStep
     data: RunData
     record: ModelRecord | None  # None on all ranks but the primary, and where nothing is trained
-    code: dict[CodeReference, str]  # a hash of each file with functions of the user, as it was when it was imported
+    code: dict[CodeReference, str]  # a hash of the source of each function of the user, as it was compiled
 
     @property
     def num_parameters(self) -> int:
@@ -249,6 +249,8 @@ def build_components(
         check_objective(config, plan, parallel, world)
     step = build_step(parallel, optimizer, average, config, world, guards or Guards())
     code = hash_code(config)  # after all of it was imported
+    if code_references(config):
+        require_same_functions(code, world)
     is_recorded = load_weights and world.is_primary
     record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None
     if load_weights:

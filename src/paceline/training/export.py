@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from paceline.data.augment import Pipeline
-from paceline.errors import PacelineError, UserError
+from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.runs.folder import RunFolder, write_atomically, write_json
 from paceline.training.model_card import describe_weights, write_card
@@ -171,7 +171,11 @@ def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -
     # In the plain layout of the file: the layout of a convolution's weights decides in which order it adds.
     reference = run.model.module.eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
     # One sample alone as well, to find a file that fixed the batch size.
-    expected = [(inputs, reference(inputs)) for inputs in (probe, probe[:1])]
+    with run.record.forward_explained(reference):
+        expected = [(inputs, reference(inputs)) for inputs in (probe, probe[:1])]
+    if not all(bool(logits.isfinite().all()) for _, logits in expected):
+        where, hint = str(run.checkpoint.path), "paceline checkpoints RUN lists the others"
+        raise CheckpointError("the logits of this model are not finite numbers", where=where, hint=hint)
     try:
         with warnings.catch_warnings():
             # torch.jit and the older ONNX exporter are deprecated, and tracing warns of every `if`.

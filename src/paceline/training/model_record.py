@@ -6,21 +6,25 @@ It is part of the state of every checkpoint. Prediction, export and `run.model()
 from __future__ import annotations
 
 import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.checkpoints.format import STATE
 from paceline.checkpoints.resume import restore_weights
 from paceline.checkpoints.store import Checkpoint
-from paceline.data.augment import Pipeline
-from paceline.data.dataset import DatasetInfo
-from paceline.errors import CheckpointError
-from paceline.models.registry import build_model
+from paceline.data.augment import RESIZED, SHIFTED, Pipeline
+from paceline.data.dataset import MOST_CLASSES, DatasetInfo
+from paceline.errors import Cause, CheckpointError, PacelineError, UserError
+from paceline.models.external import COLLECTIONS, first_line
+from paceline.models.registry import build_model, check_model_name
 from paceline.runs.json_files import COUNT, Fields, ListOf, Number, Word, fit
-from paceline.runs.sources import Sources, SourcesTooLarge, collect_sources
+from paceline.runs.sources import ORIGIN, Sources, SourcesTooLarge, collect_sources
 from paceline.runs.trust import require_trusted_sources, sign_sources
 from paceline.settings.code import code_references
 from paceline.settings.schema import Config, ModelConfig
@@ -30,6 +34,8 @@ RECORD_SCHEMA = 1  # increased when a field changes its meaning or is removed
 TASK = "classification"
 _FUNCTION_FIELDS = ("model_name", "loss", "metrics")  # the function of a data set is of no use without the data
 _SIZE = Number(1, 2**31, is_whole=True)
+_MEAN, _STD = Number(-1e6, 1e6), Number(1e-30, 1e6)
+_MOST_VALUES = 2**26  # of a sample: 4096 x 4096 pixels in colour
 _SHAPE = Fields(
     required={
         "schema_version": Number(1, 1, is_whole=True),
@@ -39,18 +45,19 @@ _SHAPE = Fields(
                 "name": str,
                 "classes": ListOf(str),
                 "sample_shape": ListOf(_SIZE),
-                "mean": ListOf(float),
-                "std": ListOf(float),
+                "mean": ListOf(_MEAN),
+                "std": ListOf(_STD),
                 **dict.fromkeys(("num_train", "num_test"), COUNT),
-            }
+            },
+            optional=dict.fromkeys(("num_validation", "num_skipped"), COUNT),
         ),
         **dict.fromkeys(("num_training", "num_validation"), COUNT),
         "preprocessing": Fields(
             required={
-                "kind": str,
+                "kind": Word(("none", *SHIFTED, *RESIZED)),
                 "raw_shape": ListOf(_SIZE),
-                "mean": ListOf(float),
-                "std": ListOf(float),
+                "mean": ListOf(_MEAN),
+                "std": ListOf(_STD),
                 **dict.fromkeys(("flip",), bool),
                 **dict.fromkeys(("seed", "image_size", "cutout"), COUNT),
             }
@@ -93,14 +100,76 @@ class ModelRecord:
         """Raises ValueError for values that no run has saved."""
         values = fit(values, _SHAPE)
         data, preprocessing, model = values["data"], values["preprocessing"], values["model"]
-        return cls(
-            info=_build(DatasetInfo, data),
+        record = cls(
+            info=_build(DatasetInfo, {**data, "folders": ()}),
             parts=(values["num_training"], values["num_validation"]),
             pipeline=_build(Pipeline, preprocessing),
             model=_build(ModelConfig, {**model, "weights": "none"}),
             sources=Sources.from_json(values["sources"]),
             mark=values["mark"],
         )
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """ValueError for classes, samples and a model that do not belong together."""
+        info, pipeline = self.info, self.pipeline
+        if not 1 <= info.num_classes <= MOST_CLASSES:
+            raise ValueError(f"{info.num_classes} classes")
+        if len(info.sample_shape) not in (1, 3) or info.sample_shape != pipeline.raw_shape:
+            raise ValueError(f"samples of shape {info.sample_shape}, prepared as {pipeline.raw_shape}")
+        channels = info.sample_shape[0] if info.is_image else 0
+        if channels not in (0, 1, 3):
+            raise ValueError(f"images of {channels} channels")
+        for name, values in (("mean", info.mean), ("std", info.std), ("mean", pipeline.mean), ("std", pipeline.std)):
+            if len(values) != channels:
+                raise ValueError(f"{name} has {len(values)} values for {channels} channels")
+        if pipeline.kind in RESIZED and not info.is_image:
+            raise ValueError(f"{pipeline.kind} of samples that are no images")
+        if pipeline.most_values > _MOST_VALUES:
+            raise ValueError(f"a sample of {pipeline.most_values:,} values; at most {_MOST_VALUES:,}")
+        name = self.model.model_name
+        if ":" in name and name.rpartition(":")[0] not in COLLECTIONS:
+            if name not in self.sources.functions:
+                raise ValueError(f"the source of {name} is missing")
+        elif ":" not in name:
+            try:
+                check_model_name(name)
+            except UserError as error:
+                raise ValueError(f"{error.what}: {name!r}") from error
+
+    @contextmanager
+    def forward_explained(self, model: nn.Module) -> Iterator[None]:
+        """In this block, a failure of an external model becomes a UserError with the line in its source."""
+        name = self.model.model_name
+        if ":" not in name:
+            yield
+            return
+        handle = model.register_forward_hook(self._check_output)
+        try:
+            yield
+        except (PacelineError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            frames = [f for f in traceback.extract_tb(error.__traceback__) if f.filename.startswith(ORIGIN)]
+            place = f", {frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
+            raise UserError(
+                "the model failed", where=f"{name}{place}", got=first_line(error), cause=Cause.USER_CODE
+            ) from error
+        finally:
+            handle.remove()
+
+    def _check_output(self, model: nn.Module, inputs: tuple[Tensor, ...], output: object) -> None:
+        wanted = [len(inputs[0]), self.info.num_classes]
+        found = list(output.shape) if isinstance(output, Tensor) else None
+        if found != wanted:
+            raise UserError(
+                "the model returns something else than logits",
+                where=self.model.model_name,
+                got=f"a {type(output).__name__}" + (f" of shape {found}" if found is not None else ""),
+                allowed=f"a tensor of shape {wanted}: samples, classes",
+                cause=Cause.USER_CODE,
+            )
 
     def build_model(self) -> nn.Module:
         """The model without its weights, on the CPU. The caller's random state does not change."""
@@ -132,7 +201,12 @@ def make_record(
         _log.warning("warning: modules that %s imports are not stored with the run: %s", error.names, error)
         sources = collect_sources(references, follows_imports=False)
     mark = sign_sources(sources.sha256) if references and is_marked else ""
-    return ModelRecord(info, parts, pipeline, config.model, sources, mark)
+    record = ModelRecord(info, parts, pipeline, config.model, sources, mark)
+    try:
+        record.check()
+    except ValueError as error:
+        raise UserError("a model of this data could not be used after the training", got=error) from error
+    return record
 
 
 def read_record(checkpoint: Checkpoint) -> ModelRecord | None:
@@ -142,9 +216,12 @@ def read_record(checkpoint: Checkpoint) -> ModelRecord | None:
     try:
         return ModelRecord.from_json(checkpoint.state[RECORD])
     except (ValueError, TypeError) as error:
-        raise CheckpointError(
-            "the record of this checkpoint's model cannot be read", where=str(checkpoint.path / STATE), got=error
-        ) from error
+        raise unusable_record(checkpoint, str(error)) from error
+
+
+def unusable_record(checkpoint: Checkpoint, reason: str) -> CheckpointError:
+    what = "the record of this checkpoint's model cannot be used"
+    return CheckpointError(what, where=str(checkpoint.path / STATE), got=reason)
 
 
 def require_trusted_record(record: ModelRecord, checkpoint: Checkpoint) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from paceline.checkpoints.format import STATE
 from paceline.checkpoints.named import NamedCheckpoint, find_named
-from paceline.checkpoints.resume import require_checkpoint, restore_weights
+from paceline.checkpoints.resume import require_checkpoint, require_fitting_weights, restore_weights
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import LoadedData
@@ -26,6 +26,7 @@ from paceline.data.loader import Loader
 from paceline.data.registry import load_dataset
 from paceline.data.sources.folder import read_picture
 from paceline.errors import CheckpointError, DataError, PacelineError, UserError
+from paceline.models.external import first_line
 from paceline.parallel.apply import ParallelModel, autocast, parallelise
 from paceline.runs.trust import TRUST_FLAG, is_trusting, require_trusted_code, trusting_code
 from paceline.runtime.detect import ALONE, World, build_world
@@ -35,7 +36,13 @@ from paceline.settings.rules import check_config
 from paceline.settings.schema import Config, ParallelConfig
 from paceline.settings.values import Setting
 from paceline.training.evaluate import Evaluation, average_over_views, evaluate
-from paceline.training.model_record import ModelRecord, make_record, read_record, require_trusted_record
+from paceline.training.model_record import (
+    ModelRecord,
+    make_record,
+    read_record,
+    require_trusted_record,
+    unusable_record,
+)
 from paceline.training.objective import build_objective
 from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.run_data import RunData
@@ -102,8 +109,27 @@ def find_saved(
             record = _record_of_data(config, found, named)
         else:
             require_trusted_record(record, found)
+            _require_fitting(record, found, config.train.test_views)
         is_trusted = is_trusting()
     return SavedRun(config, found, record, named.run, is_trusted)
+
+
+def _require_fitting(record: ModelRecord, checkpoint: Checkpoint, views: int) -> None:
+    """CheckpointError for a built-in model that does not fit the weights or the samples. Takes no memory.
+
+    Other models are not built here: their functions may read values, which the meta device does not have.
+    """
+    if ":" in record.model.model_name:
+        return
+    try:
+        with torch.device("meta"), torch.no_grad():
+            model = record.build_model().eval()
+            require_fitting_weights(checkpoint, model)
+            average_over_views(model, torch.zeros(2, *record.pipeline.input_shape), views)
+    except CheckpointError:
+        raise
+    except Exception as error:  # torch raises several kinds for shapes that do not fit
+        raise unusable_record(checkpoint, first_line(error)) from error
 
 
 def _find_checkpoint(named: NamedCheckpoint) -> Checkpoint:
@@ -187,16 +213,18 @@ def load_test_data(run: OpenRun) -> Loader:
 def evaluate_run(run: OpenRun) -> Evaluation:
     """Test the weights on the run's test set. Raises DataError for other data."""
     config, record = run.config, run.record
-    return evaluate(
-        run.model,
-        load_test_data(run),
-        run.world,
-        num_classes=record.info.num_classes,
-        batch_size=config.train.test_batch_size,
-        objective=build_objective(config, record.sources.resolve),
-        shares_per_rank=(config.parallel.lanes or 1) if config.parallel.exact else 1,
-        views=config.train.test_views,
-    )
+    data = load_test_data(run)
+    with record.forward_explained(run.model.module):
+        return evaluate(
+            run.model,
+            data,
+            run.world,
+            num_classes=record.info.num_classes,
+            batch_size=config.train.test_batch_size,
+            objective=build_objective(config, record.sources.resolve),
+            shares_per_rank=(config.parallel.lanes or 1) if config.parallel.exact else 1,
+            views=config.train.test_views,
+        )
 
 
 @torch.no_grad()
@@ -214,7 +242,7 @@ def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
         if info.sample_shape[0] == 1:
             samples = samples.float().mean(1, keepdim=True).round().to(torch.uint8)
         inputs = run.record.pipeline.for_evaluation(samples.to(run.world.device))
-        with autocast(model, run.world):
+        with run.record.forward_explained(model.module), autocast(model, run.world):
             logits = average_over_views(model.module, inputs, train.test_views).float()
         probabilities += logits.softmax(1).tolist()
     return probabilities

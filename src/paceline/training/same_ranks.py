@@ -1,4 +1,4 @@
-"""Checks between ranks before the first step: the same program, config and data, and a shared run folder."""
+"""Checks between ranks before the first step: the same program, config, data and functions, and a shared run folder."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from paceline.runs.folder import RunFolder, has_checkpoint
 from paceline.runs.place import RunPlace
 from paceline.runs.shared_token import NODE_LOCAL, find_token, not_shared, remove_token, write_token
 from paceline.runtime.detect import RankEnvironment, World
+from paceline.settings.code import CodeReference
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 
@@ -60,9 +61,15 @@ def require_same_data(fingerprint: str, world: World) -> None:
     require_equal([json.loads(text) for text in gather_texts(json.dumps(mine), world)])
 
 
+def require_same_functions(code: dict[CodeReference, str], world: World) -> None:
+    """Collective: compares the user's functions as each rank has compiled them. Files may differ between nodes."""
+    mine = {"functions": {item.name: digest for item, digest in code.items()}, "host": world.host}
+    require_equal([json.loads(text) for text in gather_texts(json.dumps(mine), world)])
+
+
 def require_equal(entries: list[dict[str, object]]) -> None:
     """Name the ranks that differ from most, and in what."""
-    for kind in ("code", "paceline", "torch", "data", "config"):
+    for kind in ("code", "paceline", "torch", "data", "config", "functions"):
         texts = [json.dumps(entry.get(kind), sort_keys=True) for entry in entries]
         usual, _ = Counter(texts).most_common(1)[0]
         odd = [rank for rank, text in enumerate(texts) if text != usual]

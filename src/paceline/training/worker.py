@@ -33,6 +33,7 @@ from paceline.parallel.collectives import broadcast_text, gather_texts
 from paceline.runs.catalog import recipe_of
 from paceline.runs.environment import describe_environment
 from paceline.runs.folder import ATTEMPT_MARK, RankLog, RunFolder, write_atomically, write_json
+from paceline.runs.local_code import source_read_once
 from paceline.runs.members import OWNER_ID, Member, drop_dead_members
 from paceline.runs.place import (
     RESUMED_FROM,
@@ -63,6 +64,7 @@ from paceline.training.same_ranks import require_same_ranks, require_shared_fold
 _log = logging.getLogger("paceline")
 
 
+@source_read_once()
 def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
     """Train as this rank."""
     config = loaded.config

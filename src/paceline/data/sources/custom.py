@@ -18,11 +18,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from paceline.data.dataset import Dataset, DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.dataset import MOST_CLASSES, Dataset, DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.parts import PARTS, TEST, TRAIN, VALIDATION, part_named
 from paceline.data.pictures import DECODER, as_rgb
 from paceline.data.reference import resolve_reference
 from paceline.errors import DataError, PacelineError, UserError
+from paceline.runs.local_code import local_modules_compiled
 from paceline.settings.schema import DataConfig
 from paceline.settings.text import check_text
 
@@ -33,7 +34,6 @@ EXPECTED = (
 EXPECTED_PART = "(samples, labels), an object with read(indices) and labels, or a map-style data set"
 EXPECTED_SAMPLE = "uint8 images with 1 or 3 channels (CHW or HWC), or vectors of floats"
 _STATISTICS_SAMPLES = 1024
-_MOST_CLASSES = 1_000_000
 _CLASSES = "classes"
 
 
@@ -148,7 +148,8 @@ def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
             allowed=", ".join(offered),
         )
     try:
-        return function(**wanted)
+        with local_modules_compiled():
+            return function(**wanted)
     except PacelineError:
         raise
     except Exception as error:
@@ -285,15 +286,15 @@ def _wrong_labels(labels: Tensor) -> NoReturn:
 def _class_names(classes: Any, labels: list[int]) -> tuple[str, ...]:
     """`classes`: their names, their number, or None. `labels`: those that occur, ascending."""
     num_labels = labels[-1] + 1
-    if num_labels > _MOST_CLASSES:
+    if num_labels > MOST_CLASSES:
         raise UserError(
-            "a label is too large", got=labels[-1], allowed=f"0 to {_MOST_CLASSES - 1:,}: one number per class"
+            "a label is too large", got=labels[-1], allowed=f"0 to {MOST_CLASSES - 1:,}: one number per class"
         )
     if classes is None:
         if labels != list(range(num_labels)):
             _leave_gaps(labels)
         return tuple(str(label) for label in range(max(2, num_labels)))
-    if isinstance(classes, int) and not isinstance(classes, bool) and max(2, num_labels) <= classes <= _MOST_CLASSES:
+    if isinstance(classes, int) and not isinstance(classes, bool) and max(2, num_labels) <= classes <= MOST_CLASSES:
         return tuple(str(label) for label in range(classes))
     if isinstance(classes, str) or not isinstance(classes, Sequence) or len(classes) < max(2, num_labels):
         raise UserError(
