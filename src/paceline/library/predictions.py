@@ -17,7 +17,6 @@ from paceline.data.augment import Pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.errors import UserError
-from paceline.library.caller_state import caller_state_kept
 from paceline.settings.schema import Config
 from paceline.training.evaluate import average_over_views
 from paceline.training.reuse import find_saved
@@ -45,7 +44,6 @@ class OpenModel:
     pipeline: Pipeline
 
 
-@caller_state_kept()
 def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -> OpenModel:
     saved = find_saved(path, [], checkpoint=checkpoint, trust_code=trust_code)
     record = saved.record
