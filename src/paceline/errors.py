@@ -97,6 +97,10 @@ class PacelineError(Exception):
         self.allowed = allowed
         self.hint = hint
 
+    def __str__(self) -> str:
+        """All parts, for an exception that is caught in Python. `what` is the first of them."""
+        return self.screen().removeprefix("error: ")
+
     def screen(self) -> str:
         """The message as a person reads it; parts that are not known are left out."""
         parts = [("where", self.where), ("got", self.got), ("allowed", self.allowed), ("try", self.hint)]
@@ -173,6 +177,16 @@ def error_from_json(content: dict[str, Any]) -> PacelineError:
     return error
 
 
+def text_of(error: BaseException) -> str:
+    """The message of any exception. One of the user's own may fail in its `__str__`."""
+    if isinstance(error, PacelineError):
+        return error.what
+    try:
+        return str(error)
+    except BaseException as fault:
+        return f"(no message: its __str__ raised {type(fault).__name__})"
+
+
 class EndsWithPrimary(SystemExit):
     """The primary has failed and prints why; this rank ends with its exit code and prints nothing."""
 
@@ -191,10 +205,11 @@ def explain_exit(error: BaseException) -> UserError:
     where = f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else None
     name = type(error).__name__
     is_exit = isinstance(error, SystemExit)
+    text = str(error.code) if isinstance(error, SystemExit) else text_of(error)
     return UserError(
         "sys.exit was called before the work was done" if is_exit else f"{name} was raised before the work was done",
         where=where,
-        got=f"{name}: {error.code}" if isinstance(error, SystemExit) else f"{name}: {error}".removesuffix(": "),
+        got=f"{name}: {text}".removesuffix(": "),
         hint="a function that cannot go on raises an exception" + ("" if is_exit else ", a subclass of Exception"),
         cause=Cause.USER_CODE,
     )

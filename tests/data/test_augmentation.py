@@ -92,7 +92,7 @@ def test_boxes_are_inside_and_have_the_shares_and_ratios_that_were_asked_for() -
     assert torch.equal(boxes[7:9], random_boxes(draw_bits(torch.arange(7, 9), 5), 40, 60, 0.08, 4 / 3))
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.2, 0.8, 1.0, 2.0])
+@pytest.mark.parametrize("alpha", [0.001, 0.1, 0.2, 0.8, 1.0, 2.0, 8.0, 100.0])
 def test_mixing_weights_have_the_moments_of_the_beta_distribution(alpha: float) -> None:
     weights = beta_quantile((torch.arange(100_000).double() + 0.5) / 100_000, alpha)
     assert abs(weights.mean() - 0.5) < 1e-6

@@ -63,7 +63,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (source / "sc_helper.py").write_text("")
     (source / "sc_late" / "scales.py").write_text(SCALES)
     flags = ["--model-name=source/net.py:build", *FLAGS, "--output-dir=run"]
-    answer = run_command("train", "shapes-cnn", *flags, cwd=home, **state(home))
+    answer = run_command("train", "shapes-cnn", *flags, cwd=home, env=state(home))
     assert answer.code == 0, answer.err
     assert "# saved again" in (source / "sc_late" / "scales.py").read_text()
     Image.new("RGB", (32, 32), "red").save(home / "picture.png")

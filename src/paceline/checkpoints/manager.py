@@ -28,7 +28,7 @@ from paceline.checkpoints.capture import Stage, Tensors
 from paceline.checkpoints.format import FileSeal
 from paceline.checkpoints.payload import Piece, write_pieces
 from paceline.checkpoints.resume import LEFT_IN_PLACE, checkpoints_of, choose_checkpoint, decided_by_primary
-from paceline.errors import CheckpointError, OwnerLost
+from paceline.errors import CheckpointError, OwnerLost, text_of
 from paceline.parallel.collectives import is_true_on_any, wait_for_all
 from paceline.runs.folder import flush, is_lost, lost_folder
 from paceline.runs.patience import UnreadableNow, patience_s, read_patiently
@@ -299,7 +299,7 @@ class CheckpointManager:
                     store.settle_replaced(self._folder)
             else:
                 with suppress(OSError):  # without a note the primary waits until its deadline
-                    self._write_note(temporary, {"error": str(error)})
+                    self._write_note(temporary, {"error": text_of(error)})
 
     def _commit(
         self, temporary: Path, seals: dict[str, FileSeal], state: bytes, about: dict[str, Any], is_best: bool

@@ -48,7 +48,7 @@ class Equivalence(RecipeSettings):
         ),
     ] = (1, 2, 4)
     """Numbers of processes."""
-    tolerance: Annotated[float | None, Range(low=0, high=float("inf"), open_high=True)] = None
+    tolerance: Annotated[float | None, Range(low=0)] = None
     """Largest difference of losses (1e-5 unless given; with --exact none)."""
 
 
@@ -118,13 +118,13 @@ def _plan_study(settings: Equivalence) -> Study:
     tolerance = 0.0 if parallel.exact else _DEFAULT_TOLERANCE if settings.tolerance is None else settings.tolerance
     common = [word for name, words in _QUICK.items() if loaded.origin(name) != "flag" for word in words]
     if parallel.exact and not parallel.lanes:
-        common += ["--lanes", str(max(sizes))]
+        common += [f"--lanes={max(sizes)}"]
     require_folder(loaded, "equivalence")
     given = loaded.config.run.output_dir
     with claimed(RunPlace(Path(given), None) if given else new_place(loaded, prefix="equivalence-")) as place:
         folders = {size: place.folder / f"world-{size}" for size in sizes}
         every = ["train", *settings.as_arguments(), *common]
-        commands = {size: [*every, "--processes", str(size), "--output-dir", str(folders[size])] for size in sizes}
+        commands = {size: [*every, f"--processes={size}", f"--output-dir={folders[size]}"] for size in sizes}
         for size in sizes:
             _check_run(commands[size][1:], size, folders[size])
         _check_devices(loaded, sizes)

@@ -24,6 +24,7 @@ from paceline.errors import (
     Preempted,
     UserError,
     explain_exit,
+    text_of,
 )
 from paceline.metrics.safe_output import discard_output, finish_console, outlive_readers, protect_console
 from paceline.runtime.early_exit import early_exits_fail
@@ -65,6 +66,7 @@ _FIRST_COMMANDS = {
 }
 
 
+_SWITCHES = {"--debug", "--trust-code"}
 _LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal and a closed pipe
 # Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
 _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
@@ -109,10 +111,8 @@ def _trusting() -> Iterator[None]:
 
 
 def _run(arguments: list[str] | None) -> int:
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    is_debugging = "--debug" in given
-    is_trusting = "--trust-code" in given
-    given = [argument for argument in given if argument not in ("--debug", "--trust-code")]
+    given, switches = _split_switches(list(sys.argv[1:] if arguments is None else arguments))
+    is_debugging, is_trusting = "--debug" in switches, "--trust-code" in switches
     _escape_unencodable_output()
     verb = given[0] if given else ""
     if verb in _LONG_VERBS:
@@ -122,7 +122,9 @@ def _run(arguments: list[str] | None) -> int:
     try:
         with _trusting() if is_trusting else nullcontext():
             code = _dispatch(given)
-        sys.stdout.flush()  # here, where a closed pipe is handled; Python's own flush at the end would exit with 120
+        if sys.stdout is not None:  # the user's code may have set it
+            # Here, where a closed pipe is handled. Python's own flush at the end would exit with 120.
+            sys.stdout.flush()
         return code
     except PacelineError as error:
         if is_debugging:
@@ -147,7 +149,7 @@ def _run(arguments: list[str] | None) -> int:
             traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]
         screen = PacelineError(
-            f"unexpected {type(error).__name__}: {error}",
+            f"unexpected {type(error).__name__}: {text_of(error)}",
             where=f"{where.filename}:{where.lineno}",
             hint=_hint_for(error),
         ).screen()
@@ -155,6 +157,14 @@ def _run(arguments: list[str] | None) -> int:
     except BaseException as error:  # SystemExit, GeneratorExit and others, raised by the user's code
         explained = explain_exit(error)
         return _report(explained.screen(), explained, explained.exit_code)
+
+
+def _split_switches(given: list[str]) -> tuple[list[str], set[str]]:
+    """The arguments of the verb, and the switches that every verb has. What follows `--` is for another program."""
+    end = given.index("--") if "--" in given else len(given)
+    end = 2 if given[:2] == ["runs", "note"] else end  # the words of a note are text
+    own = [argument for argument in given[:end] if argument not in _SWITCHES]
+    return [*own, *given[end:]], _SWITCHES & set(given[:end])
 
 
 def _hint_for(error: Exception) -> str:

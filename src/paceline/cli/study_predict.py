@@ -22,7 +22,7 @@ _SPEED = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>[kKMGT]?)(?P<kind>bit|B
 _LATENCY = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>us|µs|ms|ns)")
 _FACTORS = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "ns": 1e-9}
 _MOST_RANKS = 1_000_000
-_POSITIVE = Range(low=0, high=float("inf"), open_low=True, open_high=True)
+_POSITIVE = Range(low=0, open_low=True)
 
 
 def parse_link(text: str, setting: Setting) -> Link:

@@ -90,10 +90,17 @@ def beta_quantile(uniform: Tensor, alpha: float) -> Tensor:
 @lru_cache(maxsize=16)
 def _beta_table(alpha: float, device: torch.device) -> Tensor:
     """Quantiles at equal steps. Cached: copying to a GPU for every batch would synchronise with it."""
-    # The density has poles at 0 and 1 if alpha < 1. With x = s ** (1 / alpha) the integrand has none at 0, and the
-    # other half follows by symmetry.
-    place = np.linspace(0.0, 0.5**alpha, 20_001)
-    density = (1 - place ** (1 / alpha)) ** (alpha - 1)
+    # The half above the median follows by symmetry.
+    if alpha <= 1:
+        # The density has poles at 0 and 1. With x = s ** (1 / alpha) the integrand has none at 0.
+        power = 1 / alpha
+        place = np.linspace(0.0, 0.5**alpha, 20_001)
+        density = (1 - place**power) ** (alpha - 1)
+    else:
+        # The density has one maximum, at the median.
+        power = 1.0
+        place = np.linspace(0.0, 0.5, 20_001)
+        density = (4 * place * (1 - place)) ** (alpha - 1)
     mass = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2 * np.diff(place))])
-    lower = np.interp(np.linspace(0.0, mass[-1], _QUANTILES // 2 + 1), mass, place) ** (1 / alpha)
+    lower = np.interp(np.linspace(0.0, mass[-1], _QUANTILES // 2 + 1), mass, place) ** power
     return torch.from_numpy(np.concatenate([lower, 1 - lower[-2::-1]])).to(device)

@@ -18,8 +18,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-from paceline.errors import PacelineError, UserError
+from paceline.errors import PacelineError, UserError, text_of
 from paceline.runs.local_code import LocalLoader, local_modules_compiled, read_source
+from paceline.runs.user_code import process_kept
 
 
 class Resolve(Protocol):
@@ -59,13 +60,15 @@ def resolve_reference(name: str, *, where: str) -> Callable[..., Any]:
     """Import the file or module and return the function."""
     place, function = _split(name, where)
     try:
-        with local_modules_compiled():
+        with local_modules_compiled(), process_kept():
             check_reference(name, where=where)
             module = _import_file(Path(place)) if _is_file(place) else importlib.import_module(place)
     except PacelineError:
         raise
     except Exception as error:
-        raise UserError(f"importing {place} failed", where=where, got=f"{type(error).__name__}: {error}") from error
+        raise UserError(
+            f"importing {place} failed", where=where, got=f"{type(error).__name__}: {text_of(error)}"
+        ) from error
     found = getattr(module, function, None)
     if not callable(found):
         raise UserError(f"{function!r} in {place} is not a function", where=where, got=type(found).__name__)

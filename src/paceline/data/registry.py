@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from paceline.data.input_size import check_total_size, parse_input_size
+from paceline.data.input_size import check_made_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
 from paceline.data.parts import LAYOUT, VALIDATION, part_folders
 from paceline.data.reference import check_reference, is_reference
@@ -73,8 +73,8 @@ def check_dataset_name(name: str) -> None:
 def check_data_config(config: DataConfig) -> None:
     """Check everything about the data that needs no sample."""
     check_dataset_name(config.dataset)
-    if config.dataset == "synthetic":
-        check_total_size(parse_input_size(config.input_size), config.num_samples)
+    if config.dataset in ("synthetic", "shapes"):
+        check_made_size(config)
     if config.dataset == "folder":
         _check_folder(config)
 

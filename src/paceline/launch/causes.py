@@ -12,7 +12,7 @@ import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from paceline.errors import Cause, EndsWithPrimary, PacelineError
+from paceline.errors import Cause, EndsWithPrimary, PacelineError, text_of
 from paceline.runtime.open_files import OPEN_FILES_HINT
 
 _OF_ERRNO = {
@@ -96,7 +96,7 @@ def _own_cause(error: BaseException) -> Cause | None:
         return Cause.OUT_OF_MEMORY
     if isinstance(error, OSError) and error.errno in _OF_ERRNO:
         return _OF_ERRNO[error.errno]
-    text = str(error)
+    text = text_of(error)
     return next((cause for pattern, cause in _OF_TEXT if pattern.search(text)), None)
 
 

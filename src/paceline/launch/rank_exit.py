@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.errors import Cause, EndsWithPrimary, PacelineError
+from paceline.errors import Cause, EndsWithPrimary, PacelineError, text_of
 from paceline.launch.causes import cause_of, is_consequence
 from paceline.runtime.detect import OWN_LAUNCHER
 from paceline.runtime.own_rank import own_rank
@@ -57,9 +57,7 @@ def write_rank_exit(screen: str, code: int, error: BaseException) -> bool:
 
 
 def _what(error: BaseException, screen: str) -> str:
-    if isinstance(error, PacelineError):
-        return error.what
-    return screen if isinstance(error, EndsWithPrimary) else str(error) or screen
+    return screen if isinstance(error, EndsWithPrimary) else text_of(error) or screen
 
 
 def _path(attempt_dir: Path, rank: int) -> Path:

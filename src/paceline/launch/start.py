@@ -101,8 +101,8 @@ def _supervise(loaded: LoadedConfig, folder: RunFolder, nodes: Nodes, arguments:
         guard=config.guard,
         threads=threads_per_rank(config.parallel, most),
         rank_main=rank_main,
-        # The folder is decided here. Each rank would name it by its own clock.
-        arguments=["train", *arguments, "--output-dir", _name_of(folder)],
+        # The folder is decided here. Each rank would name it by its own clock. One argument: a name may begin with --.
+        arguments=["train", *arguments, f"--output-dir={_name_of(folder)}"],
         read_worlds=lambda: allowed_worlds(loaded),
         nodes=nodes,
         accumulate=config.train.accumulate,

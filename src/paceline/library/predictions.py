@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.errors import UserError
-from paceline.library.caller_state import caller_state_kept
 from paceline.settings.schema import Config
 from paceline.training.evaluate import average_over_views
 from paceline.training.model_record import ModelRecord
@@ -43,7 +42,6 @@ class OpenModel:
     record: ModelRecord
 
 
-@caller_state_kept()
 def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -> OpenModel:
     saved = find_saved(path, [], checkpoint=checkpoint, trust_code=trust_code)
     return OpenModel(saved.record.load_model(saved.checkpoint), saved.config, saved.record)

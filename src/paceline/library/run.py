@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from paceline.errors import PacelineError, UserError
+from paceline.errors import UserError
+from paceline.library.caller_state import caller_state_kept
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.runs.catalog import read_entry
@@ -36,10 +35,9 @@ def load_run(folder_or_name: str | Path, *, trust_code: bool = False) -> Run:
 
     Functions that the run names are executed only if you trained it on this machine, or with `trust_code=True`.
     """
-    with explained():
-        folder = find_run(str(folder_or_name))
-        require_run_folder(folder.path)
-        return Run(folder.path, trust_code=trust_code)
+    folder = find_run(str(folder_or_name))
+    require_run_folder(folder.path)
+    return Run(folder.path, trust_code=trust_code)
 
 
 class Run:
@@ -61,8 +59,7 @@ class Run:
     @property
     def config(self) -> Config:
         """Everything that defines the run: `run.config.train.epochs`."""
-        with explained():
-            return load_config(str(self._folder.config), []).config
+        return load_config(str(self._folder.config), []).config
 
     @property
     def results(self) -> dict[str, Any]:
@@ -76,23 +73,22 @@ class Run:
 
     def metrics(self, phase: str | None = None) -> Table:
         """A row per epoch and phase, or only those of one phase: train, val or test; `step` for logged steps."""
-        with explained():
-            if phase not in (None, *_PHASES):
-                raise UserError("there is no such phase", where="run.metrics", got=phase, allowed=", ".join(_PHASES))
-            kind = "step" if phase == "step" else "epoch"
-            rows = [row for row in read_rows(self._folder.metrics_jsonl) if row["kind"] == kind]
-            if phase in ("train", "val", "test"):
-                rows = [row for row in rows if row.get("phase") == phase]
-            return Table({name: value for name, value in row.items() if name not in ("kind", "ranks")} for row in rows)
+        if phase not in (None, *_PHASES):
+            raise UserError("there is no such phase", where="run.metrics", got=phase, allowed=", ".join(_PHASES))
+        kind = "step" if phase == "step" else "epoch"
+        rows = [row for row in read_rows(self._folder.metrics_jsonl) if row["kind"] == kind]
+        if phase in ("train", "val", "test"):
+            rows = [row for row in rows if row.get("phase") == phase]
+        return Table({name: value for name, value in row.items() if name not in ("kind", "ranks")} for row in rows)
 
     def model(self, checkpoint: str | int = "best", *, trust_code: bool = False) -> nn.Module:
         """The trained model, in eval mode on the CPU, from the best checkpoint, the latest, or that of a step.
 
         Its inputs are float and normalised as in training, like those that `run.predict` prepares.
         """
-        from paceline.library.predictions import open_model
+        with caller_state_kept():
+            from paceline.library.predictions import open_model
 
-        with explained():
             return open_model(self.path, checkpoint, trust_code=trust_code or self._trust_code).model
 
     @overload
@@ -106,9 +102,9 @@ class Run:
 
         With `logits` it returns the outputs of the model instead, a tensor [N, classes].
         """
-        from paceline.library.predictions import predict, predict_logits
+        with caller_state_kept():
+            from paceline.library.predictions import predict, predict_logits
 
-        with explained():
             return predict_logits(self._best, images) if logits else predict(self._best, images)
 
     def export(self, format: str = "safetensors", output: str | Path | None = None, *, force: bool = False) -> Path:
@@ -116,45 +112,44 @@ class Run:
 
         Returns the folder: `output`, or export-FORMAT in the run folder. `force` replaces an earlier export.
         """
-        with explained(), trusting_code(self._trust_code):
+        with trusting_code(self._trust_code):
             check_format(format)
             folder = Path(output) if output is not None else self.path / f"export-{format}"
             check_output(folder, is_forced=force)
-            from paceline.training.export import export_run
+            with caller_state_kept():
+                from paceline.training.export import export_run
 
-            export_run(self.path, format, folder, [])
+                export_run(self.path, format, folder, [])
             return folder
 
     def checkpoints(self) -> Table:
         """A row per checkpoint, oldest first: step, path, validation accuracy and loss, and whether it is complete."""
         from paceline.checkpoints.named import list_checkpoints
 
-        with explained():
-            return Table(
-                {
-                    "step": entry.state.get("step"),
-                    "path": str(entry.path),
-                    **{name: (entry.state.get("validation") or {}).get(name) for name in ("accuracy", "loss")},
-                    "is_complete": entry.damage is None and entry.unreadable is None,
-                }
-                for entry in list_checkpoints(self._folder.checkpoints, thorough=False)
-            )
+        return Table(
+            {
+                "step": entry.state.get("step"),
+                "path": str(entry.path),
+                **{name: (entry.state.get("validation") or {}).get(name) for name in ("accuracy", "loss")},
+                "is_complete": entry.damage is None and entry.unreadable is None,
+            }
+            for entry in list_checkpoints(self._folder.checkpoints, thorough=False)
+        )
 
     def evaluate(self, *, accept_new_data: bool = False) -> Evaluation:
         """Test the best weights again, in this process. Data that has changed since the training is refused, unless
         `accept_new_data`."""
-        from paceline.library.caller_state import caller_state_kept
-        from paceline.training.reuse import evaluate_run, open_run
-
         flags = ["--accept-new-data"] if accept_new_data else []
-        with explained(), caller_state_kept():
+        with caller_state_kept():
+            from paceline.training.reuse import evaluate_run, open_run
+
             return evaluate_run(open_run(self.path, flags, trust_code=self._trust_code))
 
     def source(self, checkpoint: str | int = "best") -> dict[str, str]:
         """The source of the run's functions, stored in a checkpoint: text by file name. Nothing is executed."""
-        from paceline.training.reuse import stored_source
+        with caller_state_kept():
+            from paceline.training.reuse import stored_source
 
-        with explained():
             return stored_source(self.path, checkpoint)
 
     def resume(self, *, quiet: bool = False, **flags: Any) -> Run:
@@ -185,15 +180,3 @@ class Run:
         entry = read_entry(self.path)
         accuracy = f", {entry.test_accuracy:.2%} test accuracy" if entry.test_accuracy is not None else ""
         return f"{entry.state}, step {entry.step}{accuracy}" if entry.step is not None else entry.state
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Make the exception text the whole error screen: what, where, got, allowed, try."""
-    try:
-        yield
-    except PacelineError as error:
-        rest = error.screen().partition("\n")[2]
-        if rest and rest not in getattr(error, "__notes__", ()):
-            error.add_note(rest)
-        raise

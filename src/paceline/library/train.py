@@ -12,7 +12,7 @@ from paceline.errors import CheckpointError, UserError
 from paceline.launch.request import decide_processes, read_request
 from paceline.library.child_run import train_in_child
 from paceline.library.functions import is_of_notebook, reference_to, write_down
-from paceline.library.run import Run, explained
+from paceline.library.run import Run
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace, claimed, decide_place
 from paceline.runs.trust import trusting_code
@@ -56,7 +56,7 @@ def train(
     A mistake raises `paceline.errors.UserError` before anything starts. Use `trust_code` for a recipe that is another
     user's config.yaml: functions that it names are executed only with it.
     """
-    with explained(), trusting_code(trust_code):
+    with trusting_code(trust_code):
         _refuse_within_a_rank()
         given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
         settings = _settings(given, flags) | {"output_dir": output_dir}
@@ -97,7 +97,7 @@ def plan(
 
     Takes the arguments of `train`, raises the same errors for mistakes, and starts and writes nothing.
     """
-    with explained(), trusting_code(trust_code):
+    with trusting_code(trust_code):
         settings = _settings({"model": model, "data": data, "loss": loss, "metrics": metrics}, flags)
         typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
         with tempfile.TemporaryDirectory() as draft:

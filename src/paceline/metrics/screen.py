@@ -36,8 +36,12 @@ def output_mode() -> str:
 
 
 def message_stream() -> TextIO:
-    """The stream for messages: standard output, but standard error if standard output has JSON rows."""
-    return sys.stderr if output_mode() == "json" else sys.stdout
+    """The stream for messages: standard output, but standard error if standard output has JSON rows.
+
+    A model may set them to None in its forward pass. Python keeps the first ones.
+    """
+    stream: TextIO | None = sys.stderr if output_mode() == "json" else sys.stdout
+    return stream or cast(TextIO, sys.__stdout__)
 
 
 def say(text: str) -> None:

@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.data.fetch import locked
 from paceline.data.reference import Resolve, check_reference, resolve_reference
-from paceline.errors import DataError, PacelineError, UserError
+from paceline.errors import DataError, PacelineError, UserError, text_of
 from paceline.runs.cache import cache_folder
+from paceline.runs.user_code import process_kept
 
 if TYPE_CHECKING:
     from torch import nn
@@ -47,7 +48,7 @@ def suggest(name: str, known: Iterable[str]) -> str | None:
 
 def first_line(error: BaseException) -> str:
     """An exception as one short line for an error screen."""
-    lines = str(error).strip().splitlines() or [""]
+    lines = text_of(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(": ")
 
 
@@ -260,7 +261,8 @@ def _accepted(name: str, function: Callable[..., Any], offered: dict[str, Any]) 
 def _users_code(name: str) -> Iterator[None]:
     """Report a failure inside a user's file with the line in that file."""
     try:
-        yield
+        with process_kept():
+            yield
     except PacelineError:
         raise
     except Exception as error:

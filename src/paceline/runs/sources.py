@@ -26,9 +26,10 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from paceline.errors import UserError
+from paceline.errors import UserError, text_of
 from paceline.runs.json_files import Fields, ListOf, MapOf, fit
 from paceline.runs.local_code import modules_needed
+from paceline.runs.user_code import process_kept
 from paceline.settings.code import CodeReference
 
 LARGEST_SOURCES_BYTES = 2_000_000  # of all modules together; a part of every checkpoint
@@ -87,15 +88,15 @@ class Sources:
             raise UserError("the source of this function is not stored with the run", where=where, got=name)
         module_name, function_name = self.functions[name]
         try:
-            with self.importable():
+            with process_kept(), self.importable():
                 function = getattr(importlib.import_module(module_name), function_name)
         except Exception as error:  # whatever the user's code raises
-            got = f"{type(error).__name__}: {error}"
+            got = f"{type(error).__name__}: {text_of(error)}"
             raise UserError(f"importing {name} failed", where=where, got=got, hint=_hint(error)) from error
 
         @functools.wraps(function, updated=())  # it may be a class, whose members are not the wrapper's
         def call(*arguments: Any, **options: Any) -> Any:
-            with self.importable():  # it may import when it is called
+            with process_kept(), self.importable():  # it may import when it is called
                 return function(*arguments, **options)
 
         return call

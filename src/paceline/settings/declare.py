@@ -12,7 +12,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -20,19 +20,24 @@ from typing import Any, Literal, get_args, get_origin
 
 @dataclass(frozen=True)
 class Range:
-    """The allowed interval of a number. An open end excludes its bound."""
+    """The allowed interval of a number. An open end excludes its bound. No number may be infinite."""
 
     low: float = float("-inf")
     high: float = float("inf")
     open_low: bool = False
     open_high: bool = False
+    or_zero: bool = False  # 0, which switches something off, is allowed besides the interval
 
     def holds(self, value: float) -> bool:
+        if self.or_zero and value == 0:
+            return True
         above = value > self.low if self.open_low else value >= self.low
         below = value < self.high if self.open_high else value <= self.high
         return above and below
 
     def __str__(self) -> str:
+        if self.or_zero:
+            return f"0 or {replace(self, or_zero=False)}"
         if self.high == float("inf"):
             return f"greater than {self.low:.12g}" if self.open_low else f"{self.low:.12g} or more"
         low = f"more than {self.low:.12g}" if self.open_low else f"from {self.low:.12g}"

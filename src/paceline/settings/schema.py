@@ -16,6 +16,9 @@ Positive = Annotated[int, Range(low=1)]
 NonNegative = Annotated[float, Range(low=0.0)]
 Fraction = Annotated[float, Range(low=0.0, high=1.0, open_high=True)]
 Probability = Annotated[float, Range(low=0.0, high=1.0)]
+# Of Beta(alpha, alpha). Further out, every weight is 0, 1 or 1/2.
+Alpha = Annotated[float, Range(low=0.001, high=100.0, or_zero=True)]
+Seconds = Annotated[float, Range(low=0.0, high=1e9)]
 
 
 @dataclass(frozen=True)
@@ -33,7 +36,7 @@ class DataConfig:
     input_size: str = "784"
     """Shape of a synthetic sample: 784 for vectors, 3x32x32 for images."""
 
-    num_classes: Annotated[int, Range(low=2)] = 10
+    num_classes: Annotated[int, Range(low=2, high=4096)] = 10
     """Classes of the synthetic data set."""
 
     train_split: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.9
@@ -96,10 +99,10 @@ class DataConfig:
     erase: Probability = 0.0
     """Share of the training images in which a random rectangle is erased."""
 
-    mixup_alpha: NonNegative = 0.0
+    mixup_alpha: Alpha = 0.0
     """Mix pairs of training images and their labels (mixup), with weights from Beta(alpha, alpha); 0 for none."""
 
-    cutmix_alpha: NonNegative = 0.0
+    cutmix_alpha: Alpha = 0.0
     """Paste a box of another training image, and mix the labels by its area (CutMix); 0 for none."""
 
     cutmix_share: Probability = 0.5
@@ -124,7 +127,7 @@ class ModelConfig:
     weights: str = "none"
     """Initial weights: none, imagenet, or a .safetensors/.pth file. A head for other classes is left out."""
 
-    hidden_size: Positive = 256
+    hidden_size: Annotated[int, Range(low=1, high=2**16)] = 256
     """Width of the mlp's hidden layers."""
 
     dropout: Fraction = 0.0
@@ -309,14 +312,14 @@ class GuardConfig:
     max_restarts: Count = 3
     """How often a run is restarted from its newest checkpoint after a crash or a hang."""
 
-    hang_timeout_s: NonNegative = 0.0
+    hang_timeout_s: Seconds = 0.0
     """Seconds without progress after which the ranks' stacks are written and the attempt ends; 0: computed
     from the run's own step times."""
 
     stop_signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1", "SIGUSR2")
     """Signals after which the run saves at the next step and ends with exit code 75."""
 
-    notice_s: NonNegative = 0.0
+    notice_s: Seconds = 0.0
     """Seconds between the scheduler's stop signal and its kill. Training continues while there is time left to save.
     0: stop at the next step."""
 

@@ -131,7 +131,7 @@ def _number(field: FieldSpec, text: str, setting: Setting) -> int | float:
         raise invalid(setting, text) from None
     # No count, size or time needs more than 64 bits. A longer number overflows in a division.
     is_too_long = isinstance(value, int) and not -(2**63) <= value < 2**63
-    if is_too_long or math.isnan(value) or (field.range and not field.range.holds(value)):
+    if is_too_long or not math.isfinite(value) or (field.range and not field.range.holds(value)):
         raise UserError(
             f"{field.name} is out of range",
             where=setting.where,

@@ -13,13 +13,13 @@ STORAGE_PATIENCE = "PACELINE_STORAGE_PATIENCE_S"
 STORE_TIMEOUT = "PACELINE_STORE_TIMEOUT_S"
 START_TIMEOUT = "PACELINE_START_TIMEOUT_S"
 MAX_REQUEUES = "PACELINE_MAX_REQUEUES"
-_FINITE = Range(low=0, high=float("inf"), open_high=True)
+_FROM_ZERO = Range(low=0)
 _WHOLE = Range(low=0, high=10**9)
 
 
 def read_number(name: str, default: float, environment: Mapping[str, str] = os.environ) -> float:
     """A finite number from 0. An empty variable counts as not set."""
-    return float(_read(name, float, _FINITE, default, environment))
+    return float(_read(name, float, _FROM_ZERO, default, environment))
 
 
 def read_whole(name: str, default: int, environment: Mapping[str, str] = os.environ) -> int:

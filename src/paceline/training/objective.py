@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.data.reference import Resolve, resolve_reference
-from paceline.errors import Cause, PacelineError, UserError
+from paceline.errors import Cause, PacelineError, UserError, text_of
 from paceline.models.external import first_line
 from paceline.parallel.apply import ParallelModel, autocast
 from paceline.runtime.detect import World
@@ -51,7 +51,8 @@ _DOES_NOT_FIT = re.compile(
     r"target \d+ is out of bounds|shapes cannot be multiplied|must match the size|expected input"
     r"|invalid for input of size|size mismatch|shape mismatch|expected .* to have|number of dimensions|out of range"
     r"|expected target size"
-    r"|batch_size.* to match|normalized_shape|must match the existing size|given groups=",
+    r"|batch_size.* to match|normalized_shape|must match the existing size|given groups="
+    r"|same dtype|expected scalar type|input type .* type .* should be the same",
     re.IGNORECASE,
 )
 
@@ -342,7 +343,7 @@ def _same_random_state(device: str) -> Iterator[None]:
 def explain_own_code(error: Exception, config: Config) -> UserError | None:
     """None for an error that says nothing about functions of the user's own."""
     names = [name for name in (config.model.model_name, config.train.loss) if ":" in name]
-    text = str(error)
+    text = text_of(error)
     if not names or isinstance(error, PacelineError | OSError | torch.OutOfMemoryError):
         return None
     what = " or ".join(names)

@@ -25,6 +25,7 @@ from paceline.errors import (
     PacelineError,
     Preempted,
     explain_exit,
+    text_of,
 )
 from paceline.metrics.safe_output import describe_console_loss, keep_console_in, send_console_to, write_at_once
 from paceline.metrics.screen import ScreenLog, say
@@ -157,7 +158,7 @@ def _reason(error: BaseException) -> str:
         return error.what
     if isinstance(error, KeyboardInterrupt):
         return "interrupted by the user"
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 def _agree_on_place(loaded: LoadedConfig, world: World, environment: RankEnvironment) -> RunPlace:

@@ -22,8 +22,9 @@ from paceline.data.dataset import MOST_CLASSES, Dataset, DatasetInfo, LoadedData
 from paceline.data.parts import PARTS, TEST, TRAIN, VALIDATION, part_named
 from paceline.data.pictures import DECODER, as_rgb
 from paceline.data.reference import resolve_reference
-from paceline.errors import DataError, PacelineError, UserError
+from paceline.errors import DataError, PacelineError, UserError, text_of
 from paceline.runs.local_code import local_modules_compiled
+from paceline.runs.user_code import process_kept
 from paceline.settings.schema import DataConfig
 from paceline.settings.text import check_text
 
@@ -148,7 +149,7 @@ def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
             allowed=", ".join(offered),
         )
     try:
-        with local_modules_compiled():
+        with local_modules_compiled(), process_kept():
             return function(**wanted)
     except PacelineError:
         raise
@@ -157,7 +158,7 @@ def _call(function: Callable[..., Any], config: DataConfig, seed: int) -> Any:
         raise UserError(
             f"the data set function {config.dataset} failed",
             where=f"{frame.filename}, line {frame.lineno}",
-            got=f"{type(error).__name__}: {error}",
+            got=f"{type(error).__name__}: {text_of(error)}",
         ) from error
 
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.input_size import count_test_samples
 from paceline.settings.schema import DataConfig
 
 Floats = NDArray[np.float32]
@@ -244,7 +245,7 @@ def describe(config: DataConfig, seed: int) -> DatasetInfo:
     return DatasetInfo(
         name="shapes",
         num_train=config.num_samples,
-        num_test=max(1000, config.num_samples // 10),
+        num_test=count_test_samples(config.num_samples),
         classes=CLASSES,
         sample_shape=(3, SIDE, SIDE),
         mean=MEAN,

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
-from paceline.data.input_size import check_total_size, parse_input_size
+from paceline.data.input_size import CENTRE_SIDE, check_made_size, count_test_samples, parse_input_size
 from paceline.settings.schema import DataConfig
 
 Floats = NDArray[np.float32]
@@ -23,7 +23,6 @@ Floats = NDArray[np.float32]
 CENTRE_STREAM, TRAIN_STREAM, TEST_STREAM = 2, 3, 4  # 0 and 1 belong to the shapes
 
 SEPARATION = 2.7  # half the distance between two centres, in standard deviations of the noise
-GRID = 4  # an image is a grid of this side, enlarged
 IMAGE_GAIN, PIXEL_NOISE = 32.0, 80.0  # grey levels: per standard deviation; full range of the noise
 _CHUNK = 512  # images enlarged at a time
 
@@ -65,8 +64,8 @@ def _images(
     random: np.random.Generator,
 ) -> NDArray[np.uint8]:
     channels, height, width = shape
-    grids = _vectors(labels, channels * GRID * GRID, num_classes, seed, random)
-    grids = grids.reshape(-1, channels, GRID, GRID) * np.float32(IMAGE_GAIN) + np.float32(128)
+    grids = _vectors(labels, channels * CENTRE_SIDE * CENTRE_SIDE, num_classes, seed, random)
+    grids = grids.reshape(-1, channels, CENTRE_SIDE, CENTRE_SIDE) * np.float32(IMAGE_GAIN) + np.float32(128)
     down, across = _enlarge(height), _enlarge(width).T
     images = np.empty((len(labels), *shape), dtype=np.uint8)
     for start in range(0, len(labels), _CHUNK):
@@ -78,19 +77,19 @@ def _images(
 
 
 def _enlarge(side: int) -> Floats:
-    """[side, GRID]: weights of linear interpolation between the points of the grid."""
-    positions = np.linspace(0, GRID - 1, side)[:, None]
-    return (1 - abs(positions - np.arange(GRID))).clip(min=0).astype(np.float32)
+    """[side, CENTRE_SIDE]: weights of linear interpolation between the points of the grid."""
+    positions = np.linspace(0, CENTRE_SIDE - 1, side)[:, None]
+    return (1 - abs(positions - np.arange(CENTRE_SIDE))).clip(min=0).astype(np.float32)
 
 
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
     shape = parse_input_size(config.input_size)
-    check_total_size(shape, config.num_samples)
+    check_made_size(config)
     channels = shape[0] if len(shape) == 3 else 0
     return DatasetInfo(
         name="synthetic",
         num_train=config.num_samples,
-        num_test=max(1000, config.num_samples // 10),
+        num_test=count_test_samples(config.num_samples),
         classes=tuple(str(label) for label in range(config.num_classes)),
         sample_shape=shape,
         mean=(0.5,) * channels,

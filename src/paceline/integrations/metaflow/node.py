@@ -146,16 +146,16 @@ class Node:
     def _arguments(self) -> list[str]:
         recipe = self.folder.path.parent / f"{self.request.name}.yaml"
         recipe.write_text(self.request.recipe)
-        flags = ["--processes", str(self.request.processes_per_node), "--output-dir", str(self.folder.path)]
-        flags += ["--resume", "auto", "--max-restarts", str(self.request.max_restarts)]
+        flags = [f"--processes={self.request.processes_per_node}", f"--output-dir={self.folder.path}"]
+        flags += ["--resume=auto", f"--max-restarts={self.request.max_restarts}"]
         if self.request.best_is_latest:
             flags.append("--best-is-latest")
         if len(self.start.nodes) > 1:
             flags += ["--stop-signals", "SIGTERM"]  # the other signals are Slurm's
         if self.request.shares_cores:
-            flags += ["--omp-num-threads", str(self._threads())]
+            flags += [f"--omp-num-threads={self._threads()}"]
         if self.plan.device:
-            flags += ["--device", self.plan.device]
+            flags += [f"--device={self.plan.device}"]
         if not self.injects_faults:
             flags += ["--inject="]
         return ["train", str(recipe), *flags]

@@ -55,5 +55,5 @@ def training_by_torchrun(request: Request) -> Iterator[Trained | None]:
 
 
 def _flags(request: Request, folder: RunFolder) -> list[str]:
-    flags = ["--output-dir", str(folder.path), "--resume", "auto"]
+    flags = [f"--output-dir={folder.path}", "--resume=auto"]
     return [*flags, "--best-is-latest"] if request.best_is_latest else flags

@@ -111,9 +111,9 @@ def train(training_request: dict[str, Any]) -> None:
     flags, warning = fit_world(loaded)
     if warning:
         print_line(warning)
-    arguments = ["train", request.recipe, *request.flags, *flags, "--output-dir", str(run_folder().path)]
+    arguments = ["train", request.recipe, *request.flags, *flags, f"--output-dir={run_folder().path}"]
     if os.environ.get(RETRY_RUN_ID):
-        arguments += ["--resume", "auto"]
+        arguments += ["--resume=auto"]
     try:
         code = run_paceline(arguments, artifacts() / TRAINING_LOG)
     finally:
