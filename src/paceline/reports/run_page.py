@@ -14,6 +14,7 @@ from paceline.reports.page import Block, Code, Details, Gallery, Picture, Sectio
 from paceline.reports.run_files import Row, RunFiles, read_run, show_value
 from paceline.reports.run_limits import limit_blocks, limit_tile
 from paceline.runs.folder import RunFolder
+from paceline.settings.tasks import METRICS, MINIMISED, MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 _log = logging.getLogger("paceline")
 _TONES: dict[str, Tone] = {"finished": "good", "failed": "bad", "preempted": "warn", "running": ""}
@@ -58,10 +59,9 @@ def write_run_page(path: Path, state: str = "") -> Path:
 def verdict(run: RunFiles) -> str:
     """One sentence about the end of the run."""
     status, results = run.status, run.results
-    if run.state == "finished" and results.get("test_accuracy") is not None:
-        count = results.get("test", {}).get("samples")
-        of = f" of {count:,} test samples" if count else " of the test samples"
-        text = f"**Finished.** {results['test_accuracy']:.2%}{of} are classified correctly"
+    test_text = _test_text(run)
+    if run.state == "finished" and test_text:
+        text = f"**Finished.** {test_text}"
         if results.get("best_epoch"):
             text += f", with the weights of epoch {results['best_epoch']}"
         return f"{text}; {_failures_text(run)}."
@@ -76,6 +76,20 @@ def verdict(run: RunFiles) -> str:
         last = f" of {status['last_step']:,}" if isinstance(status.get("last_step"), int) else ""
         return f"**Not finished** when this page was written{at}{last}; {_failures_text(run)}."
     return f"It is not known how this run ended{at}."
+
+
+def _test_text(run: RunFiles) -> str:
+    """The result of the test in words; empty if there is none."""
+    results, task = run.results, run.results.get("task", SINGLE_LABEL)
+    metrics = results.get("test_metrics", {})
+    count = results.get("test", {}).get("samples")
+    of = f" of {count:,} test samples" if count else " of the test samples"
+    if task == REGRESSION and metrics.get("mae") is not None:
+        return f"The mean absolute error{of} is {metrics['mae']:.4g}"
+    if task == MULTI_LABEL and metrics.get("map") is not None:
+        return f"The mean average precision{of} is {metrics['map']:.2%}"
+    accuracy = results.get("test_accuracy")
+    return "" if accuracy is None else f"{accuracy:.2%}{of} are classified correctly"
 
 
 def _failures_text(run: RunFiles) -> str:
@@ -97,7 +111,7 @@ def _key_figures(run: RunFiles) -> list[Block]:
     results = run.results
     tiles = [
         _tile("test accuracy", results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
-        *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.own_metrics),
+        *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.shown_metrics),
         _best_tile(run),
         _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
         limit_tile(run),
@@ -133,11 +147,19 @@ def _tile(label: str, value: Any, form: str, note: str = "") -> Tile | None:
 
 
 def _best_tile(run: RunFiles) -> Tile | None:
-    rows = [row for row in run.epochs("val") if row.get("accuracy") is not None]
+    """The best epoch by the metric that selects checkpoints."""
+    task = str(run.config.get("task", SINGLE_LABEL))
+    given = str(run.config.get("best_by", ""))
+    direction, is_own, name = given.rpartition(":")
+    name = name or next(iter(METRICS[task]))
+    sign = -1 if (direction if is_own else METRICS[task].get(name)) == MINIMISED else 1
+    rows = [row for row in run.epochs("val") if row.get(name) is not None]
     if not rows:
         return None
-    best = max(rows, key=lambda row: row["accuracy"])
-    return Tile("best validation", f"{best['accuracy']:.2%}", f"epoch {best.get('epoch')}")
+    best = max(rows, key=lambda row: sign * row[name])
+    value = f"{best[name]:.2%}" if name == "accuracy" else f"{best[name]:.4g}"
+    note = "" if name == "accuracy" else f"{name}, "
+    return Tile("best validation", value, f"{note}epoch {best.get('epoch')}")
 
 
 def _loss_note(loss: float | None) -> str:

@@ -18,6 +18,7 @@ from torch import Tensor
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtime.detect import World
+from paceline.settings.tasks import SINGLE_LABEL
 from paceline.training.components import Components
 
 MOST_EXAMPLES = 24
@@ -94,8 +95,8 @@ class Examples:
 
 
 def open_examples(components: Components, world: World) -> Examples | None:
-    """Only the primary collects examples."""
-    if not world.is_primary:
+    """Only the primary collects examples, and only of tasks with one class per sample."""
+    if not world.is_primary or components.plan.info.task != SINGLE_LABEL:
         return None
     config = components.plan.config
     pipeline = build_pipeline(config.data, components.plan.info, config.train.seed)

@@ -136,8 +136,8 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
         write_failed(what)
         raise
     if world.is_primary:
-        fields = {"test_accuracy": results.test.accuracy, **describe_console_loss()}
-        folder.write_status("finished", step=results.steps, **fields)
+        accuracy = {} if results.test.accuracy is None else {"test_accuracy": results.test.accuracy}
+        folder.write_status("finished", step=results.steps, **accuracy, **describe_console_loss())
         print_result(results, folder)
     return results
 
