@@ -63,7 +63,7 @@ class BuiltInLoss:
             return None
         sums = self.class_weights.double().to(labels.device)[labels].sum(1)
         # A batch of samples without weight has the loss 0.
-        return torch.where(sums > 0, labels.shape[1] / sums, torch.zeros_like(sums)).float()
+        return torch.where(sums > 0, torch.full_like(sums, labels.shape[1]) / sums, torch.zeros_like(sums)).float()
 
     def _shares(self, targets: Tensor, outputs: Tensor) -> Tensor:
         classes = outputs.shape[1]
@@ -97,6 +97,6 @@ def balanced_weights(labels: Tensor, num_classes: int) -> Tensor:
     """Of classes: samples / (classes * samples of the class). Of several labels: samples without / samples with it."""
     if labels.dim() == 1:
         counts = torch.bincount(labels, minlength=num_classes).double()
-        return len(labels) / (num_classes * counts)
+        return torch.full_like(counts, len(labels)) / (num_classes * counts)
     counts = labels.double().sum(0)
     return (len(labels) - counts) / counts
