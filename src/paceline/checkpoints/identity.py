@@ -52,8 +52,10 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     config = checkpoint.state.get("config", {})
     # Checkpoints of earlier releases hold the earlier names of settings.
     saved = {**_BEFORE, **{RENAMED.get(name, name): value for name, value in config.items()}}
-    now = json.loads(json.dumps(now))
+    saved, now = (json.loads(json.dumps(values)) for values in (saved, now))
     identity: tuple[str, ...] = IDENTITY
+    if now.get("teacher") and not now["teacher_sha256"]:
+        now["teacher_sha256"] = saved["teacher_sha256"]  # not computed yet: the ranks compare it
     if now["exact"] and lanes is not None:
         saved_world = int(checkpoint.manifest.about.get("world_size", 0))
         saved["lanes"], now["lanes"] = saved.get("lanes") or saved_world, lanes

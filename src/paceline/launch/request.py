@@ -12,6 +12,8 @@ from paceline.errors import UserError
 from paceline.launch.inputs import fetch_command
 from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
+from paceline.runs.find import locate_run
+from paceline.runs.folder import has_checkpoint
 from paceline.runs.place import check_init_from, check_paths
 from paceline.runs.stores import is_url
 from paceline.runs.trust import require_trusted_recipe
@@ -68,8 +70,23 @@ def check_loaded(loaded: LoadedConfig) -> None:
     check_weights(loaded.config.model)
     check_functions(loaded)
     check_init_from(loaded)
+    check_teacher(loaded)
     if loaded.origin("track") != "default":  # a default that is missing is left out later, with a note
         check_trackers(loaded.config.run.track, where=loaded.where("track"))
+
+
+def check_teacher(loaded: LoadedConfig) -> None:
+    """The teacher must exist. The ranks check what it was trained for."""
+    name = loaded.config.objective.teacher
+    if name.startswith("timm:"):
+        check_model_name(name)
+    elif name and not has_checkpoint(locate_run(name)):
+        raise UserError(
+            "there is no such teacher",
+            where=loaded.where("teacher"),
+            got=name,
+            allowed="a run with a checkpoint, one of its checkpoints, or timm:NAME",
+        )
 
 
 def check_functions(loaded: LoadedConfig) -> None:

@@ -85,7 +85,9 @@ def _check_loss(loaded: LoadedConfig) -> None:
             raise UserError(
                 f"{field} is a part of {' and '.join(needed)}, and this run has the loss {name}",
                 where=loaded.where(field),
-                hint=f"leave it out, or --loss {needed[0]}" if ":" not in name else "do this in the loss itself",
+                hint=f"leave it out, or --loss {needed[0]}"
+                if ":" not in name
+                else "leave it out, or do it in the loss itself",
             )
     if task == MULTI_LABEL and (config.optim.label_smoothing or config.objective.bce_threshold):
         field = "label_smoothing" if config.optim.label_smoothing else "bce_threshold"

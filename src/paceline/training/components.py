@@ -54,6 +54,7 @@ from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_wit
 from paceline.training.same_ranks import require_same_data
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
+from paceline.training.teacher import Distillation, name_teacher, open_teacher
 
 _FIRST_LOOK_SAMPLES = 2000  # for a model that takes its first layer from the data
 
@@ -215,6 +216,7 @@ def build_components(
     `checkpoint`: the run continues from it, so it decides on the samples and on the count of epochs. Its tensors are
     restored by `Components.resume`.
     """
+    config = name_teacher(config) if load_weights else config
     if checkpoint is not None:
         _compare_configs(checkpoint, config, world.world_size)
         _read_state(checkpoint, TrainState.from_json)
@@ -233,6 +235,9 @@ def build_components(
     sampling = build_sampling(config.data.sampling, config.data.epoch_samples, labels, weights)
     train_data = Loader(data.train, train_ids, pipeline, world, sampling)
     class_weights = find_class_weights(config, labels, data.info.classes, world.device)
+    teacher = None
+    if config.objective.teacher and load_weights:
+        teacher = Distillation(open_teacher(config.objective.teacher), config, data.info, pipeline, world.device)
     if data.validation is None:
         validation_data = train_data.on_part(samples.validation_ids)
     else:
@@ -253,7 +258,7 @@ def build_components(
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     if load_weights:
         check_objective(config, plan, parallel, world)
-    objective = build_objective(config, class_weights=class_weights)
+    objective = build_objective(config, class_weights=class_weights, teacher=teacher)
     step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective)
     code = hash_code(config)  # after all of it was imported
     is_recorded = load_weights and world.is_primary

@@ -10,7 +10,7 @@ import io
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor
@@ -19,7 +19,9 @@ from paceline.data.augment import Pipeline, build_pipeline
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtime.detect import World
 from paceline.settings.tasks import SINGLE_LABEL
-from paceline.training.components import Components
+
+if TYPE_CHECKING:  # components.py imports this file by way of the teacher, which is a finished run
+    from paceline.training.components import Components
 
 MOST_EXAMPLES = 24
 _MOST_WRONG = 16

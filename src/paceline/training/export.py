@@ -26,8 +26,8 @@ from paceline.models.external import first_line
 from paceline.runs.folder import RunFolder, write_atomically, write_json
 from paceline.settings.tasks import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from paceline.training.model_card import describe_weights, write_card
-from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
+from paceline.training.weights_hash import hash_model
 
 PROBE_SAMPLES = 8
 TOLERANCE = 1e-4  # of the largest logit (or of 1): another runtime adds in another order

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -117,6 +117,12 @@ class UserFunction:
         )
 
 
+class TeacherLoss(Protocol):
+    """The teacher's part of the loss (teacher.py)."""
+
+    def blend(self, loss: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor: ...
+
+
 @dataclass(frozen=True)
 class Objective:
     """What a run minimises, and what its evaluations measure."""
@@ -124,9 +130,15 @@ class Objective:
     task: str = SINGLE_LABEL
     loss: BuiltInLoss | UserFunction = field(default_factory=BuiltInLoss)
     metrics: dict[str, UserFunction] = field(default_factory=dict)
+    teacher: TeacherLoss | None = None
+
+    def training_loss(self, logits: Tensor, labels: Tensor, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
+        """What training minimises: the loss of the labels, and the teacher's part if there is a teacher."""
+        loss = self.mean_loss(logits, labels, scale)
+        return loss if self.teacher is None else self.teacher.blend(loss, logits, inputs)
 
     def mean_loss(self, logits: Tensor, labels: Tensor, scale: Tensor | None = None) -> Tensor:
-        """What training minimises. `scale`: of the whole global batch, for a weighted mean (`batch_scale`)."""
+        """The loss of the labels. `scale`: of the whole global batch, for a weighted mean (`batch_scale`)."""
         if isinstance(self.loss, UserFunction):
             return self.loss(logits, labels).mean()
         mean = self.loss.mean(logits, labels)
@@ -155,14 +167,18 @@ class Objective:
 
 
 def build_objective(
-    config: Config, resolve: Resolve = resolve_reference, *, class_weights: Tensor | None = None
+    config: Config,
+    resolve: Resolve = resolve_reference,
+    *,
+    class_weights: Tensor | None = None,
+    teacher: TeacherLoss | None = None,
 ) -> Objective:
-    """The loss and the metrics of a config. `resolve` finds the user's functions. `class_weights` are for training."""
+    """The loss and the metrics of a config. `resolve` finds the user's functions. The last two are for training."""
     train, options = config.train, config.objective
     metrics = {name.rpartition(":")[2]: UserFunction(name, resolve(name, where="--metrics")) for name in train.metrics}
     if has_own_loss(config):
         own = UserFunction(train.loss, resolve(train.loss, where="--loss"), True)
-        return Objective(config.data.task, own, metrics)
+        return Objective(config.data.task, own, metrics, teacher)
     built_in = BuiltInLoss(
         name=loss_name(config),
         label_smoothing=config.optim.label_smoothing,
@@ -170,7 +186,7 @@ def build_objective(
         focal_gamma=options.focal_gamma,
         class_weights=class_weights,
     )
-    return Objective(config.data.task, built_in, metrics)
+    return Objective(config.data.task, built_in, metrics, teacher)
 
 
 def find_class_weights(config: Config, labels: Tensor, classes: tuple[str, ...], device: str) -> Tensor | None:

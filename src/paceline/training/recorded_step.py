@@ -34,6 +34,7 @@ def can_record(model: ParallelModel, config: Config, world: World) -> bool:
         and model.strategy != "fsdp"
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
+        and not config.objective.teacher  # any model, which may read values too
         and not has_own_loss(config)  # a user's function may read values from the GPU, which a graph cannot
         and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
     )

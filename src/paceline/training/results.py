@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_tensors
 from paceline.metrics.console import format_seconds
 from paceline.metrics.screen import BRIEF, output_mode
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
-from paceline.parallel.parts import bits
 from paceline.runs.folder import RunFolder
 from paceline.runtime.detect import World
 from paceline.settings.tasks import MAXIMISED, best_metric
@@ -26,6 +21,7 @@ from paceline.training.evaluate import Evaluation
 from paceline.training.limits import find_limits
 from paceline.training.plan import RunPlan
 from paceline.training.session import TrainingSession
+from paceline.training.weights_hash import hash_tensors
 
 _LAST_ROW = (  # fields of results.json in the last row of --json
     *("status", "test_accuracy", "test_loss", "best_epoch", "best_validation_accuracy", "steps", "training_seconds"),
@@ -44,19 +40,6 @@ class RunTotals:
     wait_s: float
     timing: dict[str, Any]  # time of the steps by phase: metrics/phases.py
     energy_j: float | None  # of this rank's GPU; None if its driver does not report it
-
-
-def hash_tensors(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of the tensors' bytes in the order of their names."""
-    digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
-        digest.update(bits(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def hash_model(model: nn.Module) -> str:
-    """The hash of the whole state of a model that is not sharded."""
-    return hash_tensors(gather_whole(model_tensors(model), "cpu"))
 
 
 def hash_state(components: Components, device: str) -> dict[str, str]:

@@ -238,7 +238,7 @@ class TrainStep:
         """The mean loss, and the number of correct answers."""
         with autocast(self._model, self._world):
             logits = self._model(part.inputs, part.keys)
-            loss = self.objective.mean_loss(logits.float(), part.labels, part.loss_scale)
+            loss = self.objective.training_loss(logits.float(), part.labels, part.inputs, part.loss_scale)
         with torch.no_grad():
             return loss, self.objective.count_correct(logits, part.labels)
 
