@@ -1,4 +1,4 @@
-"""Settings of losses, tasks, metrics, sampling and teachers that do not fit together: one screen before anything starts."""
+"""Settings of losses, tasks, metrics, sampling and teachers that do not fit together: one screen before the start."""
 
 from __future__ import annotations
 

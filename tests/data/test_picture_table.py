@@ -73,7 +73,7 @@ def test_a_column_of_weights(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("\n".join(weighted) + "\n")
     weights = getattr(load_dataset(config(tmp_path), 0).train, "sample_weights", None)
     assert weights.tolist() == [1.0, 0.0, 2.5]
-    (tmp_path / "train.csv").write_text("\n".join(weighted[:-1] + [lines[-1]]) + "\n")
+    (tmp_path / "train.csv").write_text("\n".join([*weighted[:-1], lines[-1]]) + "\n")
     with pytest.raises(DataError, match="no weight") as refused:
         load_dataset(config(tmp_path), 0)
     assert refused.value.where == f"{tmp_path / 'train.csv'}, line 4"
@@ -119,7 +119,7 @@ def test_tables_that_cannot_be_used(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no column path"):
         check_data_config(config(tmp_path))
     (tmp_path / "test.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(DataError, match="cannot be read|no column"):
+    with pytest.raises(DataError, match=r"cannot be read|no column"):
         check_data_config(config(tmp_path))
     (tmp_path / "test.csv").unlink()
     with pytest.raises(DataError, match="not here"):
