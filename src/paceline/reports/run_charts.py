@@ -104,7 +104,7 @@ def class_charts(run: RunFiles) -> list[Chart | Matrix]:
         charts.append(Chart("classes", title, "class", "share recognised", bars, kind="bar", y_format="percent"))
     for name, title, label in _OTHER_TASKS:
         values = {str(key): value for key, value in test.get(name, {}).items()}
-        if values and len(values) <= 2 * LARGEST_MATRIX:
+        if 1 < len(values) <= 2 * LARGEST_MATRIX:
             bars = [Series("test", list(values.values()), list(values))]
             charts.append(Chart("classes", title, label, title.partition(" by")[0].lower(), bars, kind="bar"))
     return charts

@@ -110,8 +110,11 @@ def _subtitle(run: RunFiles) -> str:
 def _key_figures(run: RunFiles) -> list[Block]:
     results = run.results
     tiles = [
-        _tile("test accuracy", results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
-        *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.shown_metrics),
+        _tile(_accuracy_name(run), results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
+        *(
+            _tile(f"test {name.replace('_', ' ')}", results.get("test_metrics", {}).get(name), "{:.4g}")
+            for name in run.shown_metrics
+        ),
         _best_tile(run),
         _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
         limit_tile(run),
@@ -128,6 +131,10 @@ def _key_figures(run: RunFiles) -> list[Block]:
         )
     shown = [tile for tile in [*_so_far(run), *tiles] if tile is not None]
     return [Tiles(shown)] if shown else []
+
+
+def _accuracy_name(run: RunFiles) -> str:
+    return "all labels right" if run.results.get("task") == MULTI_LABEL else "test accuracy"
 
 
 def _so_far(run: RunFiles) -> list[Tile | None]:
@@ -205,7 +212,7 @@ def _cell(value: Any) -> str | float | int | None:
 
 
 def _answers(run: RunFiles) -> list[Block]:
-    blocks: list[Block] = list(run_charts.class_charts(run))
+    blocks: list[Block] = [*_metrics_table(run), *run_charts.class_charts(run), *_class_table(run)]
     found = run_charts.mistakes(run)
     if found:
         rows: list[list[str | float | int | None]] = [
@@ -220,6 +227,32 @@ def _answers(run: RunFiles) -> list[Block]:
     if right:
         blocks += ["**Right**: one of each class, where available.", _gallery(right, "good")]
     return blocks
+
+
+def _metrics_table(run: RunFiles) -> list[Block]:
+    """Every metric of the test."""
+    metrics = {name: value for name, value in run.results.get("test_metrics", {}).items() if value is not None}
+    rows: list[list[str | float | int | None]] = [[_in_words(name), f"{value:.4g}"] for name, value in metrics.items()]
+    return [Table(["metric", "test"], rows, "Other metrics of the test")] if rows else []
+
+
+def _class_table(run: RunFiles) -> list[Block]:
+    """Precision and F1 of each class, beside the value of its chart."""
+    test = run.results.get("test", {})
+    columns = {name.removeprefix("class_"): values for name, values in test.items() if name.startswith("class_")}
+    if len(columns) < 2:
+        return []
+    rows: list[list[str | float | int | None]] = [
+        [str(label), *("no samples" if (v := column.get(label)) is None else f"{v:.2%}" for column in columns.values())]
+        for label in next(iter(columns.values()))
+    ]
+    title = f"{', '.join(map(_in_words, columns)).capitalize()} by class"
+    return [Details(title, [Table(["class", *map(_in_words, columns)], rows)])]
+
+
+def _in_words(name: str) -> str:
+    known = {"map": "mean average precision", "mae": "mean absolute error", "rmse": "root mean squared error"}
+    return known.get(name) or name.replace("_", " ").replace("f1", "F1").replace("top5", "top-5 accuracy")
 
 
 def _gallery(rows: list[Row], tone: Tone) -> Gallery:
