@@ -14,7 +14,9 @@ from paceline.training.validate import _log_own_samples
 
 def session_on(world_size: int, ranks: list[list[float]]) -> Any:
     state = SimpleNamespace(epoch_sums=EpochSums(ranks=ranks))
-    return SimpleNamespace(state=state, world=SimpleNamespace(world_size=world_size, rank=world_size - 1))
+    components = SimpleNamespace(plan=SimpleNamespace(info=SimpleNamespace(task="single-label")))
+    world = SimpleNamespace(world_size=world_size, rank=world_size - 1)
+    return SimpleNamespace(state=state, world=world, components=components)
 
 
 def test_one_column_for_each_rank() -> None:

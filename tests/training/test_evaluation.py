@@ -18,6 +18,7 @@ from paceline.runtime.detect import World
 from paceline.settings.schema import DataConfig
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.objective import Objective, UserFunction
+from paceline.training.scores import score_classes
 
 CLASSES = 3
 
@@ -60,14 +61,15 @@ def test_every_sample_once(size: int, batch_size: int, world_size: int) -> None:
         assert result.samples == size
         assert result.confusion == expected.tolist()
         assert result.accuracy == expected.trace().item() / size
-        assert result.metrics == {"is_small": is_small(logits, labels).sum().item() / size}
+        assert result.metrics["is_small"] == is_small(logits, labels).sum().item() / size
+        assert list(result.metrics) == ["balanced_accuracy", "f1", "is_small"]
         # Another order of float64 additions.
         assert result.loss == pytest.approx(F.cross_entropy(logits, labels).item(), rel=1e-6)
 
 
 def test_class_without_samples_has_no_accuracy() -> None:
-    result = Evaluation(0.0, 0.5, 2, 1.0, [[1, 1, 0], [0, 0, 0], [0, 0, 0]])
-    assert result.class_accuracy() == [0.5, None, None]
+    found = score_classes(torch.tensor([[1, 1, 0], [0, 0, 0], [0, 0, 0]]), [])
+    assert found.per_class["accuracy"] == [0.5, None, None]
 
 
 def number_of_batches(size: int, batch_size: int, world_size: int, rank: int) -> int:

@@ -18,7 +18,14 @@ from paceline.settings.values import RENAMED
 IDENTITY = (
     *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
     *("model_name", "hidden_size", "optimizer", "loss", "global_batch_size", "seed", "exact"),
+    *("task", "class_weights", "best_by", "sampling", "epoch_samples", "teacher_sha256", "distill"),
 )
+# What checkpoints of releases before these settings were trained with.
+_BEFORE = {"loss": "", "task": "single-label", "class_weights": [], "best_by": "", "sampling": "uniform"} | {
+    "epoch_samples": 0,
+    "teacher_sha256": "",
+    "distill": "soft",
+}
 # These do not change what a run computes.
 SILENT = (
     *("output_dir", "resume", "load_policy", "track", "max_steps", "metrics", "processes", "profile"),
@@ -44,9 +51,11 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     """
     config = checkpoint.state.get("config", {})
     # Checkpoints of earlier releases hold the earlier names of settings.
-    saved = {"loss": "", **{RENAMED.get(name, name): value for name, value in config.items()}}
-    now = json.loads(json.dumps(now))
+    saved = {**_BEFORE, **{RENAMED.get(name, name): value for name, value in config.items()}}
+    saved, now = (json.loads(json.dumps(values)) for values in (saved, now))
     identity: tuple[str, ...] = IDENTITY
+    if now.get("teacher") and not now["teacher_sha256"]:
+        now["teacher_sha256"] = saved["teacher_sha256"]  # not computed yet: the ranks compare it
     if now["exact"] and lanes is not None:
         saved_world = int(checkpoint.manifest.about.get("world_size", 0))
         saved["lanes"], now["lanes"] = saved.get("lanes") or saved_world, lanes

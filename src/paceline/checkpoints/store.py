@@ -336,13 +336,14 @@ def choose_kept(states: dict[_K, dict[str, Any]], retention: Retention) -> set[_
     return kept | {name for name, state in states.items() if state.get("keep")}
 
 
-_NO_MERIT = (-1.0, -math.inf)
+_NO_MERIT = (-math.inf, -math.inf)
 
 
 def _merit(state: dict[str, Any]) -> tuple[float, float]:
     try:
-        merit = float(state["validation"]["accuracy"]), -float(state["validation"]["loss"])
-    except (KeyError, TypeError, ValueError):  # saved inside an epoch, as most of them
+        validation = state["validation"]  # older versions have no other metric than accuracy
+        merit = float(validation.get("merit", validation.get("accuracy"))), -float(validation["loss"])
+    except (KeyError, TypeError, ValueError, AttributeError):  # saved inside an epoch, as most of them
         return _NO_MERIT
     return _NO_MERIT if math.isnan(sum(merit)) else merit
 

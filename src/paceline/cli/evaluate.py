@@ -10,6 +10,7 @@ from paceline.cli.command import Command
 from paceline.errors import EXIT_FINISHED, UserError, printable_line
 from paceline.settings.declare import Arg, FlagsOf
 from paceline.settings.schema import Config
+from paceline.settings.tasks import LABEL_THRESHOLD, MULTI_LABEL, REGRESSION
 from paceline.settings.values import Setting
 
 _SHOWN = 3
@@ -33,7 +34,7 @@ class Evaluate:
 
 @dataclass(frozen=True)
 class Predict:
-    """Print the three likeliest classes of each picture.
+    """Print the three likeliest classes of each picture; of other tasks its labels, or its numbers.
 
     --trust-code executes functions that the run folder names, although you did not train it on this machine.
     """
@@ -57,9 +58,13 @@ def evaluate(settings: Evaluate) -> int:
     evaluation = evaluate_run(run_)
     classes = run_.classes
     print(f"{path}: weights of step {run_.checkpoint.step}, {run_.checkpoint.path.name}")
-    print(f"test accuracy {evaluation.accuracy:.2%}, loss {evaluation.loss:.4f}, {evaluation.samples:,} samples")
-    for label, accuracy in zip(classes, evaluation.class_accuracy(), strict=True):
-        print(f"  {printable_line(label):<16} {'no samples' if accuracy is None else f'{accuracy:.2%}'}")
+    accuracy = "" if evaluation.accuracy is None else f"accuracy {evaluation.accuracy:.2%}, "
+    print(f"test {accuracy}loss {evaluation.loss:.4f}, {evaluation.samples:,} samples")
+    print(", ".join(f"{name} {value:.4f}" for name, value in evaluation.metrics.items()))
+    name, values = next(iter(evaluation.per_class.items()))  # the one that matters most comes first
+    form = "{:.4g}" if name == "mae" else "{:.2%}"
+    for label, value in zip(classes, values, strict=True):
+        print(f"  {printable_line(label):<16} {'no samples' if value is None else form.format(value)}")
     answers = evaluation.to_json(classes, step=run_.checkpoint.step, checkpoint=run_.checkpoint.path.name)
     if run_.folder is not None:
         try:
@@ -67,6 +72,18 @@ def evaluate(settings: Evaluate) -> int:
         except OSError as error:  # another person's run, or a read-only disk
             print(f"note: evaluation.json was not written: {error.strerror}")
     return EXIT_FINISHED
+
+
+def describe_answers(task: str, classes: tuple[str, ...], answers: list[float]) -> str:
+    """Of one picture: the likeliest classes, all labels it has, or its numbers."""
+    if task == REGRESSION:
+        return ", ".join(f"{name} {value:.6g}" for name, value in zip(classes, answers, strict=True))
+    ranked = sorted(zip(answers, classes, strict=True), reverse=True)
+    if task == MULTI_LABEL:
+        chosen = [entry for entry in ranked if entry[0] > LABEL_THRESHOLD]
+        likeliest = f"no label ({ranked[0][1]} {ranked[0][0]:.1%} is the likeliest)"
+        return ", ".join(f"{name} {probability:.1%}" for probability, name in chosen) or likeliest
+    return ", ".join(f"{name} {probability:.1%}" for probability, name in ranked[:_SHOWN])
 
 
 def predict(settings: Predict) -> int:
@@ -85,10 +102,9 @@ def predict(settings: Predict) -> int:
 
     run_ = open_run(path, [])
     classes = run_.classes
-    for picture, probabilities in zip(pictures, predict_pictures(run_, pictures), strict=True):
-        ranked = sorted(zip(probabilities, classes, strict=True), reverse=True)[:_SHOWN]
-        answers = ", ".join(f"{name} {probability:.1%}" for probability, name in ranked)
-        print(printable_line(f"{picture}: {answers}"))
+    task = run_.record.info.task
+    for picture, answers in zip(pictures, predict_pictures(run_, pictures), strict=True):
+        print(printable_line(f"{picture}: {describe_answers(task, classes, answers)}"))
     return EXIT_FINISHED
 
 

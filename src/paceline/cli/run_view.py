@@ -263,8 +263,9 @@ def _now_line(view: RunView) -> str:
     if view.is_over or not view.now:
         return ""
     try:
+        accuracy = f" acc {view.now['accuracy']:.1%}," if "accuracy" in view.now else ""
         return (
-            f"loss {view.now['loss']:.4f}, acc {view.now['accuracy']:.1%}, {view.now['throughput']:,.0f} img/s,"
+            f"loss {view.now['loss']:.4f},{accuracy} {view.now['throughput']:,.0f} img/s,"
             f" {view.now['memory_mb']:,.0f} MB"
         )
     except (KeyError, TypeError, ValueError, OverflowError):  # the row may come from elsewhere

@@ -23,6 +23,7 @@ from paceline.data.mixing import NOT_MIXED, Mixing
 from paceline.data.policies import blur_radius, rand_augment, three_augment, trivial_augment
 from paceline.errors import UserError
 from paceline.settings.schema import DataConfig
+from paceline.settings.tasks import SINGLE_LABEL
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -157,11 +158,11 @@ class Pipeline:
             return inputs, labels
         return self.extras.mixing.mix(inputs, labels, drawn[self._draws.index(_MIX)])
 
-    def empty_targets(self, count: int, device: torch.device) -> Tensor:
+    def empty_targets(self, count: int, info: DatasetInfo, device: torch.device) -> Tensor:
         """Targets of the shape and type that a training step gets."""
-        if self.extras.mixing is None:
+        if self.extras.mixing is None and info.task == SINGLE_LABEL:
             return torch.zeros(count, dtype=torch.int64, device=device)
-        return torch.zeros(count, self.extras.mixing.num_classes, device=device)
+        return torch.zeros(count, info.num_classes, device=device)
 
     def describe(self) -> str:
         """The augmentation of training images in one line."""

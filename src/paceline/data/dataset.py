@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from paceline.data.parts import TEST, TRAIN, VALIDATION
+from paceline.settings.tasks import SINGLE_LABEL
 
 Channels = tuple[float, ...]
 MOST_CLASSES = 1_000_000
@@ -28,11 +29,12 @@ class DatasetInfo:
     name: str
     num_train: int  # with the samples that a run holds out for validation
     num_test: int
-    classes: tuple[str, ...]
+    classes: tuple[str, ...]  # of a regression: the names of its numbers
     sample_shape: tuple[int, ...]  # of a raw sample: (3, 32, 32) for an image, (784,) for a vector
     mean: Channels = ()  # per channel, in [0, 1]; empty for vectors
     std: Channels = ()
     num_validation: int = 0  # of the validation set, if the data has its own
+    task: str = SINGLE_LABEL  # decides what `classes` and labels are
     folders: tuple[tuple[str, str], ...] = field(default=(), compare=False, repr=False)  # (part, its folder)
     num_skipped: int = field(default=0, compare=False, repr=False)  # files and folders that are not read
 
@@ -55,7 +57,7 @@ class Dataset(Protocol):
 
     @property
     def labels(self) -> Tensor:
-        """int64 [N], in CPU memory."""
+        """In CPU memory: classes (int64 [N]), 0 and 1 for each class (float32 [N, classes]), or numbers (the same)."""
         ...
 
     def __len__(self) -> int: ...
@@ -68,11 +70,12 @@ class Dataset(Protocol):
 class ResidentDataset:
     """A data set that lives in memory as one tensor: a batch is one gather."""
 
-    def __init__(self, samples: Tensor, labels: Tensor) -> None:
+    def __init__(self, samples: Tensor, labels: Tensor, sample_weights: Tensor | None = None) -> None:
         if len(samples) != len(labels):
             raise ValueError(f"{len(samples)} samples but {len(labels)} labels")
         self.samples = samples
-        self._labels = labels.to(torch.int64)
+        self.sample_weights = sample_weights  # for weighted sampling
+        self._labels = labels.float() if labels.is_floating_point() else labels.to(torch.int64)
 
     @property
     def labels(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,8 @@ from torch import Tensor
 from paceline.data.ahead import ReadingWatch, read_ahead
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
-from paceline.data.order import epoch_order, even_shares
+from paceline.data.order import even_shares
+from paceline.data.sampling import Sampling
 from paceline.runtime.detect import World
 from paceline.runtime.heap import return_freed_memory
 from paceline.runtime.recorded import Recorded
@@ -34,6 +35,7 @@ class Batch:
     labels: Tensor
     ids: Tensor  # sample numbers in the data set
     wait_s: float  # how long the loop waited for it
+    loss_scale: Tensor | None = None  # of the whole global batch, for a mean weighted by class
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,11 @@ class EvaluationBatch:
 class Loader:
     """Reads one part (training, validation or test) of a data set for this rank."""
 
-    def __init__(self, dataset: Dataset, ids: Tensor, pipeline: Pipeline, world: World) -> None:
+    def __init__(
+        self, dataset: Dataset, ids: Tensor, pipeline: Pipeline, world: World, sampling: Sampling | None = None
+    ) -> None:
         self.ids = ids
+        self._sampling = sampling or Sampling(len(ids))
         self.pipeline = pipeline
         self._world = world
         self._dataset = _make_resident(dataset, world.device)
@@ -66,38 +71,65 @@ class Loader:
         part.ids = ids
         return part
 
-    def train_epoch(self, *, seed: int, epoch: int, global_batch_size: int, first_step: int) -> Iterator[Batch]:
-        """This rank's batches of an epoch, starting at `first_step`. A last partial batch is left out."""
-        shares = self._own_shares(seed, epoch, global_batch_size)[first_step:]
+    def train_epoch(
+        self,
+        *,
+        seed: int,
+        epoch: int,
+        global_batch_size: int,
+        first_step: int,
+        batch_scale: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> Iterator[Batch]:
+        """This rank's batches of an epoch, starting at `first_step`. A last partial batch is left out.
+
+        `batch_scale` computes the scale of the loss from the labels of whole global batches. Every rank knows them, so
+        no collective is needed.
+        """
+        batches = self._global_batches(seed, epoch, global_batch_size)[first_step:]
+        scales = None
+        if batch_scale is not None and self.pipeline.extras.mixing is None:
+            scales = batch_scale(self._labels[batches % len(self._labels)])
+        shares = self._cut_own(batches)
         make_batches = self._gather_batches if isinstance(self._dataset, ResidentDataset) else self._read_batches
         asked = time.perf_counter()
-        for ids, inputs, labels in make_batches(shares, epoch):
-            yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked)
+        for number, (ids, inputs, labels) in enumerate(make_batches(shares, epoch)):
+            scale = scales[number] if scales is not None else None
+            yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked, loss_scale=scale)
             asked = time.perf_counter()
 
     def warm_up(self, batch_size: int) -> None:
         """On a GPU, load the kernels and record the CUDA graph of a batch now instead of in the first steps."""
         if isinstance(self._gather, Recorded) and isinstance(self._dataset, ResidentDataset):
-            shares = self._own_shares(0, 0, batch_size * self._world.world_size)
+            shares = self._cut_own(self._global_batches(0, 0, batch_size * self._world.world_size))
             if len(shares):
                 drawn = self.pipeline.draw(shares, self.pipeline.keys_of(0).to(shares.device))
-                self._gather.prepare(shares[0], drawn.unbind(-2)[0])
+                self._gather.prepare(shares[0] % len(self._labels), drawn.unbind(-2)[0])
 
-    def _own_shares(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
-        """The ids of this rank's samples, a row for each step of the epoch, on the device."""
+    def _global_batches(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
+        """The visits of all ranks, a row for each step of the epoch, on the device.
+
+        A visit is a sample's id, plus the size of the data set for each earlier visit in this epoch.
+        """
         device = self._labels.device
 
         def draw() -> Tensor:
             # On a GPU the sort is short and asynchronous. On a CPU it takes as long as a few steps.
-            order = self.ids.to(device)[epoch_order(len(self.ids), seed, epoch, device)]
-            steps, ranks = len(order) // global_batch_size, self._world.world_size
-            batches = order[: steps * global_batch_size].view(steps, ranks, global_batch_size // ranks)
-            return batches[:, self._world.rank].contiguous()
+            found = self._sampling.visits(seed, epoch, device)
+            order = self.ids.to(device)[found.positions]
+            if found.repetitions is not None:
+                order = order + found.repetitions * len(self._labels)
+            steps = len(order) // global_batch_size
+            return order[: steps * global_batch_size].view(steps, global_batch_size)
 
-        shares = draw()
+        batches = draw()
         if len(self.ids) >= _MANY and self._world.device == "cpu":
             return_freed_memory()  # 80 MB for the order of a million samples
-        return shares
+        return batches
+
+    def _cut_own(self, batches: Tensor) -> Tensor:
+        """This rank's part of each global batch."""
+        shares = batches.view(len(batches), self._world.world_size, -1)
+        return shares[:, self._world.rank].contiguous()
 
     def _gather_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of a resident data set. On a GPU one CUDA graph makes the whole batch."""
@@ -105,9 +137,9 @@ class Loader:
         keys = self.pipeline.keys_of(epoch).to(device)
         # On a GPU, drawing for all samples costs as much as for one batch. On a CPU it would only take memory.
         drawn = self.pipeline.draw(shares, keys).unbind(-2) if device.type == "cuda" else None
-        for number in range(len(shares)):
-            ids = shares[number]
-            inputs, labels = self._gather(ids, drawn[number] if drawn else self.pipeline.draw(ids, keys))
+        all_ids = shares % len(self._labels)
+        for number, ids in enumerate(all_ids):
+            inputs, labels = self._gather(ids, drawn[number] if drawn else self.pipeline.draw(shares[number], keys))
             yield ids, inputs, labels
 
     def _gather_plainly(self, ids: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -117,9 +149,10 @@ class Loader:
     def _read_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         device = self._labels.device
         keys = self.pipeline.keys_of(epoch).to(device)
-        for ids, samples in self._read_ahead(list(shares.cpu())):
+        all_ids = list((shares % len(self._labels)).cpu())
+        for visits, (ids, samples) in zip(shares, self._read_ahead(all_ids), strict=True):
             here = ids.to(device)
-            drawn = self.pipeline.draw(here, keys)
+            drawn = self.pipeline.draw(visits, keys)
             inputs = self.pipeline.augment(samples, drawn)
             yield ids, *self.pipeline.mix(inputs, self._labels[here], drawn)
 

@@ -49,7 +49,7 @@ class Mixing:
             inputs * blended + others * (1 - blended),
         )
         own = torch.where(is_cut, 1 - area, weight).float()[:, None]
-        classes = F.one_hot(labels, self.num_classes).float()
+        classes = F.one_hot(labels, self.num_classes).float() if labels.dim() == 1 else labels
         return mixed, classes * own + classes[partner] * (1 - own)
 
     @property

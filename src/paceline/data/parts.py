@@ -13,6 +13,8 @@ from paceline.errors import DataError
 TRAIN, VALIDATION, TEST = PARTS = ("train", "validation", "test")
 NAMES = {TRAIN: ("train",), VALIDATION: ("val", "valid", "validation"), TEST: ("test",)}
 LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE (also val/CLASS/PICTURE), or CLASS/PICTURE"
+TABLE_ALONE = "labels.csv"
+TABLE_LAYOUT = f"train.csv and test.csv (also val.csv), or {TABLE_ALONE}, with the columns path and label"
 
 
 def part_named(name: str) -> str | None:

@@ -100,8 +100,8 @@ def _several_folders(root: Path, folders: dict[str, str], skipped: Skipped) -> d
 def _one_folder(root: Path, skipped: Skipped) -> dict[str, _Classes]:
     found = _by_class(root, skipped)
     _require_classes(root, found)
-    kept = {name: [path for path in paths if not _is_test(path, root)] for name, paths in found.items()}
-    held = {name: [path for path in paths if _is_test(path, root)] for name, paths in found.items()}
+    kept = {name: [path for path in paths if not is_kept_for_test(path, root)] for name, paths in found.items()}
+    held = {name: [path for path in paths if is_kept_for_test(path, root)] for name, paths in found.items()}
     if not all(kept.values()) or not any(held.values()):
         raise DataError(
             "there are too few pictures to split off a test set",
@@ -129,7 +129,8 @@ def _require_classes(root: Path, found: _Classes) -> None:
         )
 
 
-def _is_test(path: Path, root: Path) -> bool:
+def is_kept_for_test(path: Path, root: Path) -> bool:
+    """By its name alone."""
     digest = hashlib.sha256(os.fsencode(path.relative_to(root).as_posix())).digest()  # a name may not be UTF-8
     return int.from_bytes(digest[:8]) % TEST_ONE_IN == 0
 

@@ -15,14 +15,16 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from paceline.data.input_size import check_made_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
-from paceline.data.parts import LAYOUT, VALIDATION, part_folders
+from paceline.data.parts import LAYOUT, TABLE_LAYOUT, VALIDATION, part_folders
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
 from paceline.settings.load import LoadedConfig
 from paceline.settings.schema import DataConfig
+from paceline.settings.tasks import SINGLE_LABEL
 
 if TYPE_CHECKING:
     from paceline.data.dataset import DatasetInfo, LoadedData
+    from paceline.data.picture_table import PictureTable
 
 __all__ = [
     "DATASET_NAMES",
@@ -42,9 +44,11 @@ _MODULES = {
     "cifar10": "cifar10",
     "fashion-mnist": "fashion_mnist",
     "folder": "folder",
+    "csv": "tables",
 }
 DATASET_NAMES = tuple(_MODULES)
 _RESIDENT = ("shapes", "synthetic", "cifar10", "fashion-mnist")
+_ONE_CLASS_PER_SAMPLE = (*_RESIDENT, "folder")
 
 
 class _Source(Protocol):
@@ -75,8 +79,24 @@ def check_data_config(config: DataConfig) -> None:
     check_dataset_name(config.dataset)
     if config.dataset in ("synthetic", "shapes"):
         check_made_size(config)
-    if config.dataset == "folder":
+    if config.dataset in _ONE_CLASS_PER_SAMPLE and config.task != SINGLE_LABEL:
+        raise UserError(
+            "this data set has one class per sample",
+            where="task",
+            got=f"--task {config.task} with --dataset {config.dataset}",
+            allowed=SINGLE_LABEL,
+            hint="--dataset csv, or a data set function, for other targets",
+        )
+    if config.dataset in ("folder", "csv"):
         _check_folder(config)
+    if config.dataset == "csv":
+        _read_tables(config)
+
+
+def _read_tables(config: DataConfig) -> PictureTable:
+    from paceline.data.picture_table import read_tables  # imports Pillow, which other data sets do not need here
+
+    return read_tables(Path(config.data_dir), config.task)
 
 
 def _check_folder(config: DataConfig) -> None:
@@ -98,9 +118,9 @@ def _check_folder(config: DataConfig) -> None:
             "there is no such folder",
             where="data-dir",
             got=str(folder.absolute()),
-            allowed=f"a folder that holds {LAYOUT}",
+            allowed=f"a folder that holds {LAYOUT if config.dataset == 'folder' else TABLE_LAYOUT}",
         )
-    if is_packed(folder):
+    if config.dataset == "folder" and is_packed(folder):
         require_side(open_packed(folder), folder, config.image_size, can_shrink=config.augment == "imagenet")
 
 
@@ -110,6 +130,8 @@ def check_train_split(loaded: LoadedConfig) -> None:
     if loaded.config.data.dataset == "folder":
         parts = open_packed(folder).parts if is_packed(folder) else part_folders(folder)
         require_used_split(loaded, VALIDATION in parts)
+    elif loaded.config.data.dataset == "csv":
+        require_used_split(loaded, VALIDATION in _read_tables(loaded.config.data).parts)
 
 
 def require_used_split(loaded: LoadedConfig, has_validation: bool) -> None:

@@ -12,6 +12,8 @@ from paceline.errors import UserError
 from paceline.launch.inputs import fetch_command
 from paceline.metrics.sinks.open import check_trackers
 from paceline.models.registry import check_model_name, check_weights
+from paceline.runs.find import locate_run
+from paceline.runs.folder import has_checkpoint
 from paceline.runs.place import check_init_from, check_paths
 from paceline.runs.stores import is_url
 from paceline.runs.trust import require_trusted_recipe
@@ -21,18 +23,29 @@ from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.recipe_file import DEFAULT_RECIPE, RESOLVED
 from paceline.settings.rules import check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.tasks import METRICS, has_own_loss, parse_class_weights
 from paceline.settings.values import Setting
 from paceline.settings.variables import check_numbers
 
 _MOST_CPU_RANKS = 4
-_OWN_COLUMNS = ("kind", "step", "epoch", "phase", "loss", "accuracy", "throughput", "time")
+_OWN_COLUMNS = ("kind", "step", "epoch", "phase", "throughput", "time", "merit")
 
 
 def read_request(recipe: str = DEFAULT_RECIPE, flags: Sequence[str | Setting] = ()) -> LoadedConfig:
     """Resolve and check a recipe and its flags, given as arguments or as settings."""
     loaded = _leave_folder_of_run(load_config(recipe, flags))
     check_loaded(loaded)
-    return loaded
+    return _read_class_weights(loaded)
+
+
+def _read_class_weights(loaded: LoadedConfig) -> LoadedConfig:
+    """Class weights of a file become numbers: the file may change, the run's config must not."""
+    objective = loaded.config.objective
+    numbers = parse_class_weights(objective.class_weights, where=loaded.where("class_weights"))
+    if numbers is None:
+        return loaded
+    objective = dataclasses.replace(objective, class_weights=tuple(f"{number:.12g}" for number in numbers))
+    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, objective=objective))
 
 
 def _leave_folder_of_run(loaded: LoadedConfig) -> LoadedConfig:
@@ -57,22 +70,31 @@ def check_loaded(loaded: LoadedConfig) -> None:
     check_weights(loaded.config.model)
     check_functions(loaded)
     check_init_from(loaded)
+    check_teacher(loaded)
     if loaded.origin("track") != "default":  # a default that is missing is left out later, with a note
         check_trackers(loaded.config.run.track, where=loaded.where("track"))
+
+
+def check_teacher(loaded: LoadedConfig) -> None:
+    """The teacher must exist. The ranks check what it was trained for."""
+    name = loaded.config.objective.teacher
+    if name.startswith("timm:"):
+        check_model_name(name)
+    elif name and not has_checkpoint(locate_run(name)):
+        raise UserError(
+            "there is no such teacher",
+            where=loaded.where("teacher"),
+            got=name,
+            allowed="a run with a checkpoint, one of its checkpoints, or timm:NAME",
+        )
 
 
 def check_functions(loaded: LoadedConfig) -> None:
     """The user's loss and metrics must exist, and the names of metrics must be different."""
     train = loaded.config.train
-    if train.loss:
+    if has_own_loss(loaded.config):
         check_reference(train.loss, where=loaded.where("loss"))
-        if loaded.config.optim.label_smoothing:
-            raise UserError(
-                "label_smoothing is a part of cross entropy, and this run has a loss of its own",
-                where=loaded.where("label_smoothing"),
-                hint="--label-smoothing 0, or smooth in the loss itself",
-            )
-    taken = set(_OWN_COLUMNS)
+    taken = {*_OWN_COLUMNS, "accuracy", *METRICS[loaded.config.data.task]}
     for metric in train.metrics:
         check_reference(metric, where=loaded.where("metrics"))
         name = metric.rpartition(":")[2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,11 @@ from torch import Tensor, nn
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.errors import UserError
 from paceline.settings.schema import Config
+from paceline.settings.tasks import LABEL_THRESHOLD, MULTI_LABEL, REGRESSION
 from paceline.training.evaluate import average_over_views
 from paceline.training.model_record import ModelRecord
 from paceline.training.reuse import find_saved
+from paceline.training.scores import as_answers
 
 Picture = str | Path | Image.Image
 Images = Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
@@ -28,9 +31,13 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Prediction:
-    label: str
+    """The answer for one image. A regression has `values`, and the other tasks have the rest."""
+
+    label: str  # the likeliest class
     probability: float
     probabilities: dict[str, float] = dataclasses.field(repr=False)  # of every class
+    labels: tuple[str, ...] = ()  # of a multi-label run: all labels of the image, the likeliest first
+    values: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -62,13 +69,18 @@ def predict_logits(opened: OpenModel, images: Images) -> Tensor:
 
 
 def predict(opened: OpenModel, images: Images) -> list[Prediction]:
-    """The most likely class of each image, and the probabilities of all classes."""
-    classes = opened.record.info.classes
-    answers = []
-    for row in predict_logits(opened, images).softmax(1).tolist():
-        best = max(range(len(classes)), key=row.__getitem__)
-        answers.append(Prediction(classes[best], row[best], dict(zip(classes, row, strict=True))))
-    return answers
+    """The most likely class of each image and the probabilities of all classes, or the values of a regression."""
+    task, classes = opened.record.info.task, opened.record.info.classes
+    predictions = []
+    for row in as_answers(task, predict_logits(opened, images)).tolist():
+        named = dict(zip(classes, row, strict=True))
+        if task == REGRESSION:
+            predictions.append(Prediction("", math.nan, {}, values=named))
+            continue
+        ranked = sorted(classes, key=lambda name, values=named: -values[name])  # type: ignore[misc]
+        labels = tuple(name for name in ranked if named[name] > LABEL_THRESHOLD) if task == MULTI_LABEL else ()
+        predictions.append(Prediction(ranked[0], named[ranked[0]], named, labels))
+    return predictions
 
 
 def _as_samples(images: Images, shape: tuple[int, ...]) -> Tensor:

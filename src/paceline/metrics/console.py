@@ -46,7 +46,13 @@ class Console:
     """Prints the progress of a run."""
 
     def __init__(
-        self, *, is_enabled: bool, metric_lines: bool = False, clock: EpochClock | None = None, epochs: int = 0
+        self,
+        *,
+        is_enabled: bool,
+        metric_lines: bool = False,
+        clock: EpochClock | None = None,
+        epochs: int = 0,
+        shown_metrics: tuple[str, ...] = (),
     ) -> None:
         self._mode = output_mode()
         self._has_rows = is_enabled and self._mode == "json"
@@ -54,6 +60,7 @@ class Console:
         self._metric_lines = metric_lines
         self.clock = clock
         self._epochs = epochs
+        self._shown_metrics = shown_metrics  # of a validation, beside loss and accuracy
         self._line: LiveLine | None = None
         self._first_step = self._step = 0
         self._total_steps = 0
@@ -96,7 +103,7 @@ class Console:
             return
         epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.clock else ""
         self.note(
-            f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}  acc {values['accuracy']:.1%}"
+            f"step {step}/{total_steps}{epoch}  loss {values['loss']:.4f}{_accuracy(values, '  acc ', 1)}"
             f"  lr {values['lr']:.4g}  {values['throughput']:,.0f} img/s  wait {values['data_wait']:.0%}"
             f"  mem {values['memory_mb']:,.0f}/{values['memory_peak_mb']:,.0f} MB  grad {values['grad_norm']:.3g}"
             f"  eta {format_seconds(self.remaining_s(step, total_steps))}"
@@ -116,8 +123,8 @@ class Console:
         if self._is_live:
             cells = [
                 f"{epoch}/{epochs}",
-                *(f"{train['loss']:.4f}", f"{train['accuracy']:.2%}"),
-                *((f"{val['loss']:.4f}", f"{val['accuracy']:.2%}") if val else ("-", "-")),
+                *(f"{train['loss']:.4f}", _accuracy(train) or "-"),
+                *((f"{val['loss']:.4f}", _accuracy(val) or "-") if val else ("-", "-")),
                 *(f"{train['throughput']:,.0f}", format_seconds(train["seconds"])),
             ]
             mark = ("★" if can_show("★", message_stream()) else "*") + " best" if best else ""
@@ -125,18 +132,23 @@ class Console:
         elif self._mode != BRIEF or has_brief_line(epoch, epochs):
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
-                f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
-                + (f"  |  val loss {val['loss']:.4f} acc {val['accuracy']:.2%}{_own_metrics(val)}" if val else "")
+                f"  train loss {train['loss']:.4f}{_accuracy(train, ' acc ')}"
+                + (f"  |  val loss {val['loss']:.4f}{_accuracy(val, ' acc ')}{self._chosen(val)}" if val else "")
                 + f"  |  {train['throughput']:,.0f} img/s  {train['seconds']:.1f} s"
                 + ("  *best" if best else "")
             )
         if self._metric_lines:
-            loss, accuracy = (val["loss"], val["accuracy"]) if val else (math.nan, math.nan)
+            loss, accuracy = (val["loss"], val.get("accuracy", math.nan)) if val else (math.nan, math.nan)
             # Scripts match this form: in decimal notation, memory in whole MB.
             self.note(
                 f"[METRIC] epoch={epoch} time={train['seconds']:.4f} val_loss={loss:.6f}"
                 f" acc={100 * accuracy:.4f} peak_mem={train['memory_peak_mb']:.0f}MB"
             )
+
+    def _chosen(self, row: Mapping[str, float]) -> str:
+        """The values of the user's own metrics, and of the one that selects the best checkpoint."""
+        names = [name for name in self._shown_metrics if name in row and name not in ("loss", "accuracy")]
+        return "".join(f" {name} {row[name]:.4f}" for name in names)
 
     def stop(self) -> None:
         if self._line is not None:
@@ -163,7 +175,7 @@ class Console:
         wait = f"data wait {values['data_wait']:.0%}"
         fields += [
             Field(f"loss {values['loss']:.4f}", f"loss {values['loss']:.3f}", 8),
-            Field(f"acc {values['accuracy']:.1%}", f"acc {values['accuracy']:.1%}", 6),
+            Field(_accuracy(values, "acc ", 1), _accuracy(values, "acc ", 1), 6),
             Field(f"{values['throughput']:,.0f} img/s", f"{values['throughput']:,.0f} img/s", 4),
             Field(eta, eta, 7),
             Field(f"mem {format_mb(values['memory_mb'])}", format_mb(values["memory_mb"]), 3),
@@ -188,10 +200,9 @@ def has_brief_line(epoch: int, epochs: int) -> bool:
     return epoch % math.ceil(epochs / _MOST_BRIEF_EPOCHS) == 0 or epoch == epochs
 
 
-def _own_metrics(row: Mapping[str, float]) -> str:
-    """The values of the user's own metric functions."""
-    own = {name: value for name, value in row.items() if name not in ("loss", "accuracy", "throughput")}
-    return "".join(f" {name} {value:.4f}" for name, value in own.items())
+def _accuracy(row: Mapping[str, float], name: str = "", digits: int = 2) -> str:
+    """As text after a name. Empty for a regression, which has none."""
+    return f"{name}{row['accuracy']:.{digits}%}" if "accuracy" in row else ""
 
 
 def fit(fields: list[Field], width: int) -> str:

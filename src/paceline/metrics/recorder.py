@@ -99,7 +99,7 @@ class Recorder:
         lines = [",".join(CSV_COLUMNS)]
         for row in self._rows:
             if row["kind"] == "epoch":
-                lines.append(",".join(str(row[column]) for column in CSV_COLUMNS))
+                lines.append(",".join(str(row.get(column, "")) for column in CSV_COLUMNS))
         text = "\n".join(lines) + "\n"
         self._try(self._folder.metrics_csv.name, lambda: self._replace_csv(text))
 

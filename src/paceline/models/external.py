@@ -168,6 +168,14 @@ def _check_listed(collection: str, model: str, listed: list[str]) -> None:
         )
 
 
+def published_classes(name: str) -> int:
+    """How many classes the published weights of timm:NAME have."""
+    timm = _import_collection("timm")
+    model = name.rpartition(":")[2]
+    _check_listed("timm", model, [*timm.list_models(), *timm.list_pretrained()])
+    return int(timm.get_pretrained_cfg(model).num_classes)
+
+
 def is_fetched(name: str) -> bool | None:
     """Whether the published weights of a collection's model are on this machine. None: cannot be said."""
     collection, _, model = name.rpartition(":")

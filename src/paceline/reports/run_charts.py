@@ -17,18 +17,17 @@ def epoch_charts(run: RunFiles) -> list[Chart]:
     if not any(phases.values()):
         return []
     loss, accuracy = (
-        [_series(name, rows, key, "epoch", has_points=True) for name, rows in phases.items() if rows]
+        [_series(name, rows, key, "epoch", has_points=True) for name, rows in phases.items() if _has(rows, key)]
         for key in ("loss", "accuracy")
     )
-    return [
-        Chart("epoch-loss", "Loss by epoch", "epoch", "loss", loss),
-        Chart("epoch-accuracy", "Accuracy by epoch", "epoch", "accuracy", accuracy, y_format="percent"),
-        *_own_charts(run),
-    ]
+    charts = [Chart("epoch-loss", "Loss by epoch", "epoch", "loss", loss)]
+    if accuracy:  # a regression has none
+        charts.append(Chart("epoch-accuracy", "Accuracy by epoch", "epoch", "accuracy", accuracy, y_format="percent"))
+    return [*charts, *_metric_charts(run)]
 
 
-def _own_charts(run: RunFiles) -> list[Chart]:
-    """Charts of the user's own metrics, measured on the validation set."""
+def _metric_charts(run: RunFiles) -> list[Chart]:
+    """Charts of the user's own metrics and of the one that selects the best checkpoint, on the validation set."""
     rows = run.epochs("val")
     return [
         Chart(
@@ -38,7 +37,7 @@ def _own_charts(run: RunFiles) -> list[Chart]:
             name,
             [_series("validation", rows, name, "epoch", has_points=True)],
         )
-        for name in run.own_metrics
+        for name in run.shown_metrics
         if _has(rows, name)
     ]
 
@@ -92,7 +91,7 @@ def restart_marks(run: RunFiles) -> list[Mark]:
 
 
 def class_charts(run: RunFiles) -> list[Chart | Matrix]:
-    """The confusion matrix, and the accuracy of each class."""
+    """The confusion matrix, and the accuracy (precision, error) of each class."""
     charts: list[Chart | Matrix] = []
     test = run.results.get("test", {})
     accuracy = {str(name): value for name, value in test.get("class_accuracy", {}).items()}
@@ -103,7 +102,18 @@ def class_charts(run: RunFiles) -> list[Chart | Matrix]:
         bars = [Series("test", list(accuracy.values()), labels)]
         title = "Accuracy by class"
         charts.append(Chart("classes", title, "class", "share recognised", bars, kind="bar", y_format="percent"))
+    for name, title, label in _OTHER_TASKS:
+        values = {str(key): value for key, value in test.get(name, {}).items()}
+        if 1 < len(values) <= 2 * LARGEST_MATRIX:
+            bars = [Series("test", list(values.values()), list(values))]
+            charts.append(Chart("classes", title, label, title.partition(" by")[0].lower(), bars, kind="bar"))
     return charts
+
+
+_OTHER_TASKS = (
+    ("class_average_precision", "Average precision by label", "label"),
+    ("class_mae", "Mean absolute error by number", "number"),
+)
 
 
 def mistakes(run: RunFiles, most: int = 10) -> list[tuple[str, str, int, float]]:

@@ -13,6 +13,7 @@ from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_bounded, read_object, read_objects
 from paceline.settings.fields import field_table, flatten
 from paceline.settings.load import load_config
+from paceline.settings.tasks import METRICS
 
 Row = dict[str, Any]
 _PLACES = ("output_dir",)  # not a setting of the training
@@ -47,6 +48,14 @@ class RunFiles:
     def own_metrics(self) -> list[str]:
         """Names of the user's own metrics, in rows and results: the FUNCTION of FILE.py:FUNCTION."""
         return [str(name).rpartition(":")[2] for name in self.config.get("metrics", ())]
+
+    @property
+    def shown_metrics(self) -> list[str]:
+        """The metric that selects the best checkpoint, unless it is loss or accuracy, and the user's own."""
+        chosen = str(self.config.get("best_by", "")).rpartition(":")[2]
+        default = next(iter(METRICS.get(str(self.config.get("task")), {"": ""})))
+        names = dict.fromkeys([chosen or default, *self.own_metrics])
+        return [name for name in names if name not in ("", "loss", "accuracy")]
 
     @property
     def restarts(self) -> list[Row]:

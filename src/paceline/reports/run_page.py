@@ -14,6 +14,7 @@ from paceline.reports.page import Block, Code, Details, Gallery, Picture, Sectio
 from paceline.reports.run_files import Row, RunFiles, read_run, show_value
 from paceline.reports.run_limits import limit_blocks, limit_tile
 from paceline.runs.folder import RunFolder
+from paceline.settings.tasks import METRICS, MINIMISED, MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 _log = logging.getLogger("paceline")
 _TONES: dict[str, Tone] = {"finished": "good", "failed": "bad", "preempted": "warn", "running": ""}
@@ -58,10 +59,9 @@ def write_run_page(path: Path, state: str = "") -> Path:
 def verdict(run: RunFiles) -> str:
     """One sentence about the end of the run."""
     status, results = run.status, run.results
-    if run.state == "finished" and results.get("test_accuracy") is not None:
-        count = results.get("test", {}).get("samples")
-        of = f" of {count:,} test samples" if count else " of the test samples"
-        text = f"**Finished.** {results['test_accuracy']:.2%}{of} are classified correctly"
+    test_text = _test_text(run)
+    if run.state == "finished" and test_text:
+        text = f"**Finished.** {test_text}"
         if results.get("best_epoch"):
             text += f", with the weights of epoch {results['best_epoch']}"
         return f"{text}; {_failures_text(run)}."
@@ -76,6 +76,20 @@ def verdict(run: RunFiles) -> str:
         last = f" of {status['last_step']:,}" if isinstance(status.get("last_step"), int) else ""
         return f"**Not finished** when this page was written{at}{last}; {_failures_text(run)}."
     return f"It is not known how this run ended{at}."
+
+
+def _test_text(run: RunFiles) -> str:
+    """The result of the test in words; empty if there is none."""
+    results, task = run.results, run.results.get("task", SINGLE_LABEL)
+    metrics = results.get("test_metrics", {})
+    count = results.get("test", {}).get("samples")
+    of = f" of {count:,} test samples" if count else " of the test samples"
+    if task == REGRESSION and metrics.get("mae") is not None:
+        return f"The mean absolute error{of} is {metrics['mae']:.4g}"
+    if task == MULTI_LABEL and metrics.get("map") is not None:
+        return f"The mean average precision{of} is {metrics['map']:.2%}"
+    accuracy = results.get("test_accuracy")
+    return "" if accuracy is None else f"{accuracy:.2%}{of} are classified correctly"
 
 
 def _failures_text(run: RunFiles) -> str:
@@ -96,8 +110,11 @@ def _subtitle(run: RunFiles) -> str:
 def _key_figures(run: RunFiles) -> list[Block]:
     results = run.results
     tiles = [
-        _tile("test accuracy", results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
-        *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.own_metrics),
+        _tile(_accuracy_name(run), results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
+        *(
+            _tile(f"test {name.replace('_', ' ')}", results.get("test_metrics", {}).get(name), "{:.4g}")
+            for name in run.shown_metrics
+        ),
         _best_tile(run),
         _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
         limit_tile(run),
@@ -114,6 +131,10 @@ def _key_figures(run: RunFiles) -> list[Block]:
         )
     shown = [tile for tile in [*_so_far(run), *tiles] if tile is not None]
     return [Tiles(shown)] if shown else []
+
+
+def _accuracy_name(run: RunFiles) -> str:
+    return "all labels right" if run.results.get("task") == MULTI_LABEL else "test accuracy"
 
 
 def _so_far(run: RunFiles) -> list[Tile | None]:
@@ -133,11 +154,19 @@ def _tile(label: str, value: Any, form: str, note: str = "") -> Tile | None:
 
 
 def _best_tile(run: RunFiles) -> Tile | None:
-    rows = [row for row in run.epochs("val") if row.get("accuracy") is not None]
+    """The best epoch by the metric that selects checkpoints."""
+    task = str(run.config.get("task", SINGLE_LABEL))
+    given = str(run.config.get("best_by", ""))
+    direction, is_own, name = given.rpartition(":")
+    name = name or next(iter(METRICS[task]))
+    sign = -1 if (direction if is_own else METRICS[task].get(name)) == MINIMISED else 1
+    rows = [row for row in run.epochs("val") if row.get(name) is not None]
     if not rows:
         return None
-    best = max(rows, key=lambda row: row["accuracy"])
-    return Tile("best validation", f"{best['accuracy']:.2%}", f"epoch {best.get('epoch')}")
+    best = max(rows, key=lambda row: sign * row[name])
+    value = f"{best[name]:.2%}" if name == "accuracy" else f"{best[name]:.4g}"
+    note = "" if name == "accuracy" else f"{name}, "
+    return Tile("best validation", value, f"{note}epoch {best.get('epoch')}")
 
 
 def _loss_note(loss: float | None) -> str:
@@ -183,7 +212,7 @@ def _cell(value: Any) -> str | float | int | None:
 
 
 def _answers(run: RunFiles) -> list[Block]:
-    blocks: list[Block] = list(run_charts.class_charts(run))
+    blocks: list[Block] = [*_metrics_table(run), *run_charts.class_charts(run), *_class_table(run)]
     found = run_charts.mistakes(run)
     if found:
         rows: list[list[str | float | int | None]] = [
@@ -198,6 +227,32 @@ def _answers(run: RunFiles) -> list[Block]:
     if right:
         blocks += ["**Right**: one of each class, where available.", _gallery(right, "good")]
     return blocks
+
+
+def _metrics_table(run: RunFiles) -> list[Block]:
+    """Every metric of the test."""
+    metrics = {name: value for name, value in run.results.get("test_metrics", {}).items() if value is not None}
+    rows: list[list[str | float | int | None]] = [[_in_words(name), f"{value:.4g}"] for name, value in metrics.items()]
+    return [Table(["metric", "test"], rows, "Other metrics of the test")] if rows else []
+
+
+def _class_table(run: RunFiles) -> list[Block]:
+    """Precision and F1 of each class, beside the value of its chart."""
+    test = run.results.get("test", {})
+    columns = {name.removeprefix("class_"): values for name, values in test.items() if name.startswith("class_")}
+    if len(columns) < 2:
+        return []
+    rows: list[list[str | float | int | None]] = [
+        [str(label), *("no samples" if (v := column.get(label)) is None else f"{v:.2%}" for column in columns.values())]
+        for label in next(iter(columns.values()))
+    ]
+    title = f"{', '.join(map(_in_words, columns)).capitalize()} by class"
+    return [Details(title, [Table(["class", *map(_in_words, columns)], rows)])]
+
+
+def _in_words(name: str) -> str:
+    known = {"map": "mean average precision", "mae": "mean absolute error", "rmse": "root mean squared error"}
+    return known.get(name) or name.replace("_", " ").replace("f1", "F1").replace("top5", "top-5 accuracy")
 
 
 def _gallery(rows: list[Row], tone: Tone) -> Gallery:

@@ -43,9 +43,9 @@ _STEP_ROW = Fields(
 _EPOCH_ROW = Fields(
     required={
         **{"kind": Word(("epoch",)), "step": COUNT, "epoch": COUNT, "phase": Word(("train", "val", "test"))},
-        **dict.fromkeys(("loss", "accuracy", "throughput"), float),
+        **dict.fromkeys(("loss", "throughput"), float),
     },
-    optional={"time": _TIME, "ranks": MapOf(ListOf(float))},
+    optional={"accuracy": float, "time": _TIME, "ranks": MapOf(ListOf(float))},
     others=(float, MAYBE),
 )
 ROW = (_STEP_ROW, _EPOCH_ROW)
@@ -100,10 +100,10 @@ _LIMITS = Fields(
 )
 RESULTS = Fields(
     optional={
-        **dict.fromkeys(("status", "strategy", "weights_sha256", "optimizer_sha256"), str),
+        **dict.fromkeys(("status", "task", "best_by", "strategy", "weights_sha256", "optimizer_sha256"), str),
         **dict.fromkeys(("test_accuracy", "best_validation_accuracy"), (SHARE, MAYBE)),
         **dict.fromkeys(("best_epoch", "steps", "samples_seen", "world_size"), (COUNT, MAYBE)),
-        "test_loss": (float, MAYBE),
+        **dict.fromkeys(("test_loss", "best_value"), (float, MAYBE)),
         "test_metrics": MapOf((float, MAYBE)),
         "samples_per_second": _SIZE,
         "training_seconds": _SECONDS,
@@ -122,7 +122,10 @@ RESULTS = Fields(
         "test": Fields(
             optional={
                 "samples": COUNT,
-                "class_accuracy": MapOf((SHARE, MAYBE)),
+                **dict.fromkeys(
+                    ("class_accuracy", "class_precision", "class_f1", "class_average_precision"), MapOf((SHARE, MAYBE))
+                ),
+                "class_mae": MapOf((Number(0), MAYBE)),
                 "confusion_matrix": ListOf(ListOf(COUNT)),
             }
         ),

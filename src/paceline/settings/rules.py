@@ -13,6 +13,7 @@ from paceline.settings.faults import parse_faults
 from paceline.settings.load import LoadedConfig
 from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.schema import Config
+from paceline.settings.tasks import check_task
 
 
 def check_config(loaded: LoadedConfig) -> None:
@@ -20,6 +21,7 @@ def check_config(loaded: LoadedConfig) -> None:
     _check_strategy(loaded)
     _check_optimizer(loaded)
     _check_modes(loaded)
+    check_task(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
 

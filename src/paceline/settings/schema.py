@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from paceline.settings.declare import Arg, Range
+from paceline.settings.objective_schema import ObjectiveConfig
 
 Count = Annotated[int, Range(low=0)]
 Positive = Annotated[int, Range(low=1)]
@@ -24,8 +25,11 @@ Seconds = Annotated[float, Range(low=0.0, high=1e9)]
 @dataclass(frozen=True)
 class DataConfig:
     dataset: str = "shapes"
-    """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), or
-    FILE.py:FUNCTION."""
+    """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), csv (paths and
+    labels in data-dir), or FILE.py:FUNCTION."""
+
+    task: Literal["single-label", "multi-label", "regression"] = "single-label"
+    """What is learned: one class per sample, any number of classes, or numbers."""
 
     data_dir: str = "data"
     """The folder of the data sets, also for downloads."""
@@ -111,6 +115,13 @@ class DataConfig:
     mix_epochs: Count = 0
     """Mix in the first N epochs only; 0: in all."""
 
+    sampling: Literal["uniform", "balanced", "weighted"] = "uniform"
+    """uniform: every sample once per epoch. balanced: every class equally often. weighted: by the weights of the
+    samples (a weight column, or a third array of a data set function), with repetition."""
+
+    epoch_samples: Count = 0
+    """Samples per epoch; 0: as many as there are in the training set."""
+
     unreadable: Count = 0
     """How many pictures of a folder may be unreadable; each is replaced by a grey one and named in the log."""
 
@@ -185,7 +196,8 @@ class TrainConfig:
     """Views of an image whose predictions are averaged in evaluation. 2: also flipped. 6: both also shifted."""
 
     loss: str = ""
-    """FILE.py:FUNCTION of (logits, labels) that returns the mean loss or one per sample; empty: cross entropy."""
+    """cross-entropy, bce, focal, mse, l1, huber, or FILE.py:FUNCTION of (logits, labels) that returns the mean loss or
+    one per sample. Empty: cross-entropy (multi-label: bce, regression: mse)."""
 
     metrics: tuple[str, ...] = ()
     """FILE.py:FUNCTION of (logits, labels) that returns a value per sample, averaged in each evaluation. Separate
@@ -352,6 +364,8 @@ class Config:
     """The optimizer."""
     train: TrainConfig = field(default_factory=TrainConfig)
     """Epochs, batches, precision and evaluation."""
+    objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
+    """Loss, best metric and teacher."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     """Processes and strategy."""
     run: RunConfig = field(default_factory=RunConfig)

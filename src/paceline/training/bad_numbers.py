@@ -124,7 +124,8 @@ def _diagnose(session: TrainingSession, batch: Batch) -> dict[str, Any]:
     session.components.model.set_keys(session.components.step.keys_of(batch, session.state.step))
     with _first_bad_output(model) as found, autocast(session.components.model, session.world):
         logits = model(batch.inputs).float()
-        loss = session.components.step.objective.mean_loss(logits, batch.labels)
+        objective = session.components.step.objective
+        loss = objective.training_loss(logits, batch.labels, batch.inputs, batch.loss_scale)
     name = found[0] if found else None
     if name is None and not bool(torch.isfinite(loss)):
         name = "the loss"

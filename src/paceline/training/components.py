@@ -27,6 +27,7 @@ from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
+from paceline.data.sampling import build_sampling
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
@@ -44,7 +45,8 @@ from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
 from paceline.training.guards import Guards
 from paceline.training.model_record import RECORD, ModelRecord, make_record
-from paceline.training.objective import check_objective
+from paceline.training.objective import build_objective, find_class_weights
+from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.recorded_step import build_step
@@ -52,6 +54,7 @@ from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_wit
 from paceline.training.same_ranks import require_same_data, require_same_functions
 from paceline.training.state import TrainState
 from paceline.training.step import TrainStep
+from paceline.training.teacher import Distillation, name_teacher, open_teacher
 
 _FIRST_LOOK_SAMPLES = 2000  # for a model that takes its first layer from the data
 
@@ -213,6 +216,7 @@ def build_components(
     `checkpoint`: the run continues from it, so it decides on the samples and on the count of epochs. Its tensors are
     restored by `Components.resume`.
     """
+    config = name_teacher(config) if load_weights else config
     if checkpoint is not None:
         _compare_configs(checkpoint, config, world.world_size)
         _read_state(checkpoint, TrainState.from_json)
@@ -226,7 +230,14 @@ def build_components(
     count_epochs = EpochClock if checkpoint is None else _count_epochs_from(checkpoint)
     plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    train_data = Loader(data.train, train_ids, pipeline, world)
+    labels, sample_weights = data.train.labels[train_ids], getattr(data.train, "sample_weights", None)
+    weights = sample_weights[train_ids] if sample_weights is not None else None
+    sampling = build_sampling(config.data.sampling, config.data.epoch_samples, labels, weights)
+    train_data = Loader(data.train, train_ids, pipeline, world, sampling)
+    class_weights = find_class_weights(config, labels, data.info.classes, world.device)
+    teacher = None
+    if config.objective.teacher and load_weights:
+        teacher = Distillation(open_teacher(config.objective.teacher), config, data.info, pipeline, world.device)
     if data.validation is None:
         validation_data = train_data.on_part(samples.validation_ids)
     else:
@@ -247,7 +258,8 @@ def build_components(
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     if load_weights:
         check_objective(config, plan, parallel, world)
-    step = build_step(parallel, optimizer, average, config, world, guards or Guards())
+    objective = build_objective(config, class_weights=class_weights, teacher=teacher)
+    step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective)
     code = hash_code(config)  # after all of it was imported
     if code_references(config):
         require_same_functions(code, world)
@@ -257,7 +269,7 @@ def build_components(
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
         train_data.warm_up(plan.rank_batch_size)
         inputs = example.new_zeros(plan.rank_batch_size, *plan.input_shape)
-        step.warm_up(inputs, pipeline.empty_targets(len(inputs), inputs.device))
+        step.warm_up(inputs, pipeline.empty_targets(len(inputs), data.info, inputs.device))
     return Components(
         plan=plan,
         train_data=train_data,

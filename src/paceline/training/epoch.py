@@ -16,6 +16,7 @@ from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum
 from paceline.runs.epoch_clock import EpochClock
 from paceline.runtime.requeue import requeue_job
 from paceline.settings.schema import RunConfig
+from paceline.settings.tasks import REGRESSION
 from paceline.training.bad_numbers import find_fault, leave_out
 from paceline.training.session import TrainingSession
 from paceline.training.state import EpochSums
@@ -39,6 +40,7 @@ def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
         epoch=epoch,
         global_batch_size=config.train.global_batch_size,
         first_step=first_step,
+        batch_scale=components.step.objective.batch_scale,
     )
     interval, epoch_watch = Stopwatch(), Stopwatch()
     sums = torch.zeros(components.step.lanes_per_rank, 3, dtype=torch.float64, device=session.world.device)
@@ -78,7 +80,7 @@ def epoch_row(session: TrainingSession) -> dict[str, Any]:
     sums = session.state.epoch_sums
     return {
         "loss": sums.mean_loss,
-        "accuracy": sums.accuracy,
+        **({"accuracy": sums.accuracy} if _has_accuracy(session) else {}),
         "throughput": sums.samples / max(sums.seconds, 1e-9),
         "seconds": sums.seconds,
         "memory_peak_mb": read_memory(session.world.device).peak_mb,
@@ -94,11 +96,16 @@ def rank_columns(session: TrainingSession) -> dict[str, list[float]]:
     rows = session.state.epoch_sums.ranks
     if len(rows) != session.world.world_size:
         return {}
+    accuracies = {"accuracy": [correct / max(samples, 1) for _, correct, samples in rows]}
     return {
         "loss": [loss / max(samples, 1) for loss, _, samples in rows],
-        "accuracy": [correct / max(samples, 1) for _, correct, samples in rows],
+        **(accuracies if _has_accuracy(session) else {}),
         "samples": [samples for _, _, samples in rows],
     }
+
+
+def _has_accuracy(session: TrainingSession) -> bool:
+    return session.components.plan.info.task != REGRESSION
 
 
 def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport | None:
@@ -195,7 +202,7 @@ def _log_step(
     memory = read_memory(session.world.device)
     values = {
         "loss": loss / samples,
-        "accuracy": correct / samples,
+        **({"accuracy": correct / samples} if _has_accuracy(session) else {}),
         "lr": lr,
         "throughput": interval.samples_per_s,
         "data_wait": interval.wait_share,

@@ -16,8 +16,18 @@ from paceline.metrics.throughput import Stopwatch
 from paceline.parallel.apply import ParallelModel, autocast
 from paceline.parallel.collectives import sum_lanes, sum_over_ranks
 from paceline.runtime.detect import World
+from paceline.settings.tasks import MULTI_LABEL, SINGLE_LABEL
 from paceline.training.examples import Examples
 from paceline.training.objective import Objective
+from paceline.training.scores import (
+    CollectedOutputs,
+    PerClass,
+    num_score_sums,
+    score_classes,
+    score_labels,
+    score_numbers,
+    score_sums,
+)
 
 EVALUATION_SCHEMA = 1  # increased when a field of evaluation.json changes its meaning or is removed
 
@@ -27,21 +37,27 @@ class Evaluation:
     """The result of an evaluation, over all ranks."""
 
     loss: float
-    accuracy: float
+    accuracy: float | None  # of classes; of several labels: all of a sample's are right; None for a regression
     samples: int
     throughput: float
-    confusion: list[list[int]]  # rows: true class, columns: predicted class
-    metrics: dict[str, float] = field(default_factory=dict)  # the user's own metrics
+    confusion: list[list[int]]  # rows: true class, columns: predicted class; empty for other tasks
+    metrics: dict[str, float] = field(default_factory=dict)  # the task's other metrics, then the user's own
+    per_class: dict[str, PerClass] = field(default_factory=dict)  # values of each class, or of each number
 
-    def class_accuracy(self) -> list[float | None]:
+    def class_accuracy(self) -> PerClass:
         """Per class; None for a class without samples."""
-        return [row[index] / sum(row) if sum(row) else None for index, row in enumerate(self.confusion)]
+        return self.per_class.get("accuracy", [])
+
+    def values(self) -> dict[str, float]:
+        """Every metric by name."""
+        accuracy = {} if self.accuracy is None else {"accuracy": self.accuracy}
+        return {"loss": self.loss, **accuracy, **self.metrics}
 
     def by_class(self, classes: tuple[str, ...]) -> dict[str, Any]:
         """The part of an evaluation that needs the names of the classes, for JSON."""
         return {
             "samples": self.samples,
-            "class_accuracy": dict(zip(classes, self.class_accuracy(), strict=True)),
+            **{f"class_{name}": dict(zip(classes, values, strict=True)) for name, values in self.per_class.items()},
             "confusion_matrix": self.confusion,
         }
 
@@ -79,8 +95,12 @@ def evaluate(
     """
     watch = Stopwatch()
     objective = objective or Objective()
-    sums = torch.zeros(shares_per_rank, 1 + len(objective.metrics), dtype=torch.float64, device=world.device)
-    confusion = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=world.device)
+    task, own = objective.task, 1 + len(objective.metrics)
+    columns = own + num_score_sums(task, num_classes)
+    sums = torch.zeros(shares_per_rank, columns, dtype=torch.float64, device=world.device)
+    cells = num_classes * num_classes if task == SINGLE_LABEL else 0
+    confusion = torch.zeros(cells, dtype=torch.int64, device=world.device)
+    collected, counted = CollectedOutputs(task, num_classes), torch.zeros(1, dtype=torch.int64, device=world.device)
     model.module.eval()
     batches = loader.evaluation_batches(batch_size, shares_per_rank=shares_per_rank)
     try:
@@ -90,17 +110,39 @@ def evaluate(
             with autocast(model, world):
                 logits = average_over_views(model.module, batch.inputs, views).float()
             if batch.is_counted:
-                sums[batch.share] += objective.sums(logits, batch.labels)
-                cells = batch.labels * num_classes + logits.argmax(1)
-                confusion += torch.bincount(cells, minlength=len(confusion))
+                scores = score_sums(task, logits, batch.labels)
+                sums[batch.share] += torch.cat([objective.sums(logits, batch.labels), *(s[None] for s in scores)])
+                counted += len(batch.labels)
+                collected.add(logits, batch.labels)
+                if task == SINGLE_LABEL:
+                    places = batch.labels * num_classes + logits.argmax(1)
+                    confusion += torch.bincount(places, minlength=cells)
                 if examples is not None:
                     examples.collect(batch.inputs, batch.labels, logits)
     finally:
         model.module.train()
         model.release_gathered()
-    sum_over_ranks(confusion, world)
+    samples = int(sum_over_ranks(counted, world).item())
     totals = sum_lanes(sums, world).tolist()
-    return _finish(totals, list(objective.metrics), confusion.view(num_classes, num_classes).cpu(), watch)
+    watch.count(samples, 0.0)
+    matrix: list[list[int]] = []
+    if task == SINGLE_LABEL:
+        table = sum_over_ranks(confusion, world).view(num_classes, num_classes).cpu()
+        found, matrix = score_classes(table, totals[own:]), table.tolist()
+    elif task == MULTI_LABEL:
+        found = score_labels(*collected.gather(world))
+    else:
+        found = score_numbers(totals[own:], samples)
+    loss, *means = (total / max(samples, 1) for total in totals[:own])
+    return Evaluation(
+        loss=loss,
+        accuracy=found.accuracy,
+        samples=samples,
+        throughput=watch.samples_per_s,
+        confusion=matrix,
+        metrics={**found.metrics, **dict(zip(objective.metrics, means, strict=True))},
+        per_class=found.per_class,
+    )
 
 
 def average_over_views(model: Callable[[Tensor], Tensor], inputs: Tensor, views: int) -> Tensor:
@@ -117,17 +159,3 @@ def average_over_views(model: Callable[[Tensor], Tensor], inputs: Tensor, views:
         shifted = shifted.contiguous(memory_format=torch.channels_last)
         logits = logits + average_over_views(model, shifted, 2) / 2
     return logits / 2
-
-
-def _finish(totals: list[float], metrics: list[str], confusion: Tensor, watch: Stopwatch) -> Evaluation:
-    samples = int(confusion.sum())
-    watch.count(samples, 0.0)
-    loss, *means = (total / max(samples, 1) for total in totals)
-    return Evaluation(
-        loss=loss,
-        accuracy=int(confusion.trace()) / max(samples, 1),
-        samples=samples,
-        throughput=watch.samples_per_s,
-        confusion=confusion.tolist(),
-        metrics=dict(zip(metrics, means, strict=True)),
-    )

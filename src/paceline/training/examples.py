@@ -10,7 +10,7 @@ import io
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from PIL import Image
 from torch import Tensor
@@ -18,7 +18,10 @@ from torch import Tensor
 from paceline.data.augment import Pipeline, build_pipeline
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtime.detect import World
-from paceline.training.components import Components
+from paceline.settings.tasks import SINGLE_LABEL
+
+if TYPE_CHECKING:  # components.py imports this file by way of the teacher, which is a finished run
+    from paceline.training.components import Components
 
 MOST_EXAMPLES = 24
 _MOST_WRONG = 16
@@ -94,8 +97,8 @@ class Examples:
 
 
 def open_examples(components: Components, world: World) -> Examples | None:
-    """Only the primary collects examples."""
-    if not world.is_primary:
+    """Only the primary collects examples, and only of tasks with one class per sample."""
+    if not world.is_primary or components.plan.info.task != SINGLE_LABEL:
         return None
     config = components.plan.config
     pipeline = build_pipeline(config.data, components.plan.info, config.train.seed)

@@ -20,13 +20,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from paceline.data.augment import Pipeline
+from paceline.data.augment import RESIZED, Pipeline
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.settings.tasks import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from paceline.training.model_card import describe_weights, write_card
-from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
+from paceline.training.weights_hash import hash_model
 
 PROBE_SAMPLES = 8
 TOLERANCE = 1e-4  # of the largest logit (or of 1): another runtime adds in another order
@@ -259,7 +260,7 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
     if len(shape) != 3:
         return {"kind": "vector", **common, "layout": "NC", "steps": ["a vector is passed on as it is"]}
     channels, height, width = pipeline.raw_shape
-    is_cropped = pipeline.kind == "imagenet"
+    is_cropped = pipeline.kind in RESIZED
     scale = pipeline.resized_side / min(height, width) if is_cropped else 1.0
     size = [round(height * scale), round(width * scale)]
     top, left = ((have - want) // 2 for have, want in zip(size, shape[1:], strict=True))
@@ -290,6 +291,13 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
     }
 
 
+_PRINT_ANSWER = {
+    SINGLE_LABEL: "print(labels[int(logits.argmax())])",
+    MULTI_LABEL: "print([label for label, logit in zip(labels, logits) if logit > 0])",
+    REGRESSION: "print(dict(zip(labels, logits.tolist())))",
+}
+
+
 def make_snippet(format_name: str, run: OpenRun) -> str:
     """Python that labels `picture.png` (or a vector), to be run in the export folder."""
     plan, model = run.plan, run.config.model
@@ -297,4 +305,4 @@ def make_snippet(format_name: str, run: OpenRun) -> str:
     name = f"{model.model_name!r}, hidden_size={model.hidden_size}, dropout={model.dropout}"
     load = FORMATS[format_name].code.format(model=name, shape=plan.input_shape, classes=plan.info.num_classes)
     answer = 'with open("labels.txt", encoding="utf-8") as file:\n    labels = file.read().splitlines()\n'
-    return f"{prepare}\n{load}\n{answer}print(labels[int(logits.argmax())])\n"
+    return f"{prepare}\n{load}\n{answer}{_PRINT_ANSWER[plan.info.task]}\n"

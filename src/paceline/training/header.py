@@ -11,6 +11,7 @@ from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
 from paceline.runtime.detect import World
+from paceline.settings.tasks import MULTI_LABEL, REGRESSION
 from paceline.training.components import Components
 from paceline.training.plan import RunPlan
 
@@ -61,7 +62,8 @@ def describe_data(plan: RunPlan) -> str:
     )
     skipped = f"; {info.num_skipped} skipped, listed by paceline data check" if info.num_skipped else ""
     inputs = "x".join(map(str, plan.input_shape))
-    return f"{info.name}: {parts} samples, {info.num_classes} classes, inputs {inputs}{skipped}"
+    answers = {MULTI_LABEL: "labels", REGRESSION: "numbers"}.get(info.task, "classes")
+    return f"{info.name}: {parts} samples, {info.num_classes} {answers}, inputs {inputs}{skipped}"
 
 
 def describe_batch(plan: RunPlan) -> str:
@@ -72,7 +74,8 @@ def describe_batch(plan: RunPlan) -> str:
 
 
 def describe_steps(plan: RunPlan) -> str:
-    left_out = plan.num_train - plan.steps_per_epoch * plan.config.train.global_batch_size
+    length = plan.config.data.epoch_samples or plan.num_train
+    left_out = length - plan.steps_per_epoch * plan.config.train.global_batch_size
     text = f"{plan.config.train.epochs} epochs of {plan.steps_per_epoch}, {plan.total_steps} in all"
     if left_out:
         text += f"; each epoch leaves out {left_out} samples that do not fill a batch, different ones each time"

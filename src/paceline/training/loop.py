@@ -81,12 +81,12 @@ def train(
     if recorder is not None:
         session.folder.require_owner()
         epoch, _ = plan.clock.locate(state.step)
-        values = {"loss": test.loss, "accuracy": test.accuracy, "throughput": test.throughput, **test.metrics}
-        recorder.epoch(state.step, epoch=epoch, phase="test", **values)
+        recorder.epoch(state.step, epoch=epoch, phase="test", **test.values(), throughput=test.throughput)
         recorder.close()
         write_json(session.folder.results, results.to_json())
-        if examples is not None:
-            examples.write(session.folder, plan.info.classes)
+        if eval_batches is None:
+            if examples is not None:
+                examples.write(session.folder, plan.info.classes)
             try_to_write_run_page(session.folder, "finished")
             for line in describe_summary(results, session.folder):
                 console.note(line)

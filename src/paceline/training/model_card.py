@@ -9,18 +9,28 @@ from typing import Any
 import torch
 
 import paceline
+from paceline.data.dataset import DatasetInfo
 from paceline.errors import printable_line
 from paceline.runs.file_shapes import ENVIRONMENT, RESULTS
 from paceline.runs.folder import RunFolder
 from paceline.runs.json_files import read_object
+from paceline.settings.tasks import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from paceline.training.header import describe_data
 from paceline.training.reuse import OpenRun
 
 NOT_RECORDED = "not recorded"
 
-_LIMITS = """\
+_ANSWERS = {
+    SINGLE_LABEL: """\
 The model gives every input one of the {classes} classes of `labels.txt`, whatever it shows: it has no answer for
-"none of these". Inputs must be prepared as `preprocessing.json` says. The figures above hold for the test set of
+"none of these". """,
+    MULTI_LABEL: """\
+The model decides for each of the {classes} labels of `labels.txt` by itself whether an input has it. """,
+    REGRESSION: """\
+The model gives every input the numbers that `labels.txt` names, whatever it shows. """,
+}
+_LIMITS = """\
+Inputs must be prepared as `preprocessing.json` says. The figures above hold for the test set of
 {dataset} and say nothing about data of another origin. Scores are not calibrated probabilities. How the model
 treats unusual or manipulated inputs, or groups of people, was not measured; do so before decisions rest on it.
 The terms of the data and of the starting weights apply."""
@@ -41,6 +51,7 @@ def write_card(folder: RunFolder, run: OpenRun, snippet: str, exported: list[tup
     recipe = re.fullmatch(r"(.+?)-\d{8}-\d{6}(-\d+)?", name)
     shape = "x".join(map(str, plan.input_shape))
     identity = [
+        ("task", plan.info.task),
         ("recipe", recipe[1] if recipe else f"{NOT_RECORDED}; the run's config.yaml is one"),
         ("model", f"{model.model_name}, {run.num_parameters:,} parameters, input {shape}"),
         *exported,
@@ -60,9 +71,10 @@ def write_card(folder: RunFolder, run: OpenRun, snippet: str, exported: list[tup
     sections = {
         "Data": f"{describe_data(plan)}.",
         "Training": _table(("", ""), *_training_rows(run, results)),
-        "Metrics": _describe_metrics(results, plan.info.classes),
+        "Metrics": _describe_metrics(results, plan.info),
         "How to use it": f"In this folder:\n\n```python\n{snippet}```",
-        "Intended use and limits": _LIMITS.format(classes=plan.info.num_classes, dataset=plan.info.name),
+        "Intended use and limits": _ANSWERS[plan.info.task].format(classes=plan.info.num_classes)
+        + _LIMITS.format(dataset=plan.info.name),
         "Where it comes from": _table(("", ""), *origin),
     }
     chapters = "".join(f"\n## {title}\n\n{text}\n" for title, text in sections.items())
@@ -87,30 +99,42 @@ def _training_rows(run: OpenRun, results: dict[str, Any]) -> list[tuple[str, str
     ]
 
 
-def _describe_metrics(results: dict[str, Any], classes: tuple[str, ...]) -> str:
+def _describe_metrics(results: dict[str, Any], info: DatasetInfo) -> str:
     if not results:
         return "The run folder holds no results for these weights: the run did not finish, or was continued."
-    test = results["test"]
-    table = [
-        (name, f"{sum(row):,}", f"{row[index] / sum(row):.2%}" if sum(row) else "no samples")
-        for index, (name, row) in enumerate(zip(classes, test["confusion_matrix"], strict=True))
-    ]
+    test, task = results["test"], info.task
+    accuracy = results["test_accuracy"]
     figures = [
-        ("test accuracy", f"{results['test_accuracy']:.2%} of {test['samples']:,} samples"),
+        *([] if accuracy is None else [("test accuracy", f"{accuracy:.2%} of {test['samples']:,} samples")]),
         ("test loss", f"{results['test_loss']:.4f}"),
+        *((f"test {name}", f"{value:.4g}") for name, value in results["test_metrics"].items() if value is not None),
         ("best epoch", f"{results['best_epoch'] or 'none was finished'}"),
     ]
-    return _table(("", ""), *figures) + "\n\n" + _table(("class", "test samples", "accuracy"), *table)
+    if task == SINGLE_LABEL:
+        head: tuple[str, ...] = ("class", "test samples", "accuracy")
+        table = [
+            (name, f"{sum(row):,}", f"{row[index] / sum(row):.2%}" if sum(row) else "no samples")
+            for index, (name, row) in enumerate(zip(info.classes, test["confusion_matrix"], strict=True))
+        ]
+        return _table(("", ""), *figures) + "\n\n" + _table(head, *table)
+    is_numbers = task == REGRESSION
+    name = "mae" if is_numbers else "average_precision"
+    head = ("number", "mean absolute error") if is_numbers else ("class", "average precision")
+    values = test.get(f"class_{name}", {})
+    rows = [(key, "no samples" if value is None else f"{value:.4g}") for key, value in values.items()]
+    return _table(("", ""), *figures) + "\n\n" + _table(head, *rows)
 
 
 def _results_of(folder: RunFolder, run: OpenRun) -> dict[str, Any]:
     """results.json if it is complete and of these weights; a run that is continued may have an older one."""
     results, state = read_object(folder.results, RESULTS), run.checkpoint.state
     test, classes = results.get("test", {}), run.plan.info.num_classes
-    figures = [results.get(key) for key in ("test_accuracy", "test_loss", "steps")]
+    task = run.plan.info.task
+    figures = [results.get(key) for key in ("test_loss", "steps", *(["test_accuracy"] if task != REGRESSION else []))]
     figures += [test.get("samples"), results.get("distributed_training", {}).get("precision")]
     matrix = test.get("confusion_matrix", [])
-    if None in figures or len(matrix) != classes or any(len(row) != classes for row in matrix):
+    is_square = len(matrix) == classes and all(len(row) == classes for row in matrix)
+    if None in figures or (task == SINGLE_LABEL and not is_square):
         return {}
     keys = ("best_epoch",) if state.get("best_epoch") else ("best_epoch", "steps")
     own = {"best_epoch": state.get("best_epoch"), "steps": run.checkpoint.step}

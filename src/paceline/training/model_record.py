@@ -28,10 +28,11 @@ from paceline.runs.sources import ORIGIN, Sources, SourcesTooLarge, collect_sour
 from paceline.runs.trust import require_trusted_sources, sign_sources
 from paceline.settings.code import code_references
 from paceline.settings.schema import Config, ModelConfig
+from paceline.settings.tasks import SINGLE_LABEL, TASKS
 
 RECORD = "record"  # its key in the state of a checkpoint
 RECORD_SCHEMA = 1  # increased when a field changes its meaning or is removed
-TASK = "classification"
+_OLD_TASK = "classification"  # of records before other tasks than single-label
 _FUNCTION_FIELDS = ("model_name", "loss", "metrics")  # the function of a data set is of no use without the data
 _SIZE = Number(1, 2**31, is_whole=True)
 _MEAN, _STD = Number(-1e6, 1e6), Number(1e-30, 1e6)
@@ -39,7 +40,7 @@ _MOST_VALUES = 2**26  # of a sample: 4096 x 4096 pixels in colour
 _SHAPE = Fields(
     required={
         "schema_version": Number(1, 1, is_whole=True),
-        "task": Word((TASK,)),
+        "task": Word((_OLD_TASK, *TASKS)),
         "data": Fields(
             required={
                 "name": str,
@@ -72,7 +73,7 @@ _log = logging.getLogger("paceline")
 
 @dataclass(frozen=True)
 class ModelRecord:
-    """Classes, preprocessing, model and source of a run."""
+    """Task, classes, preprocessing, model and source of a run."""
 
     info: DatasetInfo
     parts: tuple[int, int]  # the number of samples in training and in validation
@@ -84,7 +85,7 @@ class ModelRecord:
     def to_json(self) -> dict[str, Any]:
         return {
             "schema_version": RECORD_SCHEMA,
-            "task": TASK,
+            "task": self.info.task,
             "data": asdict(self.info),
             "num_training": self.parts[0],
             "num_validation": self.parts[1],
@@ -100,8 +101,10 @@ class ModelRecord:
         """Raises ValueError for values that no run has saved."""
         values = fit(values, _SHAPE)
         data, preprocessing, model = values["data"], values["preprocessing"], values["model"]
+        task = values["task"]
+        task = SINGLE_LABEL if task == _OLD_TASK else task
         record = cls(
-            info=_build(DatasetInfo, {**data, "folders": ()}),
+            info=_build(DatasetInfo, {**data, "task": task, "folders": ()}),
             parts=(values["num_training"], values["num_validation"]),
             pipeline=_build(Pipeline, preprocessing),
             model=_build(ModelConfig, {**model, "weights": "none"}),

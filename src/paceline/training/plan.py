@@ -20,6 +20,7 @@ from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
 from paceline.settings.schema import Config, DataConfig, OptimConfig
+from paceline.settings.tasks import TOP5_CLASSES, best_metric
 
 REFERENCE_BATCH = 256
 _ONECYCLE_START = 1 / 25  # of the peak
@@ -82,13 +83,21 @@ def make_plan(
         train, validation = split_samples(info, config.data)
         parts = len(train), len(validation)
     num_train, num_validation = parts
-    batch = config.train.global_batch_size
-    if num_train < batch:
+    batch, epoch_samples = config.train.global_batch_size, config.data.epoch_samples or num_train
+    if epoch_samples < batch:
+        what = "samples of an epoch (--epoch-samples)" if config.data.epoch_samples else "training samples"
         raise UserError(
             "the global batch is larger than the training set",
-            got=f"global_batch_size {batch}, {num_train} training samples",
-            allowed=f"up to {num_train}",
+            got=f"global_batch_size {batch}, {epoch_samples} {what}",
+            allowed=f"up to {epoch_samples}",
             hint="a smaller --global-batch-size or more data",
+        )
+    if best_metric(config)[0] == "top5" and info.num_classes < TOP5_CLASSES:
+        raise UserError(
+            "this data has no metric top5 to select the best checkpoint by",
+            where="--best-by",
+            got=f"{info.num_classes} classes",
+            allowed=f"{TOP5_CLASSES} classes or more",
         )
     if config.train.test_views > 1 and not info.is_image:
         raise UserError(
@@ -96,7 +105,7 @@ def make_plan(
             got=f"test_views {config.train.test_views}, and {info.name} has vectors",
             hint="--test-views 1",
         )
-    clock = count_epochs(num_train // batch)
+    clock = count_epochs(epoch_samples // batch)
     total_steps = clock.end_of(config.train.epochs)
     _require_equal_parts(config, world_size)
     rank_batch = batch // world_size

@@ -20,7 +20,9 @@ from paceline.parallel.apply import ParallelModel, PlainAttributes
 from paceline.runtime.detect import World
 from paceline.runtime.recorded import Recorded
 from paceline.settings.schema import Config
+from paceline.settings.tasks import has_own_loss
 from paceline.training.guards import Guards
+from paceline.training.objective import Objective
 from paceline.training.optim import MovingAverage
 from paceline.training.step import DeviceTally, Part, StepReport, TrainStep, cut, total_norm
 
@@ -32,7 +34,8 @@ def can_record(model: ParallelModel, config: Config, world: World) -> bool:
         and model.strategy != "fsdp"
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
-        and not config.train.loss  # a user's function may read values from the GPU, which a graph cannot
+        and not config.objective.teacher  # any model, which may read values too
+        and not has_own_loss(config)  # a user's function may read values from the GPU, which a graph cannot
         and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
     )
 
@@ -48,8 +51,9 @@ class RecordedStep(TrainStep):
         config: Config,
         world: World,
         guards: Guards,
+        objective: Objective | None = None,
     ) -> None:
-        super().__init__(model, optimizer, average, config, world, guards)
+        super().__init__(model, optimizer, average, config, world, guards, objective)
         self._record_gradients = Recorded(self._make_gradients, self._host_state)
         self._record_update = Recorded(self._apply_gradients)
         # Values that change from step to step are tensors on the GPU, because a graph cannot read the host.
@@ -64,7 +68,8 @@ class RecordedStep(TrainStep):
         self.guards.enter("forward", step + 1)
         self.seed(step, self._world.rank)
         keys = self.keys_of(batch, step)
-        sums, row = self._record_gradients(batch.inputs, batch.labels, *([] if keys is None else [keys]))
+        rest = [tensor for tensor in (keys, batch.loss_scale) if tensor is not None]
+        sums, row = self._record_gradients(batch.inputs, batch.labels, *rest)
         norm, loss = row.tolist()  # the step waits for the GPU only here
         pulse = self.guards.watchdog.pulse
         pulse.fitted = max(pulse.fitted, len(batch.labels) // self._config.train.accumulate)
@@ -90,7 +95,9 @@ class RecordedStep(TrainStep):
         before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step then fails with the message
             keys = [torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)]
-            self._record_gradients.prepare(inputs, labels, *(keys if self._model.draws_by_sample else []))
+            scales = self.objective.batch_scale(labels[None])
+            scale = [scales[0]] if scales is not None else []
+            self._record_gradients.prepare(inputs, labels, *(keys if self._model.draws_by_sample else []), *scale)
             if self._record_gradients.is_recorded:
                 self._record_update.prepare()
         with torch.no_grad():
@@ -114,14 +121,17 @@ class RecordedStep(TrainStep):
         drawn = [random.getstate(), repr(numpy.random.get_state()), torch.get_rng_state().tolist()]
         return [counted, present, *drawn]
 
-    def _make_gradients(self, inputs: Tensor, labels: Tensor, keys: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _make_gradients(self, inputs: Tensor, labels: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor]:
+        """`rest`: the dropout keys, if the model draws per sample, and the scale of the loss, if it has one."""
+        keys = rest[0] if self._model.draws_by_sample else None
+        scale = rest[-1] if len(rest) > self._model.draws_by_sample else None
         for parameter in self._trained:
             parameter.grad = None
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         accumulate = self._config.train.accumulate
         tally = DeviceTally(str(labels.device))
-        for part in cut(Part(inputs, labels, keys), accumulate):
+        for part in cut(Part(inputs, labels, keys, loss_scale=scale), accumulate):
             loss, correct = self._forward(part)
             tally.add(loss, correct, len(part.labels))
             (loss * part.weight).backward()
@@ -143,7 +153,8 @@ def build_step(
     config: Config,
     world: World,
     guards: Guards,
+    objective: Objective | None = None,
 ) -> TrainStep:
     """A recorded step where that is possible, else a plain one."""
     kind = RecordedStep if can_record(model, config, world) else TrainStep
-    return kind(model, optimizer, average, config, world, guards)
+    return kind(model, optimizer, average, config, world, guards, objective)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shlex
 from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor, nn
 
 from paceline.checkpoints.capture import gather_whole, model_tensors, optimizer_tensors
 from paceline.metrics.console import format_seconds
 from paceline.metrics.screen import BRIEF, output_mode
 from paceline.metrics.throughput import read_memory
 from paceline.parallel.collectives import gather_texts
-from paceline.parallel.parts import bits
 from paceline.runs.folder import RunFolder
 from paceline.runtime.detect import World
+from paceline.settings.tasks import MAXIMISED, best_metric
 from paceline.training.components import Components
 from paceline.training.epoch import epoch_row
 from paceline.training.evaluate import Evaluation
 from paceline.training.limits import find_limits
 from paceline.training.plan import RunPlan
 from paceline.training.session import TrainingSession
+from paceline.training.weights_hash import hash_tensors
 
 _LAST_ROW = (  # fields of results.json in the last row of --json
     *("status", "test_accuracy", "test_loss", "best_epoch", "best_validation_accuracy", "steps", "training_seconds"),
@@ -43,19 +40,6 @@ class RunTotals:
     wait_s: float
     timing: dict[str, Any]  # time of the steps by phase: metrics/phases.py
     energy_j: float | None  # of this rank's GPU; None if its driver does not report it
-
-
-def hash_tensors(tensors: dict[str, Tensor]) -> str:
-    """SHA-256 of the tensors' bytes in the order of their names."""
-    digest = hashlib.sha256()
-    for _, tensor in sorted(tensors.items()):
-        digest.update(bits(tensor).contiguous().view(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
-
-
-def hash_model(model: nn.Module) -> str:
-    """The hash of the whole state of a model that is not sharded."""
-    return hash_tensors(gather_whole(model_tensors(model), "cpu"))
 
 
 def hash_state(components: Components, device: str) -> dict[str, str]:
@@ -100,7 +84,8 @@ class Results:
     num_parameters: int
     steps: int
     best_epoch: int
-    best_validation_accuracy: float | None  # None without a validation
+    best_validation_accuracy: float | None  # None without a validation, and for a regression
+    best_value: float | None  # of the metric that selects the best checkpoint; None without a validation
     test: Evaluation
     final_epoch: dict[str, Any]  # training figures of the last epoch
     ranks: list[dict[str, Any]]  # one entry per rank
@@ -125,11 +110,14 @@ class Results:
         return {
             "schema_version": RESULTS_SCHEMA,
             "status": "finished",
+            "task": plan.info.task,
             "test_accuracy": self.test.accuracy,
             "test_loss": self.test.loss,
             "test_metrics": self.test.metrics,
             "best_epoch": self.best_epoch,
             "best_validation_accuracy": self.best_validation_accuracy,
+            "best_by": best_metric(plan.config)[0],
+            "best_value": self.best_value,
             "steps": self.steps,
             "samples_seen": self.steps * train.global_batch_size,
             "samples_per_second": self.samples_per_second,
@@ -186,6 +174,7 @@ def make_results(
         steps=state.step,
         best_epoch=state.best_epoch,
         best_validation_accuracy=state.best_accuracy if state.best_epoch else None,
+        best_value=_best_value(session) if state.best_epoch else None,
         test=test,
         final_epoch=epoch_row(session),
         ranks=ranks,
@@ -193,6 +182,11 @@ def make_results(
         limits=find_limits(components, session.world, ranks),
         profile=profile,
     )
+
+
+def _best_value(session: TrainingSession) -> float:
+    merit = session.state.best_merit
+    return merit if best_metric(session.config)[1] == MAXIMISED else -merit
 
 
 # --- The summary
@@ -242,9 +236,13 @@ def _limit_lines(results: Results, folder: RunFolder) -> list[str]:
 
 
 def _accuracy_line(results: Results) -> str:
-    own = "".join(f", {name} {value:.4f}" for name, value in results.test.metrics.items())
+    test, config = results.test, results.plan.config
+    chosen, _ = best_metric(config)
+    shown = [chosen, *(name.rpartition(":")[2] for name in config.train.metrics)]
+    rest = "".join(f", {name} {test.metrics[name]:.4f}" for name in dict.fromkeys(shown) if name in test.metrics)
     best = f"best epoch {results.best_epoch}" if results.best_epoch else "weights of the last step"
-    return f"test accuracy {results.test.accuracy:.2%}, loss {results.test.loss:.4f}{own} ({best})"
+    accuracy = "" if test.accuracy is None else f"accuracy {test.accuracy:.2%}, "
+    return f"test {accuracy}loss {test.loss:.4f}{rest} ({best})"
 
 
 def print_result(results: Results, folder: RunFolder) -> None:

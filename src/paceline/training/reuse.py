@@ -46,6 +46,7 @@ from paceline.training.model_record import (
 from paceline.training.objective import build_objective
 from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.run_data import RunData
+from paceline.training.scores import as_answers
 
 _log = logging.getLogger("paceline")
 _NO_RECORD = "this checkpoint is of an older version: its classes and preprocessing must be read from its data"
@@ -198,7 +199,11 @@ def load_test_data(run: OpenRun) -> Loader:
     require_data_folder(config.data, where="--data-dir")
     data = load_dataset(config.data, config.train.seed)
     changed = _differences(run.checkpoint, data)
-    other_classes = data.info.classes != record.info.classes or data.info.sample_shape != record.info.sample_shape
+    other_classes = (
+        data.info.task != record.info.task
+        or data.info.classes != record.info.classes
+        or data.info.sample_shape != record.info.sample_shape
+    )
     if other_classes or (changed and not config.run.accept_new_data):
         hint = "--data-dir PATH names the folder of its data"
         raise DataError(
@@ -229,13 +234,16 @@ def evaluate_run(run: OpenRun) -> Evaluation:
 
 @torch.no_grad()
 def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
-    """Class probabilities of each picture: prepared, cut into batches and averaged over views as in the evaluation."""
+    """The answers for each picture, one per class (`as_answers`).
+
+    Pictures are prepared, cut into batches and averaged over views as in the evaluation.
+    """
     info = run.record.info
     if not info.takes_pictures:
         raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
     model, train = run.model, run.config.train
     model.module.eval()
-    probabilities: list[list[float]] = []
+    answers: list[list[float]] = []
     for start in range(0, len(pictures), train.test_batch_size):
         batch = pictures[start : start + train.test_batch_size]
         samples = torch.stack([read_picture(picture, info.sample_shape[1]) for picture in batch])
@@ -244,5 +252,5 @@ def predict_pictures(run: OpenRun, pictures: list[Path]) -> list[list[float]]:
         inputs = run.record.pipeline.for_evaluation(samples.to(run.world.device))
         with run.record.forward_explained(model.module), autocast(model, run.world):
             logits = average_over_views(model.module, inputs, train.test_views).float()
-        probabilities += logits.softmax(1).tolist()
-    return probabilities
+        answers += as_answers(info.task, logits).tolist()
+    return answers

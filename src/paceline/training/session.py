@@ -18,6 +18,7 @@ from paceline.runtime.detect import World
 from paceline.runtime.garbage import no_search_for_garbage
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
+from paceline.settings.tasks import best_metric
 from paceline.training.components import Components, build_components
 from paceline.training.guards import Guards, Stragglers
 from paceline.training.header import describe_run
@@ -59,11 +60,13 @@ def open_session(
     if checkpoint is not None:
         state = components.resume(checkpoint, world)
         _take_over(checkpoint, state, folder, checkpoints, world)
+    own_metrics = (name.rpartition(":")[2] for name in config.train.metrics)
     console = Console(
         is_enabled=world.is_primary,
         metric_lines=config.run.metric_lines,
         clock=components.plan.clock,
         epochs=config.train.epochs,
+        shown_metrics=tuple(dict.fromkeys([best_metric(config)[0], *own_metrics])),
     )
     _print_header(console, components, world, place, checkpoint)
     guards.record_start()

@@ -11,7 +11,7 @@ _SHAPE = Fields(
     required={
         "step": COUNT,
         "best_epoch": COUNT,
-        "best_accuracy": (SHARE, Number(-1, -1)),
+        "best_accuracy": (SHARE, Number(-1, -1), MAYBE),
         "best_loss": (float, MAYBE),
         "epoch_sums": Fields(
             required={"loss": float, "correct": COUNT, "samples": COUNT, "seconds": Number(0)},
@@ -21,6 +21,7 @@ _SHAPE = Fields(
     },
     optional={
         "best_step": COUNT,
+        "best_merit": (float, MAYBE),
         "steps_per_epoch": COUNT,
         "skipped": ListOf(COUNT),
         "jumped": ListOf(COUNT),
@@ -68,7 +69,8 @@ class TrainState:
     step: int = 0
     best_epoch: int = 0
     best_step: int = 0  # not computed from the epoch: epochs of other data have another length
-    best_accuracy: float = -1.0
+    best_merit: float = float("-inf")  # the value of the metric that decides; negative if it is minimised
+    best_accuracy: float | None = None
     best_loss: float = float("inf")
     epoch_sums: EpochSums = field(default_factory=EpochSums)
     validation: dict[str, float] | None = None  # at this very step; None inside an epoch
@@ -77,27 +79,30 @@ class TrainState:
     jumped: list[int] = field(default_factory=list)  # steps left out altogether after a roll-back
     recent_losses: list[float] = field(default_factory=list)  # what a spike is measured against
 
-    def is_improved_by(self, accuracy: float, loss: float) -> bool:
-        """More accurate, or as accurate with less loss."""
-        return (accuracy, -loss) > (self.best_accuracy, -self.best_loss)
+    def is_improved_by(self, merit: float, loss: float) -> bool:
+        """A better value of the metric that decides, or the same with less loss."""
+        return (merit, -loss) > (self.best_merit, -self.best_loss)
 
     def to_json(self) -> dict[str, Any]:
         values = asdict(self)
         if self.best_epoch == 0:
-            values["best_loss"] = None  # JSON knows no infinity
+            values["best_loss"] = values["best_merit"] = None  # JSON knows no infinity
         return values
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainState:
         """Raises ValueError for values that no run has saved."""
         values = fit(values, _SHAPE)
-        loss = values["best_loss"]
+        loss, accuracy = values["best_loss"], values["best_accuracy"]
+        accuracy = None if accuracy is None or accuracy < 0 else float(accuracy)  # older versions have -1
+        merit = values.get("best_merit", accuracy)  # older versions have no other metric
         return cls(
             step=int(values["step"]),
             best_epoch=int(values["best_epoch"]),
             # Checkpoints of older versions do not have it.
             best_step=int(values.get("best_step", values["best_epoch"] * values.get("steps_per_epoch", 0))),
-            best_accuracy=float(values["best_accuracy"]),
+            best_merit=float("-inf") if merit is None else float(merit),
+            best_accuracy=accuracy,
             best_loss=float("inf") if loss is None else float(loss),
             epoch_sums=EpochSums(
                 **{name: values["epoch_sums"][name] for name in ("loss", "correct", "samples", "seconds")},

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from paceline.data.loader import Batch
-from paceline.data.mixing import hard_labels
 from paceline.models.dropout import ShareKeys
 from paceline.parallel.apply import ParallelModel, autocast
 from paceline.parallel.collectives import gather_lanes, sum_over_ranks
@@ -23,8 +22,9 @@ from paceline.parallel.exact import LaneReducer
 from paceline.runtime.detect import World
 from paceline.runtime.seeds import seed_step
 from paceline.settings.schema import Config
+from paceline.settings.tasks import has_own_loss
 from paceline.training.guards import Guards
-from paceline.training.objective import build_objective
+from paceline.training.objective import Objective, build_objective
 from paceline.training.optim import MovingAverage, bare_step
 
 
@@ -47,6 +47,7 @@ class Part:
     labels: Tensor
     keys: Tensor | None  # of the samples; dropout layers draw from them
     weight: float = 1.0  # of its mean loss in the mean that is minimised
+    loss_scale: Tensor | None = None  # of the global batch: Batch.loss_scale
 
 
 class TrainStep:
@@ -60,6 +61,7 @@ class TrainStep:
         config: Config,
         world: World,
         guards: Guards,
+        objective: Objective | None = None,
     ) -> None:
         self.guards = guards
         self._model = model
@@ -72,8 +74,8 @@ class TrainStep:
         self._reducer = LaneReducer(model.module, world, lanes) if config.parallel.exact else None
         is_half = model.autocast_dtype is torch.float16
         self.scaler = torch.amp.GradScaler(torch.device(world.device).type, enabled=is_half)
-        self.objective = build_objective(config)
-        self._has_user_code = bool(config.train.loss) or ":" in config.model.model_name
+        self.objective = objective or build_objective(config)
+        self._has_user_code = has_own_loss(config) or ":" in config.model.model_name
         self._keys = ShareKeys(config.train.seed, world.rank, world.device) if model.draws_by_sample else None
         self._bytes_to_sum = model.bytes_to_sum()
         self._busy_s = 0.0
@@ -177,7 +179,7 @@ class TrainStep:
     def _run_share(self, batch: Batch, step: int, wants_stop: bool) -> tuple[Tensor, Tensor]:
         """Run the rank's whole share at once. The strategy sums the gradients over ranks."""
         self.seed(step, self._world.rank)
-        part = Part(batch.inputs, batch.labels, self.keys_of(batch, step))
+        part = Part(batch.inputs, batch.labels, self.keys_of(batch, step), loss_scale=batch.loss_scale)
         sums, mine = self._accumulate_gradients(part, step, wants_stop)
         if self._model.shared is not None:
             self.guards.enter("reduce", step + 1)
@@ -193,7 +195,8 @@ class TrainStep:
         first = self._world.rank * lanes
         self._reducer.begin_step()
         rows = []
-        share = Part(batch.inputs, batch.labels, self.keys_of(batch, step), weight=1 / self._world.world_size)
+        weight = 1 / self._world.world_size
+        share = Part(batch.inputs, batch.labels, self.keys_of(batch, step), weight, batch.loss_scale)
         for lane, part in enumerate(cut(share, lanes), start=first):
             self.seed(step, lane)
             self._reducer.begin_lane()
@@ -235,9 +238,9 @@ class TrainStep:
         """The mean loss, and the number of correct answers."""
         with autocast(self._model, self._world):
             logits = self._model(part.inputs, part.keys)
-            loss = self.objective.mean_loss(logits.float(), part.labels)
+            loss = self.objective.training_loss(logits.float(), part.labels, part.inputs, part.loss_scale)
         with torch.no_grad():
-            return loss, (logits.argmax(1) == hard_labels(part.labels)).sum()
+            return loss, self.objective.count_correct(logits, part.labels)
 
     def _backward(self, objective: Tensor, mine: Tensor | None) -> None:
         objective.backward()
@@ -257,7 +260,7 @@ def cut(whole: Part, parts: int) -> list[Part]:
     inputs, labels = whole.inputs.tensor_split(parts), whole.labels.tensor_split(parts)
     keys = whole.keys.tensor_split(parts) if whole.keys is not None else [None] * parts
     weights = [whole.weight * (len(part) / len(whole.labels)) for part in labels]
-    return list(map(Part, inputs, labels, keys, weights))
+    return list(map(Part, inputs, labels, keys, weights, [whole.loss_scale] * parts))
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

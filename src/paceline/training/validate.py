@@ -9,6 +9,7 @@ from functools import partial
 from paceline.data.loader import Loader
 from paceline.metrics.screen import ONLY_IN_LOG
 from paceline.parallel.buffers import average_statistics
+from paceline.settings.tasks import MAXIMISED, best_metric
 from paceline.training.epoch import StopAgreed, epoch_row, rank_columns, require_no_stop
 from paceline.training.evaluate import Evaluation, evaluate
 from paceline.training.examples import Examples
@@ -38,12 +39,15 @@ def validate_epoch(session: TrainingSession) -> bool:
     if validation is None:
         session.console.epoch(epoch, state.step, train_row, None, False)
         return False
-    is_best = state.is_improved_by(validation.accuracy, validation.loss)
+    values = validation.values()
+    name, direction = best_metric(session.config)
+    merit = values[name] if direction == MAXIMISED else -values[name]
+    is_best = state.is_improved_by(merit, validation.loss)
     if is_best:
         state.best_epoch, state.best_step = epoch, state.step
-        state.best_accuracy, state.best_loss = validation.accuracy, validation.loss
-    state.validation = {"accuracy": validation.accuracy, "loss": validation.loss}
-    val_row = {**state.validation, "throughput": validation.throughput, **validation.metrics}
+        state.best_merit, state.best_accuracy, state.best_loss = merit, validation.accuracy, validation.loss
+    state.validation = {**values, "merit": merit}
+    val_row = {**values, "throughput": validation.throughput}
     if session.recorder is not None:
         session.recorder.epoch(state.step, epoch=epoch, phase="val", **val_row)
     session.console.epoch(epoch, state.step, train_row, val_row, is_best)
@@ -55,9 +59,9 @@ def _log_own_samples(session: TrainingSession, epoch: int, seconds: float) -> No
     own = {name: values[session.world.rank] for name, values in rank_columns(session).items()}
     if not own:
         return
-    text = "epoch %d: loss %.4f, accuracy %.2f%% of %d samples of this rank, %.2f s"
-    values = (epoch, own["loss"], 100 * own["accuracy"], own["samples"], seconds)
-    _log.info(text, *values, extra=ONLY_IN_LOG)
+    accuracy = f", accuracy {own['accuracy']:.2%}" if "accuracy" in own else ""
+    text = "epoch %d: loss %.4f%s of %d samples of this rank, %.2f s"
+    _log.info(text, epoch, own["loss"], accuracy, own["samples"], seconds, extra=ONLY_IN_LOG)
 
 
 def _validate(session: TrainingSession) -> Evaluation:

@@ -61,6 +61,7 @@ from paceline.training.objective import explain_own_code
 from paceline.training.rehearse import rehearse
 from paceline.training.results import Results, print_result
 from paceline.training.same_ranks import require_same_ranks, require_shared_folder
+from paceline.training.teacher import name_teacher
 
 _log = logging.getLogger("paceline")
 
@@ -79,7 +80,7 @@ def run_worker(loaded: LoadedConfig, environment: RankEnvironment) -> Results:
     needs_group = resolve_strategy(config, world.world_size) == "fsdp"
     with ExitStack() as held:
         with process_group(world, environment, needed=needs_group):
-            config = require_same_ranks(config, world)
+            config = require_same_ranks(name_teacher(config), world)
             loaded = dataclasses.replace(loaded, config=config)
             place = _agree_on_place(loaded, world, environment)
             RunFolder(place.folder).create()
@@ -139,8 +140,8 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
         write_failed(what)
         raise
     if world.is_primary:
-        fields = {"test_accuracy": results.test.accuracy, **describe_console_loss()}
-        folder.write_status("finished", step=results.steps, **fields)
+        accuracy = {} if results.test.accuracy is None else {"test_accuracy": results.test.accuracy}
+        folder.write_status("finished", step=results.steps, **accuracy, **describe_console_loss())
         print_result(results, folder)
     return results
 

@@ -2,7 +2,8 @@
 
 It may take any of `data_dir`, `seed` and `config`. It returns the train and test parts as a pair, a triple with the
 classes, or a dict, which may have a validation part too. A part is an object with `read` and `labels`, a pair of
-arrays, or a map-style torch data set. Each is converted here to the `Dataset` interface.
+arrays, a triple with a weight of each sample, or a map-style torch data set. Each is converted here to the `Dataset`
+interface. The task decides on the labels: a class per sample, 0 or 1 for each class, or numbers.
 """
 
 from __future__ import annotations
@@ -20,19 +21,23 @@ from torch import Tensor
 
 from paceline.data.dataset import MOST_CLASSES, Dataset, DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.parts import PARTS, TEST, TRAIN, VALIDATION, part_named
+from paceline.data.picture_table import number_names
 from paceline.data.pictures import DECODER, as_rgb
 from paceline.data.reference import resolve_reference
 from paceline.errors import DataError, PacelineError, UserError, text_of
 from paceline.runs.local_code import local_modules_compiled
 from paceline.runs.user_code import process_kept
 from paceline.settings.schema import DataConfig
+from paceline.settings.tasks import REGRESSION, SINGLE_LABEL
 from paceline.settings.text import check_text
 
 EXPECTED = (
     "(train, test), (train, test, classes),\nor {'train': ..., 'validation': ..., 'test': ..., 'classes': ...}, "
     "without 'validation' and 'classes' too"
 )
-EXPECTED_PART = "(samples, labels), an object with read(indices) and labels, or a map-style data set"
+EXPECTED_PART = (
+    "(samples, labels), (samples, labels, weights), an object with read(indices) and labels, or a map-style data set"
+)
 EXPECTED_SAMPLE = "uint8 images with 1 or 3 channels (CHW or HWC), or vectors of floats"
 _STATISTICS_SAMPLES = 1024
 _CLASSES = "classes"
@@ -41,9 +46,11 @@ _CLASSES = "classes"
 class _Reader:
     """Wraps a user's object that has `read` and `labels`."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, task: str) -> None:
         self._inner = inner
-        self._labels = _as_labels(inner.labels)
+        self._labels = _as_labels(inner.labels, task)
+        weights = getattr(inner, "sample_weights", None)
+        self.sample_weights = None if weights is None else _as_weights(weights, len(self._labels))
 
     @property
     def labels(self) -> Tensor:
@@ -59,11 +66,12 @@ class _Reader:
 class _MapStyle:
     """Wraps a data set with `len(...)` and `[index] -> (sample, label)`; stacks the samples."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, task: str) -> None:
         self._inner = inner
         known = getattr(inner, "targets", None)
         # Without a list of labels, every sample is made once to get its label.
-        self._labels = _as_labels([self._item(i)[1] for i in range(len(inner))] if known is None else known)
+        given = [_plain(self._item(i)[1]) for i in range(len(inner))] if known is None else known
+        self._labels = _as_labels(given, task)
         self._shape = self._sample(0).shape
         if isinstance(self._item(0)[0], Image.Image):
             self.decoder = DECODER
@@ -126,7 +134,7 @@ def load(config: DataConfig, seed: int) -> LoadedData:
     function = resolve_reference(config.dataset, where="dataset")
     returned = _call(function, config, seed)
     try:
-        return _adapt(returned, config.dataset)
+        return _adapt(returned, config.dataset, config.task)
     except PacelineError as error:
         error.where = f"{config.dataset}, {error.where}" if error.where else config.dataset
         raise
@@ -167,9 +175,9 @@ def _is_required(parameter: inspect.Parameter) -> bool:
     return parameter.default is parameter.empty and not variadic
 
 
-def _adapt(returned: Any, name: str) -> LoadedData:
+def _adapt(returned: Any, name: str, task: str) -> LoadedData:
     given, classes = _parts(returned)
-    parts = {part: _part(given[part], part) for part in PARTS if part in given}
+    parts = {part: _part(given[part], part, task) for part in PARTS if part in given}
     shapes = {part: tuple(dataset.read(torch.tensor([0])).shape[1:]) for part, dataset in parts.items()}
     shape = shapes[TRAIN]
     for part, other in shapes.items():
@@ -177,10 +185,13 @@ def _adapt(returned: Any, name: str) -> LoadedData:
             raise UserError(f"train and {part} differ in sample shape", got=f"{shape} and {other}")
     if classes is None:
         classes = getattr(given[TRAIN], "classes", None)
-    names = _class_names(classes, torch.cat([dataset.labels for dataset in parts.values()]).unique().tolist())
+    if task == SINGLE_LABEL:
+        names = _class_names(classes, torch.cat([dataset.labels for dataset in parts.values()]).unique().tolist())
+    else:
+        names = _column_names(classes, {part: dataset.labels.shape[1] for part, dataset in parts.items()}, task)
     mean, std = _statistics(parts[TRAIN]) if len(shape) == 3 else ((), ())
     num_validation = len(parts[VALIDATION]) if VALIDATION in parts else 0
-    info = DatasetInfo(name, len(parts[TRAIN]), len(parts[TEST]), names, shape, mean, std, num_validation)
+    info = DatasetInfo(name, len(parts[TRAIN]), len(parts[TEST]), names, shape, mean, std, num_validation, task)
     return LoadedData(info, **parts)
 
 
@@ -208,13 +219,13 @@ def _parts_of_mapping(returned: Mapping[Any, Any]) -> dict[str, Any]:
     return {part: value for part, value in found.items() if part != VALIDATION or value is not None}
 
 
-def _part(given: Any, part: str) -> Dataset:
+def _part(given: Any, part: str, task: str) -> Dataset:
     """One part as a `Dataset`, checked: not empty, no negative labels."""
     try:
-        dataset = _fitted(given)
+        dataset = _fitted(given, task)
         if len(dataset) == 0:
             raise UserError("there are no samples", allowed="at least one")
-        if dataset.labels.min() < 0:
+        if task != REGRESSION and dataset.labels.min() < 0:
             raise UserError("a label is negative", got=int(dataset.labels.min()), allowed="0, 1, 2, ...")
         return dataset
     except PacelineError as error:
@@ -222,20 +233,20 @@ def _part(given: Any, part: str) -> Dataset:
         raise
 
 
-def _fitted(given: Any) -> Dataset:
+def _fitted(given: Any, task: str) -> Dataset:
     if hasattr(given, "read") and hasattr(given, "labels"):
-        return _Reader(given)
-    if isinstance(given, tuple | list) and len(given) == 2:
-        samples, labels = _as_samples(_tensor(given[0])), _as_labels(given[1])
+        return _Reader(given, task)
+    if isinstance(given, tuple | list) and len(given) in (2, 3):
+        samples, labels = _as_samples(_tensor(given[0])), _as_labels(given[1], task)
         if len(samples) != len(labels):
             raise UserError(
                 "samples and labels differ in number", got=f"{len(samples)} samples and {len(labels)} labels"
             )
-        return ResidentDataset(samples, labels)
+        return ResidentDataset(samples, labels, _as_weights(given[2], len(labels)) if len(given) == 3 else None)
     if hasattr(given, "__len__") and hasattr(given, "__getitem__") and not isinstance(given, str | Mapping):
         if len(given) == 0:
             raise UserError("there are no samples", allowed="at least one")
-        return _MapStyle(given)
+        return _MapStyle(given, task)
     raise UserError("this is not a data set", got=_kind(given), allowed=EXPECTED_PART)
 
 
@@ -269,19 +280,60 @@ def _as_samples(batch: Any) -> Tensor:
     )
 
 
-def _as_labels(values: Any) -> Tensor:
-    labels = _tensor(values)
-    if labels.ndim != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
-        _wrong_labels(labels)
-    return labels.cpu().to(torch.int64)
+def _as_labels(values: Any, task: str) -> Tensor:
+    """int64 [N] for classes; float32 [N, columns] for other tasks."""
+    labels = _tensor(values).cpu()
+    if task == SINGLE_LABEL:
+        if labels.ndim != 1 or labels.dtype.is_floating_point or labels.dtype.is_complex:
+            _wrong_labels(labels, "one whole number per sample, counted from 0")
+        return labels.to(torch.int64)
+    if task == REGRESSION:
+        if labels.ndim not in (1, 2) or labels.dtype.is_complex or not bool(labels.isfinite().all()):
+            _wrong_labels(labels, "one finite number per sample, or a row of them")
+        return labels.float().reshape(len(labels), -1)
+    if labels.ndim != 2 or labels.dtype.is_complex or not bool(((labels == 0) | (labels == 1)).all()):
+        _wrong_labels(labels, "a row of 0 and 1 per sample, one for each class")
+    return labels.float()
 
 
-def _wrong_labels(labels: Tensor) -> NoReturn:
+def _wrong_labels(labels: Tensor, allowed: str) -> NoReturn:
     raise UserError(
         "labels of this kind cannot be trained on",
         got=f"{labels.dtype} of shape {tuple(labels.shape)}",
-        allowed="one whole number per sample, counted from 0",
+        allowed=allowed,
     )
+
+
+def _plain(label: Any) -> Any:
+    """The label of an item, so that many of them form an array."""
+    return label.tolist() if isinstance(label, Tensor) else label
+
+
+def _as_weights(values: Any, count: int) -> Tensor:
+    weights = _tensor(values).cpu()
+    if weights.shape != (count,) or weights.dtype.is_complex:
+        raise UserError(
+            "sample weights of this kind cannot be used",
+            got=f"{weights.dtype} of shape {tuple(weights.shape)}",
+            allowed=f"one number per sample, shape ({count},)",
+        )
+    return weights.double()
+
+
+def _column_names(classes: Any, columns: dict[str, int], task: str) -> tuple[str, ...]:
+    """Of several labels: the classes. Of a regression: its numbers. `columns`: how many the parts' labels have."""
+    count, least = columns[TRAIN], 1 if task == REGRESSION else 2
+    if count < least or any(other != count for other in columns.values()):
+        raise UserError(
+            "the labels have a wrong number of columns",
+            got=", ".join(f"{part}: {number}" for part, number in columns.items()),
+            allowed=f"{least} or more, the same in every part",
+        )
+    if classes is None or classes == count:
+        return number_names(count) if task == REGRESSION else tuple(map(str, range(count)))
+    if isinstance(classes, str) or not isinstance(classes, Sequence) or len(classes) != count:
+        raise UserError("the class names do not fit the labels", got=repr(classes), allowed=f"{count} names in a list")
+    return tuple(check_text(str(name), "the name of a class", where="class names") for name in classes)
 
 
 def _class_names(classes: Any, labels: list[int]) -> tuple[str, ...]:

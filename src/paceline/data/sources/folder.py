@@ -35,10 +35,12 @@ class FolderDataset:
 
     decoder = DECODER
 
-    def __init__(self, root: Path, part: Part, side: int, num_workers: int, unreadable: int = 0) -> None:
+    def __init__(
+        self, root: Path, part: Part, side: int, num_workers: int, unreadable: int = 0, *, labels: Tensor | None = None
+    ) -> None:
         self._root = root
         self._paths = part.paths
-        self._labels = labels_of(part.per_class)
+        self._labels = labels_of(part.per_class) if labels is None else labels
         self.sample_shape = (3, side, side)
         self._allowed = unreadable
         self._unreadable: set[int] = set()
@@ -57,8 +59,8 @@ class FolderDataset:
 
     def names(self) -> list[bytes]:
         """File names relative to the data set's folder, in the order of samples."""
-        start = len(os.fsencode(self._root / "x")) - 1
-        return [os.fsencode(path)[start:] for path in self._paths]
+        folder = os.fsencode(self._root / "x")[:-1]
+        return [os.fsencode(path).removeprefix(folder) for path in self._paths]
 
     def list_files(self) -> list[tuple[bytes, int]]:
         """Names and sizes. On network storage each size costs a round trip, so several threads ask."""

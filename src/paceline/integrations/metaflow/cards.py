@@ -101,8 +101,13 @@ class TrainingCard:
 
 def fill_test_card(card: Any, title: str, test: dict[str, Any]) -> None:
     """Accuracy and loss, the classes with the lowest accuracy first, and the confusion matrix."""
-    figures = f"**{test['test_accuracy']:.2%}** of {test['samples']:,} samples, loss {test['test_loss']:.4f}"
+    accuracy = "" if test["test_accuracy"] is None else f"**{test['test_accuracy']:.2%}** of "
+    metrics = "".join(f", {name} {value:.4g}" for name, value in test.get("test_metrics", {}).items())
+    figures = f"{accuracy}{test['samples']:,} samples, loss {test['test_loss']:.4f}{metrics}"
     title_text = f"# {title}\n\n{figures}, step {test['step']}"
+    if not test["confusion_matrix"]:  # a task without classes that exclude each other
+        card.append(Markdown(title_text))
+        return
     card.extend([Markdown(title_text), Markdown("## Classes"), Markdown(class_table(test))])
     card.append(VegaChart(confusion_chart(test)))
 

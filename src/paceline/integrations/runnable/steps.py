@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -225,8 +226,9 @@ def evaluate(training_request: dict[str, Any]) -> float:
     classes = run.classes
     content = evaluation.to_json(classes, step=run.checkpoint.step, checkpoint=name)
     write_json(artifacts() / "evaluation.json", content)
-    print_line(f"test      accuracy {evaluation.accuracy:.2%} with {name}, step {run.checkpoint.step}")
-    return evaluation.accuracy
+    accuracy = math.nan if evaluation.accuracy is None else evaluation.accuracy  # a regression has none
+    print_line(f"test      accuracy {accuracy:.2%} with {name}, step {run.checkpoint.step}")
+    return accuracy
 
 
 @_step

@@ -132,7 +132,7 @@ def _measure(
         bytes_per_step=max(rank["communicated_bytes_per_step"] for rank in ranks),
         peak_mb=tuple(rank["peak_memory_mb"] for rank in ranks),
         val_loss=validations[-1]["loss"] if validations else None,
-        val_accuracy=validations[-1]["accuracy"] if validations else None,
+        val_accuracy=validations[-1].get("accuracy") if validations else None,
         test_accuracy=results["test_accuracy"],
         test_loss=results["test_loss"],
         energy_j=None if None in energies else sum(energies),

@@ -1,0 +1,124 @@
+"""Which samples an epoch visits, and in which order, as a pure function of (seed, epoch).
+
+The result does not depend on rank or world size. A sample that an epoch visits more than once has a repetition number
+for each visit. Augmentation draws from it, so repeated samples get different pixels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from paceline.data.draws import draw_bits, draw_permutation, unit
+from paceline.data.order import epoch_order
+from paceline.errors import UserError
+
+UNIFORM, BALANCED, WEIGHTED = "uniform", "balanced", "weighted"
+_REPEATED, _CLASS, _SHUFFLED, _WEIGHTED = 3, 4, 5, 6  # part of the hash, so draws for different purposes differ
+
+
+@dataclass(frozen=True)
+class Visits:
+    """The order of an epoch."""
+
+    positions: Tensor  # of the samples, among those that are trained on
+    repetitions: Tensor | None  # how often the epoch has visited the sample before; None: every sample once at most
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the samples of an epoch are chosen."""
+
+    num_samples: int
+    kind: str = UNIFORM
+    epoch_samples: int = 0  # 0: as many as there are samples
+    labels: Tensor | None = None  # of the samples, for balanced
+    weights: Tensor | None = None  # of the samples, for weighted
+
+    @property
+    def length(self) -> int:
+        return self.epoch_samples or self.num_samples
+
+    def visits(self, seed: int, epoch: int, device: str | torch.device = "cpu") -> Visits:
+        if self.kind == UNIFORM and self.length <= self.num_samples:
+            return Visits(epoch_order(self.num_samples, seed, epoch, device)[: self.length], None)
+        if self.kind == UNIFORM:
+            found = self._repeated(torch.arange(self.num_samples), self.length, seed, epoch)
+        elif self.kind == BALANCED:
+            found = self._balanced(seed, epoch)
+        else:
+            found = self._weighted(seed, epoch)
+        return Visits(*(part.to(device) for part in found))
+
+    def _repeated(self, members: Tensor, count: int, seed: int, epoch: int, *context: int) -> tuple[Tensor, Tensor]:
+        """All members in random order, then all again in another order, until there are enough."""
+        rounds = -(-count // len(members))
+        orders = [draw_permutation(len(members), _REPEATED, seed, epoch, number, *context) for number in range(rounds)]
+        repetitions = torch.arange(rounds).repeat_interleave(len(members))
+        return members[torch.cat(orders)][:count], repetitions[:count]
+
+    def _balanced(self, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+        """Every class equally often (or once more), and inside a class every sample equally often (or once more)."""
+        assert self.labels is not None
+        groups = [torch.nonzero(self.labels == label)[:, 0] for label in self.labels.unique().tolist()]
+        # Some classes get one visit more. They are other ones in every epoch.
+        turn = draw_permutation(len(groups), _CLASS, seed, epoch).tolist()
+        counts = [(self.length + place) // len(groups) for place in turn]
+        parts = [
+            self._repeated(group, count, seed, epoch, number)
+            for number, (group, count) in enumerate(zip(groups, counts, strict=True))
+            if count
+        ]
+        positions, repetitions = (torch.cat(column) for column in zip(*parts, strict=True))
+        order = draw_permutation(self.length, _SHUFFLED, seed, epoch)
+        return positions[order], repetitions[order]
+
+    def _weighted(self, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
+        """Each visit is drawn by weight, with replacement."""
+        assert self.weights is not None
+        sums = np.cumsum(self.weights.double().numpy())  # numpy adds in order: the same bits on every machine
+        drawn = unit(draw_bits(torch.arange(self.length), _WEIGHTED, seed, epoch)).numpy() * sums[-1]
+        # The last sample with a weight is the limit: rounding may give the whole sum.
+        last = int(np.searchsorted(sums, sums[-1], side="left"))
+        positions = torch.from_numpy(np.minimum(np.searchsorted(sums, drawn, side="right"), last))
+        return positions, _count_earlier(positions)
+
+
+def _count_earlier(positions: Tensor) -> Tensor:
+    """For each entry, how many entries before it are equal to it."""
+    sorted_positions, order = positions.sort(stable=True)
+    places = torch.arange(len(positions))
+    is_first = torch.ones_like(sorted_positions, dtype=torch.bool)
+    is_first[1:] = sorted_positions[1:] != sorted_positions[:-1]
+    starts = torch.where(is_first, places, torch.zeros_like(places)).cummax(0).values
+    return torch.empty_like(places).scatter_(0, order, places - starts)
+
+
+def build_sampling(kind: str, epoch_samples: int, labels: Tensor, weights: Tensor | None) -> Sampling:
+    """`labels` and `weights`: of the samples that are trained on."""
+    if kind == WEIGHTED:
+        if weights is None:
+            raise UserError(
+                "weighted sampling needs a weight of each training sample, and this data has none",
+                where="--sampling",
+                allowed="a column weight in train.csv, or (samples, labels, weights) from a data set function",
+            )
+        wrong = ~(weights.isfinite() & (weights >= 0))
+        if bool(wrong.any()) or not bool((weights > 0).any()):
+            first = int(wrong.nonzero()[0]) if bool(wrong.any()) else 0
+            raise UserError(
+                "a sample weight cannot be used",
+                where=f"training sample {first}",
+                got=float(weights[first]),
+                allowed="0 or more, and more than 0 for at least one sample",
+            )
+    return Sampling(
+        num_samples=len(labels),
+        kind=kind,
+        epoch_samples=epoch_samples,
+        labels=labels if kind == BALANCED else None,
+        weights=weights if kind == WEIGHTED else None,
+    )
