@@ -42,10 +42,11 @@ from paceline.settings.code import CodeReference
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
+from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.model_record import RECORD, ModelRecord, make_record
 from paceline.training.objective import check_objective
-from paceline.training.optim import MovingAverage, build_optimizer
+from paceline.training.optim import MovingAverage, build_average, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
@@ -82,7 +83,8 @@ class Components:
     def checkpoint_bytes(self) -> int:
         """The approximate size of one checkpoint: weights, optimizer state, moving average."""
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.module.parameters())
-        copies = 1 + (2 if "adam" in self.plan.config.optim.optimizer else 1) + (self.average is not None)
+        has_two = self.plan.config.optim.optimizer in ("adam", "adamw", "lamb")
+        copies = 1 + (2 if has_two else 1) + (self.average is not None)
         return weights * copies
 
     def average_values(self) -> Tensors:
@@ -239,15 +241,17 @@ def build_components(
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None and load_weights:
         look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
+    freezing = Freezing(config.optim, model, plan.clock) if config.optim.freeze else None
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
     example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)
     settle_buckets(parallel, example)
     optimizer = build_optimizer(config.optim, parallel.module)
-    average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
+    average = build_average(config.optim, parallel.module, plan.steps_per_epoch)
     if load_weights:
         check_objective(config, plan, parallel, world)
-    step = build_step(parallel, optimizer, average, config, world, guards or Guards())
+    step = build_step(parallel, optimizer, average, config, world, guards or Guards(), freezing)
+    step.begin_epoch(checkpoint.step if checkpoint is not None else 0)
     code = hash_code(config)  # after all of it was imported
     is_recorded = load_weights and world.is_primary
     record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None

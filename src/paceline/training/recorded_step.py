@@ -20,6 +20,7 @@ from paceline.parallel.apply import ParallelModel, PlainAttributes
 from paceline.runtime.detect import World
 from paceline.runtime.recorded import Recorded
 from paceline.settings.schema import Config
+from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.optim import MovingAverage
 from paceline.training.step import DeviceTally, Part, StepReport, TrainStep, cut, total_norm
@@ -48,14 +49,17 @@ class RecordedStep(TrainStep):
         config: Config,
         world: World,
         guards: Guards,
+        freezing: Freezing | None = None,
     ) -> None:
-        super().__init__(model, optimizer, average, config, world, guards)
+        super().__init__(model, optimizer, average, config, world, guards, freezing)
         self._record_gradients = Recorded(self._make_gradients, self._host_state)
         self._record_update = Recorded(self._apply_gradients)
         # Values that change from step to step are tensors on the GPU, because a graph cannot read the host.
-        self._lr, self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(3))
+        self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(2))
+        self._rates: dict[float, Tensor] = {}  # by factor
         for group in optimizer.param_groups:
-            group["lr"] = self._lr
+            factor = group.get("lr_factor", 1.0)
+            group["lr"] = self._rates.setdefault(factor, torch.zeros((), device=world.device))
             if "capturable" in group:
                 group["capturable"] = True
 
@@ -71,7 +75,8 @@ class RecordedStep(TrainStep):
         return StepReport(sums, loss, norm, wants_stop, time.perf_counter() - began)
 
     def update(self, step: int, lr: float, report: StepReport) -> None:
-        self._lr.fill_(lr)
+        for factor, rate in self._rates.items():
+            rate.fill_(lr * factor)
         limit = self._config.optim.clip_norm
         if limit:
             self._shrink.fill_(min(1.0, limit / (report.grad_norm + 1e-6)))
@@ -125,12 +130,15 @@ class RecordedStep(TrainStep):
             loss, correct = self._forward(part)
             tally.add(loss, correct, len(part.labels))
             (loss * part.weight).backward()
+        self._drop_frozen()
         norm = total_norm(self._model.local_gradients())
         return tally.sums()[None], torch.stack([norm.float(), tally.mean_loss()])
 
     def _apply_gradients(self) -> None:
         if self._config.optim.clip_norm:
             torch._foreach_mul_(self._model.local_gradients(), self._shrink)
+        if self._clip is not None:
+            self._clip()
         self._apply_update()
         if self._average is not None:
             self._average.blend(self._blend)
@@ -143,7 +151,8 @@ def build_step(
     config: Config,
     world: World,
     guards: Guards,
+    freezing: Freezing | None = None,
 ) -> TrainStep:
     """A recorded step where that is possible, else a plain one."""
     kind = RecordedStep if can_record(model, config, world) else TrainStep
-    return kind(model, optimizer, average, config, world, guards)
+    return kind(model, optimizer, average, config, world, guards, freezing)
