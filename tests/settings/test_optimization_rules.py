@@ -50,7 +50,8 @@ def test_numbers_out_of_range_are_refused(flag: str) -> None:
 
 def test_settings_that_go_together_are_accepted() -> None:
     flags = "--epochs 9 --schedule steps --lr-steps 3 6 --cooldown-epochs 1 --warmup-epochs 1 --warmup-start-lr 1e-6"
-    more = "--min-lr 1e-5 --freeze features --unfreeze-at 2 --ema-decay 0.9 --ema-warmup-epochs 1 --clip-norm 0 --clip-agc 0.1"
-    loaded = load_config("shapes-cnn", [*flags.split(), *more.split()])
+    more = "--min-lr 1e-5 --freeze features --unfreeze-at 2 --ema-decay 0.9 --ema-warmup-epochs 1"
+    clip = "--clip-norm 0 --clip-agc 0.1"
+    loaded = load_config("shapes-cnn", f"{flags} {more} {clip}".split())
     check_config(loaded)
     assert loaded.config.optim.lr_steps == (3, 6)

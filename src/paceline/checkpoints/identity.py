@@ -17,7 +17,7 @@ from paceline.settings.values import RENAMED
 # If one of these changes, it is another run.
 IDENTITY = (
     *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
-    *("model_name", "hidden_size", "optimizer", "loss", "global_batch_size", "seed", "exact"),
+    *("model_name", "hidden_size", "model_args", "optimizer", "loss", "global_batch_size", "seed", "exact"),
 )
 # These do not change what a run computes.
 SILENT = (
@@ -44,7 +44,7 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     """
     config = checkpoint.state.get("config", {})
     # Checkpoints of earlier releases hold the earlier names of settings.
-    saved = {"loss": "", **{RENAMED.get(name, name): value for name, value in config.items()}}
+    saved = {"loss": "", "model_args": [], **{RENAMED.get(name, name): value for name, value in config.items()}}
     now = json.loads(json.dumps(now))
     identity: tuple[str, ...] = IDENTITY
     if now["exact"] and lanes is not None:

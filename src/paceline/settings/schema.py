@@ -114,11 +114,12 @@ class DataConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     model_name: str = "cnn"
-    """mlp, cnn, sprint, sprint-wide, vgg11/16/19, resnet18/34/50, timm:NAME, torchvision:NAME, FILE.py:FUNCTION or
-    package.module:FUNCTION."""
+    """mlp, cnn, sprint, sprint-wide, vgg11/16/19, resnet18/34/50, vit-ti16, vit-s16, vit-b16, timm:NAME,
+    torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION."""
 
     weights: str = "none"
-    """Initial weights: none, imagenet, or a .safetensors/.pth file. A head for other classes is left out."""
+    """Initial weights: none, imagenet, timm:NAME or torchvision:NAME (of a model with the same parameters), or a
+    .safetensors/.pth file. A head for other classes is left out, and position embeddings are resized."""
 
     hidden_size: Positive = 256
     """Width of the mlp's hidden layers."""
@@ -126,7 +127,7 @@ class ModelConfig:
     dropout: Fraction = 0.0
     """Dropout in the classifier of mlp, cnn and vgg, and in the blocks of vit."""
 
-    model_args: Annotated[tuple[str, ...], Arg(shown="KEY=VALUE")] = ()
+    model_args: Annotated[tuple[str, ...], Arg(shown="KEY=VALUE", is_mapping=True)] = ()
     """Arguments for the model: patch_size=8 drop_path=0.1. Numbers, true, false, none, and JSON lists are converted.
     Separate several with spaces."""
 

@@ -30,6 +30,7 @@ from paceline.data.loader import Loader
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
+from paceline.models.recompute import recompute_blocks
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
@@ -242,6 +243,8 @@ def build_components(
     if look_at is not None and load_weights:
         look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
     freezing = Freezing(config.optim, model, plan.clock) if config.optim.freeze else None
+    if config.train.activation_checkpointing and load_weights:
+        recompute_blocks(model, draws_from_torch=":" in config.model.model_name)
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
     example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)

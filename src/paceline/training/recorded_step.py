@@ -33,6 +33,8 @@ def can_record(model: ParallelModel, config: Config, world: World) -> bool:
         and model.strategy != "fsdp"
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
+        # A graph cannot read the state of torch's generators, which is kept for blocks of external models.
+        and not (config.train.activation_checkpointing and ":" in config.model.model_name)
         and not config.train.loss  # a user's function may read values from the GPU, which a graph cannot
         and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
     )
