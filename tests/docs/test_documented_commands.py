@@ -35,6 +35,7 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("study predict", []),
     ("study", ["--dry-run"]),
     ("clean", ["--dry-run"]),
+    ("find-lr", ["--steps", "10", *SMALL]),
     ("bench --profile", ["--seconds-per-size", "0.02", *SMALL]),
     ("bench --what", ["--sizes", "4KB:8KB", "--seconds-per-size", "0.02", *SMALL]),
     # What is left of a bench without them is its data.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.models.dropout import SampleDropout
 
@@ -19,3 +19,20 @@ def _build(num_classes: int, input_shape: tuple[int, ...], dropout: nn.Module) -
     pooled = nn.Sequential(nn.AvgPool2d(4), nn.Flatten())
     width = input_shape[0] * (input_shape[1] // 4) * (input_shape[2] // 4)
     return nn.Sequential(pooled, dropout, nn.Linear(width, num_classes))
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(self.linear(x).relu())
+
+
+def build_blocks(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:
+    """torch's dropout inside of blocks."""
+    width = input_shape[0] * (input_shape[1] // 4) * (input_shape[2] // 4)
+    stem = nn.Sequential(nn.AvgPool2d(4), nn.Flatten())
+    return nn.Sequential(stem, _Block(width), _Block(width), nn.Linear(width, num_classes))

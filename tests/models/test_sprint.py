@@ -21,7 +21,7 @@ from paceline.runtime.gpus import count_gpus_without_torch
 from paceline.settings.schema import OptimConfig
 from paceline.training.evaluate import average_over_views
 from paceline.training.muon import Muon, _together, orthogonal
-from paceline.training.plan import learning_rate
+from paceline.training.schedule import learning_rate
 
 PLAIN = ("--train-split=1", "--augment=gentle", "--test-views=6")
 MUON = ("--optimizer=muon", "--base-lr=0.05", "--schedule=linear", "--epochs=1")

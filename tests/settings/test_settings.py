@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -198,7 +199,7 @@ def test_a_checkpoint_with_earlier_names_belongs_to_the_same_run() -> None:
     """Only the names differ; a value that differs is reported under its new name."""
     now = flatten(Config())
     old = {new: name for name, new in RENAMED.items()}
-    saved = {old.get(name, name): value for name, value in now.items()}
+    saved = json.loads(json.dumps({old.get(name, name): value for name, value in now.items()}))
     assert "save_frequency" in saved
 
     def changed() -> list[str]:

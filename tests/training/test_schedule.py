@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paceline.settings.schema import OptimConfig
-from paceline.training.plan import learning_rate, peak_learning_rate
+from paceline.training.schedule import learning_rate, peak_learning_rate
 
 STEPS_PER_EPOCH, TOTAL = 10, 100
 
@@ -44,3 +44,27 @@ def test_onecycle_rises_then_falls() -> None:
     assert rates[:31] == sorted(rates[:31])
     assert rates[30:] == sorted(rates[30:], reverse=True)
     assert curve(schedule="onecycle", warmup_epochs=1.0).index(1.0) == 10
+
+
+def test_warmup_starts_at_its_own_rate() -> None:
+    rates = curve(schedule="constant", warmup_epochs=1.0, base_lr=0.5, warmup_start_lr=0.1)
+    assert rates[0] == pytest.approx(0.2)  # a fifth of the peak, as 0.1 is of base_lr
+    assert rates[5] == pytest.approx(0.6)
+    assert rates[10:] == [1.0] * 90
+    cycle = curve(schedule="onecycle", base_lr=0.5, warmup_start_lr=0.1)
+    assert cycle[0] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "onecycle"])
+def test_the_schedule_ends_at_its_floor_and_the_cooldown_keeps_it(schedule: str) -> None:
+    rates = curve(schedule=schedule, base_lr=0.5, min_lr=0.05, cooldown_epochs=2.0)
+    assert rates[80:] == pytest.approx([0.1] * 20)
+    assert 0.1 < rates[79] < 0.2
+    assert max(rates) == 1.0
+
+
+def test_steps_multiply_after_their_epochs() -> None:
+    rates = curve(schedule="steps", lr_steps=(3, 6), lr_step_factor=0.1, base_lr=0.5, min_lr=0.025)
+    assert rates[:30] == [1.0] * 30
+    assert rates[30:60] == [0.1] * 30
+    assert rates[60:] == pytest.approx([0.05] * 40)  # the floor: 0.01 would be below it

@@ -17,11 +17,17 @@ from paceline.settings.values import RENAMED
 # If one of these changes, it is another run.
 IDENTITY = (
     *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
-    *("model_name", "hidden_size", "optimizer", "loss", "global_batch_size", "seed", "exact"),
+    *("model_name", "hidden_size", "model_args", "optimizer", "loss", "global_batch_size", "seed", "exact"),
     *("task", "class_weights", "best_by", "sampling", "epoch_samples", "teacher_sha256", "distill"),
 )
 # What checkpoints of releases before these settings were trained with.
-_BEFORE = {"loss": "", "task": "single-label", "class_weights": [], "best_by": "", "sampling": "uniform"} | {
+_BEFORE = {
+    "loss": "",
+    "model_args": [],
+    "task": "single-label",
+    "class_weights": [],
+    "best_by": "",
+    "sampling": "uniform",
     "epoch_samples": 0,
     "teacher_sha256": "",
     "distill": "soft",

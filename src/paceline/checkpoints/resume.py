@@ -148,15 +148,11 @@ def start_from(model: nn.Module, source: Path) -> None:
     tensors = read_tensors(source) if source.is_file() else _tensors_of_checkpoint(source)
     report = load_matching(model, tensors, source=str(source))
     _log.info("weights   %d of %d tensors from %s", len(report.loaded), _wanted(report), source)
-    for label, names in (
-        ("other shape", report.skipped_shape),
-        ("only here", report.missing),
-        ("only there", report.unexpected),
-    ):
+    for label, names in report.parts().items():
         for name in names[:_LISTED]:
-            _log.info("  %-12s %s", label, name)
+            _log.info("  %-16s %s", label, name)
         if len(names) > _LISTED:
-            _log.info("  %-12s and %d more", label, len(names) - _LISTED)
+            _log.info("  %-16s and %d more", label, len(names) - _LISTED)
 
 
 def _wanted(report: LoadReport) -> int:

@@ -18,7 +18,7 @@ from paceline.settings.values import Setting, closest
 # The files of commands, if they have other names.
 _FILES = {
     **{"plan": ("train",), "watch": ("status",), "cancel": ("status",), "predict": ("evaluate",)},
-    **{"submit": ("submit_slurm", "submit_kubernetes"), "study": ("study", "study_predict")},
+    **{"find-lr": ("find_lr",), "submit": ("submit_slurm", "submit_kubernetes"), "study": ("study", "study_predict")},
 }
 
 

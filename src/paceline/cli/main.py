@@ -47,6 +47,7 @@ VERBS = {
     "equivalence": "check that 1, 2, 4 processes give the same result on this machine",
     "study": "measure how a recipe scales, and predict other sizes",
     "bench": "measure collectives, data and step against the limits of this machine",
+    "find-lr": "try learning rates on a recipe, and plot the losses",
     "doctor": "check whether this machine or allocation is fit to train",
     "clean": "remove checkpoints that are not needed, or whole runs",
     "data": "pack pictures for speed, verify data sets, fetch them",

@@ -31,9 +31,9 @@ def _print_config(loaded: LoadedConfig) -> None:
             group = spec.group
             print(f"\n{group}")
         value = spec.value_in(loaded.config)
-        shown = " ".join(value) if isinstance(value, tuple) else str(value)
+        shown = " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
         origin = loaded.origin(name)
-        print(f"  {name:<18} {shown:<22} {origin if origin == 'default' else loaded.where(name)}")
+        print(f"  {name:<24} {shown:<22} {origin if origin == 'default' else loaded.where(name)}")
 
 
 def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
@@ -78,6 +78,6 @@ def _mb(size_bytes: int) -> str:
 def _describe_peak(config: Config, peak: float) -> str:
     if config.optim.optimizer == "muon":  # the size of its updates does not depend on the batch
         return f"{peak:g}"
-    from paceline.training.plan import REFERENCE_BATCH
+    from paceline.training.schedule import REFERENCE_BATCH
 
     return f"{config.optim.base_lr:g} x {config.train.global_batch_size} / {REFERENCE_BATCH} = {peak:g}"

@@ -11,7 +11,7 @@ from paceline.data.registry import check_data_config, check_train_split
 from paceline.errors import UserError
 from paceline.launch.inputs import fetch_command
 from paceline.metrics.sinks.open import check_trackers
-from paceline.models.registry import check_model_name, check_weights
+from paceline.models.registry import check_model_args, check_model_name, check_weights
 from paceline.runs.find import locate_run
 from paceline.runs.folder import has_checkpoint
 from paceline.runs.place import check_init_from, check_paths
@@ -67,6 +67,7 @@ def check_loaded(loaded: LoadedConfig) -> None:
     require_data_folder(loaded.config.data, where=loaded.where("data_dir"), hint=fetch_command(loaded))
     check_train_split(loaded)
     check_model_name(loaded.config.model.model_name)
+    check_model_args(loaded.config.model, where=loaded.where("model_args"))
     check_weights(loaded.config.model)
     check_functions(loaded)
     check_init_from(loaded)

@@ -18,6 +18,7 @@ from paceline.runs.place import RunPlace, claimed, decide_place
 from paceline.runs.trust import trusting_code
 from paceline.runtime.detect import read_rank_environment
 from paceline.settings.fields import field_table, find_field, flatten
+from paceline.settings.model_args import write_model_args
 from paceline.settings.rules import check_faults, check_world
 from paceline.settings.small_files import not_plain, write_plain
 from paceline.settings.values import Setting, as_typed, check_texts, invalid, unknown_name
@@ -45,8 +46,8 @@ def train(
     """Train a recipe (shipped with Paceline, or a YAML file) and return the finished run.
 
     Every flag of `paceline train` is a keyword of the same name: `epochs=5`, `global_batch_size=512`, `processes=2`,
-    `amp=False`. Ranks are separate processes, supervised, restarted and resumed as on the command line. Their output
-    is printed, unless `quiet`.
+    `amp=False`, `model_args={"depth": 6}`. Ranks are separate processes, supervised, restarted and resumed as on the
+    command line. Their output is printed, unless `quiet`.
 
     `model(num_classes, input_shape)` returns an nn.Module, `data(data_dir, seed)` the halves `(train, test)`,
     `loss(logits, labels)` the mean or a value per sample, and each of `metrics(logits, labels)` a value per sample.
@@ -182,13 +183,15 @@ def _items(value: Any) -> list[Any]:
 def _as_settings(keywords: dict[str, Any], notebook_file: Path) -> list[Setting]:
     """Keywords as settings: the same conversion and rules as for flags."""
     settings = []
-    for key, value in keywords.items():
+    for key, given in keywords.items():
         where = f"paceline.train({key}=...)"
         field = find_field(key)
         if field is None:
             raise unknown_name(key, where, field_table())
-        if value is None:
+        if given is None:
             continue
+        is_mapping = isinstance(given, dict) and field.arg.is_mapping
+        value = write_model_args(given, where) if is_mapping else given
         words = [
             reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else item
             for item in _items(value)

@@ -55,6 +55,16 @@ class SampleDropout(nn.Dropout):
         return input * kept.to(input.dtype).mul_(factor)
 
 
+class SampleDropPath(SampleDropout):
+    """Drops the whole output of a branch for some samples (stochastic depth). Drawn like `SampleDropout`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return input
+        ones = input.new_ones(len(input), *[1] * (input.dim() - 1))
+        return input * super().forward(ones)
+
+
 def draw_kept(shape: torch.Size, p: float, keys: Tensor, layer: int) -> Tensor:
     """A boolean mask: True where a value is kept."""
     assert len(keys) == shape[0], f"{len(keys)} keys for {shape[0]} samples"

@@ -12,7 +12,7 @@ import importlib
 import importlib.util
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from paceline.runs.cache import cache_folder
 from paceline.runs.user_code import process_kept
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
 COLLECTIONS = ("timm", "torchvision")
 WHERE = "--model-name"
@@ -60,27 +60,27 @@ def draws_per_rank(name: str, *, is_exact: bool) -> bool:
 # ------------------------------------------------------------------------------------- checking
 
 
-def check_external(name: str) -> None:
+def check_external(name: str, where: str = WHERE) -> None:
     """Raise a UserError unless the part before the colon exists and the part after it may exist."""
     source, _, target = name.rpartition(":")
     if source in COLLECTIONS:
-        _check_collection(source, target)
+        _check_collection(source, target, where)
     else:
         _check_function(name, source)
 
 
-def _check_collection(collection: str, model: str) -> None:
+def _check_collection(collection: str, model: str, where: str) -> None:
     if not model:
         raise UserError(
             f"{collection}: names no model",
-            where=WHERE,
+            where=where,
             got=f"{collection}:",
             allowed=f"{collection}:NAME, for example {collection}:resnet50",
         )
     if importlib.util.find_spec(collection) is None:
         raise UserError(
             f"the package {collection} is not installed",
-            where=WHERE,
+            where=where,
             got=f"{collection}:{model}",
             hint=f"pip install {collection}",
         )
@@ -102,6 +102,7 @@ def build_external(
     name: str,
     input_shape: tuple[int, ...],
     num_classes: int,
+    arguments: Mapping[str, Any] | None = None,
     *,
     pretrained: bool = False,
     resolve: Resolve = resolve_reference,
@@ -109,22 +110,43 @@ def build_external(
     """Make the model. `pretrained` asks a collection for its published weights. `resolve` finds the user's function."""
     source, _, target = name.rpartition(":")
     if source not in COLLECTIONS:
-        return _build_from_function(name, input_shape, num_classes, resolve)
+        return _build_from_function(name, input_shape, num_classes, arguments or {}, resolve)
     if len(input_shape) != 3:
         raise UserError(f"{name} needs images", got=f"samples of shape {input_shape}")
     build = _build_timm if source == "timm" else _build_torchvision
-    return build(target, input_shape[0], num_classes, pretrained)
+    return build(target, input_shape[0], num_classes, arguments or {}, pretrained)
 
 
-def _build_timm(model: str, channels: int, num_classes: int, pretrained: bool) -> nn.Module:
+@contextmanager
+def explained_arguments(name: str, arguments: Collection[str]) -> Iterator[None]:
+    """Report arguments that a model refuses. Without arguments an error stays as it is."""
+    try:
+        yield
+    except (TypeError, ValueError, AssertionError, AttributeError, KeyError, RuntimeError) as error:
+        if not arguments:
+            raise
+        raise UserError(
+            f"{name} cannot be built with these arguments",
+            where="--model-args",
+            got=f"{', '.join(arguments)}\n{first_line(error)}",
+            hint="leave out what the model does not know",
+        ) from error
+
+
+def _build_timm(
+    model: str, channels: int, num_classes: int, arguments: Mapping[str, Any], pretrained: bool
+) -> nn.Module:
     timm = _import_collection("timm")
     _check_listed("timm", model, [*timm.list_models(), *timm.list_pretrained()])
-    with _fetching(f"timm:{model}", pretrained):
-        built: nn.Module = timm.create_model(model, pretrained=pretrained, num_classes=num_classes, in_chans=channels)
+    own = {"num_classes": num_classes, "in_chans": channels}
+    with _fetching(f"timm:{model}", pretrained), explained_arguments(f"timm:{model}", arguments):
+        built: nn.Module = timm.create_model(model, pretrained=pretrained, **own, **arguments)
     return built
 
 
-def _build_torchvision(model: str, channels: int, num_classes: int, pretrained: bool) -> nn.Module:
+def _build_torchvision(
+    model: str, channels: int, num_classes: int, arguments: Mapping[str, Any], pretrained: bool
+) -> nn.Module:
     from paceline.models.head import replace_head
 
     models = _import_collection("torchvision").models
@@ -135,8 +157,8 @@ def _build_torchvision(model: str, channels: int, num_classes: int, pretrained: 
             got=f"{channels}",
             hint="use a built-in model or timm:NAME, which adapt to the channels of the data",
         )
-    with _fetching(f"torchvision:{model}", pretrained):
-        built: nn.Module = models.get_model(model, weights="DEFAULT" if pretrained else None)
+    with _fetching(f"torchvision:{model}", pretrained), explained_arguments(f"torchvision:{model}", arguments):
+        built: nn.Module = models.get_model(model, weights="DEFAULT" if pretrained else None, **arguments)
     if getattr(built, "aux_logits", False):
         # googlenet and inception_v3 return three outputs in training unless their auxiliary heads are removed.
         for part, gone in (("aux_logits", False), ("aux1", None), ("aux2", None), ("AuxLogits", None)):
@@ -220,6 +242,8 @@ def _fetching(name: str, pretrained: bool) -> Iterator[None]:
         # timm and torchvision download without a lock. A rank that waited here finds the file.
         with locked(cache / "collection-weights"):
             yield
+    except PacelineError:
+        raise
     except Exception as error:  # each collection raises different network errors
         raise DataError(
             f"the published weights of {name} could not be loaded",
@@ -228,13 +252,16 @@ def _fetching(name: str, pretrained: bool) -> Iterator[None]:
         ) from error
 
 
-def _build_from_function(name: str, input_shape: tuple[int, ...], num_classes: int, resolve: Resolve) -> nn.Module:
+def _build_from_function(
+    name: str, input_shape: tuple[int, ...], num_classes: int, arguments: Mapping[str, Any], resolve: Resolve
+) -> nn.Module:
     from torch import nn
 
     function = resolve(name, where=WHERE)
-    arguments = _accepted(name, function, {"num_classes": num_classes, "input_shape": input_shape})
+    _require_known(name, function, arguments)
+    accepted = _accepted(name, function, {"num_classes": num_classes, "input_shape": input_shape, **arguments})
     with _users_code(name):
-        model = function(**arguments)
+        model = function(**accepted)
     if not isinstance(model, nn.Module):
         raise UserError(
             f"{name} does not return a model",
@@ -243,6 +270,27 @@ def _build_from_function(name: str, input_shape: tuple[int, ...], num_classes: i
             allowed="a torch.nn.Module",
         )
     return model
+
+
+def _require_known(name: str, function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return
+    known = [key for key in parameters if key not in ("num_classes", "input_shape")]
+    for argument in arguments:
+        if argument not in known:
+            raise UserError(
+                f"{name} has no argument {argument}",
+                where="--model-args",
+                got=", ".join(arguments),
+                allowed=", ".join(known) or "none",
+                hint=suggest(argument, known),
+            )
+
+
+def published_tensors(name: str) -> dict[str, Tensor]:
+    """The published weights of a collection's model, by name."""
+    return build_external(name, (3, 224, 224), 1000, pretrained=True).state_dict()
 
 
 def _accepted(name: str, function: Callable[..., Any], offered: dict[str, Any]) -> dict[str, Any]:

@@ -12,16 +12,24 @@ from typing import TYPE_CHECKING
 
 from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import DataError, UserError
-from paceline.models.external import COLLECTIONS, build_external, check_external, suggest
+from paceline.models.external import COLLECTIONS, build_external, check_external, explained_arguments, suggest
 from paceline.models.published import PUBLISHED
+from paceline.settings.model_args import parse_model_args
 from paceline.settings.schema import ModelConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
 PUBLISHED_NAMES = tuple(PUBLISHED)  # have ImageNet weights
-BUILT_IN = ("mlp", "cnn", "sprint", "sprint-wide", *PUBLISHED_NAMES)
+VITS = ("vit-ti16", "vit-s16", "vit-b16")
+BUILT_IN = ("mlp", "cnn", "sprint", "sprint-wide", *PUBLISHED_NAMES, *VITS)
+VIT_ARGS = ("patch_size", "width", "depth", "heads", "mlp_ratio", "drop_path")
 OUTSIDE = "timm:NAME, torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION"
+_TIMM_TWINS = {  # with the same parameters
+    "vit-ti16": "vit_tiny_patch16_224",
+    "vit-s16": "vit_small_patch16_224",
+    "vit-b16": "vit_base_patch16_224",
+}
 WEIGHT_SUFFIXES = (".safetensors", ".pth", ".pt")
 
 
@@ -42,10 +50,31 @@ def check_model_name(name: str) -> None:
         )
 
 
+def check_model_args(config: ModelConfig, where: str = "--model-args") -> None:
+    """Raise a UserError for arguments that a built-in model does not have. Others are checked when they are built."""
+    arguments, name = parse_model_args(config.model_args, where), config.model_name
+    if ":" in name:
+        return
+    allowed = VIT_ARGS if name in VITS else ()
+    for argument in arguments:
+        if argument not in allowed:
+            flag = argument.replace("_", "-") if argument in ("dropout", "hidden_size") else ""
+            raise UserError(
+                f"{name} has no argument {argument}",
+                where=where,
+                got=", ".join(config.model_args),
+                allowed=", ".join(allowed) or "none",
+                hint=f"--{flag} is a flag" if flag else suggest(argument, allowed),
+            )
+
+
 def check_weights(config: ModelConfig) -> None:
     """Raise a UserError if these weights cannot fit this model, a DataError if their file is missing."""
     name, weights = config.model_name, config.weights
     if weights == "none":
+        return
+    if weights.partition(":")[0] in COLLECTIONS:
+        check_external(weights, where="--weights")
         return
     if weights == "imagenet":
         if name not in PUBLISHED_NAMES and name.rpartition(":")[0] not in COLLECTIONS:
@@ -54,16 +83,16 @@ def check_weights(config: ModelConfig) -> None:
                 where="--weights",
                 got=weights,
                 allowed=f"{', '.join(PUBLISHED_NAMES)}, timm:NAME or torchvision:NAME",
-                hint="use --weights none or --weights PATH",
+                hint=f"--weights timm:{_TIMM_TWINS[name]}" if name in VITS else "use --weights none or --weights PATH",
             )
         return
     if Path(weights).suffix not in WEIGHT_SUFFIXES:
         raise UserError(
-            "weights must be none, imagenet or a file of weights",
+            "weights must be none, imagenet, a model of timm or torchvision, or a file of weights",
             where="--weights",
             got=weights,
-            allowed=f"none, imagenet, or a path that ends in {', '.join(WEIGHT_SUFFIXES)}",
-            hint=suggest(weights, ("none", "imagenet")),
+            allowed=f"none, imagenet, timm:NAME, torchvision:NAME, or a path that ends in {', '.join(WEIGHT_SUFFIXES)}",
+            hint=suggest(weights, ("none", "imagenet")) or "--init-from takes a run or a checkpoint",
         )
     if not Path(weights).expanduser().is_file():
         raise DataError(
@@ -88,11 +117,13 @@ def build_model(
     name, weights = config.model_name, config.weights if load_weights else "none"
     if resolve is resolve_reference:
         check_model_name(name)
+    check_model_args(config)
     if load_weights:
         check_weights(config)
     if ":" in name:
         by_collection = weights == "imagenet"
-        model = build_external(name, input_shape, num_classes, pretrained=by_collection, resolve=resolve)
+        arguments = parse_model_args(config.model_args)
+        model = build_external(name, input_shape, num_classes, arguments, pretrained=by_collection, resolve=resolve)
         if by_collection:
             return model
     else:
@@ -124,6 +155,11 @@ def _build_built_in(config: ModelConfig, input_shape: tuple[int, ...], num_class
         from paceline.models.vgg import VGG
 
         return VGG(int(name.removeprefix("vgg")), input_shape, num_classes, dropout=config.dropout)
+    if name in VITS:
+        from paceline.models.vit import ViT
+
+        with explained_arguments(name, config.model_args):
+            return ViT(name, input_shape, num_classes, dropout=config.dropout, **parse_model_args(config.model_args))
     if name.startswith("sprint"):
         from paceline.models.sprint import Sprint
 

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from paceline.data.fetch import fetch_file
 from paceline.errors import DataError
-from paceline.models.external import first_line
+from paceline.models.external import COLLECTIONS, first_line, published_tensors
 from paceline.models.head import find_head
+from paceline.models.positions import resize_positions
 from paceline.models.published import published_path
 
 PUBLISHED_AT = "https://download.pytorch.org/models"
@@ -30,7 +31,8 @@ PUBLISHED_AT = "https://download.pytorch.org/models"
 class LoadReport:
     """Which tensors of a file were loaded into a model."""
 
-    loaded: tuple[str, ...]
+    loaded: tuple[str, ...]  # also those that were resized
+    resized: tuple[str, ...]  # interpolated to the model's number of patches
     skipped_shape: tuple[str, ...]  # the name is in both, with different shapes
     missing: tuple[str, ...]  # only in the model
     unexpected: tuple[str, ...]  # only in the file
@@ -38,21 +40,30 @@ class LoadReport:
     def summary(self) -> str:
         total = len(self.loaded) + len(self.skipped_shape) + len(self.missing)
         parts = [f"{len(self.loaded)} of {total} tensors loaded"]
-        for label, names in (
-            ("other shape", self.skipped_shape),
-            ("not in the file", self.missing),
-            ("not in the model", self.unexpected),
-        ):
+        for label, names in self.parts().items():
             if names:
                 parts.append(f"{label}: {_first(names)}")
         return "; ".join(parts)
 
+    def parts(self) -> dict[str, tuple[str, ...]]:
+        """Everything but the tensors that were loaded as they are."""
+        return {
+            "resized": self.resized,
+            "other shape": self.skipped_shape,
+            "not in the file": self.missing,
+            "not in the model": self.unexpected,
+        }
+
 
 def load_weights(model: nn.Module, model_name: str, weights: str) -> LoadReport:
-    """Fill the model from `weights`: `imagenet` or the path of a file."""
-    path = fetch_imagenet(model_name) if weights == "imagenet" else Path(weights).expanduser()
-    report = load_matching(model, read_tensors(path), source=str(path))
-    logging.getLogger("paceline").info("weights of %s: %s", path.name, report.summary())
+    """Fill the model from `weights`: `imagenet`, a model of a collection, or the path of a file."""
+    if weights.partition(":")[0] in COLLECTIONS:
+        source, tensors = weights, published_tensors(weights)
+    else:
+        path = fetch_imagenet(model_name) if weights == "imagenet" else Path(weights).expanduser()
+        source, tensors = str(path), read_tensors(path)
+    report = load_matching(model, tensors, source=source)
+    logging.getLogger("paceline").info("weights of %s: %s", source.rpartition("/")[2], report.summary())
     return report
 
 
@@ -97,8 +108,12 @@ def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: st
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     shared = [name for name in own if name in tensors]
     fitting = {name: tensors[name] for name in shared if tensors[name].shape == own[name].shape}
+    others = {name: resize_positions(model, name, tensors[name]) for name in shared if name not in fitting}
+    resized = {name: value for name, value in others.items() if value is not None}
+    fitting |= resized
     report = LoadReport(
         loaded=tuple(fitting),
+        resized=tuple(resized),
         skipped_shape=tuple(name for name in shared if name not in fitting),
         missing=tuple(name for name in own if name not in tensors),
         unexpected=tuple(name for name in tensors if name not in own),

@@ -40,6 +40,7 @@ class ParallelModel:
     exposed: Exposed = field(default_factory=lambda: Exposed(torch.device("cpu")))
     shards_present: Callable[[], list[bool]] | None = None  # gradients made by a sharded model's last backward pass
     _buckets: list[Tensor] = field(default_factory=list)
+    _num_in_buckets: int = 0
 
     def __post_init__(self) -> None:
         # Kept as a list: walking through the modules at every step takes longer than using the list.
@@ -131,8 +132,9 @@ class ParallelModel:
         if self.piggybacked_scalars is None:
             return gradients
         # Under DDP they are views of its buckets. The buckets do not move after DDP has arranged them.
-        if not self._buckets or self._buckets[0].data_ptr() != gradients[-1].untyped_storage().data_ptr():
-            self._buckets = _find_buckets(gradients[::-1])
+        is_moved = not self._buckets or self._buckets[0].data_ptr() != gradients[-1].untyped_storage().data_ptr()
+        if is_moved or len(gradients) != self._num_in_buckets:
+            self._buckets, self._num_in_buckets = _find_buckets(gradients[::-1]), len(gradients)
         return self._buckets
 
     def scale_gradients(self, factor: float) -> None:
@@ -179,8 +181,11 @@ def parallelise(model: nn.Module, config: Config, world: World, *, is_compiled: 
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     forward: Any = torch.compile(model, dynamic=False) if is_compiled else model
     if strategy == "ddp" and world.world_size > 1 and not config.parallel.exact:
-        # A scaler (fp16) unscales gradients in place on every rank, which is wrong for shared memory.
-        can_share = dtype is not torch.float16 and not config.parallel.bucket_cap_mb
+        # A scaler (fp16), clipping and later unfreezing write to the gradients on every rank, which is wrong for
+        # shared memory.
+        optim = config.optim
+        writes = dtype is torch.float16 or optim.clip_value or optim.clip_agc or optim.unfreeze_at
+        can_share = not writes and not config.parallel.bucket_cap_mb
         shared = share_gradients(model, world) if can_share else None
         if shared is not None:
             return ParallelModel(model, forward, strategy, dtype, shared=shared)

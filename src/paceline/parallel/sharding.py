@@ -16,6 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from paceline.errors import UserError
+from paceline.models.layers import find_blocks
 from paceline.parallel.exposed import Exposed
 from paceline.runtime.detect import World
 from paceline.settings.schema import ParallelConfig
@@ -72,19 +73,6 @@ def reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def find_blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """The repeated parts of a model: the children of its sequences, not divided further."""
-    for child in model.children():
-        if isinstance(child, nn.Sequential | nn.ModuleList):
-            for part in child.children():
-                if isinstance(part, nn.Sequential | nn.ModuleList):
-                    yield from find_blocks(nn.ModuleList([part]))
-                elif any(True for _ in part.parameters()):
-                    yield part
-        else:
-            yield from find_blocks(child)
 
 
 def follow_shards(model: nn.Module, exposed: Exposed, device: torch.device) -> None:

@@ -58,6 +58,7 @@ class Arg:
     # How a tuple is given. spaces: --track a b. commas: --modules a,b, or repeated. lines: repeated, a text each.
     # all: every argument after the flag.
     many: Literal["spaces", "commas", "lines", "all"] = "spaces"
+    is_mapping: bool = False  # texts of the form KEY=VALUE; a file may also give a mapping, and Python a dict
     bare: str | None = None  # the value of the flag alone; another value is then given as --flag=value
     bare_unless: tuple[str, ...] = ()  # endings by which the next argument is its value after all
     parse: Callable[[str, Any], Any] | None = None  # of (text, Setting); raises UserError

@@ -11,6 +11,7 @@ import math
 from paceline.errors import UserError
 from paceline.settings.faults import parse_faults
 from paceline.settings.load import LoadedConfig
+from paceline.settings.optimization_rules import check_optimization
 from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.schema import Config
 from paceline.settings.tasks import check_task
@@ -19,9 +20,9 @@ from paceline.settings.tasks import check_task
 def check_config(loaded: LoadedConfig) -> None:
     """The rules between fields. The rules of single fields are checked when their values are converted."""
     _check_strategy(loaded)
-    _check_optimizer(loaded)
     _check_modes(loaded)
     check_task(loaded)
+    check_optimization(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
 
@@ -61,16 +62,6 @@ def _check_choices_of_strategy(loaded: LoadedConfig) -> None:
                 got=f"strategy {parallel.strategy}{exact}",
                 hint=f"add --strategy {needed}, or leave {flag} out",
             )
-
-
-def _check_optimizer(loaded: LoadedConfig) -> None:
-    config = loaded.config
-    if config.optim.optimizer == "muon" and config.parallel.strategy == "fsdp":
-        raise UserError(
-            "muon needs whole weights, but fsdp shards them",
-            where=loaded.where("optimizer"),
-            hint="--strategy ddp, or --optimizer adamw",
-        )
 
 
 def _check_processes(loaded: LoadedConfig, processes: ProcessRange) -> None:
@@ -127,14 +118,6 @@ def _check_modes(loaded: LoadedConfig) -> None:
             "mix_epochs needs mixup or CutMix",
             where=loaded.where("mix_epochs"),
             hint="--mixup-alpha 0.2, or leave it out",
-        )
-    if config.optim.warmup_epochs >= config.train.epochs and config.optim.warmup_epochs > 0:
-        raise UserError(
-            "warm-up takes the whole run",
-            where=loaded.where("warmup_epochs"),
-            got=f"--warmup-epochs {config.optim.warmup_epochs:g}, --epochs {config.train.epochs}",
-            allowed=f"less than {config.train.epochs}",
-            hint=f"--warmup-epochs {config.train.epochs / 10:g}, or more --epochs",
         )
 
 

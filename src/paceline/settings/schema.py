@@ -10,16 +10,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from paceline.settings.declare import Arg, Range
+from paceline.settings.numbers import Alpha, Count, Fraction, NonNegative, Positive, Probability, Seconds
 from paceline.settings.objective_schema import ObjectiveConfig
-
-Count = Annotated[int, Range(low=0)]
-Positive = Annotated[int, Range(low=1)]
-NonNegative = Annotated[float, Range(low=0.0)]
-Fraction = Annotated[float, Range(low=0.0, high=1.0, open_high=True)]
-Probability = Annotated[float, Range(low=0.0, high=1.0)]
-# Of Beta(alpha, alpha). Further out, every weight is 0, 1 or 1/2.
-Alpha = Annotated[float, Range(low=0.001, high=100.0, or_zero=True)]
-Seconds = Annotated[float, Range(low=0.0, high=1e9)]
+from paceline.settings.optimization import OptimConfig as OptimConfig
 
 
 @dataclass(frozen=True)
@@ -132,47 +125,22 @@ class DataConfig:
 @dataclass(frozen=True)
 class ModelConfig:
     model_name: str = "cnn"
-    """mlp, cnn, sprint, sprint-wide, vgg11/16/19, resnet18/34/50, timm:NAME, torchvision:NAME, FILE.py:FUNCTION or
-    package.module:FUNCTION."""
+    """mlp, cnn, sprint, sprint-wide, vgg11/16/19, resnet18/34/50, vit-ti16, vit-s16, vit-b16, timm:NAME,
+    torchvision:NAME, FILE.py:FUNCTION or package.module:FUNCTION."""
 
     weights: str = "none"
-    """Initial weights: none, imagenet, or a .safetensors/.pth file. A head for other classes is left out."""
+    """Initial weights: none, imagenet, timm:NAME or torchvision:NAME (of a model with the same parameters), or a
+    .safetensors/.pth file. A head for other classes is left out, and position embeddings are resized."""
 
     hidden_size: Annotated[int, Range(low=1, high=2**16)] = 256
     """Width of the mlp's hidden layers."""
 
     dropout: Fraction = 0.0
-    """Dropout in the classifier of mlp, cnn and vgg."""
+    """Dropout in the classifier of mlp, cnn and vgg, and in the blocks of vit."""
 
-
-@dataclass(frozen=True)
-class OptimConfig:
-    optimizer: Literal["sgd", "nesterov", "adam", "adamw", "muon"] = "sgd"
-    """nesterov is sgd with Nesterov momentum; muon makes the updates of hidden weights orthogonal."""
-
-    base_lr: Annotated[float, Range(low=0.0, open_low=True)] = 0.05
-    """Learning rate for a global batch of 256, scaled linearly to the actual batch (muon: not scaled)."""
-
-    momentum: Fraction = 0.9
-    """Momentum of sgd, nesterov and muon."""
-
-    weight_decay: NonNegative = 5e-4
-    """Weight decay (decoupled under adamw)."""
-
-    schedule: Literal["constant", "linear", "cosine", "onecycle"] = "cosine"
-    """Learning-rate schedule over the whole run."""
-
-    warmup_epochs: NonNegative = 0.0
-    """Epochs of linear warm-up before the schedule (onecycle: its rising part)."""
-
-    clip_norm: NonNegative = 0.0
-    """Clip the global gradient norm to this; 0 for no clipping."""
-
-    label_smoothing: Fraction = 0.0
-    """Label smoothing of the training loss."""
-
-    ema_decay: Fraction = 0.0
-    """Keep an exponential moving average of the weights and evaluate with it; 0 for none."""
+    model_args: Annotated[tuple[str, ...], Arg(shown="KEY=VALUE", is_mapping=True)] = ()
+    """Arguments for the model: patch_size=8 drop_path=0.1. Numbers, true, false, none, and JSON lists are converted.
+    Separate several with spaces."""
 
 
 @dataclass(frozen=True)
@@ -203,6 +171,9 @@ class TrainConfig:
     """FILE.py:FUNCTION of (logits, labels) that returns a value per sample, averaged in each evaluation. Separate
     several with spaces."""
 
+    stop_early: Count = 0
+    """Finish the run after this many epochs in a row without a better validation; 0: never."""
+
     seed: Annotated[int, Range(low=0, high=2**31 - 1)] = 42
     """Seed of initial weights, sample order, augmentation and generated data."""
 
@@ -218,6 +189,10 @@ class TrainConfig:
     compile: Literal["auto", "always", "never"] = "auto"
     """torch.compile on GPUs. auto: if the run is long enough to gain from it. never: also do not record steps as CUDA
     graphs."""
+
+    activation_checkpointing: bool = False
+    """Keep only the inputs of a model's blocks, and compute the rest again in the backward pass: less memory, longer
+    steps."""
 
 
 @dataclass(frozen=True)

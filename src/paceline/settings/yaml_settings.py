@@ -70,7 +70,8 @@ def _values(field: FieldSpec, pair: Pair) -> tuple[str, ...]:
     node = pair.node
     if isinstance(node, yaml.SequenceNode) and field.is_tuple:
         return tuple(_scalar(field, item, pair.where) for item in node.value)
-    if isinstance(node, yaml.MappingNode) and field.is_tuple and field.arg.many == "lines":
+    is_mapping = field.arg.is_mapping or field.arg.many == "lines"
+    if isinstance(node, yaml.MappingNode) and field.is_tuple and is_mapping:
         entries = [[_scalar(field, part, pair.where) for part in entry] for entry in node.value]
         return tuple(f"{name}={value}" for name, value in entries)
     text = _scalar(field, node, pair.where)

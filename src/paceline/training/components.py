@@ -31,6 +31,7 @@ from paceline.data.sampling import build_sampling
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
+from paceline.models.recompute import recompute_blocks
 from paceline.models.registry import build_model
 from paceline.parallel.apply import ParallelModel, parallelise, settle_buckets
 from paceline.parallel.buffers import average_rows, gather_own_buffers, running_statistics, set_own_buffers
@@ -43,11 +44,12 @@ from paceline.settings.code import CodeReference, code_references
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
+from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.model_record import RECORD, ModelRecord, make_record
 from paceline.training.objective import build_objective, find_class_weights
 from paceline.training.objective_check import check_objective
-from paceline.training.optim import MovingAverage, build_optimizer
+from paceline.training.optim import MovingAverage, build_average, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
 from paceline.training.recorded_step import build_step
 from paceline.training.run_data import RunData, agree_on_data, data_to_go_on_with, describe_split, split_again
@@ -85,7 +87,8 @@ class Components:
     def checkpoint_bytes(self) -> int:
         """The approximate size of one checkpoint: weights, optimizer state, moving average."""
         weights = sum(parameter.numel() * parameter.element_size() for parameter in self.model.module.parameters())
-        copies = 1 + (2 if "adam" in self.plan.config.optim.optimizer else 1) + (self.average is not None)
+        has_two = self.plan.config.optim.optimizer in ("adam", "adamw", "lamb")
+        copies = 1 + (2 if has_two else 1) + (self.average is not None)
         return weights * copies
 
     def average_values(self) -> Tensors:
@@ -250,16 +253,20 @@ def build_components(
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None and load_weights:
         look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
+    freezing = Freezing(config.optim, model, plan.clock) if config.optim.freeze else None
+    if config.train.activation_checkpointing and load_weights:
+        recompute_blocks(model, draws_from_torch=":" in config.model.model_name)
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
     example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)
     settle_buckets(parallel, example)
     optimizer = build_optimizer(config.optim, parallel.module)
-    average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
+    average = build_average(config.optim, parallel.module, plan.steps_per_epoch)
     if load_weights:
         check_objective(config, plan, parallel, world)
     objective = build_objective(config, class_weights=class_weights, teacher=teacher)
-    step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective)
+    step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective, freezing)
+    step.begin_epoch(checkpoint.step if checkpoint is not None else 0)
     code = hash_code(config)  # after all of it was imported
     if code_references(config):
         require_same_functions(code, world)

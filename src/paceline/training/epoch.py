@@ -35,6 +35,7 @@ def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
     epoch, first_step = plan.clock.locate(state.step)
     if first_step == 0:
         state.epoch_sums = EpochSums()
+    components.step.begin_epoch(state.step)
     batches = components.train_data.train_epoch(
         seed=config.train.seed,
         epoch=epoch,
@@ -73,6 +74,16 @@ def train_epoch(session: TrainingSession, run_watch: Stopwatch) -> None:
             if session.is_stopping:
                 raise StopAgreed
     state.epoch_sums.seconds += epoch_watch.seconds
+
+
+def is_over(session: TrainingSession) -> bool:
+    """Whether the run is trained to its end: its last step, or --stop-early. The same on all ranks."""
+    state, plan, patience = session.state, session.components.plan, session.config.train.stop_early
+    if state.is_validation_due:
+        return False
+    epoch, inside = plan.clock.locate(state.step)
+    is_stopped_early = patience > 0 and inside == 0 and state.step > 0 and epoch - state.best_epoch >= patience
+    return state.step >= plan.last_step or is_stopped_early
 
 
 def epoch_row(session: TrainingSession) -> dict[str, Any]:

@@ -303,6 +303,7 @@ def make_snippet(format_name: str, run: OpenRun) -> str:
     plan, model = run.plan, run.config.model
     prepare = PREPARE_IMAGE if plan.info.is_image else _PREPARE_VECTOR.format(plan.input_shape[0])
     name = f"{model.model_name!r}, hidden_size={model.hidden_size}, dropout={model.dropout}"
+    name += f", model_args={model.model_args!r}" if model.model_args else ""
     load = FORMATS[format_name].code.format(model=name, shape=plan.input_shape, classes=plan.info.num_classes)
     answer = 'with open("labels.txt", encoding="utf-8") as file:\n    labels = file.read().splitlines()\n'
     return f"{prepare}\n{load}\n{answer}{_PRINT_ANSWER[plan.info.task]}\n"

@@ -15,7 +15,7 @@ from paceline.runs.place import RunPlace
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 from paceline.training.bad_numbers import RollBack, roll_back
-from paceline.training.epoch import StopAgreed, is_save_due, require_no_stop, save, stop_run, train_epoch
+from paceline.training.epoch import StopAgreed, is_over, is_save_due, require_no_stop, save, stop_run, train_epoch
 from paceline.training.examples import open_examples
 from paceline.training.guards import Guards
 from paceline.training.results import Results, RunTotals, describe_summary, gather_ranks, hash_state, make_results
@@ -36,7 +36,7 @@ def train(
     console.start(first_step=session.state.step, total_steps=plan.last_step)
     try:
         require_no_stop(session)
-        while session.state.step < plan.last_step or session.state.is_validation_due:
+        while not is_over(session):
             if not session.state.is_validation_due:  # else an earlier attempt was stopped during the validation
                 try:
                     train_epoch(session, watch)
@@ -45,7 +45,7 @@ def train(
                     continue
             is_best = validate_epoch(session) if plan.clock.locate(session.state.step)[1] == 0 else False
             is_due = is_save_due(session.state.step, plan.clock, plan.last_step, config.run)
-            if is_best or is_due:
+            if is_best or is_due or is_over(session):
                 save(session, is_best=is_best)
             if session.is_stopping:
                 raise StopAgreed

@@ -1,12 +1,10 @@
-"""The arithmetic of a run: shares of a batch, number of steps, learning rate, and an estimate of its memory.
+"""The arithmetic of a run: shares of a batch, number of steps, and an estimate of its memory.
 
-The learning rate is a function of the step, so it has no state to save. The memory is counted on torch's meta device
-(shapes, no data).
+The memory is counted on torch's meta device (shapes, no data).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -19,13 +17,11 @@ from paceline.data.order import split_train_validation
 from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
-from paceline.settings.schema import Config, DataConfig, OptimConfig
+from paceline.settings.schema import Config, DataConfig
 from paceline.settings.tasks import TOP5_CLASSES, best_metric
+from paceline.training.schedule import learning_rate, peak_learning_rate
 
-REFERENCE_BATCH = 256
-_ONECYCLE_START = 1 / 25  # of the peak
-_ONECYCLE_RISE = 0.3  # of the run, unless warm-up says otherwise
-_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "muon": 1}
+_OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lamb": 2, "muon": 1}
 
 
 @dataclass(frozen=True)
@@ -105,6 +101,12 @@ def make_plan(
             got=f"test_views {config.train.test_views}, and {info.name} has vectors",
             hint="--test-views 1",
         )
+    if config.train.stop_early and not num_validation:
+        raise UserError(
+            "stop_early needs a validation set",
+            got=f"stop_early {config.train.stop_early}, no validation samples",
+            hint="--train-split 0.9, a val folder, or no --stop-early",
+        )
     clock = count_epochs(epoch_samples // batch)
     total_steps = clock.end_of(config.train.epochs)
     _require_equal_parts(config, world_size)
@@ -147,35 +149,6 @@ def _require_equal_parts(config: Config, world_size: int) -> None:
         )
 
 
-def peak_learning_rate(config: OptimConfig, global_batch_size: int) -> float:
-    """Linear scaling: twice the batch, twice the rate. Muon's updates have one size, whatever the batch."""
-    if config.optimizer == "muon":
-        return config.base_lr
-    return config.base_lr * global_batch_size / REFERENCE_BATCH
-
-
-def learning_rate(step: int, *, config: OptimConfig, peak: float, steps_per_epoch: int, total_steps: int) -> float:
-    """The rate for the update that ends step number `step` (counted from 0)."""
-    warmup = round(config.warmup_epochs * steps_per_epoch)
-    if config.schedule == "onecycle":
-        rise = warmup or max(1, round(_ONECYCLE_RISE * total_steps))
-        if step < rise:
-            return peak * (_ONECYCLE_START + (1 - _ONECYCLE_START) * step / rise)
-        return peak * _half_cosine(step - rise, total_steps - rise)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    if config.schedule == "cosine":
-        return peak * _half_cosine(step - warmup, total_steps - warmup)
-    if config.schedule == "linear":
-        return peak * (total_steps - step) / max(total_steps - warmup, 1)
-    return peak
-
-
-def _half_cosine(step: int, steps: int) -> float:
-    """From 1 at the first step down to nearly 0 at the last."""
-    return 0.5 * (1 + math.cos(math.pi * min(step / max(steps, 1), 1.0)))
-
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Bytes per rank. Activations are the outputs of all layers of one microbatch: an upper guide."""
@@ -199,7 +172,9 @@ def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEs
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shards = plan.world_size if strategy == "fsdp" else 1
     copies = (
-        _OPTIMIZER_COPIES[config.optim.optimizer] if config.optim.momentum or "adam" in config.optim.optimizer else 0
+        _OPTIMIZER_COPIES[config.optim.optimizer]
+        if config.optim.momentum or _OPTIMIZER_COPIES[config.optim.optimizer] > 1
+        else 0
     )
     weights = 4 * num_parameters // shards
     averages = weights if config.optim.ema_decay else 0

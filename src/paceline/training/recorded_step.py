@@ -21,6 +21,7 @@ from paceline.runtime.detect import World
 from paceline.runtime.recorded import Recorded
 from paceline.settings.schema import Config
 from paceline.settings.tasks import has_own_loss
+from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.objective import Objective
 from paceline.training.optim import MovingAverage
@@ -35,6 +36,8 @@ def can_record(model: ParallelModel, config: Config, world: World) -> bool:
         and model.autocast_dtype is not torch.float16
         and config.train.compile != "never"
         and not config.objective.teacher  # any model, which may read values too
+        # A graph cannot read the state of torch's generators, which is kept for blocks of external models.
+        and not (config.train.activation_checkpointing and ":" in config.model.model_name)
         and not has_own_loss(config)  # a user's function may read values from the GPU, which a graph cannot
         and not (config.parallel.exact or config.guard.inject or config.parallel.cpu_offload)
     )
@@ -52,14 +55,17 @@ class RecordedStep(TrainStep):
         world: World,
         guards: Guards,
         objective: Objective | None = None,
+        freezing: Freezing | None = None,
     ) -> None:
-        super().__init__(model, optimizer, average, config, world, guards, objective)
+        super().__init__(model, optimizer, average, config, world, guards, objective, freezing)
         self._record_gradients = Recorded(self._make_gradients, self._host_state)
         self._record_update = Recorded(self._apply_gradients)
         # Values that change from step to step are tensors on the GPU, because a graph cannot read the host.
-        self._lr, self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(3))
+        self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(2))
+        self._rates: dict[float, Tensor] = {}  # by factor
         for group in optimizer.param_groups:
-            group["lr"] = self._lr
+            factor = group.get("lr_factor", 1.0)
+            group["lr"] = self._rates.setdefault(factor, torch.zeros((), device=world.device))
             if "capturable" in group:
                 group["capturable"] = True
 
@@ -76,7 +82,8 @@ class RecordedStep(TrainStep):
         return StepReport(sums, loss, norm, wants_stop, time.perf_counter() - began)
 
     def update(self, step: int, lr: float, report: StepReport) -> None:
-        self._lr.fill_(lr)
+        for factor, rate in self._rates.items():
+            rate.fill_(lr * factor)
         limit = self._config.optim.clip_norm
         if limit:
             self._shrink.fill_(min(1.0, limit / (report.grad_norm + 1e-6)))
@@ -135,12 +142,15 @@ class RecordedStep(TrainStep):
             loss, correct = self._forward(part)
             tally.add(loss, correct, len(part.labels))
             (loss * part.weight).backward()
+        self._drop_frozen()
         norm = total_norm(self._model.local_gradients())
         return tally.sums()[None], torch.stack([norm.float(), tally.mean_loss()])
 
     def _apply_gradients(self) -> None:
         if self._config.optim.clip_norm:
             torch._foreach_mul_(self._model.local_gradients(), self._shrink)
+        if self._clip is not None:
+            self._clip()
         self._apply_update()
         if self._average is not None:
             self._average.blend(self._blend)
@@ -154,7 +164,8 @@ def build_step(
     world: World,
     guards: Guards,
     objective: Objective | None = None,
+    freezing: Freezing | None = None,
 ) -> TrainStep:
     """A recorded step where that is possible, else a plain one."""
     kind = RecordedStep if can_record(model, config, world) else TrainStep
-    return kind(model, optimizer, average, config, world, guards, objective)
+    return kind(model, optimizer, average, config, world, guards, objective, freezing)

@@ -23,6 +23,8 @@ from paceline.runtime.detect import World
 from paceline.runtime.seeds import seed_step
 from paceline.settings.schema import Config
 from paceline.settings.tasks import has_own_loss
+from paceline.training.clipping import build_clipping
+from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.objective import Objective, build_objective
 from paceline.training.optim import MovingAverage, bare_step
@@ -62,8 +64,12 @@ class TrainStep:
         world: World,
         guards: Guards,
         objective: Objective | None = None,
+        freezing: Freezing | None = None,
     ) -> None:
         self.guards = guards
+        self._freezing = freezing
+        self._is_frozen = False  # in the current epoch
+        self._clip = build_clipping(config.optim, model)
         self._model = model
         self._optimizer = optimizer
         self._average = average
@@ -104,6 +110,7 @@ class TrainStep:
         if self._buffers:
             torch._foreach_copy_(self._before, self._buffers)
         sums, agreed = (self._run_lanes if self._reducer else self._run_share)(batch, step, wants_stop)
+        self._drop_frozen()
         if self._model.shared is not None:
             self._record_waiting()
             stop, loss, missing = agreed.tolist()
@@ -132,10 +139,13 @@ class TrainStep:
     def update(self, step: int, lr: float, report: StepReport) -> None:
         """Change the weights."""
         for group in self._optimizer.param_groups:
-            group["lr"] = ctypes.c_float(lr).value  # rounded as a recorded step holds it: both give the same bits
+            # Rounded as a recorded step holds it: both give the same bits.
+            group["lr"] = ctypes.c_float(lr * group.get("lr_factor", 1.0)).value
         limit = self._config.optim.clip_norm
         if limit and report.grad_norm > limit:
             self._model.scale_gradients(limit / (report.grad_norm + 1e-6))
+        if self._clip is not None:
+            self._clip()
         if self.scaler.is_enabled():
             self.scaler.step(self._optimizer)
             self.scaler.update()
@@ -144,6 +154,20 @@ class TrainStep:
         self._clear_gradients()
         if self._average is not None:
             self._average.update(step)
+
+    def begin_epoch(self, step: int) -> None:
+        """Call before the first step of an epoch, or of a resumed one: frozen layers may be trained from here on."""
+        if self._freezing is None:
+            return
+        is_frozen = self._freezing.holds_at(step)
+        self._freezing.set_modes(self._model.module, step)
+        if is_frozen != self._is_frozen:
+            self._is_frozen = is_frozen
+            self.forget_recordings()
+
+    def _drop_frozen(self) -> None:
+        if self._freezing is not None and self._is_frozen:
+            self._freezing.drop_gradients(self._model.module)
 
     def drop(self) -> None:
         """Discard this step: weights and running statistics stay as they were before it."""
