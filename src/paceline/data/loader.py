@@ -17,7 +17,7 @@ from torch import Tensor
 from paceline.data.ahead import ReadingWatch, read_ahead
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
-from paceline.data.order import epoch_order, even_shares
+from paceline.data.order import epoch_batches, even_shares
 from paceline.runtime.detect import World
 from paceline.runtime.heap import return_freed_memory
 from paceline.runtime.recorded import Recorded
@@ -85,16 +85,11 @@ class Loader:
 
     def _own_shares(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
         """The ids of this rank's samples, a row for each step of the epoch, on the device."""
-        device = self._labels.device
-
-        def draw() -> Tensor:
-            # On a GPU the sort is short and asynchronous. On a CPU it takes as long as a few steps.
-            order = self.ids.to(device)[epoch_order(len(self.ids), seed, epoch, device)]
-            steps, ranks = len(order) // global_batch_size, self._world.world_size
-            batches = order[: steps * global_batch_size].view(steps, ranks, global_batch_size // ranks)
-            return batches[:, self._world.rank].contiguous()
-
-        shares = draw()
+        # On a GPU the sort is short and asynchronous. On a CPU it takes as long as a few steps.
+        batches = epoch_batches(self.ids.to(self._labels.device), seed, epoch, global_batch_size)
+        share = global_batch_size // self._world.world_size
+        shares = batches[:, self._world.rank * share : (self._world.rank + 1) * share].clone()
+        del batches
         if len(self.ids) >= _MANY and self._world.device == "cpu":
             return_freed_memory()  # 80 MB for the order of a million samples
         return shares

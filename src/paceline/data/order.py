@@ -22,6 +22,13 @@ def epoch_order(num_samples: int, seed: int, epoch: int, device: str | torch.dev
     return draw_permutation(num_samples, _ORDER, seed, epoch, device=device)
 
 
+def epoch_batches(ids: Tensor, seed: int, epoch: int, global_batch_size: int) -> Tensor:
+    """The sample ids of an epoch's global batches, a row for each step. A last partial batch is left out."""
+    order = ids[epoch_order(len(ids), seed, epoch, ids.device)]
+    steps = len(order) // global_batch_size
+    return order[: steps * global_batch_size].view(steps, global_batch_size)
+
+
 def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor, Tensor]:
     """Sample ids of the training and the validation part, each ascending."""
     num_train = num_samples if train_split == 1 else min(max(round(num_samples * train_split), 1), num_samples - 1)
