@@ -48,7 +48,7 @@ VERBS = {
     "bench": "measure collectives, data and step against the limits of this machine",
     "doctor": "check whether this machine or allocation is fit to train",
     "clean": "remove checkpoints that are not needed, or whole runs",
-    "data": "pack pictures for speed, verify data sets, fetch them",
+    "data": "look at data sets, pack pictures for speed, verify, fetch",
     "checkpoints": "list, verify and push the checkpoints of a run",
     "course": "ten lessons in distributed training, with exercises checked on real ranks",
     "recipes": "list the recipes that come with paceline",

@@ -36,8 +36,8 @@ class FolderDataset:
     decoder = DECODER
 
     def __init__(self, root: Path, part: Part, side: int, num_workers: int, unreadable: int = 0) -> None:
-        self._root = root
-        self._paths = part.paths
+        self.root = root
+        self.paths = part.paths
         self._labels = labels_of(part.per_class)
         self.sample_shape = (3, side, side)
         self._allowed = unreadable
@@ -53,17 +53,17 @@ class FolderDataset:
         return self._labels
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def names(self) -> list[bytes]:
         """File names relative to the data set's folder, in the order of samples."""
-        start = len(os.fsencode(self._root / "x")) - 1
-        return [os.fsencode(path)[start:] for path in self._paths]
+        start = len(os.fsencode(self.root / "x")) - 1
+        return [os.fsencode(path)[start:] for path in self.paths]
 
     def list_files(self) -> list[tuple[bytes, int]]:
         """Names and sizes. On network storage each size costs a round trip, so several threads ask."""
         with ThreadPoolExecutor(_STAT_THREADS, "stat") as pool:
-            sizes = pool.map(_size_of, self._paths, chunksize=256)
+            sizes = pool.map(_size_of, self.paths, chunksize=256)
             return list(zip(self.names(), sizes, strict=True))
 
     def read(self, indices: Tensor) -> Tensor:
@@ -78,7 +78,7 @@ class FolderDataset:
             pass
 
     def _read_one(self, index: int, place: NDArray[np.uint8]) -> None:
-        path = self._paths[index]
+        path = self.paths[index]
         try:
             place[:] = read_pixels(path, self.sample_shape[-1])
         except DataError as error:
