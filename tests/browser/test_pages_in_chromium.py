@@ -52,7 +52,9 @@ def study_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "data.html"
-    answer = paceline("data", "look", "shapes-cnn", "--cutmix-alpha=1", "--num-samples=2000", f"--html={path}")
+    answer = paceline(
+        "data", "look", "shapes-cnn", "--cutmix-alpha=1", "--num-samples=2000", f"--html={path}", cwd=path.parent
+    )
     assert answer.code == 0, answer
     return path
 
