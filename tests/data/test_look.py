@@ -16,7 +16,7 @@ from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
 from paceline.data.loader import Loader
 from paceline.data.look import choose_samples, look_at_data, original
 from paceline.data.order import epoch_batches
-from paceline.data.preview import to_pixels, training_input
+from paceline.data.preview import to_pixels, training_inputs
 from paceline.data.registry import load_dataset
 from paceline.runtime.detect import World
 from paceline.settings.schema import DataConfig
@@ -80,14 +80,13 @@ def test_a_shown_input_is_the_input_of_the_loader(mixed: dict[str, float]) -> No
         batches = epoch_batches(torch.arange(40), 7, epoch, 12)
         for batch in loader.train_epoch(seed=7, epoch=epoch, global_batch_size=12, first_step=0):
             for place, sample in enumerate(batch.ids.tolist()):
-                shown = training_input(data.train, pipeline, batches, sample, epoch)
-                assert shown is not None
+                (shown,) = training_inputs(data.train, pipeline, batches, sample, epoch)
                 assert torch.equal(shown.pixels, to_pixels(batch.inputs[place : place + 1], pipeline)[0])
                 target = batch.labels[place]
                 assert torch.equal(shown.shares, target if mixed else torch.eye(2)[target])
                 assert shown.partner == (int(batch.ids[place ^ 1]) if mixed else None)
         left_out = (set(range(40)) - set(batches.flatten().tolist())).pop()
-        assert training_input(data.train, pipeline, batches, left_out, epoch) is None
+        assert training_inputs(data.train, pipeline, batches, left_out, epoch) == []
 
 
 def test_samples_of_many_classes_are_chosen() -> None:

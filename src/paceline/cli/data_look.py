@@ -13,11 +13,13 @@ from paceline.runtime.cores import usable_cores
 from paceline.settings.declare import Arg, Range
 
 if TYPE_CHECKING:  # they import torch
+    from PIL.Image import Image
     from torch import Tensor
 
     from paceline.data.augment import Pipeline
     from paceline.data.dataset import LoadedData
     from paceline.reports.data_page import SampleRow
+    from paceline.reports.page import Picture
     from paceline.settings.schema import Config
 
 _LARGEST_SIDE = 160  # pixels of a picture on the page
@@ -96,53 +98,57 @@ def _write(settings: Look, config: Config, recipe: str) -> int:
 
 
 def _rows(settings: Look, config: Config, data: LoadedData, pipeline: Pipeline, train_ids: Tensor) -> list[SampleRow]:
-    from paceline.data.look import choose_samples, original
+    from paceline.data.look import choose_samples
     from paceline.data.order import epoch_batches
-    from paceline.data.preview import as_png, to_image, to_pixels, training_input
-    from paceline.errors import DataError
+    from paceline.data.preview import to_image, to_pixels, training_inputs
     from paceline.reports.data_page import SampleRow
-    from paceline.reports.page import Picture, picture_source
 
-    classes, train = data.info.classes, data.train
-
-    def show(index: int, caption: str) -> Picture:
-        name = classes[int(train.labels[index])]
-        try:
-            image = original(train, index, _LARGEST_SIDE)
-        except DataError:
-            image = to_image(train.read(train_ids.new_tensor([index]))[0])
-        side = f"{data.info.sample_shape[2]}x{data.info.sample_shape[1]}"
-        return Picture(
-            picture_source(as_png(image, _LARGEST_SIDE)), f"{caption}: {name}", caption, f"{name}, read as {side}"
-        )
-
+    classes, train, batch = data.info.classes, data.train, config.train.global_batch_size
     batches = {
-        epoch: epoch_batches(train_ids, config.train.seed, epoch, config.train.global_batch_size)
+        epoch: epoch_batches(train_ids, config.train.seed, epoch, batch, pipeline.repeats)
         for epoch in settings.at_epochs
     }
     rows = []
     for index in choose_samples(train.labels, train_ids, settings.samples):
-        pictures = [show(index, "original")]
+        pictures, left_out = [_original(data, index, "original")], []
         for epoch in settings.at_epochs:
-            found = training_input(train, pipeline, batches[epoch], index, epoch)
-            if found is None:
-                continue
-            png = as_png(to_image(found.pixels), _LARGEST_SIDE)
-            target, size = _target(found.shares, classes), f"{found.pixels.shape[2]}x{found.pixels.shape[1]}"
-            pictures.append(
-                Picture(picture_source(png), f"epoch {epoch}: {target}", f"epoch {epoch}", f"{target}, {size}")
-            )
-            if found.partner is not None:
-                pictures.append(show(found.partner, f"partner in epoch {epoch}"))
+            repeats = training_inputs(train, pipeline, batches[epoch], index, epoch)
+            left_out += [] if repeats else [str(epoch)]
+            for number, found in enumerate(repeats):
+                when = f"epoch {epoch}" + (f", repeat {number}" if len(repeats) > 1 else "")
+                pictures.append(_picture(to_image(found.pixels), when, _target(found.shares, classes)))
+                if found.partner is not None:
+                    pictures.append(_original(data, found.partner, f"partner in {when}"))
         inputs = pipeline.for_evaluation(train.read(train_ids.new_tensor([index])))
-        size = f"{inputs.shape[3]}x{inputs.shape[2]}"
-        png = as_png(to_image(to_pixels(inputs, pipeline)[0]), _LARGEST_SIDE)
-        pictures.append(Picture(picture_source(png), "in evaluation", "in evaluation", size))
-        name = classes[int(train.labels[index])]
-        left_out = [str(epoch) for epoch in settings.at_epochs if not (batches[epoch] == index).any()]
-        note = f"; left out of epoch {', '.join(left_out)} with the last partial batch" if left_out else ""
-        rows.append(SampleRow(f"**{name}**, training sample {index}{note}", pictures))
+        pictures.append(_picture(to_image(to_pixels(inputs, pipeline)[0]), "in evaluation", ""))
+        note = f"; not trained on in epoch {', '.join(left_out)}" if left_out else ""
+        rows.append(SampleRow(f"**{classes[int(train.labels[index])]}**, training sample {index}{note}", pictures))
     return rows
+
+
+def _original(data: LoadedData, index: int, caption: str) -> Picture:
+    import torch
+
+    from paceline.data.look import original
+    from paceline.data.preview import to_image
+    from paceline.errors import DataError
+
+    try:
+        image = original(data.train, index, _LARGEST_SIDE)
+    except DataError:  # training would get a grey picture
+        image = to_image(data.train.read(torch.tensor([index]))[0])
+    _, height, width = data.info.sample_shape
+    return _picture(image, caption, f"{data.info.classes[int(data.train.labels[index])]}, read as", (width, height))
+
+
+def _picture(image: Image, caption: str, about: str, size: tuple[int, int] | None = None) -> Picture:
+    from paceline.data.preview import as_png
+    from paceline.reports.page import Picture, picture_source
+
+    width, height = size or image.size
+    between = "" if not about else " " if size else ", "
+    note = f"{about}{between}{width}x{height}"
+    return Picture(picture_source(as_png(image, _LARGEST_SIDE)), f"{caption}: {about}", caption, note)
 
 
 def _target(shares: Tensor, classes: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 from paceline.data.draws import draw_permutation
 
 _ORDER, _SPLIT = 1, 2  # part of the hash, so draws for different purposes differ
+_ID_BITS = 40
 SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
 
@@ -22,11 +23,25 @@ def epoch_order(num_samples: int, seed: int, epoch: int, device: str | torch.dev
     return draw_permutation(num_samples, _ORDER, seed, epoch, device=device)
 
 
-def epoch_batches(ids: Tensor, seed: int, epoch: int, global_batch_size: int) -> Tensor:
-    """The sample ids of an epoch's global batches, a row for each step. A last partial batch is left out."""
+def epoch_batches(ids: Tensor, seed: int, epoch: int, global_batch_size: int, repeats: int = 1) -> Tensor:
+    """The draw keys of an epoch's global batches, a row for each step. A last partial batch is left out.
+
+    A draw key is the id of a sample and, above its first 40 bits, the number of its repeat. With repeats, a batch has
+    the same samples several times, and an epoch as many steps as without. A repeat begins one sample later than the
+    one before, so neighbours differ: they are partners in mixup and CutMix.
+    """
     order = ids[epoch_order(len(ids), seed, epoch, ids.device)]
     steps = len(order) // global_batch_size
-    return order[: steps * global_batch_size].view(steps, global_batch_size)
+    distinct = global_batch_size // repeats
+    batches = order[: steps * distinct].view(steps, distinct)
+    if repeats == 1:
+        return batches
+    return torch.cat([batches.roll(-number, dims=1) + (number << _ID_BITS) for number in range(repeats)], dim=1)
+
+
+def samples_of(keys: Tensor) -> Tensor:
+    """The ids of the samples of draw keys."""
+    return keys & ((1 << _ID_BITS) - 1)
 
 
 def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor, Tensor]:

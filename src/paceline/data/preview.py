@@ -14,6 +14,7 @@ from torch import Tensor
 
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset
+from paceline.data.order import samples_of
 
 
 @dataclass(frozen=True)
@@ -25,24 +26,25 @@ class TrainingInput:
     partner: int | None  # the id of the sample it is mixed with
 
 
-def training_input(
+def training_inputs(
     dataset: Dataset, pipeline: Pipeline, batches: Tensor, sample: int, epoch: int
-) -> TrainingInput | None:
-    """The input that a model gets for a sample. None if the epoch's `batches` leave the sample out."""
-    order = batches.flatten()
-    places = (order == sample).nonzero().flatten()
-    if not len(places):
-        return None
-    place = int(places[0])
-    pair = order[[place - place % 2, place - place % 2 + 1]]  # mixing needs both; shares of ranks are even then
-    drawn = pipeline.draw(pair, pipeline.keys_of(epoch))
-    inputs = pipeline.augment(dataset.read(pair), drawn)
-    inputs, targets = pipeline.mix(inputs, dataset.labels[pair], drawn)
-    own = place % 2
+) -> list[TrainingInput]:
+    """The inputs that a model gets for a sample, one per repeat. Empty if the epoch's `batches` leave it out."""
+    keys = batches.flatten()
+    return [_input_at(dataset, pipeline, keys, int(place), epoch) for place in (samples_of(keys) == sample).nonzero()]
+
+
+def _input_at(dataset: Dataset, pipeline: Pipeline, keys: Tensor, place: int, epoch: int) -> TrainingInput:
+    first, own = place - place % 2, place % 2
+    pair = keys[first : first + 2]  # mixing needs both; shares of ranks are even then
+    ids, drawn = samples_of(pair), pipeline.draw(pair, pipeline.keys_of(epoch))
+    inputs = pipeline.in_epoch(epoch).augment(dataset.read(ids), drawn)
+    inputs, targets = pipeline.mix(inputs, dataset.labels[ids], drawn)
+    pixels = to_pixels(inputs[own : own + 1], pipeline)[0]
     if targets.dim() == 1:
         shares = torch.nn.functional.one_hot(targets, int(dataset.labels.max()) + 1).float()
-        return TrainingInput(to_pixels(inputs[own : own + 1], pipeline)[0], shares[own], None)
-    return TrainingInput(to_pixels(inputs[own : own + 1], pipeline)[0], targets[own], int(pair[1 - own]))
+        return TrainingInput(pixels, shares[own], None)
+    return TrainingInput(pixels, targets[own], int(ids[1 - own]))
 
 
 def to_pixels(inputs: Tensor, pipeline: Pipeline) -> Tensor:

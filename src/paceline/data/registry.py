@@ -19,6 +19,7 @@ from paceline.data.parts import LAYOUT, VALIDATION, part_folders
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
 from paceline.settings.load import LoadedConfig
+from paceline.settings.resolution import RESIZED, largest_size
 from paceline.settings.schema import DataConfig
 
 if TYPE_CHECKING:
@@ -101,7 +102,7 @@ def _check_folder(config: DataConfig) -> None:
             allowed=f"a folder that holds {LAYOUT}",
         )
     if is_packed(folder):
-        require_side(open_packed(folder), folder, config.image_size, can_shrink=config.augment == "imagenet")
+        require_side(open_packed(folder), folder, largest_size(config), can_shrink=config.augment in RESIZED)
 
 
 def check_train_split(loaded: LoadedConfig) -> None:

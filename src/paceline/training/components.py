@@ -41,8 +41,9 @@ from paceline.runtime.seeds import require_determinism, seed_initial_weights
 from paceline.settings.code import CodeReference
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
-from paceline.training.compiling import choose_to_compile
+from paceline.training.compiling import choose_to_compile, compile_for_sizes
 from paceline.training.guards import Guards
+from paceline.training.input_sizes import require_sizes
 from paceline.training.model_record import RECORD, ModelRecord, make_record
 from paceline.training.objective import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
@@ -234,14 +235,20 @@ def build_components(
 
     seed_initial_weights(config.train.seed)
     model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
+    if load_weights:
+        require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
     if config.run.init_from and load_weights:
         start_from(model, Path(config.run.init_from))
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None and load_weights:
         look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
+    if is_compiled:
+        compile_for_sizes(len(plan.training_shapes))
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
-    example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)
+    first_epoch = plan.clock.locate(checkpoint.step)[0] if checkpoint is not None else 0
+    train_shape = pipeline.in_epoch(first_epoch).input_shape
+    example = torch.zeros(plan.microbatch_size if is_compiled else 2, *train_shape, device=world.device)
     settle_buckets(parallel, example)
     optimizer = build_optimizer(config.optim, parallel.module)
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
@@ -253,8 +260,8 @@ def build_components(
     record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
-        train_data.warm_up(plan.rank_batch_size)
-        inputs = example.new_zeros(plan.rank_batch_size, *plan.input_shape)
+        train_data.warm_up(plan.rank_batch_size, first_epoch)
+        inputs = example.new_zeros(plan.rank_batch_size, *train_shape)
         step.warm_up(inputs, pipeline.empty_targets(len(inputs), inputs.device))
     return Components(
         plan=plan,

@@ -24,6 +24,7 @@ from paceline.data.augment import Pipeline
 from paceline.errors import PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.settings.resolution import RESIZED
 from paceline.training.model_card import describe_weights, write_card
 from paceline.training.results import hash_model
 from paceline.training.reuse import OpenRun, open_run
@@ -255,7 +256,7 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
     if len(shape) != 3:
         return {"kind": "vector", **common, "layout": "NC", "steps": ["a vector is passed on as it is"]}
     channels, height, width = pipeline.raw_shape
-    is_cropped = pipeline.kind == "imagenet"
+    is_cropped = pipeline.kind in RESIZED
     scale = pipeline.resized_side / min(height, width) if is_cropped else 1.0
     size = [round(height * scale), round(width * scale)]
     top, left = ((have - want) // 2 for have, want in zip(size, shape[1:], strict=True))

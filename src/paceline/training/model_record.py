@@ -29,6 +29,7 @@ RECORD = "record"  # its key in the state of a checkpoint
 RECORD_SCHEMA = 1  # increased when a field changes its meaning or is removed
 TASK = "classification"
 _FUNCTION_FIELDS = ("model_name", "loss", "metrics")  # the function of a data set is of no use without the data
+_ONLY_IN_TRAINING = ("extras", "training_sizes", "repeats")  # parts of a pipeline that evaluation does not use
 _SIZE = Number(1, 2**31, is_whole=True)
 _SHAPE = Fields(
     required={
@@ -82,7 +83,9 @@ class ModelRecord:
             "num_training": self.parts[0],
             "num_validation": self.parts[1],
             "input_shape": list(self.pipeline.input_shape),
-            "preprocessing": {name: value for name, value in asdict(self.pipeline).items() if name != "extras"},
+            "preprocessing": {
+                name: value for name, value in asdict(self.pipeline).items() if name not in _ONLY_IN_TRAINING
+            },
             "model": asdict(self.model),
             "sources": self.sources.to_json(),
             "mark": self.mark,

@@ -24,6 +24,7 @@ from paceline.data.picture_folder import Part, Pictures, find_pictures
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.data.pictures import DECODER, GREY, read_pixels
 from paceline.errors import DataError
+from paceline.settings.resolution import largest_size
 from paceline.settings.schema import DataConfig
 
 _log = logging.getLogger("paceline")
@@ -120,5 +121,5 @@ def load(config: DataConfig, seed: int) -> LoadedData:
 def _info(pictures: Pictures, config: DataConfig) -> DatasetInfo:
     sizes = {name: len(part.paths) for name, part in pictures}
     folders = {name: part.folder for name, part in pictures}
-    info = picture_info(pictures.classes, sizes, picture_side(config.image_size), folders)
+    info = picture_info(pictures.classes, sizes, picture_side(largest_size(config)), folders)
     return replace(info, num_skipped=len(pictures.skipped))
