@@ -44,6 +44,7 @@ VERBS = {
     "export": "write a run's best weights for other programs",
     "compare": "show whether runs are equal, or where they first differ",
     "equivalence": "check that 1, 2, 4 processes give the same result on this machine",
+    "sweep": "train a recipe with several values of some settings, and compare the results",
     "study": "measure how a recipe scales, and predict other sizes",
     "bench": "measure collectives, data and step against the limits of this machine",
     "doctor": "check whether this machine or allocation is fit to train",
@@ -65,7 +66,7 @@ _FIRST_COMMANDS = {
 }
 
 
-_LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal and a closed pipe
+_LONG_VERBS = {"train", "study", "sweep", "equivalence"}  # these outlive a lost terminal and a closed pipe
 # Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
 _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 
