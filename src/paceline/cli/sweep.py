@@ -16,7 +16,16 @@ from paceline.launch.job import JobSpec, SlurmFlags, parse_job
 from paceline.settings.declare import Arg, FlagsOf, Range
 from paceline.settings.values import Setting
 from paceline.tools.study.plan import recipe_argument
-from paceline.tools.study.sweep import TAKEN, SweepSpec, continue_sweep, make_points, parse_axes, write_sweep
+from paceline.tools.study.sweep import (
+    SEED,
+    TAKEN,
+    SweepSpec,
+    continue_sweep,
+    flags_of,
+    make_points,
+    parse_axes,
+    write_sweep,
+)
 
 if TYPE_CHECKING:  # imported late: --help must be fast
     from paceline.settings.load import LoadedConfig
@@ -106,12 +115,16 @@ def _plan(settings: Sweep, job: JobSpec | None) -> tuple[LoadedConfig, SweepSpec
             raise UserError("the sweep decides this for each cell", where=setting.where, hint="leave it out")
         if name in [axis.name for axis in axes]:
             raise UserError(f"{name} is both varied and given as a flag", where=setting.where, hint="leave one out")
-    loaded = read_request(settings.recipe, settings.flags)
+    if job is not None and "processes" in [axis.name for axis in axes]:
+        raise UserError("on a cluster the job decides the number of ranks", where="processes", hint="leave it out")
+    points = make_points(axes, settings.random)
+    # With the values of the first cell: the recipe alone may not be allowed.
+    loaded = read_request(settings.recipe, [*settings.flags, *flags_of(points[0])])
     return loaded, SweepSpec(
         recipe=recipe_argument(loaded),
         name=loaded.recipe_name,
         flags=tuple(token for setting in settings.flags for token in setting.tokens()),
-        points=make_points(axes, settings.random),
+        points=points,
         world_size=job.world_size if job is not None else decide_processes(loaded),
         global_batch_size=loaded.config.train.global_batch_size,
         place=settings.on,
@@ -120,15 +133,14 @@ def _plan(settings: Sweep, job: JobSpec | None) -> tuple[LoadedConfig, SweepSpec
 
 def _check_cells(spec: SweepSpec) -> None:
     """Every check that `train` would make of any cell, before the first one starts."""
-    from paceline.launch.request import read_request
-    from paceline.settings.fields import field_table
+    from paceline.launch.request import decide_processes, read_request
     from paceline.settings.rules import check_world
 
-    for point in dict.fromkeys(cell.without_seed for cell in spec.cells()):
-        values = [f"{field_table()[name].flag}={value}" for name, value in point]
-        check_world(read_request(spec.recipe, [*spec.flags, *values]), spec.world_size)
-    for seed in dict.fromkeys(value for point in spec.points for name, value in point if name == "seed"):
-        read_request(spec.recipe, [*spec.flags, f"--seed={seed}"])
+    without_seeds = {cell.without_seed: cell.settings for cell in spec.cells()}
+    seeds = {dict(cell.settings).get(SEED): cell.settings for cell in spec.cells()}
+    for point in dict.fromkeys([*without_seeds.values(), *seeds.values()]):
+        loaded = read_request(spec.recipe, [*spec.flags, *flags_of(point)])
+        check_world(loaded, decide_processes(loaded) if spec.place == "local" else spec.world_size)
 
 
 def _shapes(settings: Sweep, job: JobSpec, loaded: LoadedConfig, folder: Path) -> dict[int, JobSpec]:

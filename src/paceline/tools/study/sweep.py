@@ -101,15 +101,20 @@ class SweepSpec:
 
     def cells(self) -> Iterator[SweepCell]:
         for point in self.points:
-            yield SweepCell("", self.world_size, "strong", 1, self.global_batch_size, point)
+            batch = dict(point).get("global_batch_size", "")  # checked with all other values, later
+            batch_size = int(batch) if batch.isdecimal() else self.global_batch_size
+            yield SweepCell("", self.world_size, "strong", 1, batch_size, point)
 
     def command(self, cell: Cell, folder: Path) -> list[str]:
         assert isinstance(cell, SweepCell)
-        values = [f"{field_table()[name].flag}={value}" for name, value in cell.settings]
         return [
-            *("train", self.recipe, *self.flags, *values),
+            *("train", self.recipe, *self.flags, *flags_of(cell.settings)),
             *("--resume=auto", f"--output-dir={folder / CELLS / cell.name}"),
         ]
+
+
+def flags_of(point: Point) -> list[str]:
+    return [f"{field_table()[name].flag}={value}" for name, value in point]
 
 
 def parse_axes(words: Sequence[str], *, is_random: bool) -> list[Axis]:

@@ -203,7 +203,9 @@ def _write_page(
     ]
     table = Table([*names, "runs", _TITLES[metric], "test accuracy"], rows, caption="Mean ± standard deviation")
     best = results[0]
-    spread = f"± {best.deviation:.2g} over {len(best.values)} runs" if best.deviation is not None else "one run"
+    spread = "one run"
+    if best.deviation is not None:
+        spread = f"± {_shown([best.deviation], metric)} over {len(best.values)} runs"
     tiles = [
         Tile(f"best {_TITLES[metric]}", _shown([best.mean], metric), spread),
         Tile("combinations", f"{len(results):,}", f"{sum(len(r.values) for r in results):,} runs"),
