@@ -34,6 +34,7 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("study collect", []),
     ("study predict", []),
     ("study", ["--dry-run"]),
+    ("sweep", ["--dry-run"]),
     ("clean", ["--dry-run"]),
     ("bench --profile", ["--seconds-per-size", "0.02", *SMALL]),
     ("bench --what", ["--sizes", "4KB:8KB", "--seconds-per-size", "0.02", *SMALL]),

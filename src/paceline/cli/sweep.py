@@ -79,7 +79,7 @@ def sweep(settings: Sweep) -> int:
     shapes = _shapes(settings, job, loaded, folder) if job is not None else {}
     states = read_states(folder, spec)
     if settings.dry_run:
-        _show(spec, states, folder, retries=settings.retry)
+        _show(spec, states, folder, shapes, retries=settings.retry)
         return EXIT_FINISHED
     if shapes:
         _check_jobs(given, loaded, shapes, len(open_cells(states, retries=settings.retry)))
@@ -163,16 +163,21 @@ def _check_jobs(given: Mapping[str, Setting], loaded: LoadedConfig, shapes: dict
         check_cluster(jobs, given)
 
 
-def _show(spec: SweepSpec, states: list[CellState], folder: Path, *, retries: bool) -> None:
+def _show(spec: SweepSpec, states: list[CellState], folder: Path, shapes: dict[int, JobSpec], *, retries: bool) -> None:
     from paceline.tools.study.cells import describe, open_cells
+    from paceline.tools.study.queue import write_scripts
 
     todo = open_cells(states, retries=retries)
     print(f"{spec.headline}, {len(todo)} to run")
     print(f"folder    {os.path.relpath(folder)}")
     for found in states:
         print(f"  {describe(found)}")
-    for found in todo[:1]:
-        print("command   paceline " + shlex.join(spec.command(found.cell, folder)))
+    if not shapes:
+        for found in todo[:1]:
+            print("command   paceline " + shlex.join(spec.command(found.cell, folder)))
+        return
+    for path, _, script, lines in write_scripts(folder, spec, shapes, todo):
+        print(f"\n--- {path}\n{script}--- {path.with_suffix('.commands')}\n{lines}", end="")
 
 
 def _run(folder: Path, spec: SweepSpec, states: list[CellState], shapes: dict[int, JobSpec], *, retries: bool) -> None:

@@ -189,3 +189,17 @@ def test_a_mistake_gets_one_screen_before_the_first_cell(tmp_path: Path, argumen
     assert answer.err.startswith("error: ")
     assert part in answer.err
     assert list(tmp_path.iterdir()) == []
+
+
+def test_on_slurm_all_cells_are_one_array_without_a_cluster(tmp_path: Path) -> None:
+    flags = ("--on=slurm", "--nodes=2", "--processes-per-node=2", "--time=10:00", "--dry-run")
+    answer = paceline("sweep", "synthetic-mlp", "base_lr=0.1,0.2", "seed=1..3", *flags, cwd=tmp_path)
+    assert answer.code == 0, answer
+    assert "#SBATCH --array=0-5\n" in answer.out
+    assert "#SBATCH --nodes=2\n" in answer.out
+    commands = answer.out.rpartition(".commands\n")[2].splitlines()
+    assert len(commands) == 6
+    assert all("--resume=auto" in line and "--output-dir=" in line for line in commands)
+    assert list(tmp_path.iterdir()) == []
+    refused = paceline("sweep", "synthetic-mlp", "processes=1,2", *flags, cwd=tmp_path)
+    assert refused.code == 2, refused
