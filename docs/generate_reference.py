@@ -153,8 +153,8 @@ def flags() -> str:
         f"{NOTE}\nEvery flag of `paceline train` is also a line of a recipe: `--global-batch-size 512` is "
         "`global_batch_size: 512`. Flags override the recipe, and the recipe overrides these defaults. `paceline plan` "
         "shows the origin of each value. `--no-flip` turns off the switch `--flip`. `plan`, `bench`, "
-        "`equivalence`, `study`, `sweep`, `data look` and `submit` take these flags as well. The other flags of a command are in its "
-        "[help](commands.md).",
+        "`equivalence`, `study`, `sweep`, `data look` and `submit` take these flags as well. The other flags of a "
+        "command are in its [help](commands.md).",
     ]
     for group, text in groups_of(Config).items():
         parts += [f"## {group}", _cell(text)]

@@ -202,8 +202,11 @@ class Pipeline:
 
     def _crop(self, samples: Tensor, bits: dict[int, Tensor]) -> Tensor:
         if self.kind in SHIFTED:
-            border = self.raw_shape[1] // SHIFTED[self.kind]
-            bordered = _mirror_borders(samples, border) if self.kind in MIRRORED else F.pad(samples, [border] * 4)
+            rows, columns = (size // SHIFTED[self.kind] for size in self.raw_shape[1:])
+            if self.kind in MIRRORED:
+                bordered = _mirror_borders(samples, rows, columns)
+            else:
+                bordered = F.pad(samples, [columns, columns, rows, rows])
             return _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
         if self.kind == "imagenet":
             return _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
@@ -299,9 +302,9 @@ def _crop(samples: Tensor, size: tuple[int, ...], row_bits: Tensor, column_bits:
     return windows[torch.arange(len(samples), device=samples.device), :, rows, columns]
 
 
-def _mirror_borders(samples: Tensor, border: int) -> Tensor:
+def _mirror_borders(samples: Tensor, rows: int, columns: int) -> Tensor:
     """Add borders that mirror the picture. torch's reflection padding does not support uint8."""
-    for axis in (2, 3):
+    for axis, border in ((2, rows), (3, columns)):
         size = samples.shape[axis]
         places = torch.arange(-border, size + border, device=samples.device).abs()
         samples = samples.index_select(axis, torch.minimum(places, 2 * (size - 1) - places))
@@ -326,8 +329,6 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     if not info.is_image and (kind in RESIZED or extras != Extras()):
         what = f"the {kind} pipeline" if kind in RESIZED else "this augmentation"
         raise UserError(f"{what} needs images", got=f"{info.name} has vectors", hint="--augment none")
-    if kind in SHIFTED and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
-        raise UserError(f"the {kind} pipeline needs square images", got=info.sample_shape, hint="--augment none")
     is_imagenet = kind in RESIZED and info.sample_shape[0] == 3
     return Pipeline(
         kind=kind,
