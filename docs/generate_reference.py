@@ -35,7 +35,7 @@ EXIT_CODES = {
     "EXIT_FINISHED": ("finished", "All work is done, or there was nothing to do."),
     "EXIT_DIFFERENT": (
         "negative answer",
-        "`compare`, `equivalence`: the runs differ. `study`: a cell failed. `doctor`: a check failed. "
+        "`compare`, `equivalence`: the runs differ. `study`, `sweep`: a cell failed. `doctor`: a check failed. "
         "`course check`: the answer is not right yet.",
     ),
     "EXIT_USER": ("user error", "A flag, a recipe or a path is wrong; usually found before any work starts."),
@@ -117,6 +117,14 @@ STUDY_FILES = {
     "report.html": "the answers, the plots and the tables on one page",
     "plots/": "the plots as PNG and SVG (extra `study`)",
 }
+SWEEP_FILES = {
+    "sweep.json": "the combinations, and the settings that all cells share",
+    "cells/": "a run folder for each combination and seed",
+    "jobs.json": "on Slurm: which job array has which cells",
+    "sweep.csv": "a row for each run",
+    "report.html": "the best combination, the charts and the table on one page",
+    "plots/": "the charts as PNG and SVG (extra `study`)",
+}
 
 
 def main_generate(arguments: list[str]) -> int:
@@ -145,8 +153,8 @@ def flags() -> str:
         f"{NOTE}\nEvery flag of `paceline train` is also a line of a recipe: `--global-batch-size 512` is "
         "`global_batch_size: 512`. Flags override the recipe, and the recipe overrides these defaults. `paceline plan` "
         "shows the origin of each value. `--no-flip` turns off the switch `--flip`. `plan`, `bench`, "
-        "`equivalence`, `study` and `submit` take these flags as well. The other flags of a command are in its "
-        "[help](commands.md).",
+        "`equivalence`, `study`, `sweep`, `data look` and `submit` take these flags as well. The other flags of a "
+        "command are in its [help](commands.md).",
     ]
     for group, text in groups_of(Config).items():
         parts += [f"## {group}", _cell(text)]
@@ -196,6 +204,9 @@ def files() -> str:
                 "## A study",
                 "`studies/<recipe>/`, or `--output-dir` ([studies](../guides/studies.md)):",
                 _file_table(STUDY_FILES),
+                "## A sweep",
+                "`sweeps/<recipe>/`, or `--output-dir` ([sweeps](../guides/sweeps.md)):",
+                _file_table(SWEEP_FILES),
                 "## Elsewhere",
                 _file_table(
                     {

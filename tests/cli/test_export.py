@@ -231,6 +231,7 @@ PIPELINES: dict[str, Any] = {
     "grey": {"kind": "none", "raw_shape": (1, 28, 28), "mean": (0.3,), "std": (0.4,)},
     "larger": {"kind": "imagenet", "image_size": 56},
     "smaller": {"kind": "imagenet", "image_size": 32, "raw_shape": (3, 96, 96)},
+    "a test size": {"kind": "resized-crop", "image_size": 48, "raw_shape": (3, 96, 96), "training_sizes": ((0, 32),)},
     "only cropped": {"kind": "imagenet", "image_size": 56, "raw_shape": (3, 64, 64)},
 }
 

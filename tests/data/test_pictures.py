@@ -81,7 +81,7 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int, extension
     with Image.open(path) as image:
         expected = by_pillow(ImageOps.exif_transpose(image).convert("RGB"))
     assert np.array_equal(read_pixels(path, SIDE), expected)
-    notes = look_at_picture(path)
+    notes = look_at_picture(path).notes
     assert [note.startswith("turned") for note in notes] == [True] * (2 <= orientation <= 8)
 
 
@@ -141,7 +141,7 @@ def test_16_bits_are_their_high_byte(tmp_path: Path, extension: str) -> None:
     values = np.random.default_rng(1).integers(0, 65536, (30, 40), dtype=np.uint16)
     Image.fromarray(values).save(tmp_path / f"p.{extension}")
     assert np.array_equal(read_pixels(tmp_path / f"p.{extension}", SIDE), grey((values >> 8).astype(np.uint8)))
-    assert look_at_picture(tmp_path / f"p.{extension}") == []
+    assert look_at_picture(tmp_path / f"p.{extension}").notes == []
 
 
 def test_16_bit_colours_are_their_high_byte_too(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_12_bits_in_16_are_not_black(tmp_path: Path, extension: str) -> None:
     values = np.random.default_rng(1).integers(0, 4096, (30, 40), dtype=np.uint16)
     Image.fromarray(values).save(path)
     assert np.array_equal(read_pixels(path, SIDE), grey((values >> 4).astype(np.uint8)))
-    assert "12 bits" in look_at_picture(path)[0]
+    assert "12 bits" in look_at_picture(path).notes[0]
     values[0, 0] = 4096  # one value that needs 13 bits
     Image.fromarray(values).save(path)
     assert np.array_equal(read_pixels(path, SIDE), grey((values >> 8).astype(np.uint8)))
@@ -176,7 +176,7 @@ def test_a_file_that_states_its_range_is_scaled_by_it(tmp_path: Path) -> None:
         content = f"P5 9 9 {most}\n".encode() + value.to_bytes(2, "big") * 81
         (tmp_path / "p.pgm").write_bytes(content)
         assert np.unique(read_pixels(tmp_path / "p.pgm", SIDE)).tolist() == [expected]
-        assert look_at_picture(tmp_path / "p.pgm") == []
+        assert look_at_picture(tmp_path / "p.pgm").notes == []
 
 
 def test_whole_numbers_of_32_bits_have_no_known_range(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_of_several_frames_the_first_is_read(tmp_path: Path, extension: str) -> 
     options: dict[str, Any] = {"lossless": True} if extension == "webp" else {}
     frames[0].save(path, save_all=True, append_images=frames[1:], **options)
     assert np.unique(read_pixels(path, SIDE).reshape(3, -1), axis=1).T.tolist() == [[255, 0, 0]]
-    assert "first" in look_at_picture(path)[0]
+    assert "first" in look_at_picture(path).notes[0]
 
 
 @pytest.mark.parametrize("extension", sorted(EXTENSIONS - {".pfm", ".pgm", ".pbm", ".mpo", ".apng"}))

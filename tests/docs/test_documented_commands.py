@@ -34,6 +34,7 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("study collect", []),
     ("study predict", []),
     ("study", ["--dry-run"]),
+    ("sweep", ["--dry-run"]),
     ("clean", ["--dry-run"]),
     ("find-lr", ["--steps", "10", *SMALL]),
     ("bench --profile", ["--seconds-per-size", "0.02", *SMALL]),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from harness.browser import Browser, Page
+from harness.cli import paceline
 from harness.pages import HOSTILE, every_block, write_run
 from harness.study_cells import sixty_four_cells, write_made_page
 from paceline.reports.page import write_page
@@ -48,6 +49,16 @@ def study_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_made_page(tmp_path_factory.mktemp("study") / "report.html", sixty_four_cells())
 
 
+@pytest.fixture(scope="module")
+def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "data.html"
+    answer = paceline(
+        "data", "look", "shapes-cnn", "--cutmix-alpha=1", "--num-samples=2000", f"--html={path}", cwd=path.parent
+    )
+    assert answer.code == 0, answer
+    return path
+
+
 @pytest.fixture
 def page(browser: Browser, page_file: Path) -> Iterator[Page]:
     opened = browser.open_page(page_file)
@@ -60,9 +71,9 @@ def page(browser: Browser, page_file: Path) -> Iterator[Page]:
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [1200, PHONE], ids=["desk", "phone"])
 def test_every_chart_is_drawn_inside_its_picture(
-    browser: Browser, page_file: Path, run_file: Path, study_file: Path, width: int, dark: bool
+    browser: Browser, page_file: Path, run_file: Path, study_file: Path, data_file: Path, width: int, dark: bool
 ) -> None:
-    for file in (page_file, run_file, study_file):
+    for file in (page_file, run_file, study_file, data_file):
         page = browser.open_page(file, width=width, dark=dark)
         for chart in page.evaluate(DRAWN):
             assert (chart["drawn"] > 0) == (chart["id"] != "chart-empty"), chart

@@ -19,6 +19,7 @@ from paceline.settings.values import Setting, closest
 _FILES = {
     **{"plan": ("train",), "watch": ("status",), "cancel": ("status",), "predict": ("evaluate",)},
     **{"find-lr": ("find_lr",), "submit": ("submit_slurm", "submit_kubernetes"), "study": ("study", "study_predict")},
+    "data": ("data", "data_look"),
 }
 
 

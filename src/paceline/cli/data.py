@@ -90,7 +90,7 @@ def pack_pictures(settings: Pack) -> int:
 
     shard_bytes = settings.shard_mb * 2**20 if settings.shard_mb is not None else None
     began = time.perf_counter()
-    with _Progress("packed", "pictures") as progress:
+    with Progress("packed", "pictures") as progress:
         result = pack(PackRequest(source, target, image_size, workers, unreadable, shard_bytes), progress)
     packed = result.packed
     pictures = sum(packed.num_pictures(part) for part in packed.parts)
@@ -123,10 +123,10 @@ def check_data(settings: Check) -> int:
             allowed=f"a folder, packed or with pictures, or {', '.join(KNOWN)}",
         )
     elif is_packed(folder):
-        with _Progress("checked", "MB", unit=1e6) as progress:
+        with Progress("checked", "MB", unit=1e6) as progress:
             found = check_packed(folder, progress)
     else:
-        with _Progress("checked", "pictures") as progress:
+        with Progress("checked", "pictures") as progress:
             found = check_pictures(folder, workers, progress)
     for line in found.lines:
         print(line)
@@ -192,7 +192,7 @@ def _fetch_data(name: str, data_dir: Path) -> None:
     print(f"{name} in {data_dir}: {describe_known(name, data_dir)}")
 
 
-class _Progress:
+class Progress:
     """A bar on a terminal, a line every few seconds elsewhere."""
 
     def __init__(self, verb: str, things: str, unit: float = 1.0) -> None:
@@ -201,7 +201,7 @@ class _Progress:
         self.total = self._done = self._first = 0
         self._began = self._told = 0.0
 
-    def __enter__(self) -> _Progress:
+    def __enter__(self) -> Progress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

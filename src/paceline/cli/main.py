@@ -45,12 +45,13 @@ VERBS = {
     "export": "write a run's best weights for other programs",
     "compare": "show whether runs are equal, or where they first differ",
     "equivalence": "check that 1, 2, 4 processes give the same result on this machine",
+    "sweep": "train a recipe with several values of some settings, and compare the results",
     "study": "measure how a recipe scales, and predict other sizes",
     "bench": "measure collectives, data and step against the limits of this machine",
     "find-lr": "try learning rates on a recipe, and plot the losses",
     "doctor": "check whether this machine or allocation is fit to train",
     "clean": "remove checkpoints that are not needed, or whole runs",
-    "data": "pack pictures for speed, verify data sets, fetch them",
+    "data": "look at data sets, pack pictures for speed, verify, fetch",
     "checkpoints": "list, verify and push the checkpoints of a run",
     "course": "ten lessons in distributed training, with exercises checked on real ranks",
     "recipes": "list the recipes that come with paceline",
@@ -68,7 +69,7 @@ _FIRST_COMMANDS = {
 
 
 _SWITCHES = {"--debug", "--trust-code"}
-_LONG_VERBS = {"train", "study", "equivalence"}  # these outlive a lost terminal and a closed pipe
+_LONG_VERBS = {"train", "study", "sweep", "equivalence"}  # these outlive a lost terminal and a closed pipe
 # Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
 _FOLLOWING_VERBS = {"logs": EXIT_FINISHED, "watch": EXIT_INTERRUPTED}
 

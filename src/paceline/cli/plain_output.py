@@ -15,7 +15,7 @@ from typing import Any, TextIO, cast
 from paceline.errors import printable
 from paceline.metrics.screen import COLOUR_CODES, is_live
 
-_DRAWING_VERBS = ("train", "bench", "study", "doctor", "course", "equivalence", "data", "plan")
+_DRAWING_VERBS = ("train", "bench", "study", "sweep", "doctor", "course", "equivalence", "data", "plan")
 _OWN_COLOURS = re.compile(r"(\x1b\[(?:" + "|".join(COLOUR_CODES) + ")m)")
 
 

@@ -8,7 +8,7 @@ the work can be recorded as a CUDA graph (runtime/recorded.py).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 
 import torch
@@ -22,6 +22,7 @@ from paceline.data.draws import below, draw_bits_from, draw_sequence, start_of, 
 from paceline.data.mixing import NOT_MIXED, Mixing
 from paceline.data.policies import blur_radius, rand_augment, three_augment, trivial_augment
 from paceline.errors import UserError
+from paceline.settings.resolution import RESIZED, Schedule, evaluation_size, training_sizes
 from paceline.settings.schema import DataConfig
 from paceline.settings.tasks import SINGLE_LABEL
 
@@ -29,7 +30,6 @@ IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 SHIFTED = {"light": 8, "gentle": 16, "lively": 8}  # crops move by at most 1/8 or 1/16 of a side
 MIRRORED = ("gentle", "lively")  # mirror the borders, and flip each sample in every other epoch
-RESIZED = ("imagenet", "resized-crop")  # give square inputs of image_size, whatever the size of the pictures
 # Draw numbers. Each is 64 random bits per sample; a stage that needs more derives them from its bits.
 _ROW, _COLUMN, _FLIP, _CUT_ROW, _CUT_COLUMN, _BOX, _VERTICAL, _POLICY, _COLOUR, _ERASE, _MIX = range(10, 21)
 
@@ -67,12 +67,19 @@ class Pipeline:
     kind: str  # "none", or one of SHIFTED or RESIZED
     seed: int
     raw_shape: tuple[int, ...]
-    image_size: int
+    image_size: int  # of inputs in evaluation; `in_epoch` gives the pipeline with the size of an epoch
     flip: bool
     cutout: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
     extras: Extras = Extras()
+    training_sizes: Schedule = ()  # empty: as in evaluation
+    repeats: int = 1  # of each sample in a global batch
+
+    def in_epoch(self, epoch: int) -> Pipeline:
+        """The same pipeline with the input size of this epoch of training."""
+        sides = [side for start, side in self.training_sizes if start <= epoch]
+        return replace(self, image_size=sides[-1]) if sides and sides[-1] != self.image_size else self
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -116,7 +123,8 @@ class Pipeline:
         """Augmented, normalised float inputs; ids are the samples' numbers in the data set."""
         if samples.dim() != 4:
             return samples
-        return self.augment(samples, self.draw(ids.to(samples.device), self.keys_of(epoch).to(samples.device)))
+        drawn = self.draw(ids.to(samples.device), self.keys_of(epoch).to(samples.device))
+        return self.in_epoch(epoch).augment(samples, drawn)
 
     def keys_of(self, epoch: int) -> Tensor:
         """The keys of an epoch's choices: one number per draw, whether samples are mixed, and what reverses flips."""
@@ -126,7 +134,10 @@ class Pipeline:
         return torch.tensor([*starts, is_mixed, turn_even(epoch) if alternates else 0])
 
     def draw(self, ids: Tensor, keys: Tensor) -> Tensor:
-        """Random bits for these samples, one layer per choice. `ids` may have any shape, for example a whole epoch."""
+        """Random bits for these samples, one layer per choice. `ids` may have any shape, for example a whole epoch.
+
+        With repeats, `ids` are draw keys (`order.py`).
+        """
         if len(self.raw_shape) != 3:
             return ids
         bits = draw_bits_from(ids, keys[:-2].view(-1, *[1] * ids.dim()))
@@ -169,6 +180,9 @@ class Pipeline:
         extras, parts = self.extras, [self.kind]
         if self.kind == "resized-crop":
             parts[0] += f" of {extras.crop_scale:.0%} to 100% of the area"
+        if self.training_sizes not in ((), ((0, self.image_size),)):
+            sides = [f"{side} px" + (f" from epoch {start}" if start else "") for start, side in self.training_sizes]
+            parts.append(f"{', '.join(sides)}, {self.image_size} px in evaluation")
         if self.flip and self.kind != "none":
             parts.append("flip")
         if extras.policy == "randaugment":
@@ -187,6 +201,8 @@ class Pipeline:
             "erase": extras.erase,
         }
         parts += [name if value is True else f"{name} {value:g}" for name, value in values.items() if value]
+        if self.repeats > 1:
+            parts.append(f"{self.repeats} repeats")
         if extras.mixing is not None:
             until = f" for {extras.mix_epochs} epochs" if extras.mix_epochs else ""
             methods = {"mixup": extras.mixing.mixup_alpha, "cutmix": extras.mixing.cutmix_alpha}
@@ -195,8 +211,11 @@ class Pipeline:
 
     def _crop(self, samples: Tensor, bits: dict[int, Tensor]) -> Tensor:
         if self.kind in SHIFTED:
-            border = self.raw_shape[1] // SHIFTED[self.kind]
-            bordered = _mirror_borders(samples, border) if self.kind in MIRRORED else F.pad(samples, [border] * 4)
+            rows, columns = (size // SHIFTED[self.kind] for size in self.raw_shape[1:])
+            if self.kind in MIRRORED:
+                bordered = _mirror_borders(samples, rows, columns)
+            else:
+                bordered = F.pad(samples, [columns, columns, rows, rows])
             return _crop(bordered, self.raw_shape[1:], bits[_ROW], bits[_COLUMN])
         if self.kind == "imagenet":
             return _crop(self._resize(samples), (self.image_size,) * 2, bits[_ROW], bits[_COLUMN])
@@ -296,9 +315,9 @@ def _crop(samples: Tensor, size: tuple[int, ...], row_bits: Tensor, column_bits:
     return windows[torch.arange(len(samples), device=samples.device), :, rows, columns]
 
 
-def _mirror_borders(samples: Tensor, border: int) -> Tensor:
+def _mirror_borders(samples: Tensor, rows: int, columns: int) -> Tensor:
     """Add borders that mirror the picture. torch's reflection padding does not support uint8."""
-    for axis in (2, 3):
+    for axis, border in ((2, rows), (3, columns)):
         size = samples.shape[axis]
         places = torch.arange(-border, size + border, device=samples.device).abs()
         samples = samples.index_select(axis, torch.minimum(places, 2 * (size - 1) - places))
@@ -323,19 +342,19 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     if not info.is_image and (kind in RESIZED or extras != Extras()):
         what = f"the {kind} pipeline" if kind in RESIZED else "this augmentation"
         raise UserError(f"{what} needs images", got=f"{info.name} has vectors", hint="--augment none")
-    if kind in SHIFTED and info.is_image and info.sample_shape[1] != info.sample_shape[2]:
-        raise UserError(f"the {kind} pipeline needs square images", got=info.sample_shape, hint="--augment none")
     is_imagenet = kind in RESIZED and info.sample_shape[0] == 3
     return Pipeline(
         kind=kind,
         seed=seed,
         raw_shape=info.sample_shape,
-        image_size=config.image_size,
+        image_size=evaluation_size(config),
         flip=config.flip,
         cutout=config.cutout,
         mean=IMAGENET_MEAN if is_imagenet else info.mean,
         std=IMAGENET_STD if is_imagenet else info.std,
         extras=extras,
+        training_sizes=training_sizes(config) if kind in RESIZED else (),
+        repeats=config.repeat_augment,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.data.decoders import Look, in_processes, look_at_pictures
+from paceline.data.decoders import in_processes, look_at_pictures
 from paceline.data.known_files import (
     CIFAR10_FILES,
     CIFAR10_FOLDER,
@@ -29,6 +29,7 @@ from paceline.data.pack import Progress
 from paceline.data.pack_format import damaged_shard, find_damage, read_finished
 from paceline.data.parts import PARTS, TEST, TRAIN
 from paceline.data.picture_folder import TEST_ONE_IN, Part, Pictures, find_pictures
+from paceline.data.pictures import Seen
 from paceline.errors import DataError, printable_line
 from paceline.settings.schema import DataConfig
 
@@ -64,19 +65,25 @@ def check_packed(folder: Path, progress: Progress) -> Checked:
 def check_pictures(folder: Path, workers: int, progress: Progress) -> Checked:
     """Decode every picture."""
     pictures = find_pictures(folder)
+    looks = decode_all(pictures, workers, progress)
+    lines = [*_use_lines(pictures), *_skipped_lines(pictures), *_suspicious_lines(pictures, looks)]
+    bad = [f"{_name(path, folder)}: {_short(look)}" for path, look in looks.items() if isinstance(look, str)]
+    counts = _counts({name: len(part.paths) for name, part in pictures})
+    what = f"{counts} of {len(pictures.classes)} classes"
+    return Checked(what, "all of them decoded", tuple(lines), _unreadable(folder, bad, len(looks)) if bad else None)
+
+
+def decode_all(pictures: Pictures, workers: int, progress: Progress) -> dict[Path, Seen | str]:
+    """Decode every picture at its full size. For one that cannot be read: why."""
     paths = [path for _, part in pictures for path in part.paths]
     progress.start(len(paths), 0)
-    looks: dict[Path, Look] = {}
+    looks: dict[Path, Seen | str] = {}
     chunks = [paths[start : start + _CHUNK_PICTURES] for start in range(0, len(paths), _CHUNK_PICTURES)]
     tasks = [(chunk, ([str(path) for path in chunk],)) for chunk in chunks]
     for chunk, found in in_processes(look_at_pictures, tasks, workers):
         looks.update(zip(chunk, found, strict=True))
         progress.advance(len(chunk))
-    lines = [*_use_lines(pictures), *_skipped_lines(pictures), *_suspicious_lines(pictures, looks)]
-    bad = [f"{_name(path, folder)}: {_short(look.unreadable)}" for path, look in looks.items() if look.unreadable]
-    counts = _counts({name: len(part.paths) for name, part in pictures})
-    what = f"{counts} of {len(pictures.classes)} classes"
-    return Checked(what, "all of them decoded", tuple(lines), _unreadable(folder, bad, len(paths)) if bad else None)
+    return looks
 
 
 def _counts(sizes: dict[str, int]) -> str:
@@ -99,22 +106,22 @@ def _skipped_lines(pictures: Pictures) -> list[str]:
     ]
 
 
-def _suspicious_lines(pictures: Pictures, looks: dict[Path, Look]) -> list[str]:
+def _suspicious_lines(pictures: Pictures, looks: dict[Path, Seen | str]) -> list[str]:
     by_note: dict[str, list[Path]] = defaultdict(list)
     same: dict[bytes, list[Path]] = defaultdict(list)
     for path, look in looks.items():
-        for note in look.notes:
-            by_note[note].append(path)
-        if look.digest:
+        if isinstance(look, Seen):
+            for note in look.notes:
+                by_note[note].append(path)
             same[look.digest].append(path)
     place = {path: (name, label) for name, part in pictures for path, label in _labelled(part)}
     for group in same.values():
         if len({place[path][0] for path in group}) > 1:
-            by_note["the same file in several parts: it is trained on and tested with"] += group
+            by_note["the same picture in several parts: it is trained on and tested with"] += group
         elif len({place[path][1] for path in group}) > 1:
-            by_note["the same file in several classes"] += group
+            by_note["the same picture in several classes"] += group
         elif len(group) > 1:
-            by_note["the same file several times in a class"] += group
+            by_note["the same picture several times in a class"] += group
     return [
         f"{'note' if note.startswith('turned') else 'suspicious':<11} {len(paths):,} ({note}): "
         f"{_names(paths, pictures.root)}"

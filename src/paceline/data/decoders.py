@@ -5,7 +5,6 @@ The processes are spawned, so they inherit nothing. They exit when their parent 
 
 from __future__ import annotations
 
-import hashlib
 import multiprocessing
 import os
 import signal
@@ -15,12 +14,11 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from paceline.data.pictures import look_at_picture
+from paceline.data.pictures import Seen, look_at_picture
 from paceline.errors import DataError
 from paceline.runs.interpreter import safe_path
 
@@ -54,29 +52,16 @@ def in_processes(
         pool.shutdown(cancel_futures=True)
 
 
-@dataclass(frozen=True)
-class Look:
-    """What the decoding of a picture has shown."""
-
-    notes: list[str]
-    unreadable: str  # why; empty if it can be decoded
-    digest: bytes  # of the file; empty if it cannot be read
-
-
-def look_at_pictures(names: list[str]) -> list[Look]:
-    """Decode pictures."""
+def look_at_pictures(names: list[str]) -> list[Seen | str]:
+    """Decode pictures. For one that cannot be read: why."""
     return [_look_at(Path(name)) for name in names]
 
 
-def _look_at(path: Path) -> Look:
+def _look_at(path: Path) -> Seen | str:
     try:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").digest()
-        return Look(look_at_picture(path), "", digest)
+        return look_at_picture(path)
     except DataError as error:
-        return Look([], str(error.got), b"")
-    except OSError as error:
-        return Look([], error.strerror or type(error).__name__, b"")
+        return str(error.got)
 
 
 def _start() -> None:

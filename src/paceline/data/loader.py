@@ -10,6 +10,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from torch import Tensor
 from paceline.data.ahead import ReadingWatch, read_ahead
 from paceline.data.augment import Pipeline
 from paceline.data.dataset import Dataset, ResidentDataset
-from paceline.data.order import even_shares
+from paceline.data.order import even_shares, samples_of
 from paceline.data.sampling import Sampling
 from paceline.runtime.detect import World
 from paceline.runtime.heap import return_freed_memory
@@ -59,8 +60,8 @@ class Loader:
         self._dataset = _make_resident(dataset, world.device)
         self._watch = ReadingWatch(self._dataset)
         self._labels = dataset.labels.to(world.device)
-        is_cuda = world.device.startswith("cuda")
-        self._gather = Recorded(self._gather_plainly) if is_cuda else self._gather_plainly
+        self._records = world.device.startswith("cuda")
+        self._recorded: tuple[int, Recorded] | None = None  # the input size of the CUDA graph, and the graph
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -88,7 +89,7 @@ class Loader:
         batches = self._global_batches(seed, epoch, global_batch_size)[first_step:]
         scales = None
         if batch_scale is not None and self.pipeline.extras.mixing is None:
-            scales = batch_scale(self._labels[batches % len(self._labels)])
+            scales = batch_scale(self._labels[samples_of(batches)])
         shares = self._cut_own(batches)
         make_batches = self._gather_batches if isinstance(self._dataset, ResidentDataset) else self._read_batches
         asked = time.perf_counter()
@@ -97,31 +98,21 @@ class Loader:
             yield Batch(inputs, labels, ids, wait_s=time.perf_counter() - asked, loss_scale=scale)
             asked = time.perf_counter()
 
-    def warm_up(self, batch_size: int) -> None:
+    def warm_up(self, batch_size: int, epoch: int) -> None:
         """On a GPU, load the kernels and record the CUDA graph of a batch now instead of in the first steps."""
-        if isinstance(self._gather, Recorded) and isinstance(self._dataset, ResidentDataset):
+        if self._records and isinstance(self._dataset, ResidentDataset):
             shares = self._cut_own(self._global_batches(0, 0, batch_size * self._world.world_size))
             if len(shares):
                 drawn = self.pipeline.draw(shares, self.pipeline.keys_of(0).to(shares.device))
-                self._gather.prepare(shares[0] % len(self._labels), drawn.unbind(-2)[0])
+                gather = self._gather_in(epoch)
+                assert isinstance(gather, Recorded)
+                gather.prepare(samples_of(shares[0]), drawn.unbind(-2)[0])
 
     def _global_batches(self, seed: int, epoch: int, global_batch_size: int) -> Tensor:
-        """The visits of all ranks, a row for each step of the epoch, on the device.
-
-        A visit is a sample's id, plus the size of the data set for each earlier visit in this epoch.
-        """
-        device = self._labels.device
-
-        def draw() -> Tensor:
-            # On a GPU the sort is short and asynchronous. On a CPU it takes as long as a few steps.
-            found = self._sampling.visits(seed, epoch, device)
-            order = self.ids.to(device)[found.positions]
-            if found.repetitions is not None:
-                order = order + found.repetitions * len(self._labels)
-            steps = len(order) // global_batch_size
-            return order[: steps * global_batch_size].view(steps, global_batch_size)
-
-        batches = draw()
+        """The draw keys of all ranks, a row for each step of the epoch, on the device."""
+        # On a GPU the sort is short and asynchronous. On a CPU it takes as long as a few steps.
+        ids = self.ids.to(self._labels.device)
+        batches = self._sampling.batches(ids, seed, epoch, global_batch_size, self.pipeline.repeats)
         if len(self.ids) >= _MANY and self._world.device == "cpu":
             return_freed_memory()  # 80 MB for the order of a million samples
         return batches
@@ -133,28 +124,39 @@ class Loader:
 
     def _gather_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Batches of a resident data set. On a GPU one CUDA graph makes the whole batch."""
-        device = self._labels.device
+        device, gather = self._labels.device, self._gather_in(epoch)
         keys = self.pipeline.keys_of(epoch).to(device)
         # On a GPU, drawing for all samples costs as much as for one batch. On a CPU it would only take memory.
         drawn = self.pipeline.draw(shares, keys).unbind(-2) if device.type == "cuda" else None
-        all_ids = shares % len(self._labels)
-        for number, ids in enumerate(all_ids):
-            inputs, labels = self._gather(ids, drawn[number] if drawn else self.pipeline.draw(shares[number], keys))
+        samples = samples_of(shares)
+        for number in range(len(shares)):
+            ids = samples[number]
+            inputs, labels = gather(ids, drawn[number] if drawn else self.pipeline.draw(shares[number], keys))
             yield ids, inputs, labels
 
-    def _gather_plainly(self, ids: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
-        inputs = self.pipeline.augment(self._dataset.read(ids), drawn)
-        return self.pipeline.mix(inputs, self._labels[ids], drawn)
+    def _gather_in(self, epoch: int) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        """Makes batches of an epoch. A CUDA graph has one input size; another size gets a graph of its own."""
+        pipeline = self.pipeline.in_epoch(epoch)
+        plain = partial(self._gather_plainly, pipeline)
+        if not self._records:
+            return plain
+        if self._recorded is None or self._recorded[0] != pipeline.image_size:
+            self._recorded = pipeline.image_size, Recorded(plain)
+        return self._recorded[1]
+
+    def _gather_plainly(self, pipeline: Pipeline, ids: Tensor, drawn: Tensor) -> tuple[Tensor, Tensor]:
+        inputs = pipeline.augment(self._dataset.read(ids), drawn)
+        return pipeline.mix(inputs, self._labels[ids], drawn)
 
     def _read_batches(self, shares: Tensor, epoch: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        device = self._labels.device
-        keys = self.pipeline.keys_of(epoch).to(device)
-        all_ids = list((shares % len(self._labels)).cpu())
-        for visits, (ids, samples) in zip(shares, self._read_ahead(all_ids), strict=True):
+        device, pipeline = self._labels.device, self.pipeline.in_epoch(epoch)
+        keys = pipeline.keys_of(epoch).to(device)
+        parts = zip(shares, self._read_ahead(list(samples_of(shares).cpu())), strict=True)
+        for share, (ids, samples) in parts:
             here = ids.to(device)
-            drawn = self.pipeline.draw(visits, keys)
-            inputs = self.pipeline.augment(samples, drawn)
-            yield ids, *self.pipeline.mix(inputs, self._labels[here], drawn)
+            drawn = pipeline.draw(share, keys)
+            inputs = pipeline.augment(samples, drawn)
+            yield ids, *pipeline.mix(inputs, self._labels[here], drawn)
 
     def evaluation_batches(self, batch_size: int, *, shares_per_rank: int = 1) -> Iterator[EvaluationBatch]:
         """Every sample once over all ranks, and the same number of batches on each rank.

@@ -14,12 +14,37 @@ from torch import Tensor
 from paceline.data.draws import draw_permutation
 
 _ORDER, _SPLIT = 1, 2  # part of the hash, so draws for different purposes differ
+_ID_BITS = 40
 SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, device: str | torch.device = "cpu") -> Tensor:
     """Positions 0..num_samples-1 in this epoch's order."""
     return draw_permutation(num_samples, _ORDER, seed, epoch, device=device)
+
+
+def draw_keys(ids: Tensor, repetitions: Tensor | int) -> Tensor:
+    """A draw key is the id of a sample and, above its first 40 bits, how often the epoch has visited it before."""
+    return ids + (repetitions << _ID_BITS)
+
+
+def repeat_in_batches(keys: Tensor, global_batch_size: int, repeats: int) -> Tensor:
+    """The draw keys of an epoch, cut into global batches: a row for each step. A last partial batch is left out.
+
+    With repeats, a batch has the same samples several times, and an epoch as many steps as without. A repeat begins one
+    sample later than the one before, so neighbours differ: they are partners in mixup and CutMix.
+    """
+    steps, distinct = len(keys) // global_batch_size, global_batch_size // repeats
+    batches = keys[: steps * distinct].view(steps, distinct)
+    if repeats == 1:
+        return batches
+    ids, visits = samples_of(batches), (batches >> _ID_BITS) * repeats
+    return torch.cat([draw_keys(ids, visits + number).roll(-number, dims=1) for number in range(repeats)], dim=1)
+
+
+def samples_of(keys: Tensor) -> Tensor:
+    """The ids of the samples of draw keys."""
+    return keys & ((1 << _ID_BITS) - 1)
 
 
 def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor, Tensor]:

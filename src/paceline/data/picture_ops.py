@@ -232,6 +232,8 @@ def blur(samples: Tensor, sigma: Tensor, radius: int) -> Tensor:
     values = samples.float()
     for axis in (2, 3):
         size = values.shape[axis]
+        if size == 1:  # its mirrored borders are the pixel itself
+            continue
         padding = (radius, radius, 0, 0) if axis == 3 else (0, 0, radius, radius)
         padded = F.pad(values, padding, mode="reflect")
         values = torch.zeros_like(values)

@@ -16,9 +16,11 @@ rules as a table.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -84,17 +86,37 @@ def read_pixels(path: Path, side: int) -> NDArray[np.uint8]:
         return square_pixels(image, side)
 
 
-def look_at_picture(path: Path) -> list[str]:
-    """What a person may want to know about a picture. DataError if it cannot be decoded."""
+@dataclass(frozen=True)
+class Seen:
+    """What the decoding of a picture has shown."""
+
+    notes: list[str]  # what a person may want to know
+    width: int  # in pixels, the right way up
+    height: int
+    digest: bytes  # of all its pixels: two files with one digest are the same picture
+
+
+def look_at_picture(path: Path) -> Seen:
+    """Decode a picture at its full size. DataError if it cannot be decoded."""
     with _explained(str(path)), _open(path) as image:
         is_turned = orientation_of(image) != 1  # before TIFF is loaded, which turns it
-        as_rgb(image)
+        rgb = as_rgb(image)
         notes = ["turned upright, as EXIF says"] if is_turned else []
         if image.mode.startswith("I") and has_12_bits(image, int(np.asarray(image).max())):
             notes.append("16-bit picture with values below 4096, read as 12 bits")
         if image.format != "MPO" and getattr(image, "is_animated", False):  # MPO: a photo and its preview
             notes.append("several frames or pages, of which the first is read")
-        return notes
+        digest = hashlib.sha256(b"%d x %d " % rgb.size)
+        digest.update(rgb.tobytes())
+        return Seen(notes, *rgb.size, digest.digest())
+
+
+def thumbnail(path: Path, side: int) -> Image.Image:
+    """A whole picture, scaled so that its longer side has at most `side` pixels."""
+    with _explained(str(path)), _open(path) as image:
+        small = as_rgb(image)
+        small.thumbnail((side, side))
+        return small
 
 
 @contextmanager

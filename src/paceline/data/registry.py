@@ -19,6 +19,7 @@ from paceline.data.parts import LAYOUT, TABLE_LAYOUT, VALIDATION, part_folders
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
 from paceline.settings.load import LoadedConfig
+from paceline.settings.resolution import RESIZED, largest_size
 from paceline.settings.schema import DataConfig
 from paceline.settings.tasks import SINGLE_LABEL
 
@@ -121,7 +122,7 @@ def _check_folder(config: DataConfig) -> None:
             allowed=f"a folder that holds {LAYOUT if config.dataset == 'folder' else TABLE_LAYOUT}",
         )
     if config.dataset == "folder" and is_packed(folder):
-        require_side(open_packed(folder), folder, config.image_size, can_shrink=config.augment == "imagenet")
+        require_side(open_packed(folder), folder, largest_size(config), can_shrink=config.augment in RESIZED)
 
 
 def check_train_split(loaded: LoadedConfig) -> None:

@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.dataset import Dataset
 from paceline.data.draws import draw_bits, draw_permutation, unit
-from paceline.data.order import epoch_order
+from paceline.data.order import draw_keys, epoch_order, repeat_in_batches
 from paceline.errors import UserError
+from paceline.settings.schema import DataConfig
 
 UNIFORM, BALANCED, WEIGHTED = "uniform", "balanced", "weighted"
 _REPEATED, _CLASS, _SHUFFLED, _WEIGHTED = 3, 4, 5, 6  # part of the hash, so draws for different purposes differ
@@ -52,6 +54,14 @@ class Sampling:
         else:
             found = self._weighted(seed, epoch)
         return Visits(*(part.to(device) for part in found))
+
+    def batches(self, ids: Tensor, seed: int, epoch: int, global_batch_size: int, repeats: int = 1) -> Tensor:
+        """The draw keys of an epoch's global batches, on the device of `ids`. `ids`: of all samples to choose from."""
+        found = self.visits(seed, epoch, ids.device)
+        keys = ids[found.positions]
+        if found.repetitions is not None:
+            keys = draw_keys(keys, found.repetitions)
+        return repeat_in_batches(keys, global_batch_size, repeats)
 
     def _repeated(self, members: Tensor, count: int, seed: int, epoch: int, *context: int) -> tuple[Tensor, Tensor]:
         """All members in random order, then all again in another order, until there are enough."""
@@ -122,3 +132,10 @@ def build_sampling(kind: str, epoch_samples: int, labels: Tensor, weights: Tenso
         labels=labels if kind == BALANCED else None,
         weights=weights if kind == WEIGHTED else None,
     )
+
+
+def sampling_of(config: DataConfig, dataset: Dataset, ids: Tensor) -> Sampling:
+    """The sampling of a run that trains on the samples `ids` of this data set."""
+    weights = getattr(dataset, "sample_weights", None)
+    weights = weights[ids] if weights is not None else None
+    return build_sampling(config.sampling, config.epoch_samples, dataset.labels[ids], weights)

@@ -13,6 +13,7 @@ from paceline.settings.faults import parse_faults
 from paceline.settings.load import LoadedConfig
 from paceline.settings.optimization_rules import check_optimization
 from paceline.settings.processes import ProcessRange, parse_processes
+from paceline.settings.resolution import check_resolution
 from paceline.settings.schema import Config
 from paceline.settings.tasks import check_task
 
@@ -23,6 +24,8 @@ def check_config(loaded: LoadedConfig) -> None:
     _check_modes(loaded)
     check_task(loaded)
     check_optimization(loaded)
+    check_resolution(loaded)
+    _check_repeats(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
 
@@ -106,18 +109,25 @@ def _check_modes(loaded: LoadedConfig) -> None:
         )
     if config.run.rehearse and config.run.resume:
         raise UserError("a rehearsal always starts a new run", got="--rehearse with --resume", hint="leave one out")
-    if config.data.cutout > config.data.image_size:
-        raise UserError(
-            "cutout is larger than the image",
-            where=loaded.where("cutout"),
-            got=config.data.cutout,
-            allowed=f"up to image_size {config.data.image_size}",
-        )
     if config.data.mix_epochs and not (config.data.mixup_alpha or config.data.cutmix_alpha):
         raise UserError(
             "mix_epochs needs mixup or CutMix",
             where=loaded.where("mix_epochs"),
             hint="--mixup-alpha 0.2, or leave it out",
+        )
+
+
+def _check_repeats(loaded: LoadedConfig) -> None:
+    """A global batch holds all repeats of its samples, and at least two samples."""
+    batch, repeats = loaded.config.train.global_batch_size, loaded.config.data.repeat_augment
+    if batch % repeats or (repeats > 1 and batch < 2 * repeats):
+        near = [size for size in nearest_multiples(batch, repeats) if size >= 2 * repeats] or [2 * repeats]
+        raise UserError(
+            "the repeats of a sample do not fit into the global batch",
+            where=loaded.where("repeat_augment"),
+            got=f"{repeats} repeats and global_batch_size {batch}",
+            allowed=f"a global batch that is a multiple of {repeats}, with at least two samples",
+            hint=f"--global-batch-size {_either(near)}",
         )
 
 

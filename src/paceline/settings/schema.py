@@ -48,6 +48,13 @@ class DataConfig:
     image_size: Annotated[int, Range(low=8, high=2048)] = 224
     """Side of the model's input under the imagenet and resized-crop pipelines and for folders."""
 
+    resolution_schedule: Annotated[str, Arg("EPOCH:SIZE,...")] = ""
+    """Sides of the training inputs by epoch, counted from 0: 0:128,10:160,16:192. Empty: always image-size. Under the
+    imagenet and resized-crop pipelines."""
+
+    test_size: Annotated[int, Range(low=0, high=2048)] = 0
+    """Side of the inputs in validation, test and prediction under these pipelines; 0: image-size."""
+
     crop_scale: Annotated[float, Range(low=0.0, high=1.0, open_low=True)] = 0.08
     """The smallest share of a picture's area that resized-crop takes."""
 
@@ -114,6 +121,9 @@ class DataConfig:
 
     epoch_samples: Count = 0
     """Samples per epoch; 0: as many as there are in the training set."""
+    repeat_augment: Annotated[int, Range(low=1, high=64)] = 1
+    """How often a sample is in a global batch, each time augmented differently (repeated augmentation). An epoch has as
+    many steps as without, and takes 1/N of the samples."""
 
     unreadable: Count = 0
     """How many pictures of a folder may be unreadable; each is replaced by a grey one and named in the log."""

@@ -57,6 +57,13 @@ def choose_to_compile(model: nn.Module, config: Config, plan: RunPlan, world: Wo
     return True
 
 
+def compile_for_sizes(count: int) -> None:
+    """Each input size is compiled separately. By default torch gives up after a few."""
+    from torch._dynamo import config  # imported late: it takes a second
+
+    config.recompile_limit = max(config.recompile_limit, 4 * count)
+
+
 def _can_compile(world: World) -> bool:
     """Whether every rank finds a compiler; if not, a note is logged. Collective."""
     if not is_true_on_any(not has_compiler(world.device, os.environ), world):
@@ -78,7 +85,7 @@ def has_compiler(device: str, environment: Mapping[str, str]) -> bool:
 
 def _mark_of(config: Config, plan: RunPlan, world: World) -> Path:
     """A file that exists if this model was compiled on this machine before."""
-    work = [asdict(config.model), plan.input_shape, plan.microbatch_size, config.train.amp_dtype, world.world_size]
+    work = [asdict(config.model), plan.training_shapes, plan.microbatch_size, config.train.amp_dtype, world.world_size]
     work += [torch.__version__, torch.cuda.get_device_name(world.device)]
     return cache_folder() / "compiled" / "seen" / hashlib.sha256(json.dumps(work).encode()).hexdigest()[:16]
 
@@ -87,7 +94,7 @@ def _plain_step_s(model: nn.Module, config: Config, plan: RunPlan, world: World)
     """Seconds of a forward and backward pass without compilation. The model does not change."""
     model.to(world.device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     before = [buffer.clone() for buffer in model.buffers()]
-    inputs = torch.zeros(plan.microbatch_size, *plan.input_shape, device=world.device)
+    inputs = torch.zeros(plan.microbatch_size, *plan.largest_shape, device=world.device)
     dtype = resolve_precision(config, world.device)
     seconds = 0.0
     try:

@@ -27,7 +27,7 @@ from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
-from paceline.data.sampling import build_sampling
+from paceline.data.sampling import sampling_of
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
@@ -43,9 +43,10 @@ from paceline.runtime.seeds import require_determinism, seed_initial_weights
 from paceline.settings.code import CodeReference, code_references
 from paceline.settings.fields import flatten
 from paceline.settings.schema import Config
-from paceline.training.compiling import choose_to_compile
+from paceline.training.compiling import choose_to_compile, compile_for_sizes
 from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
+from paceline.training.input_sizes import require_sizes
 from paceline.training.model_record import RECORD, ModelRecord, make_record
 from paceline.training.objective import build_objective, find_class_weights
 from paceline.training.objective_check import check_objective
@@ -233,11 +234,9 @@ def build_components(
     count_epochs = EpochClock if checkpoint is None else _count_epochs_from(checkpoint)
     plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    labels, sample_weights = data.train.labels[train_ids], getattr(data.train, "sample_weights", None)
-    weights = sample_weights[train_ids] if sample_weights is not None else None
-    sampling = build_sampling(config.data.sampling, config.data.epoch_samples, labels, weights)
+    sampling = sampling_of(config.data, data.train, train_ids)
     train_data = Loader(data.train, train_ids, pipeline, world, sampling)
-    class_weights = find_class_weights(config, labels, data.info.classes, world.device)
+    class_weights = find_class_weights(config, data.train.labels[train_ids], data.info.classes, world.device)
     teacher = None
     if config.objective.teacher and load_weights:
         teacher = Distillation(open_teacher(config.objective.teacher), config, data.info, pipeline, world.device)
@@ -248,6 +247,8 @@ def build_components(
 
     seed_initial_weights(config.train.seed)
     model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
+    if load_weights:
+        require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
     if config.run.init_from and load_weights:
         start_from(model, Path(config.run.init_from))
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
@@ -257,8 +258,12 @@ def build_components(
     if config.train.activation_checkpointing and load_weights:
         recompute_blocks(model, draws_from_torch=":" in config.model.model_name)
     is_compiled = load_weights and choose_to_compile(model, config, plan, world)
+    if is_compiled:
+        compile_for_sizes(len(plan.training_shapes))
     parallel = parallelise(model, config, world, is_compiled=is_compiled)
-    example = torch.zeros(plan.microbatch_size if is_compiled else 2, *plan.input_shape, device=world.device)
+    first_epoch = plan.clock.locate(checkpoint.step)[0] if checkpoint is not None else 0
+    train_shape = pipeline.in_epoch(first_epoch).input_shape
+    example = torch.zeros(plan.microbatch_size if is_compiled else 2, *train_shape, device=world.device)
     settle_buckets(parallel, example)
     optimizer = build_optimizer(config.optim, parallel.module)
     average = build_average(config.optim, parallel.module, plan.steps_per_epoch)
@@ -274,8 +279,8 @@ def build_components(
     record = make_record(config, data.info, parts, pipeline, is_marked=True) if is_recorded else None
     if load_weights:
         model_tensors(parallel.module)  # a state that cannot be saved is refused before the first step
-        train_data.warm_up(plan.rank_batch_size)
-        inputs = example.new_zeros(plan.rank_batch_size, *plan.input_shape)
+        train_data.warm_up(plan.rank_batch_size, first_epoch)
+        inputs = example.new_zeros(plan.rank_batch_size, *train_shape)
         step.warm_up(inputs, pipeline.empty_targets(len(inputs), data.info, inputs.device))
     return Components(
         plan=plan,

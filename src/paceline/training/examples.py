@@ -5,17 +5,16 @@ They are collected during the test, from some batches of the primary's share. No
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from PIL import Image
 from torch import Tensor
 
 from paceline.data.augment import Pipeline, build_pipeline
+from paceline.data.preview import as_png, to_image, to_pixels
+from paceline.reports.page import picture_source
 from paceline.runs.folder import RunFolder, write_atomically
 from paceline.runtime.detect import World
 from paceline.settings.tasks import SINGLE_LABEL
@@ -59,7 +58,7 @@ class Examples:
         answers.sort(key=lambda answer: (-answer[0], answer[3]))
         wrong = [answer for answer in answers if answer[1] != answer[2]][:_MOST_WRONG]
         chosen = wrong + _many_classes([answer for answer in answers if answer[1] == answer[2]])
-        pictures = self._as_pictures(inputs[[place for *_, place in chosen]])
+        pictures = to_pixels(inputs[[place for *_, place in chosen]], self._pipeline)
         self._found += [
             Example(picture, true, predicted, confidence)
             for picture, (confidence, true, predicted, _) in zip(pictures, chosen, strict=True)
@@ -79,7 +78,7 @@ class Examples:
                 "true": classes[example.true],
                 "predicted": classes[example.predicted],
                 "confidence": round(example.confidence, 4),
-                "picture": _as_png(example.picture),
+                "picture": picture_source(as_png(to_image(example.picture), _LARGEST_SIDE)),
             }
             for example in self.chosen()
         ]
@@ -87,13 +86,6 @@ class Examples:
             write_atomically(folder.examples, json.dumps({"examples": rows}) + "\n")
         except OSError as error:
             folder.warn_on_write_error(folder.examples.name, error)
-
-    def _as_pictures(self, inputs: Tensor) -> Tensor:
-        """Undo the normalisation: model inputs to pixels."""
-        mean, std = (
-            inputs.new_tensor(values).view(1, -1, 1, 1) for values in (self._pipeline.mean, self._pipeline.std)
-        )
-        return ((inputs.float() * std + mean) * 255).round().clamp(0, 255).byte().cpu()
 
 
 def open_examples(components: Components, world: World) -> Examples | None:
@@ -115,12 +107,3 @@ def _many_classes(answers: list[Any]) -> list[Any]:
         (rest if answer[1] in seen else first).append(answer)
         seen.add(answer[1])
     return (first + rest)[:MOST_EXAMPLES]
-
-
-def _as_png(picture: Tensor) -> str:
-    pixels = picture.permute(1, 2, 0).contiguous().numpy()
-    image = Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[:, :, 0])
-    image.thumbnail((_LARGEST_SIDE, _LARGEST_SIDE))
-    file = io.BytesIO()
-    image.save(file, "PNG", optimize=True)
-    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

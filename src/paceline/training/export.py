@@ -20,10 +20,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from paceline.data.augment import RESIZED, Pipeline
+from paceline.data.augment import Pipeline
 from paceline.errors import CheckpointError, PacelineError, UserError
 from paceline.models.external import first_line
 from paceline.runs.folder import RunFolder, write_atomically, write_json
+from paceline.settings.resolution import RESIZED
 from paceline.settings.tasks import MULTI_LABEL, REGRESSION, SINGLE_LABEL
 from paceline.training.model_card import describe_weights, write_card
 from paceline.training.reuse import OpenRun, open_run

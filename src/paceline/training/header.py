@@ -74,9 +74,13 @@ def describe_batch(plan: RunPlan) -> str:
 
 
 def describe_steps(plan: RunPlan) -> str:
+    repeats = plan.config.data.repeat_augment
     length = plan.config.data.epoch_samples or plan.num_train
     left_out = length - plan.steps_per_epoch * plan.config.train.global_batch_size
     text = f"{plan.config.train.epochs} epochs of {plan.steps_per_epoch}, {plan.total_steps} in all"
-    if left_out:
+    if repeats > 1:
+        taken = plan.steps_per_epoch * plan.config.train.global_batch_size // repeats
+        text += f"; each epoch takes {taken} samples, different ones each time, {repeats} times each"
+    elif left_out:
         text += f"; each epoch leaves out {left_out} samples that do not fill a batch, different ones each time"
     return text + (f"; ends at step {plan.last_step}" if plan.last_step < plan.total_steps else "")

@@ -21,6 +21,7 @@ from paceline.training.components import Components
 
 # Counting a model's arithmetic takes most of a second, measuring the ceiling about one more: not in a run of seconds.
 WORTH_COUNTING_S, WORTH_MEASURING_S = 10.0, 20.0
+_SEVERAL_SIZES = "training inputs had several sizes, so steps have no common arithmetic"
 _TOO_SHORT = "the run was too short to measure the matrix ceiling"
 _NO_MEMORY = "no memory was left to measure the matrix ceiling"
 
@@ -88,6 +89,8 @@ def _measure_arithmetic(
 ) -> _Arithmetic:
     if seconds < WORTH_COUNTING_S:
         return _Arithmetic(note=_TOO_SHORT)
+    if len(set(components.plan.training_shapes)) > 1:
+        return _Arithmetic(note=_SEVERAL_SIZES)
     count = _count_once(components, world)
     if count.per_sample is None:
         return _Arithmetic(note=count.note)
@@ -104,7 +107,9 @@ def _count_once(components: Components, world: World) -> FlopCount:
     """The primary counts; building a model again is nothing every rank should do."""
     mine = FlopCount(None)
     if world.is_primary:
-        mine = count_flops(components.plan.config.model, components.plan.input_shape, components.plan.info.num_classes)
+        mine = count_flops(
+            components.plan.config.model, components.plan.largest_shape, components.plan.info.num_classes
+        )
     return FlopCount(**json.loads(broadcast_text(json.dumps(asdict(mine)), world)))
 
 

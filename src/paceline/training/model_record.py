@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from paceline.checkpoints.format import STATE
 from paceline.checkpoints.resume import restore_weights
 from paceline.checkpoints.store import Checkpoint
-from paceline.data.augment import RESIZED, SHIFTED, Pipeline
+from paceline.data.augment import SHIFTED, Pipeline
 from paceline.data.dataset import MOST_CLASSES, DatasetInfo
 from paceline.errors import Cause, CheckpointError, PacelineError, UserError
 from paceline.models.external import COLLECTIONS, first_line
@@ -27,6 +27,7 @@ from paceline.runs.json_files import COUNT, Fields, ListOf, Number, Word, fit
 from paceline.runs.sources import ORIGIN, Sources, SourcesTooLarge, collect_sources
 from paceline.runs.trust import require_trusted_sources, sign_sources
 from paceline.settings.code import code_references
+from paceline.settings.resolution import RESIZED
 from paceline.settings.schema import Config, ModelConfig
 from paceline.settings.tasks import SINGLE_LABEL, TASKS
 
@@ -34,6 +35,7 @@ RECORD = "record"  # its key in the state of a checkpoint
 RECORD_SCHEMA = 1  # increased when a field changes its meaning or is removed
 _OLD_TASK = "classification"  # of records before other tasks than single-label
 _FUNCTION_FIELDS = ("model_name", "loss", "metrics")  # the function of a data set is of no use without the data
+_ONLY_IN_TRAINING = ("extras", "training_sizes", "repeats")  # parts of a pipeline that evaluation does not use
 _SIZE = Number(1, 2**31, is_whole=True)
 _MEAN, _STD = Number(-1e6, 1e6), Number(1e-30, 1e6)
 _MOST_VALUES = 2**26  # of a sample: 4096 x 4096 pixels in colour
@@ -90,7 +92,9 @@ class ModelRecord:
             "num_training": self.parts[0],
             "num_validation": self.parts[1],
             "input_shape": list(self.pipeline.input_shape),
-            "preprocessing": {name: value for name, value in asdict(self.pipeline).items() if name != "extras"},
+            "preprocessing": {
+                name: value for name, value in asdict(self.pipeline).items() if name not in _ONLY_IN_TRAINING
+            },
             "model": asdict(self.model),
             "sources": self.sources.to_json(),
             "mark": self.mark,

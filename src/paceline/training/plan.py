@@ -30,7 +30,8 @@ class RunPlan:
 
     config: Config
     info: DatasetInfo
-    input_shape: tuple[int, ...]
+    input_shape: tuple[int, ...]  # in evaluation
+    training_shapes: tuple[tuple[int, ...], ...]  # of the inputs of training; several with a schedule of sizes
     num_train: int
     num_validation: int
     world_size: int
@@ -41,6 +42,11 @@ class RunPlan:
     total_steps: int  # of all epochs: what the learning-rate curve spans
     last_step: int  # where this run ends, which --max-steps may bring forward
     peak_lr: float
+
+    @property
+    def largest_shape(self) -> tuple[int, ...]:
+        """Of the inputs of training."""
+        return max(self.training_shapes)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -111,10 +117,13 @@ def make_plan(
     total_steps = clock.end_of(config.train.epochs)
     _require_equal_parts(config, world_size)
     rank_batch = batch // world_size
+    pipeline = build_pipeline(config.data, info, config.train.seed)
+    shapes = [pipeline.in_epoch(start).input_shape for start, _ in pipeline.training_sizes]
     return RunPlan(
         config=config,
         info=info,
-        input_shape=build_pipeline(config.data, info, config.train.seed).input_shape,
+        input_shape=pipeline.input_shape,
+        training_shapes=tuple(shapes) or (pipeline.input_shape,),
         num_train=num_train,
         num_validation=num_validation,
         world_size=world_size,
@@ -168,7 +177,7 @@ def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEs
     config = plan.config
     with torch.device("meta"):
         model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
-        elements = _count_activations(model, torch.empty(plan.microbatch_size, *plan.input_shape))
+        elements = _count_activations(model, torch.empty(plan.microbatch_size, *plan.largest_shape))
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     shards = plan.world_size if strategy == "fsdp" else 1
     copies = (

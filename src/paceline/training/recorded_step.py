@@ -60,6 +60,7 @@ class RecordedStep(TrainStep):
         super().__init__(model, optimizer, average, config, world, guards, objective, freezing)
         self._record_gradients = Recorded(self._make_gradients, self._host_state)
         self._record_update = Recorded(self._apply_gradients)
+        self._input_shape: torch.Size | None = None  # of the recordings; another size is recorded anew
         # Values that change from step to step are tensors on the GPU, because a graph cannot read the host.
         self._shrink, self._blend = (torch.zeros((), device=world.device) for _ in range(2))
         self._rates: dict[float, Tensor] = {}  # by factor
@@ -71,6 +72,7 @@ class RecordedStep(TrainStep):
 
     def gradients(self, batch: Batch, step: int, *, wants_stop: bool) -> StepReport:
         began = time.perf_counter()
+        self._record_anew_for(batch.inputs)
         self.guards.enter("forward", step + 1)
         self.seed(step, self._world.rank)
         keys = self.keys_of(batch, step)
@@ -101,6 +103,7 @@ class RecordedStep(TrainStep):
         touched, counts = [*self._buffers, *self._trained], PlainAttributes(self._model.module)
         before = [tensor.detach().clone() for tensor in touched]
         with suppress(torch.OutOfMemoryError):  # the first step then fails with the message
+            self._record_anew_for(inputs)
             keys = [torch.zeros(len(inputs), dtype=torch.int64, device=inputs.device)]
             scales = self.objective.batch_scale(labels[None])
             scale = [scales[0]] if scales is not None else []
@@ -116,6 +119,12 @@ class RecordedStep(TrainStep):
             if self._average is not None:
                 self._average.restart()
         counts.restore()
+
+    def _record_anew_for(self, inputs: Tensor) -> None:
+        """A CUDA graph has inputs of one shape. The recorded update reads the gradients of the recorded pass."""
+        if self._input_shape not in (None, inputs.shape):
+            self.forget_recordings()
+        self._input_shape = inputs.shape
 
     def forget_recordings(self) -> None:
         self._record_gradients.forget()

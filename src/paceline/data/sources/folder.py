@@ -24,6 +24,7 @@ from paceline.data.picture_folder import Part, Pictures, find_pictures
 from paceline.data.picture_set import labels_of, picture_info
 from paceline.data.pictures import DECODER, GREY, read_pixels
 from paceline.errors import DataError
+from paceline.settings.resolution import largest_size
 from paceline.settings.schema import DataConfig
 
 _log = logging.getLogger("paceline")
@@ -38,8 +39,8 @@ class FolderDataset:
     def __init__(
         self, root: Path, part: Part, side: int, num_workers: int, unreadable: int = 0, *, labels: Tensor | None = None
     ) -> None:
-        self._root = root
-        self._paths = part.paths
+        self.root = root
+        self.paths = part.paths
         self._labels = labels_of(part.per_class) if labels is None else labels
         self.sample_shape = (3, side, side)
         self._allowed = unreadable
@@ -55,17 +56,17 @@ class FolderDataset:
         return self._labels
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.paths)
 
     def names(self) -> list[bytes]:
         """File names relative to the data set's folder, in the order of samples."""
-        folder = os.fsencode(self._root / "x")[:-1]
-        return [os.fsencode(path).removeprefix(folder) for path in self._paths]
+        folder = os.fsencode(self.root / "x")[:-1]
+        return [os.fsencode(path).removeprefix(folder) for path in self.paths]
 
     def list_files(self) -> list[tuple[bytes, int]]:
         """Names and sizes. On network storage each size costs a round trip, so several threads ask."""
         with ThreadPoolExecutor(_STAT_THREADS, "stat") as pool:
-            sizes = pool.map(_size_of, self._paths, chunksize=256)
+            sizes = pool.map(_size_of, self.paths, chunksize=256)
             return list(zip(self.names(), sizes, strict=True))
 
     def read(self, indices: Tensor) -> Tensor:
@@ -80,7 +81,7 @@ class FolderDataset:
             pass
 
     def _read_one(self, index: int, place: NDArray[np.uint8]) -> None:
-        path = self._paths[index]
+        path = self.paths[index]
         try:
             place[:] = read_pixels(path, self.sample_shape[-1])
         except DataError as error:
@@ -122,5 +123,5 @@ def load(config: DataConfig, seed: int) -> LoadedData:
 def _info(pictures: Pictures, config: DataConfig) -> DatasetInfo:
     sizes = {name: len(part.paths) for name, part in pictures}
     folders = {name: part.folder for name, part in pictures}
-    info = picture_info(pictures.classes, sizes, picture_side(config.image_size), folders)
+    info = picture_info(pictures.classes, sizes, picture_side(largest_size(config)), folders)
     return replace(info, num_skipped=len(pictures.skipped))

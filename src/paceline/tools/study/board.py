@@ -15,7 +15,7 @@ from rich.text import Text
 
 from paceline.metrics.console import format_seconds
 from paceline.tools.study.cells import CellState, describe, estimate_left_s
-from paceline.tools.study.grid import StudySpec
+from paceline.tools.study.grid import CellSpec
 
 _STYLES = {"waiting": "dim", "running": "bold cyan", "finished": "green", "failed": "bold red"}
 _MOST_ROWS = 30
@@ -24,17 +24,12 @@ _MOST_ROWS = 30
 class Board:
     """Shows the cells while they run."""
 
-    def __init__(self, spec: StudySpec, states: Sequence[CellState], folder: Path) -> None:
+    def __init__(self, spec: CellSpec, states: Sequence[CellState], folder: Path) -> None:
         self._states = list(states)
         self._out = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._live = Live(self, console=self._out, refresh_per_second=2) if self._out.is_terminal else None
-        sizes = ", ".join(map(str, spec.world_sizes))
         done = sum(found.state == "finished" for found in states)
-        self._out.print(
-            f"study     {spec.name}: {' and '.join(spec.strategies)} on {sizes} ranks, {spec.repeats} runs each, "
-            f"{spec.scaling} scaling; {len(states)} cells" + (f", {done} done already" if done else ""),
-            markup=False,
-        )
+        self._out.print(spec.headline + (f", {done} done already" if done else ""), markup=False)
         for text in spec.stated:
             self._out.print(f"the same  {text}", markup=False)
         self._out.print(f"folder    {os.path.relpath(folder)}", markup=False)

@@ -15,7 +15,7 @@ from paceline.errors import EXIT_FINISHED, EXIT_USER, UserError
 from paceline.launch.child import start_child
 from paceline.runs.folder import RunFolder, write_json
 from paceline.tools.study.collect import Measured, State, measure, note_path, read_note, state_of
-from paceline.tools.study.grid import CELLS, Cell, StudySpec
+from paceline.tools.study.grid import CELLS, Cell, CellSpec
 
 _LAST_LINES = 12
 
@@ -32,7 +32,7 @@ class CellState:
     wall_s: float | None = None
 
 
-def read_states(folder: Path, spec: StudySpec) -> list[CellState]:
+def read_states(folder: Path, spec: CellSpec) -> list[CellState]:
     """The state of every cell, from its folder. A cell in state running that we did not start was interrupted."""
     states = []
     for cell in spec.cells():
@@ -49,25 +49,26 @@ def open_cells(states: Sequence[CellState], *, retries: bool) -> list[CellState]
     return [found for found in states if found.state != "finished" and (retries or found.state != "failed")]
 
 
-def prepare(folder: Path, found: CellState) -> None:
-    """Remove the folder of an interrupted try: a cell is measured in one piece."""
+def prepare(folder: Path, spec: CellSpec, found: CellState) -> None:
+    """Remove the folder of an interrupted try, unless the cell continues from its checkpoint."""
     run = RunFolder(folder / CELLS / found.cell.name)
     if run.path.is_symlink() or run.path.exists():
         is_ours = run.path.is_dir() and not run.path.is_symlink() and (run.holds_a_run or not any(run.path.iterdir()))
         if not is_ours:
             raise UserError("a cell's folder holds something else", where=str(run.path), hint="move it away")
         run.refuse_if_owned()
-        shutil.rmtree(run.path)
+        if not spec.continues_cells:
+            shutil.rmtree(run.path)
     note_path(folder, found.cell).unlink(missing_ok=True)
     found.state, found.reason = "waiting", ""
 
 
 def run_local(
-    folder: Path, spec: StudySpec, states: Sequence[CellState], *, retries: bool, on_change: Callable[[CellState], Any]
+    folder: Path, spec: CellSpec, states: Sequence[CellState], *, retries: bool, on_change: Callable[[CellState], Any]
 ) -> None:
     """Run the open cells. Calls `on_change` at every change."""
     for found in open_cells(states, retries=retries):
-        prepare(folder, found)
+        prepare(folder, spec, found)
         found.state, found.began = "running", time.monotonic()
         on_change(found)
         code, reason = _run(folder, spec, found)
@@ -86,7 +87,7 @@ def run_local(
         on_change(found)
 
 
-def _run(folder: Path, spec: StudySpec, found: CellState) -> tuple[int, str]:
+def _run(folder: Path, spec: CellSpec, found: CellState) -> tuple[int, str]:
     """Run one cell's command. Returns its exit code and, if it failed, its error or its last lines."""
     log = _log(folder, found.cell)
     log.parent.mkdir(parents=True, exist_ok=True)

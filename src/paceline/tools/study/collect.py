@@ -48,7 +48,9 @@ class Measured:
     bytes_per_step: int = 0
     peak_mb: tuple[float, ...] = ()
     val_loss: float | None = None
-    val_accuracy: float | None = None
+    val_accuracy: float | None = None  # of the last epoch, like val_loss
+    best_val_loss: float | None = None
+    best_val_accuracy: float | None = None
     test_accuracy: float | None = None
     test_loss: float | None = None
     energy_j: float | None = None
@@ -133,6 +135,8 @@ def _measure(
         peak_mb=tuple(rank["peak_memory_mb"] for rank in ranks),
         val_loss=validations[-1]["loss"] if validations else None,
         val_accuracy=validations[-1].get("accuracy") if validations else None,
+        best_val_loss=min((row["loss"] for row in validations), default=None),
+        best_val_accuracy=max((row["accuracy"] for row in validations if "accuracy" in row), default=None),
         test_accuracy=results["test_accuracy"],
         test_loss=results["test_loss"],
         energy_j=None if None in energies else sum(energies),

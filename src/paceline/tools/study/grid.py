@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 from paceline.errors import UserError
 from paceline.runs.folder import write_json
@@ -57,6 +57,30 @@ class Cell:
         return self.scaling, self.strategy, self.world_size
 
 
+class CellSpec(Protocol):
+    """What running the cells needs to know: of a study, or of a sweep."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def stated(self) -> tuple[str, ...]: ...
+
+    @property
+    def headline(self) -> str:
+        """One line about the whole grid."""
+        ...
+
+    @property
+    def continues_cells(self) -> bool:
+        """Whether an interrupted cell continues from its checkpoint; else it starts again."""
+        ...
+
+    def cells(self) -> Iterator[Cell]: ...
+
+    def command(self, cell: Cell, folder: Path) -> list[str]: ...
+
+
 @dataclass(frozen=True)
 class StudySpec:
     """The request, as kept in study.json."""
@@ -72,6 +96,15 @@ class StudySpec:
     stated: tuple[str, ...] = ()  # settings that the study chose, as text
     place: str = "local"  # or slurm, or by hand
     launch: dict[str, Any] = field(default_factory=dict)  # for Slurm: nodes and other options, as given
+    continues_cells = False  # a cell is measured in one piece
+
+    @property
+    def headline(self) -> str:
+        sizes = ", ".join(map(str, self.world_sizes))
+        return (
+            f"study     {self.name}: {' and '.join(self.strategies)} on {sizes} ranks, {self.repeats} runs each, "
+            f"{self.scaling} scaling; {sum(1 for _ in self.cells())} cells"
+        )
 
     def cells(self) -> Iterator[Cell]:
         """Ordered by repeat, so a slow drift of the machine affects all cells equally."""
@@ -115,27 +148,27 @@ def read_spec(folder: Path) -> StudySpec:
         raise UserError("this study cannot be read", where=str(path), got=str(error)) from error
 
 
-def _refuse_foreign_files(folder: Path) -> None:
-    """A study writes and removes files in its folder, so the folder must not contain other files."""
+def refuse_foreign_files(folder: Path, kind: str) -> None:
+    """A study or a sweep writes and removes files in its folder, so the folder must not contain other files."""
     try:
         names = sorted(path.name for path in folder.iterdir())
     except FileNotFoundError:
         return
     except NotADirectoryError as error:
-        raise UserError("the folder of a study is a file", where="flag --output-dir", got=str(folder)) from error
+        raise UserError(f"the folder of a {kind} is a file", where="flag --output-dir", got=str(folder)) from error
     if names:
         raise UserError(
-            "this folder has files that do not belong to a study",
+            f"this folder has files that do not belong to a {kind}",
             where=str(folder),
             got=", ".join(names[:5]) + (", ..." if len(names) > 5 else ""),
-            hint="another --output-dir: a new or empty folder, or a study's",
+            hint=f"another --output-dir: a new or empty folder, or that of a {kind}",
         )
 
 
 def continue_study(folder: Path, spec: StudySpec) -> StudySpec:
     """An existing study may grow, but its settings may not change."""
     if not (folder / STUDY_FILE).exists():
-        _refuse_foreign_files(folder)
+        refuse_foreign_files(folder, "study")
         return spec
     before = read_spec(folder)
     for name in ("recipe", "flags", "global_batch_size", "place"):

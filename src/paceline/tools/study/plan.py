@@ -48,7 +48,7 @@ def plan_study(
     sizes = sorted(set(asked.world_sizes or _default_sizes(loaded)))
     added, stated = _settle(loaded, sizes, place, threads)
     return StudySpec(
-        recipe=_recipe(loaded),
+        recipe=recipe_argument(loaded),
         name=loaded.recipe_name,
         flags=(*_without_batch(flags), *added),
         world_sizes=tuple(sizes),
@@ -96,7 +96,8 @@ def _without_batch(flags: Sequence[Setting]) -> list[str]:
     return [token for setting in kept for token in setting.tokens()]
 
 
-def _recipe(loaded: LoadedConfig) -> str:
+def recipe_argument(loaded: LoadedConfig) -> str:
+    """The recipe as an argument of `paceline train` in any working folder."""
     from paceline.settings.recipe_file import shipped_recipes
 
     is_shipped = shipped_recipes().get(loaded.recipe_path.stem) == loaded.recipe_path

@@ -197,7 +197,7 @@ def write_plots(folder: Path, charts: list[Chart]) -> list[Path]:
     paths = []
     for chart in charts:
         figure, axes = pyplot.subplots(figsize=(7, 4.4), layout="constrained")
-        draw = _draw_bars if chart.kind == "stacked-bar" else _draw_lines
+        draw = _draw_lines if chart.kind == "line" else _draw_bars
         draw(axes, chart)
         axes.set(title=chart.title, ylabel=chart.y_label, xlabel=chart.x_label)
         axes.legend(frameon=False, fontsize="small")
@@ -241,7 +241,12 @@ def _draw_bars(axes: Any, chart: Chart) -> None:
     for number, series in enumerate(chart.series):
         values = [value or 0.0 for value in series.y]
         colour = _COLOURS[(number if series.colour is None else series.colour) % len(_COLOURS)]
-        axes.bar(labels, values, bottom=bottom, label=series.name, color=colour, width=0.65)
+        bars = axes.bar(labels, values, bottom=bottom, label=series.name, color=colour, width=0.65)
+        if series.low:
+            for bar, low, high in zip(bars, series.low, series.high, strict=True):
+                if low is not None and high is not None:
+                    middle = bar.get_x() + bar.get_width() / 2
+                    axes.vlines(middle, low, high, color="#333333", linewidth=1.2)
         bottom = [a + b for a, b in zip(bottom, values, strict=True)]
     if len(labels) > 8:
         axes.tick_params(axis="x", rotation=60)

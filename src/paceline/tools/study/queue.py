@@ -22,7 +22,7 @@ from paceline.runs.json_files import Fields, ListOf, fit
 from paceline.settings.small_files import read_json_value
 from paceline.tools.study.cells import CellState, open_cells, prepare
 from paceline.tools.study.collect import measure, note_path, state_of
-from paceline.tools.study.grid import StudySpec
+from paceline.tools.study.grid import CellSpec
 
 JOBS_FILE = "jobs.json"
 _JOBS = ListOf(Fields(required={"job_id": str, "cluster": str, "cells": ListOf(str)}))
@@ -46,7 +46,7 @@ def read_jobs(folder: Path) -> list[ArrayJob]:
 
 
 def write_scripts(
-    folder: Path, spec: StudySpec, shapes: dict[int, JobSpec], cells: Sequence[CellState]
+    folder: Path, spec: CellSpec, shapes: dict[int, JobSpec], cells: Sequence[CellState]
 ) -> list[tuple[Path, list[CellState], str, str]]:
     """For each world size: the script's path, its cells, its text, and the text of its file of commands."""
     scripts = []
@@ -63,7 +63,7 @@ def write_scripts(
 
 def run_queue(
     folder: Path,
-    spec: StudySpec,
+    spec: CellSpec,
     shapes: dict[int, JobSpec],
     states: Sequence[CellState],
     *,
@@ -76,7 +76,7 @@ def run_queue(
     taken = {name for job in jobs for name in job.cells}
     todo = [found for found in open_cells(states, retries=retries) if found.cell.name not in taken]
     for found in todo:
-        prepare(folder, found)
+        prepare(folder, spec, found)
     for path, mine, script, lines in write_scripts(folder, spec, shapes, todo):
         (path.parent / "logs").mkdir(parents=True, exist_ok=True)
         write_private(path.with_suffix(".commands"), lines)
