@@ -126,7 +126,7 @@ test-docs: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "docs" tests/docs $(ARGS)
 
 # In a real Chromium, which tests/browser/install brings on Debian and Ubuntu.
-test-browser: setup
+test-browser: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "browser" tests/browser $(ARGS)
 
 browser-install:

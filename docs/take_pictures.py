@@ -1,8 +1,8 @@
-"""Takes the terminal pictures of the documentation: real commands in a real terminal, drawn by a real Chromium.
+"""Takes the picture of the start page: real commands in a real terminal, drawn by a real Chromium.
 
-    python docs/take_pictures.py docs/images
+    python docs/take_pictures.py docs/images/killed-run.png
 
-Needs tmux and Chromium (make terminal-install browser-install). Takes minutes.
+Needs tmux and Chromium (make terminal-install browser-install), and a minute on two cores that nothing else uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from io import StringIO
 from pathlib import Path
 
 from rich.console import Console
-from rich.terminal_theme import TerminalTheme
+from rich.terminal_theme import DIMMED_MONOKAI
 from rich.text import Text
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -23,74 +23,49 @@ from harness.browser import Browser  # noqa: E402
 from harness.tmux import PROMPT, Terminal  # noqa: E402
 
 COLUMNS = 128
-# The name of a picture, and its commands. Only the last `shown` of them are in it.
-PICTURES: dict[str, tuple[int, list[str]]] = {
-    "trained-run": (1, ["paceline train shapes-cnn"]),
-    "killed-run": (
-        2,
-        [
-            "paceline train shapes-cnn --epochs 5 --output-dir runs/undisturbed",
-            'paceline train shapes-cnn --epochs 5 --save-steps 50 --inject "kill rank=1 step=200" --output-dir runs/killed',
-            "paceline compare runs/undisturbed runs/killed | tail -n 1",
-        ],
-    ),
-}
-_COLOURS = TerminalTheme(
-    (32, 33, 36),
-    (220, 223, 228),
-    [(60, 62, 66), (224, 108, 117), (152, 195, 121), (229, 192, 123), (97, 175, 239), (198, 120, 221), (86, 182, 194)]
-    + [(200, 204, 212)],
-    [(130, 134, 140), (240, 128, 136), (170, 212, 140), (240, 205, 140), (120, 190, 250), (210, 140, 232)]
-    + [(110, 200, 210), (235, 238, 242)],
-)
-_PAGE = """<!doctype html><meta charset="utf-8"><style>
+TRAIN = "paceline train shapes-cnn --epochs 5"
+NOT_SHOWN = [f"{TRAIN} --output-dir runs/undisturbed"]
+SHOWN = [
+    f'{TRAIN} --save-steps 50 --inject "kill rank=1 step=200" --output-dir runs/killed',
+    "paceline compare runs/undisturbed runs/killed | tail -n 1",
+]
+PAGE = """<!doctype html><meta charset="utf-8"><style>
 body {{ margin: 0; background: #202124; color: #dcdfe4; display: inline-block; }}
 pre {{ margin: 0; padding: 16px 20px; font: 15px/1.35 "DejaVu Sans Mono", monospace; }}
 </style><pre>{lines}</pre>"""
 
 
-def take(commands: list[str], shown: int) -> str:
-    """Run the commands in one terminal. Returns the last ones with their output, with colour codes."""
+def record() -> str:
+    """Run all commands in one terminal. Returns those that are shown with their output and colour codes."""
     with tempfile.TemporaryDirectory(prefix="picture-") as folder:
         home = Path(folder)
         (home / "bin").mkdir()
         script = home / "bin" / "paceline"
         script.write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
         script.chmod(0o755)
-        terminal = Terminal(home, COLUMNS, 60, {"PS1": PROMPT})
+        terminal = Terminal(home, COLUMNS, 60, {})
         try:
-            for command in commands:
+            for command in NOT_SHOWN + SHOWN:
                 terminal.type(command)
                 terminal.wait_for_prompt(600)
             lines = terminal.screen(colours=True).splitlines()
-            first = [number for number, line in enumerate(lines) if PROMPT + commands[-shown][:40] in line][-1]
-            return "\n".join(lines[first:])
         finally:
             terminal.close()
+    first = next(number for number, line in enumerate(lines) if line.startswith(PROMPT + SHOWN[0]))
+    return "\n".join(lines[first:-1]).replace(PROMPT, "$ ")
 
 
-def draw(screen: str, path: Path, browser: Browser) -> None:
+def draw(screen: str, path: Path) -> None:
     console = Console(file=StringIO(), record=True, width=COLUMNS, color_system="truecolor", force_terminal=True)
-    lines = screen.removesuffix(PROMPT.strip()).rstrip().replace(PROMPT, "$ ")
-    console.print(Text.from_ansi(lines), soft_wrap=True)
-    text = console.export_html(inline_styles=True, code_format="{code}", theme=_COLOURS)
-    page_file = path.with_suffix(".html")
-    page_file.write_text(_PAGE.format(lines=text), encoding="utf-8")
-    page = browser.open_page(page_file, width=1280)
-    size = page.evaluate("(b => [b.offsetWidth, b.offsetHeight])(document.body)")
-    page.resize(*size)
-    page.screenshot(path)
-    page.close()
-    page_file.unlink()
-
-
-def main(folder: Path, names: list[str]) -> None:
-    with Browser() as browser:
-        for name in names or list(PICTURES):
-            shown, commands = PICTURES[name]
-            draw(take(commands, shown), folder / f"{name}.png", browser)
-            print(folder / f"{name}.png")
+    console.print(Text.from_ansi(screen), soft_wrap=True)
+    text = console.export_html(inline_styles=True, code_format="{code}", theme=DIMMED_MONOKAI)
+    with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as file, Browser() as browser:
+        file.write(PAGE.format(lines=text))
+        file.flush()
+        page = browser.open_page(Path(file.name), width=1280)
+        page.resize(*page.evaluate("(body => [body.offsetWidth, body.offsetHeight])(document.body)"))
+        page.screenshot(path)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    draw(record(), Path(sys.argv[1]))

@@ -11,6 +11,8 @@ import contextlib
 import io
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,7 @@ NOT_EXECUTED = {
     "data fetch cifar10 --data-dir data": _DOWNLOAD,
     "data fetch cifar10-vgg19 --weights --data-dir data": _DOWNLOAD,
     "data fetch cifar10-vgg19 --weights --data-dir /scratch/data": _DOWNLOAD,
+    "data fetch folder-resnet50 --weights": "downloads weights; tests/unit/test_fetch.py has a server of its own",
     "doctor --device cuda": _GPU,
     "doctor --device cuda --output-dir /scratch/runs": _GPU,
     "doctor --json": _MINUTE,
@@ -91,6 +94,9 @@ STAND_INS = {
     "...": "--image registry.example/paceline:1 --runs runs --nodes 2 --processes-per-node 2",
     "PATH": "page.html",
     "studies/shapes-cnn": "studies/measured",
+    "runs/pictures": "runs/first",
+    "runs/tuned": "runs/second",
+    "runs/small-net": "runs/first",
     "runs/one-gpu": "studies/measured/cells/ddp-1-r1",
     "runs/two-gpus": "studies/measured/cells/ddp-2-r1",
     "runs/four-gpus": "runs/first",
@@ -131,6 +137,8 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for block in documents.blocks(page):
             if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
                 (folder / name[1]).write_text(block.text)
+    drawn = subprocess.run([sys.executable, "make_pictures.py"], cwd=folder, check=False, timeout=60)
+    assert drawn.returncode == 0
     # The times of a course, in its own columns.
     times = {1: 7.4, 2: 4.6, 4: 2.2}
     rows = [f"ddp,{gpus},{epoch},{time},0.9,70,100" for gpus, time in times.items() for epoch in (1, 2)]
@@ -160,7 +168,9 @@ def test_a_command_of_a_page_works(told: Command, desk: Path, monkeypatch: pytes
 def _with_stand_ins(words: list[str]) -> list[str]:
     found: list[str] = []
     for word in words:
-        if word == "RUN" and STAND_INS["RUN"] in found:
+        if found[-1:] == ["--output-dir"]:
+            found.append(word)  # a new folder
+        elif word == "RUN" and STAND_INS["RUN"] in found:
             found.append("runs/second")
         elif re.fullmatch(r"runs/\S+-\d{8}-\d{6}", word):
             found.append(STAND_INS["RUN"])
