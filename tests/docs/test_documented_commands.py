@@ -1,8 +1,8 @@
 """Every `paceline` command of the README, the docs, the course and the examples is executed.
 
-As it stands where that takes seconds. Else in the cheapest way that still tells the truth: what would train for
-minutes or go to a cluster is checked by its own --dry-run, with every flag, path and rule; what measures, measures
-little. A command that cannot be executed here has its reason in NOT_EXECUTED.
+A command that takes seconds is executed as it is. A command that would train for minutes or go to a cluster is checked
+by its own --dry-run, with every flag, path and rule. A command that measures gets a small size. NOT_EXECUTED has the
+reason for each command that cannot be executed here.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("bench", ["--what", "data", "--seconds-per-size", "0.02", *SMALL]),
     ("equivalence", ["--world-sizes", "1,2", "--max-steps", "2", *SMALL]),
 ]
-# These train: as a person would, to the end.
+# These train to the end.
 FOR_REAL = {
     'train shapes-cnn --num-samples 4000 --epochs 3 --save-steps 20 --inject "kill rank=1 step=30"',
     "train shapes-cnn --model-name my_model.py:build --rehearse",
@@ -51,7 +51,7 @@ FOR_REAL = {
 }
 # Where another ending than 0 is the right one.
 ENDINGS = {
-    "course check": 1,  # an exercise nobody has filled yet
+    "course check": 1,  # an exercise with gaps
 }
 _GPU = "needs a GPU; tests/gpu"
 _DOWNLOAD = "downloads CIFAR-10; tests/unit/test_fetch.py has a server of its own"
@@ -103,8 +103,8 @@ STAND_INS = {
 }
 
 
-def _told() -> list[Command]:
-    """Each command once, where it stands first. The pages of results tell of commands that were run."""
+def _documented() -> list[Command]:
+    """Each command once, at its first place."""
     first: dict[str, Command] = {}
     for page in documents.pages():
         for command in documents.commands(page):
@@ -112,12 +112,12 @@ def _told() -> list[Command]:
     return list(first.values())
 
 
-TOLD = _told()
+DOCUMENTED = _documented()
 
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the pages speak of: a finished run, pictures, and the files they show."""
+    """A folder with everything that the pages use: a finished run, pictures, and the files they show."""
     folder = tmp_path_factory.mktemp("desk")
     one_epoch = ["--epochs", "1", *SMALL]
     run = paceline("train", "shapes-cnn", *one_epoch, "--processes", "2", "--output-dir", "runs/first", cwd=folder)
@@ -147,13 +147,17 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("told", [c for c in TOLD if c.text not in NOT_EXECUTED], ids=lambda c: f"{c.page}:{c.line}")
-def test_a_command_of_a_page_works(told: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    where = (REPOSITORY / told.page).parent if told.page.startswith("examples/") else desk
-    words = _with_stand_ins(told.words)
-    if told.text not in FOR_REAL:
-        words += next((more for start, more in QUICKLY if told.text.startswith(start) and more[:1] != words[-1:]), [])
-    expected = next((code for start, code in ENDINGS.items() if told.text.startswith(start)), 0)
+@pytest.mark.parametrize(
+    "command", [c for c in DOCUMENTED if c.text not in NOT_EXECUTED], ids=lambda c: f"{c.page}:{c.line}"
+)
+def test_a_command_of_a_page_works(command: Command, desk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    where = (REPOSITORY / command.page).parent if command.page.startswith("examples/") else desk
+    words = _with_stand_ins(command.words)
+    if command.text not in FOR_REAL:
+        words += next(
+            (more for start, more in QUICKLY if command.text.startswith(start) and more[:1] != words[-1:]), []
+        )
+    expected = next((code for start, code in ENDINGS.items() if command.text.startswith(start)), 0)
 
     if (words[0] == "train" and "--dry-run" not in words) or words[0] in ("bench", "equivalence", "doctor", "course"):
         answer = paceline(*words, cwd=where)  # has processes of its own
@@ -162,7 +166,7 @@ def test_a_command_of_a_page_works(told: Command, desk: Path, monkeypatch: pytes
         monkeypatch.chdir(where)
         code, said = _here(words)
 
-    assert code == expected, f"{told.page}:{told.line}: paceline {' '.join(words)}\n{said}"
+    assert code == expected, f"{command.page}:{command.line}: paceline {' '.join(words)}\n{said}"
 
 
 def _with_stand_ins(words: list[str]) -> list[str]:
@@ -189,11 +193,11 @@ def _here(words: list[str]) -> tuple[int, str]:
     return code, said.buffer.getvalue().decode()  # type: ignore[attr-defined]
 
 
-def test_every_exception_is_still_told_somewhere() -> None:
-    told = {command.text for command in TOLD}
+def test_every_exception_is_still_in_a_page() -> None:
+    documented = {command.text for command in DOCUMENTED}
 
-    assert sorted(set(NOT_EXECUTED) - told) == []
-    assert sorted(FOR_REAL - told) == []
+    assert sorted(set(NOT_EXECUTED) - documented) == []
+    assert sorted(FOR_REAL - documented) == []
 
 
 def test_every_file_of_a_run_is_in_the_reference(desk: Path) -> None:
