@@ -1,7 +1,9 @@
 // A table that is wider than its page shows each row as a list: the name of a column, then its value.
+// Short code in a sentence stays in one line: a flag is not divided at its hyphens.
 "use strict";
 
 const TABLES = ".md-typeset table:not([class])";
+const SHORT_CODE = 24; // characters; fits into a phone
 
 function nameCells(table) {
   const names = [...table.querySelectorAll("thead th")].map(head => head.textContent.trim());
@@ -20,6 +22,9 @@ function fitTables() {
   }
 }
 
+for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
+  if (code.textContent.length <= SHORT_CODE) code.style.whiteSpace = "nowrap";
+}
 document.querySelectorAll(TABLES).forEach(nameCells);
 fitTables();
 addEventListener("resize", fitTables);
