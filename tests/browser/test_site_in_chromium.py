@@ -50,8 +50,8 @@ def test_a_table_that_is_too_wide_becomes_lists_and_back(browser: Browser, site:
     assert page.evaluate(lists) == 0
     page.resize(400)
     assert page.evaluate(lists) > 0
-    named = "getComputedStyle(document.querySelector('table[data-rows-as-lists] td:nth-child(2)'), '::before').content"
-    assert "timm" in page.evaluate(named)
+    cell = "document.querySelector('table[data-rows-as-lists] td[data-column=timm]')"
+    assert page.evaluate(f"getComputedStyle({cell}, '::before').content") == '"timm: "'
     page.resize(1280)
     assert page.evaluate(lists) == 0
     page.close()
