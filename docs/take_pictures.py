@@ -30,7 +30,7 @@ SHOWN = [
     "paceline compare runs/undisturbed runs/killed | tail -n 1",
 ]
 PAGE = """<!doctype html><meta charset="utf-8"><style>
-body {{ margin: 0; background: #202124; color: #dcdfe4; display: inline-block; }}
+body {{ margin: 0; background: {background}; color: #dcdfe4; display: inline-block; }}
 pre {{ margin: 0; padding: 16px 20px; font: 15px/1.35 "DejaVu Sans Mono", monospace; }}
 </style><pre>{lines}</pre>"""
 
@@ -60,7 +60,7 @@ def draw(screen: str, path: Path) -> None:
     console.print(Text.from_ansi(screen), soft_wrap=True)
     text = console.export_html(inline_styles=True, code_format="{code}", theme=DIMMED_MONOKAI)
     with tempfile.NamedTemporaryFile("w", suffix=".html", encoding="utf-8") as file, Browser() as browser:
-        file.write(PAGE.format(lines=text))
+        file.write(PAGE.format(lines=text, background=DIMMED_MONOKAI.background_color.hex))
         file.flush()
         page = browser.open_page(Path(file.name), width=1280)
         page.resize(*page.evaluate("(body => [body.offsetWidth, body.offsetHeight])(document.body)"))
