@@ -136,8 +136,8 @@ test-docs: setup $(DOCS_READY)
 	$(BIN)/python -m pytest -m "docs" tests/docs $(ARGS)
 
 # In a real Chromium, which tests/harness/install-browser brings on Debian and Ubuntu.
-test-browser: setup
-	$(BIN)/python -m pytest -m "browser" tests/reports $(ARGS)
+test-browser: setup $(DOCS_READY)
+	$(BIN)/python -m pytest -m "browser" tests/reports tests/docs $(ARGS)
 
 browser-install:
 	@tests/harness/install-browser

@@ -27,7 +27,7 @@ PLACES = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-SHOWN = {".md", ".png", ".svg", ".css"}
+SHOWN = {".md", ".png", ".svg", ".css", ".js"}
 INSTEAD = {"README.md": "index.md", "LICENSE": "contributing.md"}
 # A link or picture: its words, where it goes, and which part of that page.
 LINK = re.compile(r"(?P<words>!?\[(?:[^\[\]]|\[[^\]]*\])*\])\((?P<target>[^()\s#]*)(?P<anchor>#[^()\s]*)?\)")

@@ -9,7 +9,8 @@ from harness.guides import pages_that_install
 # Pages with a line that installs, and the test that types it.
 TYPED = {
     "README.md": "test_readme_trains",
-    "docs/index.md": "test_start_page_trains",
+    "docs/index.md": "test_start_page_installs_and_trains",
+    "docs/tutorials/install.md": "test_install",
     "docs/guides/own-model.md": "test_own_model_installs_torchvision",
     "docs/guides/object-stores.md": "test_object_stores_install",
     "docs/guides/metaflow.md": "test_metaflow_trains",
@@ -17,7 +18,7 @@ TYPED = {
     "docs/guides/kubernetes.md": "test_kubernetes_writes",
 }
 NOT_TYPED = {
-    "CONTRIBUTING.md": "the rest of its commands are CI itself",
+    "CONTRIBUTING.md": "its first line is typed for the guides of the clone; the rest of its commands are CI itself",
     "docs/guides/slurm-cluster.md": "installs on real machines; its cluster on one machine is typed",
 }
 

@@ -1,4 +1,4 @@
-"""README, start page and the guides that go on in the clone's own .venv: one clone, in the order a newcomer reads.
+"""README and the guides that go on in the clone's own .venv: one clone, in the order a newcomer reads.
 
 README's `make train` brings .venv by the same rule of the Makefile that `make setup` is.
 """
@@ -35,8 +35,8 @@ RUN_FILES = (
 
 @pytest.fixture(scope="module")
 def has_venv(reader: Newcomer) -> Newcomer:
-    """The start page's own lines, up to the training."""
-    answer = reader.types(lines_of("docs/index.md", with_text="make setup", last=ACTIVATE))
+    """The .venv of a contributor."""
+    answer = reader.types([*lines_of("CONTRIBUTING.md", with_text="make setup", last="make setup"), ACTIVATE])
     assert answer.code == 0, answer.out + answer.err
     return reader
 
@@ -55,17 +55,6 @@ def test_readme_trains(reader: Newcomer) -> None:
 
     assert answer.code == 0, answer.out + answer.err
     (run,) = new_runs(reader, "shapes-cnn")
-    assert missing_files(run) == []
-
-
-def test_start_page_trains(has_venv: Newcomer) -> None:
-    """`make setup`, activate, train."""
-    before = new_runs(has_venv, "shapes-cnn")
-
-    answer = has_venv.types(lines_of("docs/index.md", with_text="make setup"))
-
-    assert answer.code == 0, answer.out + answer.err
-    (run,) = new_runs(has_venv, "shapes-cnn", before)
     assert missing_files(run) == []
 
 

@@ -1,0 +1,30 @@
+// A table that is wider than its page shows each row as a list: the name of a column, then its value.
+// Short code in a sentence stays in one line: a flag is not divided at its hyphens.
+"use strict";
+
+const TABLES = ".md-typeset table:not([class])";
+const SHORT_CODE = 24; // characters; fits into a phone
+
+function nameCells(table) {
+  const names = [...table.querySelectorAll("thead th")].map(head => head.textContent.trim());
+  for (const row of table.querySelectorAll("tbody tr")) {
+    [...row.cells].forEach((cell, number) => (cell.dataset.column = names[number] || ""));
+  }
+}
+
+function fitTables() {
+  for (const table of document.querySelectorAll(TABLES)) {
+    delete table.dataset.rowsAsLists;
+    // The theme wraps tables after this script has started: measure against the text around them.
+    let place = table.parentElement;
+    while (place.matches(".md-typeset__table, .md-typeset__scrollwrap")) place = place.parentElement;
+    if (table.getBoundingClientRect().width > place.clientWidth + 1) table.dataset.rowsAsLists = "";
+  }
+}
+
+for (const code of document.querySelectorAll(".md-typeset :not(pre) > code")) {
+  if (code.textContent.length <= SHORT_CODE) code.style.whiteSpace = "nowrap";
+}
+document.querySelectorAll(TABLES).forEach(nameCells);
+fitTables();
+addEventListener("resize", fitTables);
