@@ -16,7 +16,7 @@ from paceline.settings.values import RENAMED
 
 # If one of these changes, it is another run.
 IDENTITY = (
-    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
+    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "folds", "fold", "augment", "image_size"),
     *("model_name", "hidden_size", "optimizer", "loss", "global_batch_size", "seed", "exact"),
 )
 # These do not change what a run computes.
@@ -44,7 +44,7 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     """
     config = checkpoint.state.get("config", {})
     # Checkpoints of earlier releases hold the earlier names of settings.
-    saved = {"loss": "", **{RENAMED.get(name, name): value for name, value in config.items()}}
+    saved = {"loss": "", "folds": 0, "fold": 0, **{RENAMED.get(name, name): value for name, value in config.items()}}
     now = json.loads(json.dumps(now))
     identity: tuple[str, ...] = IDENTITY
     if now["exact"] and lanes is not None:

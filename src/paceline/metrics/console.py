@@ -27,6 +27,7 @@ from paceline.metrics.screen import (
     write_line,
 )
 from paceline.runs.epoch_clock import EpochClock
+from paceline.runtime.caller import report_epoch
 
 _HEADING = ["  epoch", "train loss", "    acc", "val loss", "    acc", "    img/s", "   time"]
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
@@ -50,6 +51,7 @@ class Console:
     ) -> None:
         self._mode = output_mode()
         self._has_rows = is_enabled and self._mode == "json"
+        self._is_primary = is_enabled
         self._is_enabled = is_enabled and self._mode != "quiet"
         self._metric_lines = metric_lines
         self.clock = clock
@@ -107,12 +109,12 @@ class Console:
     ) -> None:
         """Print a row of the table. There may be no validation set."""
         epochs = self._epochs
+        figures = {"train": dict(train), "val": dict(val) if val else None, "is_best": best}
+        row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": step, **figures}
+        if self._is_primary:
+            report_epoch(row)
         if self._has_rows:
-            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": step}
-            print(
-                json.dumps({**row, "train": dict(train), "val": dict(val) if val else None, "is_best": best}),
-                flush=True,
-            )
+            print(json.dumps(row), flush=True)
         if self._is_live:
             cells = [
                 f"{epoch}/{epochs}",

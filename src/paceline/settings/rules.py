@@ -20,6 +20,7 @@ def check_config(loaded: LoadedConfig) -> None:
     _check_strategy(loaded)
     _check_optimizer(loaded)
     _check_modes(loaded)
+    _check_folds(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
 
@@ -133,6 +134,33 @@ def _check_modes(loaded: LoadedConfig) -> None:
             got=f"--warmup-epochs {config.optim.warmup_epochs:g}, --epochs {config.train.epochs}",
             allowed=f"less than {config.train.epochs}",
             hint=f"--warmup-epochs {config.train.epochs / 10:g}, or more --epochs",
+        )
+
+
+def _check_folds(loaded: LoadedConfig) -> None:
+    folds, fold = loaded.config.data.folds, loaded.config.data.fold
+    if folds == 1 or (fold and not folds):
+        name = "folds" if folds == 1 else "fold"
+        raise UserError(
+            "cross-validation needs at least two folds",
+            where=loaded.where(name),
+            got=f"--folds {folds}" + (f" --fold {fold}" if fold else ""),
+            hint="--folds 5 --fold 1",
+        )
+    if folds and not 1 <= fold <= folds:
+        raise UserError(
+            "a run of a cross-validation needs the number of its fold",
+            where=loaded.where("fold" if fold else "folds"),
+            got=f"--folds {folds}" + (f" --fold {fold}" if fold else " without --fold"),
+            allowed=f"--fold 1 to --fold {folds}",
+            hint=f"--fold 1; in Python paceline.cross_validate(folds={folds}) trains all of them",
+        )
+    if folds and loaded.origin("train_split") == "flag":
+        raise UserError(
+            "--train-split has no effect: the folds decide which samples are the validation set",
+            where=loaded.where("train_split"),
+            got=f"--train-split {loaded.config.data.train_split:g} with --folds {folds}",
+            hint="leave --train-split or --folds out",
         )
 
 
