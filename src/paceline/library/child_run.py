@@ -18,11 +18,14 @@ from typing import TextIO
 
 from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, PacelineError, error_kind
 from paceline.launch.child import Child, start_child
+from paceline.launch.request import decide_processes
 from paceline.library.epochs import EpochWatch, OnEpoch
 from paceline.metrics.screen import OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
 from paceline.runs.trust import trust_variables
 from paceline.runtime.caller import CALLER_DIR
+from paceline.runtime.detect import threads_per_rank
+from paceline.settings.load import load_config
 
 _LAST_OUTPUT_S = 2.0
 _LOOK_S = 0.05  # for epochs, and for Ctrl-C: Python handles signals between waits
@@ -41,6 +44,7 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool, on_epoch:
             kept_open=(output, errors),
             shows_error=True,
             environment={**child_environment(), CALLER_DIR: caller_dir},
+            warm_threads=_threads_of_a_rank(arguments),
         ) as child,
     ):
         os.close(output_end)
@@ -62,6 +66,13 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool, on_epoch:
     is_stopped = watch.has_asked_for_end and code == EXIT_PREEMPTED  # a rank was lost at the same time
     if code != EXIT_FINISHED and not is_stopped:
         raise error or _unexplained(code, folder)
+
+
+def _threads_of_a_rank(arguments: list[str]) -> int:
+    """CPU threads. Libraries read the number when they are loaded."""
+    recipe, *flags = arguments
+    loaded = load_config(recipe, flags)
+    return threads_per_rank(loaded.config.parallel, decide_processes(loaded))
 
 
 def _wait(child: Child, watch: EpochWatch) -> tuple[int, bool]:
