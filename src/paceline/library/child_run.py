@@ -20,7 +20,8 @@ from paceline.errors import EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_PREEMPTED, Pac
 from paceline.launch.child import Child, start_child
 from paceline.launch.request import decide_processes
 from paceline.library.epochs import EpochWatch, OnEpoch
-from paceline.metrics.screen import OUTPUT, pass_on
+from paceline.library.live_table import open_live_table
+from paceline.metrics.screen import NO_FIGURES, OUTPUT, pass_on
 from paceline.runs.folder import RunFolder
 from paceline.runs.trust import trust_variables
 from paceline.runtime.caller import CALLER_DIR
@@ -35,6 +36,10 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool, on_epoch:
     """Train to the end. Raises the error with which the command ended, or that of `on_epoch`."""
     (output, output_end), (errors, errors_end) = os.pipe(), os.pipe()
     words = ["train", *arguments, *(["--quiet"] if quiet else [])]
+    table = None if quiet else open_live_table()
+    functions: list[OnEpoch] = [table.show] if table is not None else []
+    functions += [on_epoch] if on_epoch is not None else []
+    output_mode = {OUTPUT: NO_FIGURES} if table is not None else {}
     with (
         tempfile.TemporaryDirectory(prefix="paceline-caller-") as caller_dir,
         start_child(
@@ -43,7 +48,7 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool, on_epoch:
             stderr=errors_end,
             kept_open=(output, errors),
             shows_error=True,
-            environment={**child_environment(), CALLER_DIR: caller_dir},
+            environment={**child_environment(), **output_mode, CALLER_DIR: caller_dir},
             warm_threads=_threads_of_a_rank(arguments),
         ) as child,
     ):
@@ -53,7 +58,7 @@ def train_in_child(arguments: list[str], folder: Path, *, quiet: bool, on_epoch:
         readers = [threading.Thread(target=_print_on, args=pair, daemon=True) for pair in screens]
         for reader in readers:
             reader.start()
-        watch = EpochWatch(Path(caller_dir), [on_epoch] if on_epoch is not None else [])
+        watch = EpochWatch(Path(caller_dir), functions)
         code, is_interrupted = _wait(child, watch)
         for reader in readers:
             reader.join(_LAST_OUTPUT_S)  # with a limit: a process that a rank has left behind may hold the pipe

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from paceline.metrics.screen import (
     BRIEF,
+    NO_FIGURES,
     LiveLine,
     can_show,
     fit_to,
@@ -65,7 +66,7 @@ class Console:
     @property
     def _is_live(self) -> bool:
         """Checked each time: the terminal may close during the run."""
-        return self._is_enabled and self._mode != BRIEF and is_live(message_stream())
+        return self._is_enabled and self._mode not in (BRIEF, NO_FIGURES) and is_live(message_stream())
 
     def note(self, text: str, *, style: str | None = None) -> None:
         if self._is_enabled:
@@ -94,7 +95,7 @@ class Console:
             self._line.draw()
             return
         self.stop()
-        if self._mode == BRIEF:
+        if self._mode in (BRIEF, NO_FIGURES):
             return
         epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.clock else ""
         self.note(
@@ -124,7 +125,7 @@ class Console:
             ]
             mark = ("★" if can_show("★", message_stream()) else "*") + " best" if best else ""
             self.note(_row(cells, mark, width_of(message_stream()) - 1), style="green" if best else None)
-        elif self._mode != BRIEF or has_brief_line(epoch, epochs):
+        elif self._mode != NO_FIGURES and (self._mode != BRIEF or has_brief_line(epoch, epochs)):
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
                 f"  train loss {train['loss']:.4f} acc {train['accuracy']:.2%}"
