@@ -16,6 +16,7 @@ from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.reports.compare_page import Finding, write_compare_page
 from paceline.runs.comparison import (
+    HASHES,
     SHORT_HASH,
     RunRecord,
     TextComparison,
@@ -98,7 +99,7 @@ class Comparison:
             {
                 "run": record.path.name,
                 **{name: values[number] for name, values in differences.items()},
-                **{name: _find(record.results, name) for name in names},
+                **{name: _short(name, _find(record.results, name)) for name in names},
             }
             for number, record in enumerate(self._records)
         ]
@@ -144,6 +145,10 @@ class Comparison:
         """For notebooks."""
         findings = "".join(f"<li>{html.escape(line)}</li>" for line in self.findings)
         return f"{self.table._repr_html_()}<ul>{findings}</ul>"
+
+
+def _short(name: str, value: Any) -> Any:
+    return value[:SHORT_HASH] if name in HASHES and value is not None else value
 
 
 def _lines(finding: Finding) -> list[str]:
