@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import os
 import runpy
@@ -47,7 +48,7 @@ _PRELOADED = (
 # What many runs load. One is loaded whenever there is nothing to do, so the first request does not wait for them.
 _LATER = (
     *("paceline.models.cnn", "paceline.models.mlp", "paceline.data.sources.shapes", "paceline.data.sources.synthetic"),
-    *("paceline.metrics.sinks.tensorboard", "paceline.models.resnet", "paceline.data.sources.cifar10"),
+    *("torch.utils.tensorboard", "paceline.models.resnet", "paceline.data.sources.cifar10"),
     *("paceline.data.sources.folder", "paceline.data.sources.custom"),
 )
 _LOOK_S = 0.25  # for the end of the parent
@@ -84,9 +85,11 @@ def main(descriptor: int) -> None:
 
 
 def _load_next(names: list[str]) -> None:
-    if names:
+    name = names.pop(0) if names else ""
+    # TensorBoard would load TensorFlow, which starts threads. A process with threads must not fork.
+    if name and not ("tensorboard" in name and importlib.util.find_spec("tensorflow") is not None):
         with suppress(Exception):  # an optional package is missing or broken
-            importlib.import_module(names.pop(0))
+            importlib.import_module(name)
         gc.freeze()
 
 
