@@ -166,3 +166,27 @@ def test_an_error_before_the_start_has_its_screen(tmp_path: Path) -> None:
     with pytest.raises(paceline.errors.PacelineError) as caught:
         train(tmp_path / "run", data=f"{source}:load")
     assert "mine" in caught.value.screen()
+
+
+def test_ctrl_c_while_torch_is_loaded_leaves_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OF_SOME_LIBRARY", "2")
+    started: list[int] = []
+
+    def interrupt(server: warm.WarmServer) -> None:
+        started.append(server._process.pid)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(warm.WarmServer, "wait_until_loaded", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run")
+    assert warm._current is None
+    wait_for_end(started[0])
+
+
+def test_without_a_server_that_can_load_the_run_starts_by_itself(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OF_SOME_LIBRARY", "3")
+    monkeypatch.setattr(warm, "_MODULE", "paceline.launch.no_such_module")
+    assert train(tmp_path / "run").status == "finished"
+    assert warm._current is None

@@ -27,7 +27,6 @@ from paceline.runs.process_handle import ProcessHandle
 WARM = "PACELINE_WARM"  # off: every call starts its own processes
 _MODULE = "paceline.launch.warm_server"
 _OURS = "PACELINE_"  # variables of Paceline are read when they are used, and come with each request
-_END_S = 5.0
 _one_at_a_time = threading.Lock()
 _current: WarmServer | None = None
 
@@ -128,13 +127,11 @@ class WarmServer:
         return WarmProcess(pid, stdin_end, status)
 
     def close(self) -> None:
-        """The server ends when the connection is closed. Runs that it has started go on."""
+        """End the server, also while it loads. Runs that it has started go on."""
         atexit.unregister(self.close)
-        self._connection.close()
-        if self._pid == os.getpid():  # not in a fork of this process
-            try:
-                self._process.wait(_END_S)
-            except subprocess.TimeoutExpired:
+        with self._lock:  # not in the middle of a request
+            self._connection.close()
+            if self._pid == os.getpid():  # not in a fork of this process
                 self._process.kill()
                 self._process.wait()
 
