@@ -1,7 +1,7 @@
 """Paceline: distributed training of vision models with one command and one answer.
 
-From Python: `paceline.train`, `paceline.plan` and `paceline.load_run` (docs/guides/library.md). They are imported when
-they are first used, so that `import paceline` is fast.
+The functions for Python are described in docs/guides/library.md. They are imported when they are first used, so that
+`import paceline` is fast.
 """
 
 from __future__ import annotations
@@ -12,21 +12,43 @@ from typing import TYPE_CHECKING
 from paceline import errors
 
 if TYPE_CHECKING:
+    from paceline.library.compare import Comparison, compare
+    from paceline.library.cross_validate import CrossValidation, cross_validate
+    from paceline.library.epochs import STOP, Epoch
     from paceline.library.predictions import Prediction
     from paceline.library.run import Run, load_run
+    from paceline.library.study import Study, study
     from paceline.library.table import Table
     from paceline.library.train import plan, train
 
 __version__ = "0.1.0"
-__all__ = ["Prediction", "Run", "Table", "errors", "load_run", "plan", "train"]
+__all__ = [
+    "STOP",
+    "Comparison",
+    "CrossValidation",
+    "Epoch",
+    "Prediction",
+    "Run",
+    "Study",
+    "Table",
+    "compare",
+    "cross_validate",
+    "errors",
+    "load_run",
+    "plan",
+    "study",
+    "train",
+]
 
 _HOMES = {
+    **{"Comparison": "compare", "compare": "compare"},
+    **{"CrossValidation": "cross_validate", "cross_validate": "cross_validate"},
+    **{"Epoch": "epochs", "STOP": "epochs"},
     "Prediction": "predictions",
-    "Run": "run",
+    **{"Run": "run", "load_run": "run"},
+    **{"Study": "study", "study": "study"},
     "Table": "table",
-    "load_run": "run",
-    "plan": "train",
-    "train": "train",
+    **{"plan": "train", "train": "train"},
 }
 
 

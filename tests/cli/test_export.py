@@ -29,7 +29,7 @@ from paceline.data.sources.folder import read_picture
 from paceline.data.sources.shapes import CLASSES
 from paceline.errors import PacelineError
 from paceline.settings.declare import fields_of
-from paceline.training.export import FORMATS, PREPARE_IMAGE, describe_preprocessing, export_run
+from paceline.training.export import FORMATS, PREPARE_IMAGE, Loaded, describe_preprocessing, export_run
 from paceline.training.reuse import OpenRun, open_run, predict_pictures
 
 # One thread, here as there: threads are part of what makes logits equal to the bit.
@@ -310,7 +310,7 @@ def test_nothing_is_replaced_unasked(
 def test_a_file_that_disagrees_is_not_kept(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def forget(model: Any, blank: Any, example: Any, file: Path) -> Any:
         file.write_bytes(b"")
-        return blank
+        return Loaded(blank)
 
     monkeypatch.setitem(FORMATS, "torchscript", replace(FORMATS["torchscript"], write=forget))
     with pytest.raises(PacelineError, match="does not give the run's logits"):
@@ -333,12 +333,34 @@ def test_onnx_agrees(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    need_packages("onnx", "onnxruntime")
+    need_packages("onnx", "onnxruntime", "onnxscript")
     answer = paceline(*("export", str(run_folder), "--format=onnx"), cwd=run_folder.parent, PYTHONWARNINGS="error")
     assert answer.code == 0, answer
     assert answer.err == ""
     assert "loaded again" in answer.out
+    assert "written by torch.export" in answer.out
     assert_snippet_labels_as_we_do(run_folder / "export-onnx", picture, opened, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("reason", ["missing", "fails"])
+def test_onnx_by_the_older_exporter_has_a_note(
+    reason: str, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    need_packages("onnx", "onnxruntime", *(["onnxscript"] if reason == "fails" else []))
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such operator")
+
+    if reason == "missing":
+        monkeypatch.setitem(sys.modules, "onnxscript", None)
+    else:
+        monkeypatch.setattr("paceline.training.export._write_onnx_by_dynamo", fail)
+    assert main(["export", str(run_folder), "--format=onnx", "--output", str(tmp_path / "out")]) == 0
+    note = {"missing": "pip install onnxscript", "fails": "no such operator"}[reason]
+    for text in (capsys.readouterr().out, (tmp_path / "out" / "card.md").read_text()):
+        assert "loaded again" in text
+        assert f"older exporter: {'the newer one fails with ' if reason == 'fails' else ''}" in text
+        assert note in text
 
 
 def test_onnx_without_its_runtime_is_checked_less_and_says_so(

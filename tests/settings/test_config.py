@@ -19,12 +19,13 @@ from paceline.settings.schema import Config
 # it computes. `profile` shows where the time of a real run goes; bench traces steps without a run. `accept_new_data`
 # is the only way to continue a run whose data has changed on purpose. `fsdp_wrap`, `reshard_after_forward` and
 # `bucket_cap_mb` are the choices that the course compares. The flags from `crop_scale` to `mix_epochs` are the
-# augmentations that published recipes of image models use. `task`, `sampling`, and the flags from `bce_threshold` to
-# `distill_weight` are their losses, targets and distillation; `teacher_sha256` makes the teacher a part of the config.
+# augmentations that published recipes of image models use. `folds` and `fold` are cross-validation: which samples a run
+# validates with is part of its identity. `task`, `sampling`, and the flags from `bce_threshold` to `distill_weight` are
+# the losses, targets and distillation of published recipes; `teacher_sha256` makes the teacher a part of the config.
 # `decay_norms_and_biases` to `unfreeze_at`, the parts of the schedule, the kinds of clipping and `stop_early` are what
 # published recipes for training and fine-tuning name.
 FLAGS = (
-    "dataset task data_dir num_samples input_size num_classes train_split augment image_size "
+    "dataset task data_dir num_samples input_size num_classes train_split folds fold augment image_size "
     "resolution_schedule test_size crop_scale crop_ratio interpolation flip cutout vertical_flip "
     "policy policy_ops policy_magnitude policy_std "
     "color_jitter hue_jitter grayscale blur solarize erase mixup_alpha cutmix_alpha cutmix_share mix_epochs "

@@ -16,13 +16,15 @@ from paceline.settings.values import RENAMED
 
 # If one of these changes, it is another run.
 IDENTITY = (
-    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "augment", "image_size"),
+    *("dataset", "num_samples", "input_size", "num_classes", "train_split", "folds", "fold", "augment", "image_size"),
     *("model_name", "hidden_size", "model_args", "optimizer", "loss", "global_batch_size", "seed", "exact"),
     *("task", "class_weights", "best_by", "sampling", "epoch_samples", "teacher_sha256", "distill"),
 )
 # What checkpoints of releases before these settings were trained with.
 _BEFORE = {
     "loss": "",
+    "folds": 0,
+    "fold": 0,
     "model_args": [],
     "task": "single-label",
     "class_weights": [],

@@ -81,7 +81,7 @@ def _write(settings: Look, config: Config, recipe: str) -> int:
     data = load_dataset(replace(config.data, unreadable=10**9), config.train.seed)
     make_plan(config, data.info, 1)  # the checks that need the data
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    train_ids, validation_ids = split_samples(data.info, config.data)
+    train_ids, validation_ids = split_samples(data.info, config)
     workers = settings.workers or usable_cores()
     with Progress("checked", "samples") as progress:
         facts = look_at_data(

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_DIFFERENT, EXIT_FINISHED, UserError
 from paceline.launch.job import JobSpec, SlurmFlags, parse_job, parse_time_s
-from paceline.settings.declare import Arg, FlagsOf, Range
+from paceline.settings.declare import Arg, FlagsOf
 from paceline.settings.values import Setting
-from paceline.tools.study.grid import Scaling, Strategy, StudySpec
-from paceline.tools.study.plan import MOST_RANKS, MOST_REPEATS, Asked, plan_study, refuse_taken
+from paceline.tools.study.grid import StudySpec
+from paceline.tools.study.plan import Asked, check_cells, plan_study, refuse_taken
 
 if TYPE_CHECKING:  # imported late: --help must be fast
     from paceline.settings.load import LoadedConfig
@@ -29,7 +29,7 @@ _SET_BY_STUDY = ("nodes", "array", "start", "max_requeues", "signal_notice_s")
 
 
 @dataclass(frozen=True)
-class Study(RecipeSettings):
+class Study(Asked, RecipeSettings):
     """Train a recipe on every world size with every strategy, several times, and say how it scales and why.
 
     Each cell is an ordinary run in the folder of the study. The same command again continues a study that was stopped.
@@ -37,18 +37,6 @@ class Study(RecipeSettings):
     --start; ranks per node by --gpus-per-node or --processes-per-node.
     """
 
-    world_sizes: Annotated[
-        tuple[int, ...],
-        Range(low=1, high=MOST_RANKS),
-        Arg("N,N", many="commas", allowed=f"whole numbers from 1 to {MOST_RANKS}, for example 1,2,4"),
-    ] = ()
-    """Numbers of ranks (1, 2, 4, ... up to the limit of this machine, unless given)."""
-    strategies: Annotated[tuple[Strategy, ...], Arg("LIST", many="commas")] = ("ddp",)
-    """Strategies."""
-    repeats: Annotated[int, Range(low=1, high=MOST_REPEATS)] = 3
-    """Runs of each cell, for intervals."""
-    scaling: Scaling = "strong"
-    """strong: the same global batch for all. weak: the recipe's for one rank, times the ranks. both."""
     on: Literal["local", "slurm"] = "local"
     """local: one cell after the other, on this machine. slurm: an array per world size."""
     retry: bool = False
@@ -87,7 +75,7 @@ def study(settings: Study) -> int:
     loaded, spec = _plan(settings, job)
     folder = (settings.output_dir or Path("studies") / spec.name).absolute()
     spec = continue_study(folder, spec)
-    _check_cells(spec)
+    check_cells(spec)
     shapes = _shapes(settings, job, loaded, spec, folder) if job is not None else {}
     spec = _state_isolation(spec, shapes)
     states = read_states(folder, spec)
@@ -118,14 +106,13 @@ def _job_settings(settings: Study) -> dict[str, Setting]:
 def _plan(settings: Study, job: JobSpec | None) -> tuple[LoadedConfig, StudySpec]:
     from paceline.launch.request import read_request
 
-    asked = Asked(settings.world_sizes, settings.strategies, settings.repeats, settings.scaling)
     refuse_taken(settings.flags)
     loaded = read_request(settings.recipe, settings.flags)
     threads = 0
     if job is not None and not job.gpus:
         # The same threads per rank in every cell: the share of a rank on the fullest node.
         threads = max(1, job.cpus_per_task // job.ranks_per_node * job.tasks_per_node)
-    return loaded, plan_study(loaded, asked, settings.flags, place=settings.on, threads=threads)
+    return loaded, plan_study(loaded, settings, settings.flags, place=settings.on, threads=threads)
 
 
 def _check_jobs(
@@ -140,17 +127,6 @@ def _check_jobs(
     if jobs:
         require_inputs(loaded, brings_own_weights=bool(jobs[0].container_image or jobs[0].environment))
         check_cluster(jobs, given, places={"nodes": "flag --world-sizes"})
-
-
-def _check_cells(spec: StudySpec) -> None:
-    """Every check that `train` would make of any cell, before the first one starts."""
-    from paceline.launch.request import read_request
-    from paceline.settings.rules import check_world
-
-    for cell in {(c.strategy, c.world_size, c.global_batch_size) for c in spec.cells()}:
-        strategy, size, batch = cell
-        flags = [*spec.flags, f"--strategy={strategy}", f"--global-batch-size={batch}"]
-        check_world(read_request(spec.recipe, flags), size)
 
 
 def _shapes(settings: Study, job: JobSpec, loaded: LoadedConfig, spec: StudySpec, folder: Path) -> dict[int, JobSpec]:

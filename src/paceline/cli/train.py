@@ -46,8 +46,6 @@ def train(settings: Train) -> int:
         # Ranks read it from the environment: it is not part of the run, so no recipe holds it.
         os.environ[OUTPUT] = "quiet" if settings.quiet else "json"
     require_open_files()
-    # Read when torch is loaded: its profiler would print a line otherwise.
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     keep_bytecode()
     loaded = read_request(settings.recipe, settings.flags)
     return start_training(loaded, settings.as_arguments(), rank_main)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.data.draws import draw_permutation
 
-_ORDER, _SPLIT = 1, 2  # part of the hash, so draws for different purposes differ
+_ORDER, _SPLIT, _FOLDS = 1, 2, 7  # part of the hash, so draws for different purposes differ (3 to 6: sampling.py)
 _ID_BITS = 40
 SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
@@ -52,6 +52,18 @@ def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor
     num_train = num_samples if train_split == 1 else min(max(round(num_samples * train_split), 1), num_samples - 1)
     shuffled = draw_permutation(num_samples, _SPLIT, SPLIT_SEED)
     train, validation = shuffled[:num_train], shuffled[num_train:]
+    return train.sort().values, validation.sort().values
+
+
+def split_folds(num_samples: int, folds: int, fold: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Sample ids of the training and the validation part of a cross-validation, each ascending.
+
+    The validation parts of the folds 1, 2, ... are disjoint, cover all samples, and differ by at most one in length.
+    """
+    shuffled = draw_permutation(num_samples, _FOLDS, seed)
+    share = even_shares(num_samples, folds)[fold - 1]
+    validation = shuffled[share.start : share.stop]
+    train = torch.cat([shuffled[: share.start], shuffled[share.stop :]])
     return train.sort().values, validation.sort().values
 
 

@@ -136,7 +136,17 @@ def check_train_split(loaded: LoadedConfig) -> None:
 
 
 def require_used_split(loaded: LoadedConfig, has_validation: bool) -> None:
-    """Refuse --train-split on the command line if nothing is split. In a recipe it is for data without such a set."""
+    """Refuse --train-split on the command line if nothing is split. In a recipe it is for data without such a set.
+
+    Folds are refused everywhere: a run of a cross-validation with another validation set is not one.
+    """
+    if has_validation and loaded.config.data.folds:
+        raise UserError(
+            "--folds cuts the training set, but this data has a validation set of its own",
+            where=loaded.where("folds"),
+            got=loaded.config.data.folds,
+            hint="leave --folds out; to cut the training set, move the validation set away or into it",
+        )
     if has_validation and loaded.origin("train_split") == "flag":
         raise UserError(
             "--train-split has no effect: this data has a validation set of its own",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.launch.rank_processes import RankProcesses, start_fork_server
+from paceline.launch.rank_processes import FORKED_PRELOADS, LIBRARY_VARIABLES, THREADS, RankProcesses, start_fork_server
 from paceline.launch.rendezvous import Assignment, Rendezvous, StoppedWaiting
 from paceline.launch.watch import RankState, Watch
 from paceline.runs.process_handle import identity_of_this_process
@@ -59,12 +59,13 @@ class Attempts:
     """Runs attempts, one at a time."""
 
     def __init__(self, threads: int) -> None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # libraries read it when they are loaded
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # our report describes a closed socket
+        os.environ[THREADS] = str(threads)
+        for name, value in LIBRARY_VARIABLES.items():
+            os.environ.setdefault(name, value)
         self._taken = take_secret()  # before any process inherits the environment
         self._watch: Watch | None = None
         self._is_asked_to_stop = False
-        start_fork_server(["paceline.training.worker"])
+        start_fork_server(FORKED_PRELOADS)
 
     def stop_ranks(self, number: int) -> None:
         """Send a stop signal to the ranks of the current attempt. No more ranks are started."""

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from paceline.errors import PacelineError, error_from_json
 from paceline.launch.child_guard import PASSED_ON
+from paceline.launch.warm import WarmProcess, find_warm_server
 from paceline.runs.interpreter import python_command
 from paceline.runs.process_handle import end_group, identity_of_this_process, wait_for_group
 
@@ -33,7 +34,7 @@ Output = int | IO[Any] | None  # as subprocess.Popen takes it
 class Child:
     """A running command. Its exit code is that of the command; 128 + N if signal N has ended it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], error_file: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes] | WarmProcess, error_file: Path) -> None:
         self._process = process
         self._error_file = error_file
 
@@ -73,6 +74,7 @@ def start_child(
     shows_error: bool = False,
     hidden_folder: Path | None = None,
     environment: Mapping[str, str] | None = None,
+    warm_threads: int = 0,
 ) -> Iterator[Child]:
     """Run `paceline ARGUMENTS`. An exception inside of the block, such as Ctrl-C, ends the command and its ranks.
 
@@ -80,23 +82,34 @@ def start_child(
     hidden_folder: what is printed does not name it; for folders that do not last.
     kept_open: descriptors that the guard holds open. If this process is killed, a command that writes into a pipe must
     not fail at the pipe before it has saved.
+    warm_threads: CPU threads of a rank. With a number, a process that has torch loaded is kept for the next call, and
+    this call uses it if there is one (launch/warm.py). `stdout` and `stderr` are descriptors then.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-child-") as folder:
         error_file = Path(folder) / "error.json"
         variables = {_ERROR_FILE: str(error_file), _SHOWS_ERROR: "1" if shows_error else ""}
-        options = ["--parent", identity_of_this_process()]
-        options += [] if hidden_folder is None else ["--hide", str(hidden_folder)]
+        options = {"--parent": identity_of_this_process()}
+        options |= {} if hidden_folder is None else {"--hide": str(hidden_folder)}
+        variables = {**(os.environ if environment is None else environment), **variables}
+        warm = find_warm_server(variables, warm_threads) if warm_threads else None
+        process: subprocess.Popen[bytes] | WarmProcess | None = None
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until the guard can pass them on
         try:
-            process = subprocess.Popen(
-                [*python_command("-m", _GUARD, *options), *python_command("-m", "paceline", *arguments)],
-                stdin=subprocess.PIPE,
-                stdout=stdout,
-                stderr=stderr,
-                pass_fds=tuple(kept_open),
-                env={**(os.environ if environment is None else environment), **variables},
-                start_new_session=True,
-            )
+            if warm is not None:
+                assert isinstance(stdout, int)
+                assert isinstance(stderr, int)
+                process = warm.start(options, arguments, variables, streams=(stdout, stderr), kept_open=kept_open)
+            if process is None:
+                words = [word for pair in options.items() for word in pair]
+                process = subprocess.Popen(
+                    [*python_command("-m", _GUARD, *words), *python_command("-m", "paceline", *arguments)],
+                    stdin=subprocess.PIPE,
+                    stdout=stdout,
+                    stderr=stderr,
+                    pass_fds=tuple(kept_open),
+                    env=variables,
+                    start_new_session=True,
+                )
         except BaseException:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
             raise
@@ -113,12 +126,15 @@ def start_child(
             process.stdin.close()
 
 
-def _interrupt(process: subprocess.Popen[bytes]) -> None:
+def _interrupt(process: subprocess.Popen[bytes] | WarmProcess) -> None:
     """Ctrl-C for the command, which ends its ranks. Only the guard gets the signal: it passes it on once."""
     process.send_signal(signal.SIGINT)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_GRACE_S)
-    end_group(process, ask=signal.SIGKILL, grace_s=0.0)
+    if isinstance(process, WarmProcess):
+        process.kill_group()
+    else:
+        end_group(process, ask=signal.SIGKILL, grace_s=0.0)
 
 
 def report_error(error: dict[str, object] | None) -> bool:

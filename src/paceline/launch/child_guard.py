@@ -16,12 +16,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import IO
+from typing import IO, Protocol
 
 from paceline.errors import EXIT_INTERRUPTED, EXIT_PREEMPTED
 from paceline.runtime.signals import HEAR_SIGNALS_S, when_process_ends
@@ -33,13 +33,33 @@ _LAST_OUTPUT_S = 2.0
 _PR_SET_PDEATHSIG = 1
 
 
+class Command(Protocol):
+    """The running command: what the guard uses of subprocess.Popen."""
+
+    @property
+    def stdout(self) -> IO[bytes] | None: ...
+    @property
+    def stderr(self) -> IO[bytes] | None: ...
+    def wait(self, timeout: float, /) -> int: ...
+    def send_signal(self, number: int, /) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
 def main(arguments: list[str]) -> int:
     options = {"--parent": "", "--hide": ""}
     while arguments[0] in options:
         name, value, *arguments = arguments
         options[name] = value
-    hidden = Path(options["--hide"]) if options["--hide"] else None
-    children: list[subprocess.Popen[bytes]] = []
+    return run_guarded(options, arguments, _execute)
+
+
+def run_guarded(
+    options: Mapping[str, str], arguments: list[str], start: Callable[[list[str], int | None], Command]
+) -> int:
+    """Start the command and wait for its end. `start` gets its arguments, and PIPE if its output is filtered."""
+    hidden = Path(options["--hide"]) if options.get("--hide") else None
+    children: list[Command] = []
     early: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
@@ -54,13 +74,7 @@ def main(arguments: list[str]) -> int:
     if early:  # there is nothing to save
         return EXIT_INTERRUPTED if early[0] == signal.SIGINT else EXIT_PREEMPTED
     pipe = None if hidden is None else subprocess.PIPE
-    child = subprocess.Popen(
-        arguments,
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        preexec_fn=_make_stop_with_guard(),  # noqa: PLW1509 - the guard has no other thread yet
-    )
+    child = start(arguments, pipe)
     children.append(child)
     for received in early:
         child.send_signal(received)
@@ -72,7 +86,7 @@ def main(arguments: list[str]) -> int:
     end = partial(_end, child)
     for thread in (*printers, threading.Thread(target=_wait_for_end_of_input, args=(end,), daemon=True)):
         thread.start()
-    if options["--parent"]:
+    if options.get("--parent"):
         when_process_ends(options["--parent"], end)
     code = None
     while code is None:
@@ -83,12 +97,22 @@ def main(arguments: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _execute(arguments: list[str], pipe: int | None) -> Command:
+    return subprocess.Popen(
+        arguments,
+        stdin=subprocess.DEVNULL,
+        stdout=pipe,
+        stderr=pipe,
+        preexec_fn=make_stop_with_guard(),  # noqa: PLW1509 - the guard has no other thread yet
+    )
+
+
 def without_folder(text: str, folder: Path) -> str:
     """The text without the path of this folder, which is temporary."""
     return text.replace(f"{folder}/run", "the run folder").replace(f"{folder}/", "")
 
 
-def _make_stop_with_guard() -> Callable[[], None]:
+def make_stop_with_guard() -> Callable[[], None]:
     """For the new process, before it becomes the command: the kernel sends it SIGTERM when the guard is gone."""
     libc = ctypes.CDLL(None) if sys.platform == "linux" else None
     guard = os.getpid()
@@ -118,7 +142,7 @@ def _wait_for_end_of_input(then: Callable[[], None]) -> None:
     then()
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def _end(child: Command) -> None:
     child.terminate()
     with suppress(subprocess.TimeoutExpired):
         child.wait(_GRACE_S)

@@ -35,6 +35,14 @@ from paceline.runs.process_handle import ProcessHandle, find_forked, identity_of
 from paceline.runtime.detect import STORE_FD
 from paceline.runtime.signals import HEAR_SIGNALS_S, exit_with_process
 
+THREADS = "OMP_NUM_THREADS"
+# Libraries read these when they are loaded.
+LIBRARY_VARIABLES = {
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # our report describes a closed socket
+    "KINETO_LOG_LEVEL": "6",  # torch's profiler would print a line otherwise
+}
+FORKED_PRELOADS = ("paceline.training.worker",)
+_warm_threads: str | None = None  # THREADS when torch was loaded, if the server is a fork of a process with torch
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -63,12 +71,12 @@ class RankProcesses:
     ) -> None:
         """Run `main(*arguments)` in a new process. The fork server finds `main` by its name, so it is importable.
 
-        environment: variables in addition to those of the server. listener: the rank gets this socket for the store of
-        the ranks, as the descriptor STORE_FD. The launcher opens it, so no other process can take the port.
+        environment: variables in addition to those of this process. listener: the rank gets this socket for the store
+        of the ranks, as the descriptor STORE_FD. The launcher opens it, so no other process can take the port.
         """
         launcher = None if self._can_save else identity_of_this_process()
         process = multiprocessing.get_context("forkserver").Process(
-            target=_run_rank, args=(launcher, dict(environment or {}), listener, main, arguments)
+            target=_run_rank, args=(launcher, {**os.environ, **(environment or {})}, listener, main, arguments)
         )
         process.start()
         assert process.pid is not None
@@ -120,6 +128,7 @@ def _run_rank(
         exit_with_process(launcher)
     if listener is not None:
         environment[STORE_FD] = str(listener.detach())
+    os.environ.clear()
     os.environ.update(environment)
     main(*arguments)
 
@@ -129,12 +138,35 @@ def start_fork_server(preloaded: Sequence[str]) -> None:
 
     A scheduler sends stop signals to every process of a job. The server starts with them blocked, and ignores them as
     soon as it has loaded `launch/server.py`.
+
+    A command that the warm server has forked has a fork server already (launch/warm_server.py).
     """
+    if _warm_threads is not None:
+        if os.environ.get(THREADS) == _warm_threads:
+            return
+        _end_warm_server()
     multiprocessing.set_forkserver_preload(["paceline.launch.server", *preloaded])
     with safe_path():
         resource_tracker.ensure_running()  # first: `forkserver` would start it inside the block, and unblock signals
         with signals_blocked(*_STOP_SIGNALS):
             forkserver.ensure_running()
+
+
+def note_warm_server(threads: str) -> None:
+    """The server that runs is a fork of a process that has loaded its libraries with this value of THREADS."""
+    global _warm_threads
+    _warm_threads = threads
+
+
+def _end_warm_server() -> None:
+    """Libraries must be loaded with another number of threads. multiprocessing starts a new server then."""
+    global _warm_threads
+    _warm_threads = None
+    server = getattr(getattr(forkserver, "_forkserver", None), "_forkserver_pid", None)
+    end_fork_server()
+    with suppress(ChildProcessError):
+        assert server is not None
+        os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)  # multiprocessing reaps it
 
 
 def end_fork_server() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.errors import UserError
 
-_SHOWN = 20  # rows; the rest is counted
+SHOWN_ROWS = 20  # rows; the rest is counted
 
 
 class Table(list[dict[str, Any]]):
@@ -40,18 +40,18 @@ class Table(list[dict[str, Any]]):
         cells = [self.columns, *self._cells()]
         widths = [max(len(row[number]) for row in cells) for number in range(len(self.columns))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
-        return "\n".join(lines) + (f"\n... {len(self)} rows in all" if len(self) > _SHOWN else "")
+        return "\n".join(lines) + (f"\n... {len(self)} rows in all" if len(self) > SHOWN_ROWS else "")
 
     def _repr_html_(self) -> str:
         """For notebooks."""
         head = "".join(f"<th>{html.escape(name)}</th>" for name in self.columns)
         body = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in self._cells()]
         rows = "".join(f"<tr>{row}</tr>" for row in body)
-        more = f"<p>... {len(self)} rows in all</p>" if len(self) > _SHOWN else ""
+        more = f"<p>... {len(self)} rows in all</p>" if len(self) > SHOWN_ROWS else ""
         return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{more}"
 
     def _cells(self) -> list[list[str]]:
-        return [[_shown(name, row.get(name)) for name in self.columns] for row in self[:_SHOWN]]
+        return [[_shown(name, row.get(name)) for name in self.columns] for row in self[:SHOWN_ROWS]]
 
 
 def _shown(name: str, value: Any) -> str:

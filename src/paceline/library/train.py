@@ -11,6 +11,7 @@ from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, UserError
 from paceline.launch.request import decide_processes, read_request
 from paceline.library.child_run import train_in_child
+from paceline.library.epochs import OnEpoch, check_on_epoch
 from paceline.library.functions import is_of_notebook, reference_to, write_down
 from paceline.library.run import Run
 from paceline.runs.folder import RunFolder
@@ -41,6 +42,7 @@ def train(
     output_dir: str | Path | None = None,
     quiet: bool = False,
     trust_code: bool = False,
+    on_epoch: OnEpoch | None = None,
     **flags: Any,
 ) -> Run:
     """Train a recipe (shipped with Paceline, or a YAML file) and return the finished run.
@@ -54,11 +56,15 @@ def train(
     Each may be a name, `FILE.py:FUNCTION`, or the function itself. A function of a notebook is written, with everything
     it uses, to functions.py in the run folder.
 
+    `on_epoch(epoch)` is called in this process after each epoch, with a `paceline.Epoch`. If it returns
+    `paceline.STOP`, the run saves, tests and ends. If it raises, the run saves and stops, and the exception is raised.
+
     A mistake raises `paceline.errors.UserError` before anything starts. Use `trust_code` for a recipe that is another
     user's config.yaml: functions that it names are executed only with it.
     """
     with trusting_code(trust_code):
         _refuse_within_a_rank()
+        check_on_epoch(on_epoch)
         given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
         settings = _settings(given, flags) | {"output_dir": output_dir}
         typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
@@ -76,7 +82,7 @@ def train(
             tokens = [token for setting in _as_settings(settings, file) for token in setting.tokens()]
             arguments = [str(recipe), *tokens, f"--output-dir={_place(output_dir, folder)}"]
             try:
-                train_in_child(arguments, folder, quiet=quiet)
+                train_in_child(arguments, folder, quiet=quiet, on_epoch=on_epoch)
             except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
                 if before is not None:
                     write_plain(file, before)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from paceline.metrics.screen import (
     BRIEF,
+    NO_FIGURES,
     LiveLine,
     can_show,
     fit_to,
@@ -27,6 +28,7 @@ from paceline.metrics.screen import (
     write_line,
 )
 from paceline.runs.epoch_clock import EpochClock
+from paceline.runtime.caller import report_epoch
 
 _HEADING = ["  epoch", "train loss", "    acc", "val loss", "    acc", "    img/s", "   time"]
 _WIDEST_BAR, _NARROWEST_BAR = 30, 8
@@ -56,6 +58,7 @@ class Console:
     ) -> None:
         self._mode = output_mode()
         self._has_rows = is_enabled and self._mode == "json"
+        self._is_primary = is_enabled
         self._is_enabled = is_enabled and self._mode != "quiet"
         self._metric_lines = metric_lines
         self.clock = clock
@@ -70,7 +73,7 @@ class Console:
     @property
     def _is_live(self) -> bool:
         """Checked each time: the terminal may close during the run."""
-        return self._is_enabled and self._mode != BRIEF and is_live(message_stream())
+        return self._is_enabled and self._mode not in (BRIEF, NO_FIGURES) and is_live(message_stream())
 
     def note(self, text: str, *, style: str | None = None) -> None:
         if self._is_enabled:
@@ -99,7 +102,7 @@ class Console:
             self._line.draw()
             return
         self.stop()
-        if self._mode == BRIEF:
+        if self._mode in (BRIEF, NO_FIGURES):
             return
         epoch = f"  epoch {self._epoch_of(step)}/{self._epochs}" if self.clock else ""
         self.note(
@@ -114,12 +117,12 @@ class Console:
     ) -> None:
         """Print a row of the table. There may be no validation set."""
         epochs = self._epochs
+        figures = {"train": dict(train), "val": dict(val) if val else None, "is_best": best}
+        row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": step, **figures}
+        if self._is_primary:
+            report_epoch(row)
         if self._has_rows:
-            row = {"kind": "epoch", "epoch": epoch, "epochs": epochs, "step": step}
-            print(
-                json.dumps({**row, "train": dict(train), "val": dict(val) if val else None, "is_best": best}),
-                flush=True,
-            )
+            print(json.dumps(row), flush=True)
         if self._is_live:
             cells = [
                 f"{epoch}/{epochs}",
@@ -129,7 +132,7 @@ class Console:
             ]
             mark = ("★" if can_show("★", message_stream()) else "*") + " best" if best else ""
             self.note(_row(cells, mark, width_of(message_stream()) - 1), style="green" if best else None)
-        elif self._mode != BRIEF or has_brief_line(epoch, epochs):
+        elif self._mode != NO_FIGURES and (self._mode != BRIEF or has_brief_line(epoch, epochs)):
             self.note(
                 f"epoch {epoch:>{len(str(epochs))}}/{epochs}"
                 f"  train loss {train['loss']:.4f}{_accuracy(train, ' acc ')}"

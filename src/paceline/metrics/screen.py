@@ -20,6 +20,7 @@ from paceline.metrics.safe_output import write_at_once
 
 OUTPUT = "PACELINE_OUTPUT"  # quiet or json: passes the flag of `paceline train` to its ranks
 BRIEF = "brief"  # a value of OUTPUT: at most about ten epoch lines, for task logs of other programs
+NO_FIGURES = "no-figures"  # a value of OUTPUT: no lines of steps and epochs, because a notebook shows them as a table
 ERASE = "\r\x1b[J"
 # Between these codes the terminal cuts a line that is too wide. Right after a window became narrower, the system still
 # reports the old width.
@@ -31,7 +32,7 @@ _LABEL = re.compile(r"(\s*\w+:?\s{2,})\S")  # "data      shapes: ..."
 
 
 def output_mode() -> str:
-    """quiet, json, brief, or empty for normal output."""
+    """quiet, json, brief, no-figures, or empty for normal output."""
     return os.environ.get(OUTPUT, "")
 
 

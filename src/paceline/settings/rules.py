@@ -26,6 +26,7 @@ def check_config(loaded: LoadedConfig) -> None:
     check_optimization(loaded)
     check_resolution(loaded)
     _check_repeats(loaded)
+    _check_folds(loaded)
     parse_faults(loaded.config.guard.inject, loaded.where("inject"))
 
 
@@ -128,6 +129,33 @@ def _check_repeats(loaded: LoadedConfig) -> None:
             got=f"{repeats} repeats and global_batch_size {batch}",
             allowed=f"a global batch that is a multiple of {repeats}, with at least two samples",
             hint=f"--global-batch-size {_either(near)}",
+        )
+
+
+def _check_folds(loaded: LoadedConfig) -> None:
+    folds, fold = loaded.config.data.folds, loaded.config.data.fold
+    if folds == 1 or (fold and not folds):
+        name = "folds" if folds == 1 else "fold"
+        raise UserError(
+            "cross-validation needs at least two folds",
+            where=loaded.where(name),
+            got=f"--folds {folds}" + (f" --fold {fold}" if fold else ""),
+            hint="--folds 5 --fold 1",
+        )
+    if folds and not 1 <= fold <= folds:
+        raise UserError(
+            "a run of a cross-validation needs the number of its fold",
+            where=loaded.where("fold" if fold else "folds"),
+            got=f"--folds {folds}" + (f" --fold {fold}" if fold else " without --fold"),
+            allowed=f"--fold 1 to --fold {folds}",
+            hint=f"--fold 1; in Python paceline.cross_validate(folds={folds}) trains all of them",
+        )
+    if folds and loaded.origin("train_split") == "flag":
+        raise UserError(
+            "--train-split has no effect: the folds decide which samples are the validation set",
+            where=loaded.where("train_split"),
+            got=f"--train-split {loaded.config.data.train_split:g} with --folds {folds}",
+            hint="leave --train-split or --folds out",
         )
 
 

@@ -40,6 +40,13 @@ class DataConfig:
     """Fraction of the training set that is used for training; the rest is the validation set. 1: no validation. Not
     for data that has a validation set of its own: a val folder, or a function that returns one."""
 
+    folds: Annotated[int, Range(low=0, high=1000)] = 0
+    """Cross-validation: cut the training set into this many equal parts by the seed. A run validates with one of them
+    (fold) and trains on the others, instead of train-split. 0: no cross-validation."""
+
+    fold: Annotated[int, Range(low=0, high=1000)] = 0
+    """The part to validate with, from 1 to folds."""
+
     augment: Literal["none", "light", "gentle", "lively", "imagenet", "resized-crop"] = "light"
     """light: shifted crop and flip. gentle: half the shift, mirrored borders, and a flip that alternates between
     epochs. lively: like gentle, with the whole shift. imagenet: resize, random crop to image-size, flip. resized-crop:

@@ -194,7 +194,7 @@ def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *
     loaded = load_once_per_node(config.data, config.train.seed, world, partial(gather_texts, world=world))
     require_same_data(loaded.fingerprint(), world)
     fingerprint = agree_on_data(loaded, world)
-    train_ids, validation_ids = split_samples(loaded.info, config.data)
+    train_ids, validation_ids = split_samples(loaded.info, config)
     # Only the primary writes checkpoints.
     is_described = world.is_primary and is_for_training
     held_out = describe_split(loaded, train_ids, validation_ids) if is_described else None

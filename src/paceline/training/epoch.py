@@ -14,6 +14,7 @@ from paceline.metrics.safe_output import describe_console_loss
 from paceline.metrics.throughput import Stopwatch, read_memory
 from paceline.parallel.collectives import gather_texts, is_true_on_any, tree_sum, wait_for_all
 from paceline.runs.epoch_clock import EpochClock
+from paceline.runtime.caller import is_end_with_results_wanted
 from paceline.runtime.requeue import requeue_job
 from paceline.settings.schema import RunConfig
 from paceline.settings.tasks import REGRESSION
@@ -139,7 +140,10 @@ def _take_step(session: TrainingSession, batch: Batch, lr: float) -> StepReport 
 
 
 def _is_stop_due(session: TrainingSession) -> bool:
-    return session.guards.stop.is_due(session.config.guard.notice_s, _seconds_to_stop(session))
+    stop = session.guards.stop
+    if stop.reason is not None and is_end_with_results_wanted():
+        return not session.is_ending  # the test and the results are what the caller waits for
+    return stop.is_due(session.config.guard.notice_s, _seconds_to_stop(session))
 
 
 def require_no_stop(session: TrainingSession) -> None:
@@ -161,6 +165,18 @@ def _is_saved(session: TrainingSession) -> bool:
 def _seconds_to_stop(session: TrainingSession) -> float:
     """An upper estimate of the time for one more step and a save."""
     return 2 * session.checkpoints.last_save_s + 2 * session.guards.watchdog.longest_step_s + 1.0
+
+
+def end_or_stop(session: TrainingSession) -> None:
+    """After an agreed stop: save and return if the caller wants test and results now, else stop the run. Collective."""
+    if not is_true_on_any(session.world.is_primary and is_end_with_results_wanted(), session.world):
+        stop_run(session)
+    session.is_ending = True
+    session.console.stop()
+    step = session.state.step
+    session.console.note(f"ending at step {step}, because the caller asked for it")
+    if step > 0 and not _is_saved(session):
+        save(session, is_best=False)
 
 
 def stop_run(session: TrainingSession, *, can_save: bool = True) -> NoReturn:

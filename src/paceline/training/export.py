@@ -36,47 +36,76 @@ Forward = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
+class Loaded:
+    """A model that was loaded from its file."""
+
+    forward: Forward | None  # None if it cannot run here
+    note: str = ""  # for the verdict
+
+
+@dataclass(frozen=True)
 class Format:
     """How a model becomes a file, comes back from it, and is used by others."""
 
     file: str
-    # Of a model, an unfilled one, an example and the file; returns what was loaded, None if it cannot run here.
-    write: Callable[[nn.Module, nn.Module, Tensor, Path], Forward | None]
+    write: Callable[[nn.Module, nn.Module, Tensor, Path], Loaded]  # of a model, an unfilled one, an example, the file
     code: str  # makes `logits` of `inputs`, for the card
 
 
-def _through_safetensors(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
+def _through_safetensors(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Loaded:
     # Copies: safetensors refuses weights that two layers share. Extra state has no place in it.
     tensors = {name: value.clone() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     save_file(tensors, file, metadata={"format": "pt"})
     blank.load_state_dict(load_file(file), strict=False)
-    return blank
+    return Loaded(blank)
 
 
-def _through_torchscript(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
+def _through_torchscript(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Loaded:
     # Tracing works with any model. It may fix the batch size, which our check finds.
     torch.jit.save(torch.jit.trace(model, example, check_trace=False), file)
-    loaded: Forward = torch.jit.load(file, map_location="cpu")
-    return loaded
+    return Loaded(torch.jit.load(file, map_location="cpu"))
 
 
-def _through_torch_export(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward:
+def _through_torch_export(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Loaded:
     shapes = ({0: torch.export.Dim("batch")},)
     torch.export.save(torch.export.export(model, (example,), dynamic_shapes=shapes), file)
-    return torch.export.load(file).module()
+    return Loaded(torch.export.load(file).module())
 
 
-def _through_onnx(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Forward | None:
-    batch = {"input": {0: "batch"}, "logits": {0: "batch"}}
-    # The older exporter needs onnx alone, the newer one also onnxscript.
-    names: dict[str, Any] = {"input_names": ["input"], "output_names": ["logits"], "dynamic_axes": batch}
-    torch.onnx.export(model, (example,), file, dynamo=False, **names)
-    importlib.import_module("onnx").checker.check_model(str(file), full_check=True)
+def _through_onnx(model: nn.Module, blank: nn.Module, example: Tensor, file: Path) -> Loaded:
+    """By the exporter that torch recommends. If it is not installed or fails, by the older one, with a note."""
+    try:
+        importlib.import_module("onnxscript")
+        _write_onnx_by_dynamo(model, example, file)
+        note = "written by torch.export"
+    except ImportError:
+        _write_onnx_by_tracing(model, example, file)
+        note = "written by torch's older exporter: pip install onnxscript for the newer one"
+    except Exception as error:  # an operator or a control flow that it does not know
+        _write_onnx_by_tracing(model, example, file)
+        note = f"written by torch's older exporter: the newer one fails with {first_line(error)}"
     if importlib.util.find_spec("onnxruntime") is None:
-        return None
+        return Loaded(None, note)
     runtime = importlib.import_module("onnxruntime")
     session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
-    return lambda inputs: torch.from_numpy(session.run(["logits"], {"input": inputs.numpy()})[0])
+    return Loaded(lambda inputs: torch.from_numpy(session.run(["logits"], {"input": inputs.numpy()})[0]), note)
+
+
+def _write_onnx_by_dynamo(model: nn.Module, example: Tensor, file: Path) -> None:
+    names: dict[str, Any] = {"input_names": ["input"], "output_names": ["logits"]}
+    shapes = ({0: torch.export.Dim("batch")},)
+    # One file; a model of more than 2 GB does not fit into one, and is written by the other exporter.
+    torch.onnx.export(
+        model, (example,), file, dynamo=True, dynamic_shapes=shapes, external_data=False, verbose=False, **names
+    )
+    importlib.import_module("onnx").checker.check_model(str(file), full_check=True)
+
+
+def _write_onnx_by_tracing(model: nn.Module, example: Tensor, file: Path) -> None:
+    names: dict[str, Any] = {"input_names": ["input"], "output_names": ["logits"]}
+    batch = {"input": {0: "batch"}, "logits": {0: "batch"}}
+    torch.onnx.export(model, (example,), file, dynamo=False, dynamic_axes=batch, **names)
+    importlib.import_module("onnx").checker.check_model(str(file), full_check=True)
 
 
 _FORWARD = "with torch.no_grad():\n    logits = model(torch.from_numpy(inputs))[0]\n"
@@ -184,7 +213,8 @@ def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -
             warnings.simplefilter("ignore")
             blank = _build(run)
             with run.record.sources.importable():  # exporters import the modules of a model by name
-                forward = FORMATS[format_name].write(model, blank, probe[:2], file)
+                loaded = FORMATS[format_name].write(model, blank, probe[:2], file)
+            forward = loaded.forward
             pairs = [(forward(inputs), logits) for inputs, logits in expected] if forward else []
     except Exception as error:  # each exporter raises its own kinds of errors
         raise UserError(
@@ -193,9 +223,9 @@ def _write_model(run: OpenRun, format_name: str, model: nn.Module, file: Path) -
             got=first_line(error),
             hint="another --format: " + ", ".join(name for name in FORMATS if name != format_name),
         ) from error
-    if not pairs:
-        return "checked by onnx.checker only; without onnxruntime its logits could not be compared"
-    return _judge(format_name, pairs)
+    only_checked = "checked by onnx.checker only; without onnxruntime its logits could not be compared"
+    verdict = _judge(format_name, pairs) if pairs else only_checked
+    return f"{verdict}; {loaded.note}" if loaded.note else verdict
 
 
 def _judge(format_name: str, pairs: list[tuple[Tensor, Tensor]]) -> str:

@@ -54,7 +54,9 @@ def _device_name(device: str) -> str:
 def describe_data(plan: RunPlan) -> str:
     info = plan.info
     folders = dict(info.folders)
-    validation = "own set" if info.num_validation else f"held out of {folders[TRAIN]}" if folders else ""
+    data = plan.config.data
+    held_out = f"fold {data.fold} of {data.folds}" if data.folds else f"held out of {folders[TRAIN]}" if folders else ""
+    validation = "own set" if info.num_validation else held_out
     origins = {**folders, VALIDATION: folders.get(VALIDATION, validation if plan.num_validation else "")}
     sizes = {TRAIN: plan.num_train, VALIDATION: plan.num_validation, TEST: info.num_test}
     parts = ", ".join(

@@ -15,7 +15,16 @@ from paceline.runs.place import RunPlace
 from paceline.runtime.detect import World
 from paceline.settings.schema import Config
 from paceline.training.bad_numbers import RollBack, roll_back
-from paceline.training.epoch import StopAgreed, is_over, is_save_due, require_no_stop, save, stop_run, train_epoch
+from paceline.training.epoch import (
+    StopAgreed,
+    end_or_stop,
+    is_over,
+    is_save_due,
+    require_no_stop,
+    save,
+    stop_run,
+    train_epoch,
+)
 from paceline.training.examples import open_examples
 from paceline.training.guards import Guards
 from paceline.training.results import Results, RunTotals, describe_summary, gather_ranks, hash_state, make_results
@@ -49,13 +58,14 @@ def train(
                 save(session, is_best=is_best)
             if session.is_stopping:
                 raise StopAgreed
-        stepping_s = watch.seconds
     except StopAgreed:
-        stop_run(session)
+        end_or_stop(session)
     finally:
+        stepping_s = watch.seconds
         console.stop()
         checkpoints.wait()
     checkpoints.finish()
+    session.is_ending = True
     state, recorder = session.state, session.recorder
     session.guards.enter("finish", state.step)
     timing = session.guards.phases.summary(is_waiting_known=components.model.exposed.is_known)

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo
-from paceline.data.order import split_train_validation
+from paceline.data.order import split_folds, split_train_validation
 from paceline.errors import UserError
 from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
-from paceline.settings.schema import Config, DataConfig
+from paceline.settings.schema import Config
 from paceline.settings.tasks import TOP5_CLASSES, best_metric
 from paceline.training.schedule import learning_rate, peak_learning_rate
 
@@ -82,7 +82,7 @@ def make_plan(
     `count_epochs`: makes the epoch clock of a run with so many steps per epoch; a resumed run continues its own.
     """
     if parts is None:
-        train, validation = split_samples(info, config.data)
+        train, validation = split_samples(info, config)
         parts = len(train), len(validation)
     num_train, num_validation = parts
     batch, epoch_samples = config.train.global_batch_size, config.data.epoch_samples or num_train
@@ -137,11 +137,21 @@ def make_plan(
     )
 
 
-def split_samples(info: DatasetInfo, config: DataConfig) -> tuple[Tensor, Tensor]:
+def split_samples(info: DatasetInfo, config: Config) -> tuple[Tensor, Tensor]:
     """Sample ids to train on and to validate with: of the training set, or of the data's own validation set."""
+    folds = config.data.folds
     if info.num_validation:
         return torch.arange(info.num_train), torch.arange(info.num_validation)
-    return split_train_validation(info.num_train, config.train_split)
+    if folds > info.num_train:
+        raise UserError(
+            f"the training set cannot be cut into {folds} folds",
+            where="folds",
+            got=f"{info.num_train:,} training samples",
+            allowed=f"up to {info.num_train}",
+        )
+    if folds:
+        return split_folds(info.num_train, folds, config.data.fold, config.train.seed)
+    return split_train_validation(info.num_train, config.data.train_split)
 
 
 def _require_equal_parts(config: Config, world_size: int) -> None:

@@ -179,7 +179,7 @@ def _record_of_data(config: Config, checkpoint: Checkpoint, named: NamedCheckpoi
         raise CheckpointError(_NO_RECORD, where=where, got="other data:\n" + "\n".join(changed), hint=_HINT)
     _log.info("note: %s; they are read from the data, which is the same", _NO_RECORD)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    train, validation = split_samples(data.info, config.data)
+    train, validation = split_samples(data.info, config)
     return make_record(config, data.info, (len(train), len(validation)), pipeline, is_marked=False)
 
 

@@ -42,6 +42,7 @@ class TrainingSession:
     place: RunPlace
     stragglers: Stragglers
     is_stopping: bool = False  # the ranks have agreed to stop
+    is_ending: bool = False  # all steps are done, or the caller wants the results now
     status_written_at_s: float = 0.0  # by the monotonic clock
     rollbacks: dict[int, int] = field(default_factory=dict)  # how often the run went back to which checkpoint
 

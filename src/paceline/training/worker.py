@@ -149,7 +149,7 @@ def _train_with_status(loaded: LoadedConfig, world: World, place: RunPlace, guar
 def _check_split_of_function(loaded: LoadedConfig) -> None:
     """Only a call of the user's function says whether its data has a validation set."""
     data = loaded.config.data
-    if is_reference(data.dataset) and loaded.origin("train_split") == "flag":
+    if is_reference(data.dataset) and (data.folds or loaded.origin("train_split") == "flag"):
         info = describe_dataset(data, loaded.config.train.seed)  # the function is not called again for the training
         require_used_split(loaded, info.num_validation > 0)
 

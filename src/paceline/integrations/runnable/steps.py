@@ -82,12 +82,12 @@ def _step(function: _Step) -> _Step:
 def prepare_data(**parameters: Any) -> dict[str, Any]:
     """Check the parameters, load the data and describe it in a file. Returns the request for `train`."""
     request, loaded = make_request(name_parameters(parameters))
-    from paceline.data.order import split_train_validation
     from paceline.data.registry import load_dataset
+    from paceline.training.plan import split_samples
 
     config = loaded.config
     data = load_dataset(config.data, config.train.seed)
-    train_ids, validation_ids = split_train_validation(len(data.train), config.data.train_split)
+    train_ids, validation_ids = split_samples(data.info, config)
     info = {
         "name": data.info.name,
         "train_samples": len(train_ids),

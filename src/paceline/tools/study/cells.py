@@ -6,7 +6,7 @@ import json
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,14 +64,20 @@ def prepare(folder: Path, spec: CellSpec, found: CellState) -> None:
 
 
 def run_local(
-    folder: Path, spec: CellSpec, states: Sequence[CellState], *, retries: bool, on_change: Callable[[CellState], Any]
+    folder: Path,
+    spec: CellSpec,
+    states: Sequence[CellState],
+    *,
+    retries: bool,
+    on_change: Callable[[CellState], Any],
+    environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run the open cells. Calls `on_change` at every change."""
+    """Run the open cells. Calls `on_change` at every change. `environment`: of the cells, instead of this process's."""
     for found in open_cells(states, retries=retries):
         prepare(folder, spec, found)
         found.state, found.began = "running", time.monotonic()
         on_change(found)
-        code, reason = _run(folder, spec, found)
+        code, reason = _run(folder, spec, found, environment)
         found.wall_s = time.monotonic() - found.began
         note = {"code": code, "wall_s": found.wall_s, "words": reason}
         write_json(note_path(folder, found.cell), note)
@@ -87,11 +93,12 @@ def run_local(
         on_change(found)
 
 
-def _run(folder: Path, spec: CellSpec, found: CellState) -> tuple[int, str]:
+def _run(folder: Path, spec: CellSpec, found: CellState, environment: Mapping[str, str] | None) -> tuple[int, str]:
     """Run one cell's command. Returns its exit code and, if it failed, its error or its last lines."""
     log = _log(folder, found.cell)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("wb") as out, start_child(spec.command(found.cell, folder), stdout=out, stderr=out) as child:
+    command = spec.command(found.cell, folder)
+    with log.open("wb") as out, start_child(command, stdout=out, stderr=out, environment=environment) as child:
         code, error = child.wait(), child.error()
     if code == EXIT_FINISHED:
         return code, ""

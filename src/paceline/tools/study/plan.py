@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from paceline.errors import UserError
+from paceline.launch.request import read_request
 from paceline.runtime.cores import usable_cores
 from paceline.runtime.detect import count_gpus
+from paceline.settings.declare import Arg, Range
 from paceline.settings.load import LoadedConfig
+from paceline.settings.rules import check_world
 from paceline.settings.values import Setting
 from paceline.tools.study.grid import STRATEGIES, TAKEN, Scaling, Strategy, StudySpec
 
@@ -22,10 +26,18 @@ _EPOCHS = 3  # the first warms up, the others are measured
 class Asked:
     """The study's own settings."""
 
-    world_sizes: tuple[int, ...] = ()  # empty: 1, 2, 4, ... up to the limit of this machine
-    strategies: tuple[Strategy, ...] = ("ddp",)
-    repeats: int = 3
+    world_sizes: Annotated[
+        tuple[int, ...],
+        Range(low=1, high=MOST_RANKS),
+        Arg("N,N", many="commas", allowed=f"whole numbers from 1 to {MOST_RANKS}, for example 1,2,4"),
+    ] = ()
+    """Numbers of ranks (1, 2, 4, ... up to the limit of this machine, unless given)."""
+    strategies: Annotated[tuple[Strategy, ...], Arg("LIST", many="commas")] = ("ddp",)
+    """Strategies."""
+    repeats: Annotated[int, Range(low=1, high=MOST_REPEATS)] = 3
+    """Runs of each cell, for intervals."""
     scaling: Scaling = "strong"
+    """strong: the same global batch for all. weak: the recipe's for one rank, times the ranks. both."""
 
 
 def refuse_taken(flags: Sequence[Setting]) -> None:
@@ -59,6 +71,13 @@ def plan_study(
         stated=tuple(stated),
         place=place,
     )
+
+
+def check_cells(spec: StudySpec) -> None:
+    """Every check that `train` would make of any cell, before the first one starts."""
+    for strategy, size, batch in {(c.strategy, c.world_size, c.global_batch_size) for c in spec.cells()}:
+        flags = [*spec.flags, f"--strategy={strategy}", f"--global-batch-size={batch}"]
+        check_world(read_request(spec.recipe, flags), size)
 
 
 def _settle(loaded: LoadedConfig, sizes: list[int], place: str, threads: int) -> tuple[list[str], list[str]]:
