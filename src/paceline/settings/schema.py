@@ -21,8 +21,8 @@ Probability = Annotated[float, Range(low=0.0, high=1.0)]
 @dataclass(frozen=True)
 class DataConfig:
     dataset: str = "shapes"
-    """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), or
-    FILE.py:FUNCTION."""
+    """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), arrays (that
+    paceline.train wrote from Python), or FILE.py:FUNCTION."""
 
     data_dir: str = "data"
     """The folder of the data sets, also for downloads."""
