@@ -6,7 +6,8 @@ The same rules hold for what a data set function returns and for objects that ar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ EXPECTED_SAMPLE = (
 _COLOURS = (1, 3)  # numbers of channels that are recognised in the last place
 _STATISTICS_SAMPLES = 1024
 _CLASSES = "classes"
+Transform = Callable[[Any], Any]
 _LABEL_COLUMNS = ("label", "labels", "target", "class")
 
 
@@ -58,9 +60,12 @@ def _parts_of_mapping(returned: Mapping[Any, Any]) -> dict[str, Any]:
     return {part: value for part, value in found.items() if part != VALIDATION or value is not None}
 
 
-def adapt_parts(given: Mapping[str, Any], classes: Any, name: str) -> LoadedData:
-    """All parts as data sets, checked: not empty, of one shape and type, with labels that fit the classes."""
-    opened = {part: _open(given[part], part) for part in PARTS if part in given}
+def adapt_parts(given: Mapping[str, Any], classes: Any, name: str, transform: Transform | None = None) -> LoadedData:
+    """All parts as data sets, checked: not empty, of one shape and type, with labels that fit the classes.
+
+    `transform` is applied to each sample whenever it is read.
+    """
+    opened = {part: _open(given[part], part, transform) for part in PARTS if part in given}
     if classes is None:
         classes = opened[TRAIN].classes
     names = class_names(classes, [part.labels for part in opened.values()])
@@ -86,9 +91,9 @@ def describe_parts(parts: Mapping[str, Dataset], names: tuple[str, ...], name: s
     return DatasetInfo(name, len(parts[TRAIN]), len(parts[TEST]), names, shape, mean, std, num_validation)
 
 
-def adapt_part(given: Any, part: str, classes: tuple[str, ...]) -> Dataset:
+def adapt_part(given: Any, part: str, classes: tuple[str, ...], transform: Transform | None = None) -> Dataset:
     """One part for a model that has these classes."""
-    opened = _open(given, part)
+    opened = _open(given, part, transform)
     class_names(classes, [opened.labels])
     return opened.with_labels(encode_labels(opened.labels, classes))
 
@@ -109,21 +114,25 @@ class _Opened:
         return _Reader(self._source, labels)
 
 
-def _open(given: Any, part: str) -> _Opened:
+def _open(given: Any, part: str, transform: Transform | None) -> _Opened:
     try:
-        return _open_part(given)
+        return _open_part(given, transform)
     except PacelineError as error:
         error.where = f"{part} part" + (f", {error.where}" if error.where else "")
         raise
 
 
-def _open_part(given: Any) -> _Opened:
+def _open_part(given: Any, transform: Transform | None) -> _Opened:
     classes = getattr(given, "classes", None)
     if hasattr(given, "read") and hasattr(given, "labels"):
+        if transform is not None:
+            raise UserError("a data set with read(indices) has no transform", hint="apply it in read(indices)")
         return _Opened(as_raw_labels(given.labels), given, classes)
     tensors = getattr(given, "tensors", None)  # of torch's TensorDataset
     if isinstance(tensors, tuple) and len(tensors) == 2:
         given = tensors
+    if isinstance(given, tuple | list) and len(given) == 2 and transform is not None:
+        given = _Pairs(*given)
     if isinstance(given, tuple | list) and len(given) == 2:
         samples, labels = as_samples(given[0]), as_raw_labels(given[1])
         if len(samples) != len(labels):
@@ -134,7 +143,7 @@ def _open_part(given: Any) -> _Opened:
     if is_map_style(given):
         if len(given) == 0:
             raise no_samples()
-        inner = MapStyle(given)
+        inner = MapStyle(given, transform)
         return _Opened(as_raw_labels(inner.raw_labels()), inner, inner.classes)
     raise UserError("this is not a data set", got=kind_of(given), allowed=EXPECTED_PART)
 
@@ -158,11 +167,44 @@ class _Reader:
         return as_samples(self._inner.read(indices))
 
 
+class _Pairs:
+    """Samples and labels as a map-style data set, for a transform."""
+
+    def __init__(self, samples: Any, labels: Any) -> None:
+        if len(samples) != len(labels):
+            raise UserError(
+                "samples and labels differ in number", got=f"{len(samples)} samples and {len(labels)} labels"
+            )
+        self._samples = samples
+        self.targets = labels
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self._samples[index], self.targets[index]
+
+
+def _transformed(transform: Transform, sample: Any, index: int) -> Any:
+    try:
+        return transform(sample)
+    except PacelineError:
+        raise
+    except Exception as error:  # whatever the user's code raises
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            "the transform failed",
+            where=f"sample {index}; {frame.filename}, line {frame.lineno}",
+            got=f"{type(error).__name__}: {error}",
+        ) from error
+
+
 class MapStyle:
     """A data set with `len(...)` and `[index]`. An item is (sample, label), or a dict with a column of labels."""
 
-    def __init__(self, inner: Any) -> None:
+    def __init__(self, inner: Any, transform: Transform | None = None) -> None:
         self._inner = inner
+        self._transform = transform
         self._label_column = _label_column(inner[0])
         self.is_pictures = isinstance(self._item(0)[0], Image.Image)
         self._shape = self._sample(0).shape
@@ -185,6 +227,10 @@ class MapStyle:
             known = list(self._inner[self._label_column])
         return [self._item(index)[1] for index in range(len(self))] if known is None else known
 
+    def raw_sample(self, index: int) -> Any:
+        """A sample as the data set returns it."""
+        return self._item(index)[0]
+
     def samples(self, indices: Tensor) -> Tensor:
         return torch.stack([self._checked(index) for index in indices.tolist()])
 
@@ -202,6 +248,8 @@ class MapStyle:
 
     def _sample(self, index: int) -> Tensor:
         sample = self._item(index)[0]
+        if self._transform is not None:
+            sample = _transformed(self._transform, sample, index)
         if isinstance(sample, Image.Image):
             sample = np.array(_as_picture(sample, index))
         return as_samples(as_tensor(sample)[None])[0]
@@ -271,8 +319,12 @@ def as_tensor(values: Any) -> Tensor:
         # torch warns about arrays that cannot be written, and has no negative strides.
         is_usable = array.flags.writeable and all(stride >= 0 for stride in array.strides)
         return torch.from_numpy(array if is_usable else array.copy())
-    except (TypeError, ValueError) as error:
+    except TypeError as error:
         raise UserError("this is not an array of numbers", got=kind_of(values), allowed=EXPECTED_SAMPLE) from error
+    except ValueError as error:  # numpy cannot stack them
+        raise UserError(
+            "these samples differ in shape", got=kind_of(values), allowed=EXPECTED_SAMPLE, hint="resize the samples"
+        ) from error
 
 
 def as_samples(batch: Any) -> Tensor:

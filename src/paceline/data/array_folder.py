@@ -47,8 +47,8 @@ class ArrayHeader:
     @property
     def origins(self) -> tuple[tuple[str, str], ...]:
         """Where the samples of each part are from, for the header of a run."""
-        test = HELD_OUT if self.is_test_held_out else "test"
-        return tuple((part, test if part == TEST else "data" if part == TRAIN else part) for part in self.parts)
+        own = dict.fromkeys(self.parts, "own set") | {TRAIN: "data"}
+        return tuple((own | {TEST: HELD_OUT} if self.is_test_held_out else own).items())
 
 
 def samples_file(part: str) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.data.draws import draw_permutation
 
-_ORDER, _SPLIT = 1, 2  # part of the hash, so draws for different purposes differ
+_ORDER, _SPLIT, _TEST = 1, 2, 3  # part of the hash, so draws for different purposes differ
 SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
 
@@ -28,6 +28,13 @@ def split_train_validation(num_samples: int, train_split: float) -> tuple[Tensor
     shuffled = draw_permutation(num_samples, _SPLIT, SPLIT_SEED)
     train, validation = shuffled[:num_train], shuffled[num_train:]
     return train.sort().values, validation.sort().values
+
+
+def split_train_test(num_samples: int, test_one_in: int) -> tuple[Tensor, Tensor]:
+    """Sample ids of the training and the test part of data without a test set, each ascending."""
+    shuffled = draw_permutation(num_samples, _TEST, SPLIT_SEED)
+    num_test = num_samples // test_one_in
+    return shuffled[num_test:].sort().values, shuffled[:num_test].sort().values
 
 
 def even_shares(num_items: int, num_shares: int) -> list[range]:

@@ -109,7 +109,7 @@ def _check_folder(config: DataConfig) -> None:
 
 
 def check_train_split(loaded: LoadedConfig) -> None:
-    """Refuse --train-split for folders and arrays with validation samples. Of functions only a call shows what they return."""
+    """Refuse --train-split for folders and arrays with validation samples. Of functions only a call shows it."""
     folder = Path(loaded.config.data.data_dir)
     if loaded.config.data.dataset == "folder":
         parts = open_packed(folder).parts if is_packed(folder) else part_folders(folder)

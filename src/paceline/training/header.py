@@ -75,7 +75,7 @@ def describe_batch(plan: RunPlan) -> str:
 def describe_optimizer(plan: RunPlan) -> str:
     """All settings of the optimizer that have an effect."""
     optim = plan.config.optim
-    parts = [optim.optimizer]
+    parts: list[str] = [optim.optimizer]
     if optim.optimizer in ("sgd", "nesterov", "muon"):
         parts.append(f"momentum {optim.momentum:g}")
     parts += [f"weight decay {optim.weight_decay:g}", f"{optim.schedule} schedule"]

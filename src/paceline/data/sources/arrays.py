@@ -149,7 +149,8 @@ def _write_samples(file: BinaryIO, part: Dataset, name: str, about: ArrayPart, d
 def chunks(part: Dataset) -> tuple[Tensor, ...]:
     """The numbers of all samples, cut into parts of some megabytes."""
     one = part.read(torch.tensor([0]))
-    return torch.arange(len(part)).split(max(1, _CHUNK_BYTES // one.nbytes))
+    found: tuple[Tensor, ...] = torch.arange(len(part)).split(max(1, _CHUNK_BYTES // one.nbytes))
+    return found
 
 
 def require_finite(samples: Tensor, ids: Tensor, part: str) -> None:
@@ -174,6 +175,6 @@ def _write_array_header(file: BinaryIO, shape: tuple[int, ...], dtype: str) -> N
 
 
 def _write(file: BinaryIO, values: Tensor, digest: hashlib.blake2b) -> None:
-    content = memoryview(values.contiguous().numpy()).cast("B")
+    content = values.contiguous().view(-1).view(torch.uint8).numpy().data
     digest.update(content)
     file.write(content)
