@@ -120,7 +120,7 @@ def _converted(given: dict[str, Any], classes: Any, transform: Transform | None)
         loaded = adapt_parts({TEST: given[TRAIN], **given}, classes, ARRAYS, transform)
     except PacelineError as error:
         error.where = f"paceline.train(data=...), {error.where}" if error.where else "paceline.train(data=...)"
-        error.hint = error.hint or _hint_for(given[TRAIN])
+        error.hint = _hint_for(given[TRAIN]) or error.hint
         raise
     if is_test_held_out:
         loaded = _hold_out_test(loaded)

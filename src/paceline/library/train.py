@@ -70,6 +70,10 @@ def train(
             inputs = RunInputs(place.folder)
             try:
                 arguments = _write_inputs(call, place, inputs, is_quiet=quiet)
+            except BaseException:  # also Ctrl-C: nothing has started
+                inputs.undo()
+                raise
+            try:
                 train_in_child(arguments, place.folder, quiet=quiet)
             except (UserError, CheckpointError):
                 inputs.undo()
