@@ -187,7 +187,7 @@ def test_source_of_closures_partials_and_lambdas() -> None:
     pair = (lambda: 1, lambda: 2)
     with pytest.raises(UserError, match="source of"):
         write_down([pair[0]])
-    with pytest.raises(UserError, match="'value'"):  # two closures, one name
+    with pytest.raises(UserError, match="'inner'"):  # two closures, one name
         write_down([captures(1), captures(2)])
 
 
