@@ -16,6 +16,7 @@ from paceline.data.parts import PARTS, TEST, TRAIN
 from paceline.errors import DataError
 from paceline.runs.json_files import Fields, ListOf, MapOf, Number, Word, fit
 from paceline.settings.small_files import read_json_object
+from paceline.settings.text import check_text
 
 ARRAYS = "arrays"  # the name of the data set, and of its folder in a run folder
 HEADER = "arrays.json"
@@ -77,7 +78,9 @@ def read_header(folder: Path) -> ArrayHeader:
             allowed="a folder that paceline.train wrote from arrays: RUN/arrays/NAME",
             hint="give the data again: paceline.train(data=(x, y), output_dir=RUN, resume='auto', ...)",
         ) from error
-    return ArrayHeader(tuple(values["classes"]), parts, values["is_test_held_out"])
+    where = str(folder / HEADER)
+    classes = tuple(check_text(name, "the name of a class", where=where) for name in values["classes"])
+    return ArrayHeader(classes, parts, values["is_test_held_out"])
 
 
 def header_json(header: ArrayHeader) -> dict[str, object]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
@@ -60,18 +61,23 @@ def _map_part(folder: Path, name: str, about: ArrayPart, num_classes: int) -> Da
 
 
 def _map(path: Path, shape: tuple[int, ...], dtype: str) -> Tensor:
+    """Map an .npy file of exactly this shape and type. Other files are not mapped."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would wait for a writer
             raise ValueError("not a regular file")
-        # "c": private pages. torch does not take arrays that cannot be written; nothing writes to them.
-        array = np.load(path, mmap_mode="c", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
+        with path.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("another version of the format")
+            found = np.lib.format.read_array_header_1_0(file)
+            start, size = file.tell(), os.fstat(file.fileno()).st_size
+    except Exception as error:  # numpy raises many types for a damaged header, some of them of Python's tokenizer
         raise _damaged(path, error) from error
-    if not isinstance(array, np.ndarray) or array.shape != shape or array.dtype != np.dtype(dtype):
-        raise _damaged(path, "another shape or type than arrays.json says")
-    if not array.flags.c_contiguous:
-        raise _damaged(path, "another order of values")
-    return torch.from_numpy(array)
+    if found != (shape, False, np.dtype(dtype)):
+        raise _damaged(path, f"{found[2]} of shape {found[0]}, not {dtype} of shape {shape} as arrays.json says")
+    if size != start + math.prod(shape) * np.dtype(dtype).itemsize:
+        raise _damaged(path, f"{size:,} bytes")
+    # "c": private pages. torch does not take arrays that cannot be written; nothing writes to them.
+    return torch.from_numpy(np.memmap(path, dtype, "c", start, shape))
 
 
 def _damaged(path: Path, got: object) -> DataError:
@@ -101,12 +107,12 @@ def write_arrays(data: LoadedData, header: ArrayHeader, parent: Path) -> Path:
 
     Raises UserError for values that are not finite, and if the disk is full. Then nothing is left.
     """
-    parent.mkdir(parents=True, exist_ok=True)
-    for path in abandoned_drafts(parent):
-        shutil.rmtree(path, ignore_errors=True)
     draft = draft_of(parent / "new")
-    draft.mkdir()
     try:
+        parent.mkdir(parents=True, exist_ok=True)
+        for path in abandoned_drafts(parent):
+            shutil.rmtree(path, ignore_errors=True)
+        draft.mkdir()
         digest = hashlib.blake2b(json.dumps(header_json(header)).encode(), digest_size=_DIGEST_BYTES)
         for name, part in data.parts():
             with (draft / samples_file(name)).open("xb") as file:
