@@ -158,7 +158,7 @@ def test_an_instance_that_cannot_be_rebuilt_is_refused(model: nn.Module, said: s
 @pytest.mark.parametrize("flag", ["init_from", "weights"])
 def test_an_instance_has_the_initial_weights(flag: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="two sets of initial weights"):
-        paceline.train(model=Net(3), **{flag: "w.safetensors"}, **QUICK)
+        paceline.train(model=Net(3), **{**QUICK, flag: "w.safetensors"})
     assert list(tmp_path.iterdir()) == []
 
 

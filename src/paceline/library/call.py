@@ -138,12 +138,14 @@ def find_objects(call: Call, *, validation: Any, test: Any, classes: Any, transf
 
 def _find_data(call: Call, settings: dict[str, Any], extra: dict[str, Any]) -> DataObjects | None:
     """The data of the call, if it is an object; `settings` then name the data set of arrays."""
-    data = settings.get("dataset")
+    data: Any = settings.get("dataset")
     is_function = callable(data) and not hasattr(data, "__getitem__")
-    if data is None or isinstance(data, str) or (is_function and (is_importable(data) or _is_writable(data))):
+    own_parts = {name: value for name, value in extra.items() if name in ("validation", "test")}
+    is_named = data is None or isinstance(data, str) or (is_function and (is_importable(data) or _is_writable(data)))
+    if is_named or (is_function and own_parts):
         if extra:
             raise UserError(
-                f"{next(iter(extra))} belongs to data that is an object",
+                f"{next(iter(own_parts or extra))} belongs to data that is an object",
                 where="paceline.train",
                 got="no data" if data is None else f"data={data if isinstance(data, str) else name_of(data)}",
                 allowed="data=(x, y), a map-style data set, or a dict of them",

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,17 @@ from paceline.training.evaluate import average_over_views
 from paceline.training.reuse import find_saved, require_same_samples
 
 Picture = str | Path | Image.Image
-Images = Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
+
+
+class IndexedSamples(Protocol):
+    """A map-style data set; its labels are not used."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+Images = IndexedSamples | Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
 _EXPECTED = "paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C] of 1 or 3 channels"
 _AT_ONCE = 256
 
