@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset, TensorDataset
 
 import paceline
+from harness.cli import command
 from paceline.data.array_folder import labels_file, samples_file
 from paceline.data.parts import PARTS, TEST
 from paceline.data.sources.arrays import write_arrays
@@ -397,3 +400,23 @@ def test_a_plan_of_arrays_has_the_numbers_of_the_run(trained: paceline.Run, tmp_
     assert plan.total_steps == trained.results["steps"]
     assert plan.input_shape == (5, 8, 8)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["float", "uint8"])
+def test_an_export_of_other_channels_gives_the_runs_logits(kind: str, tmp_path: Path) -> None:
+    """The code on its card runs, too: samples of five channels are not pictures."""
+    x, y = made("float", 80)
+    if kind == "uint8":
+        x = (x * 20 + 100).clip(0, 255).astype(np.uint8)
+    run = paceline.train(model="cnn", data=(x, y), processes=1, max_steps=2, output_dir="run", **QUICK)
+    folder = run.export("torch.export", tmp_path / "exported")
+    inputs = torch.from_numpy(x[:4]).float()
+    if kind == "uint8":
+        how = json.loads((folder / "preprocessing.json").read_text())
+        mean, std = (torch.tensor(how[name]).view(1, -1, 1, 1) * 255 for name in ("mean", "std"))
+        inputs = (inputs - mean) / std
+    found = torch.export.load(folder / "model.pt2").module()(inputs)
+    assert torch.allclose(found, run.predict(x[:4], logits=True), atol=1e-5)  # another memory layout
+    snippet = (folder / "card.md").read_text().partition("```python\n")[2].partition("```")[0]
+    answer = command(sys.executable, "-c", snippet, cwd=folder)
+    assert answer.out.strip() in CLASSES, answer.err
