@@ -23,6 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     run = paceline.train(
+        "shapes-cnn",
         model=build,
         data=make_stripes,
         loss=focal,

@@ -188,6 +188,32 @@ def _load_own(folder: Path) -> None:
     custom.load(DataConfig(dataset=f"{folder}/own.py:load", data_dir=str(folder)), 0)
 
 
+# --- Arrays of paceline.train -----------------------------------------------------------------------------------------
+
+
+def _build_arrays(samples: Path, folder: Path) -> None:
+    import numpy as np
+
+    from paceline.data.adapt import adapt_parts
+    from paceline.data.sources.arrays import header_of, write_arrays
+
+    part = np.arange(6 * 3 * 4 * 4, dtype=np.uint8).reshape(6, 3, 4, 4), ["a", "b", "c"] * 2
+    data = adapt_parts({"train": part, "test": part}, None, "arrays")
+    write_arrays(data, header_of(data, is_test_held_out=False), folder / "all").rename(folder / "arrays")
+
+
+def _load_arrays(folder: Path) -> None:
+    import torch
+
+    from paceline.data.registry import load_dataset
+    from paceline.settings.schema import DataConfig
+
+    loaded = load_dataset(DataConfig(dataset="arrays", data_dir=str(folder / "arrays")), 0)
+    for _, part in loaded.parts():
+        part.read(torch.arange(len(part)))
+
+
+ARRAYS = (Reader("train on arrays", _load_arrays),)
 WEIGHTS = (Reader("--weights", _load_weights),)
 OWN = (Reader("a data set of the user's own", _load_own),)
 PACKED = (Reader("train on packed pictures", _load_packed), Reader("data check", _check_packed))
@@ -206,6 +232,9 @@ FORMATS = (
     Format(
         "fashion-mnist", _build_fashion, "t10k-labels-idx1-ubyte.gz", _mutate_gzip, (Reader("train", _read_fashion),)
     ),
+    Format("arrays.json", _build_arrays, "arrays/arrays.json", mutate_json, ARRAYS),
+    Format("arrays/samples.npy", _build_arrays, "arrays/train-samples.npy", mutate_bytes, ARRAYS),
+    Format("arrays/labels.npy", _build_arrays, "arrays/train-labels.npy", mutate_bytes, ARRAYS),
     Format("own data/samples.npy", _build_own, "samples.npy", mutate_bytes, OWN, may_run=("own.py",)),
     Format("own data/labels.csv", _build_own, "labels.csv", mutate_csv, OWN, may_run=("own.py",)),
 )

@@ -24,7 +24,7 @@ from harness.cli import paceline as run_command
 from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, DataError, UserError, error_from_json
 from paceline.library.functions import write_down
-from paceline.library.train import _write_source
+from paceline.library.run_inputs import RunInputs
 from paceline.metrics.recorder import read_rows
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
@@ -196,7 +196,12 @@ def test_runs_are_found_by_the_beginning_of_their_name(trained: paceline.Run, mo
 
 
 def inside() -> object:
-    return lambda: None
+    table = object()
+
+    def build() -> object:
+        return table
+
+    return build
 
 
 @pytest.mark.parametrize(
@@ -209,7 +214,7 @@ def inside() -> object:
         ({"amp": "yes"}, "True or False"),
         ({"recipe": "shape-cnn"}, "paceline train shapes-cnn"),
         ({"global_batch_size": 250, "processes": 4}, "250 is not divisible by 4"),
-        ({"model": inside()}, "no lambda"),
+        ({"model": inside()}, "'table' cannot be written"),
         ({"model": "cnn", "model_name": "mlp"}, "model is given twice"),
         ({"loss": "nowhere.py:loss"}, "no such file"),
         ({"loss": f"{EXAMPLE}/loss.py:focul"}, "did you mean"),
@@ -300,7 +305,7 @@ def test_functions_of_a_notebook_overwrite_nothing_of_others(kind: str, tmp_path
     else:
         file.write_text("mine = 1\n")
     with pytest.raises(UserError):
-        _write_source(file, "theirs = 2\n")
+        RunInputs(file.parent).write_source("theirs = 2\n")
     assert file.read_text() == mine.read_text() == "mine = 1\n"
 
 
@@ -320,7 +325,7 @@ def test_a_refused_call_leaves_the_functions_of_a_run(
         raise UserError("refused")
 
     monkeypatch.setattr(train_module, "train_in_child", refuse)
-    monkeypatch.setattr(train_module, "_check", lambda *_: RunPlace(run, None))
+    monkeypatch.setattr(train_module, "check_call", lambda *_: RunPlace(run, None))
     with pytest.raises(UserError):
         paceline.train(output_dir=run, loss=notebook["loss"], quiet=True)  # type: ignore[arg-type]
     assert (run / "functions.py").read_text() == "before = 1\n"
@@ -374,7 +379,7 @@ def test_cells_of_the_notebook_run(tmp_path: Path) -> None:
     answer = run_cells(small, tmp_path)
     assert answer.code == 0, answer.err
     assert "data      shapes: 576 train" in answer.out
-    assert "of this notebook, written to" in answer.out
+    assert "code      build, top_3, written to" in answer.out
 
 
 def test_guide_runs_from_top_to_bottom(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from paceline.cli.command import commands_of
 from paceline.cli.main import VERBS
 from paceline.errors import UserError
 from paceline.launch.sites import read_site
-from paceline.library.train import _as_settings
+from paceline.library.call import as_settings
 from paceline.settings.command_line import arguments_of, parse_command, usage
 from paceline.settings.declare import Arg, FlagsOf, Range, collected_by, fields_of
 from paceline.settings.fields import field_table, flatten
@@ -132,7 +132,7 @@ def test_every_source_has_the_same_conversion(tmp_path: Path) -> None:
     sources = {
         "flag --epochs": lambda: load_config("shapes-cnn", ["--epochs", "0"]),
         f"{recipe}, line 2": lambda: load_config(str(recipe)),
-        "paceline.train(epochs=...)": lambda: load_config("shapes-cnn", _as_settings({"epochs": 0}, recipe)),
+        "paceline.train(epochs=...)": lambda: load_config("shapes-cnn", as_settings({"epochs": 0}, recipe)),
         f"{tmp_path}, epochs": lambda: load_saved({"epochs": 0}, tmp_path),
     }
     screens = set()

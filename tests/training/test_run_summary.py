@@ -29,7 +29,8 @@ def test_the_commands_named_fit_the_run(tmp_path: Path, shape: tuple[int, ...], 
     folder = RunFolder(tmp_path / "run")
     folder.create()
     results = train(quick_config("--max-steps=1"), make_world(0, 1), RunPlace(folder.path, None))
-    info = DatasetInfo("made", 8, 8, ("a", "b"), shape)
+    mean = (0.5,) * 3 if len(shape) == 3 else ()
+    info = DatasetInfo("made", 8, 8, ("a", "b"), shape, mean, mean)
     lines = describe_summary(replace(results, plan=replace(results.plan, info=info)), folder)
     commands = [shlex.split(line.rpartition("  ")[0]) for line in lines if line.startswith("  paceline ")]
     named = {words[1]: words[2:] for words in commands}

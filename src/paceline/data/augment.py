@@ -70,7 +70,7 @@ class Pipeline:
     image_size: int  # of inputs in evaluation; `in_epoch` gives the pipeline with the size of an epoch
     flip: bool
     cutout: int
-    mean: tuple[float, ...]
+    mean: tuple[float, ...]  # empty for floats, which are not normalised
     std: tuple[float, ...]
     extras: Extras = Extras()
     training_sizes: Schedule = ()  # empty: as in evaluation
@@ -176,7 +176,9 @@ class Pipeline:
         return torch.zeros(count, info.num_classes, device=device)
 
     def describe(self) -> str:
-        """The augmentation of training images in one line."""
+        """The augmentation of training samples in one line."""
+        if len(self.raw_shape) != 3:
+            return "none: vectors reach the model as they are"
         extras, parts = self.extras, [self.kind]
         if self.kind == "resized-crop":
             parts[0] += f" of {extras.crop_scale:.0%} to 100% of the area"
@@ -207,6 +209,8 @@ class Pipeline:
             until = f" for {extras.mix_epochs} epochs" if extras.mix_epochs else ""
             methods = {"mixup": extras.mixing.mixup_alpha, "cutmix": extras.mixing.cutmix_alpha}
             parts += [f"{name} {alpha:g}{until}" for name, alpha in methods.items() if alpha]
+        if not self.mean:
+            parts.append("floats are not normalised")
         return ", ".join(parts)
 
     def _crop(self, samples: Tensor, bits: dict[int, Tensor]) -> Tensor:
@@ -290,9 +294,12 @@ class Pipeline:
         return round(height * scale), round(width * scale)
 
     def _normalise(self, samples: Tensor) -> Tensor:
-        mean, std = (_per_channel(values, samples.device) for values in (self.mean, self.std))
         # Change the memory layout while the values are still bytes. The arithmetic is then done in place.
         inputs = samples.contiguous(memory_format=torch.channels_last).float()
+        if not self.mean:
+            # Cutout and erasing write in place. They must not change samples that a data set returned as a view.
+            return inputs.clone() if inputs is samples and (self.cutout or self.extras.erase) else inputs
+        mean, std = (_per_channel(values, samples.device) for values in (self.mean, self.std))
         return (inputs.sub_(mean) if inputs is not samples else inputs - mean).div_(std)
 
     def _cut_out(self, inputs: Tensor, bits: dict[int, Tensor]) -> Tensor:
@@ -342,7 +349,9 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
     if not info.is_image and (kind in RESIZED or extras != Extras()):
         what = f"the {kind} pipeline" if kind in RESIZED else "this augmentation"
         raise UserError(f"{what} needs images", got=f"{info.name} has vectors", hint="--augment none")
-    is_imagenet = kind in RESIZED and info.sample_shape[0] == 3
+    if info.is_image:
+        _require_colours(kind, extras, info)
+    is_imagenet = kind in RESIZED and info.sample_shape[0] == 3 and not info.is_float
     return Pipeline(
         kind=kind,
         seed=seed,
@@ -356,6 +365,24 @@ def build_pipeline(config: DataConfig, info: DatasetInfo, seed: int) -> Pipeline
         training_sizes=training_sizes(config) if kind in RESIZED else (),
         repeats=config.repeat_augment,
     )
+
+
+def _require_colours(kind: str, extras: Extras, info: DatasetInfo) -> None:
+    """Some augmentations compute with bytes of 1 or 3 colours."""
+    needs_bytes = kind if kind in RESIZED else extras.policy if extras.policy != "none" else ""
+    if not needs_bytes and extras.changes_colours:
+        needs_bytes = "a change of colours"
+    channels = info.sample_shape[0]
+    if needs_bytes and info.is_float:
+        raise UserError(
+            f"{needs_bytes} needs uint8 images", got="float32 images", hint="uint8 arrays, or --augment light or none"
+        )
+    if (extras.policy != "none" or extras.changes_colours) and channels not in (1, 3):
+        raise UserError(
+            "policies and changes of colours need images of 1 or 3 channels",
+            got=f"{channels} channels",
+            hint="leave them out",
+        )
 
 
 def _build_extras(config: DataConfig, info: DatasetInfo) -> Extras:

@@ -31,7 +31,7 @@ class DatasetInfo:
     num_test: int
     classes: tuple[str, ...]  # of a regression: the names of its numbers
     sample_shape: tuple[int, ...]  # of a raw sample: (3, 32, 32) for an image, (784,) for a vector
-    mean: Channels = ()  # per channel, in [0, 1]; empty for vectors
+    mean: Channels = ()  # per channel of uint8 images, in [0, 1]; empty for floats, which are not normalised
     std: Channels = ()
     num_validation: int = 0  # of the validation set, if the data has its own
     task: str = SINGLE_LABEL  # decides what `classes` and labels are
@@ -47,9 +47,15 @@ class DatasetInfo:
         return len(self.sample_shape) == 3
 
     @property
+    def is_float(self) -> bool:
+        """Whether samples are float32 images or vectors. They reach the model as they are."""
+        return not self.mean
+
+    @property
     def takes_pictures(self) -> bool:
-        """Whether a picture file can become a sample. True for square images."""
-        return self.is_image and self.sample_shape[1] == self.sample_shape[2]
+        """Whether a picture file can become a sample. True for square uint8 images of 1 or 3 channels."""
+        is_square = self.is_image and self.sample_shape[1] == self.sample_shape[2]
+        return is_square and not self.is_float and self.sample_shape[0] in (1, 3)
 
 
 class Dataset(Protocol):
@@ -63,7 +69,7 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def read(self, indices: Tensor) -> Tensor:
-        """The samples at these positions: uint8 images [B, C, H, W] or float32 vectors [B, D]."""
+        """The samples at these positions: uint8 or float32 images [B, C, H, W], or float32 vectors [B, D]."""
         ...
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from paceline.data.draws import draw_permutation
 
-_ORDER, _SPLIT, _FOLDS = 1, 2, 7  # part of the hash, so draws for different purposes differ (3 to 6: sampling.py)
+_ORDER, _SPLIT, _FOLDS, _TEST = 1, 2, 7, 8  # part of the hash, so draws differ by purpose (3 to 6: sampling.py)
 _ID_BITS = 40
 SPLIT_SEED = 0  # the validation set does not depend on the seed of the run
 
@@ -65,6 +65,13 @@ def split_folds(num_samples: int, folds: int, fold: int, seed: int) -> tuple[Ten
     validation = shuffled[share.start : share.stop]
     train = torch.cat([shuffled[: share.start], shuffled[share.stop :]])
     return train.sort().values, validation.sort().values
+
+
+def split_train_test(num_samples: int, test_one_in: int) -> tuple[Tensor, Tensor]:
+    """Sample ids of the training and the test part of data without a test set, each ascending."""
+    shuffled = draw_permutation(num_samples, _TEST, SPLIT_SEED)
+    num_test = num_samples // test_one_in
+    return shuffled[num_test:].sort().values, shuffled[:num_test].sort().values
 
 
 def even_shares(num_items: int, num_shares: int) -> list[range]:

@@ -13,6 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
+from paceline.data.array_folder import ARRAYS, read_header
 from paceline.data.input_size import check_made_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
 from paceline.data.parts import LAYOUT, TABLE_LAYOUT, VALIDATION, part_folders
@@ -46,10 +47,11 @@ _MODULES = {
     "fashion-mnist": "fashion_mnist",
     "folder": "folder",
     "csv": "tables",
+    ARRAYS: "arrays",
 }
 DATASET_NAMES = tuple(_MODULES)
 _RESIDENT = ("shapes", "synthetic", "cifar10", "fashion-mnist")
-_ONE_CLASS_PER_SAMPLE = (*_RESIDENT, "folder")
+_ONE_CLASS_PER_SAMPLE = (*_RESIDENT, "folder", ARRAYS)
 
 
 class _Source(Protocol):
@@ -92,6 +94,8 @@ def check_data_config(config: DataConfig) -> None:
         _check_folder(config)
     if config.dataset == "csv":
         _read_tables(config)
+    if config.dataset == ARRAYS:
+        read_header(Path(config.data_dir))
 
 
 def _read_tables(config: DataConfig) -> PictureTable:
@@ -126,13 +130,15 @@ def _check_folder(config: DataConfig) -> None:
 
 
 def check_train_split(loaded: LoadedConfig) -> None:
-    """Refuse --train-split for folders with validation pictures. Of functions only a call shows what they return."""
+    """Refuse --train-split for folders and arrays with validation samples. Of functions only a call shows it."""
     folder = Path(loaded.config.data.data_dir)
     if loaded.config.data.dataset == "folder":
         parts = open_packed(folder).parts if is_packed(folder) else part_folders(folder)
         require_used_split(loaded, VALIDATION in parts)
     elif loaded.config.data.dataset == "csv":
         require_used_split(loaded, VALIDATION in _read_tables(loaded.config.data).parts)
+    elif loaded.config.data.dataset == ARRAYS:
+        require_used_split(loaded, VALIDATION in read_header(folder).parts)
 
 
 def require_used_split(loaded: LoadedConfig, has_validation: bool) -> None:

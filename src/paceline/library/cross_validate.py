@@ -18,7 +18,7 @@ _SET_HERE = ("fold", "train_split")
 
 
 def cross_validate(
-    recipe: str | Path = "shapes-cnn", *, folds: int = 5, output_dir: str | Path | None = None, **settings: Any
+    recipe: str | Path | None = None, *, folds: int = 5, output_dir: str | Path | None = None, **settings: Any
 ) -> CrossValidation:
     """Train a run for each fold, one after the other. Takes every argument of `train`.
 

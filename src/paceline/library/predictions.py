@@ -7,24 +7,36 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from paceline.data.adapt import MapStyle, Transform, as_samples, as_tensor, is_map_style
+from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
 from paceline.errors import UserError
 from paceline.settings.schema import Config
 from paceline.settings.tasks import LABEL_THRESHOLD, MULTI_LABEL, REGRESSION
 from paceline.training.evaluate import average_over_views
 from paceline.training.model_record import ModelRecord
-from paceline.training.reuse import find_saved
+from paceline.training.reuse import find_saved, require_same_samples
 from paceline.training.scores import as_answers
 
 Picture = str | Path | Image.Image
-Images = Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
+
+
+class IndexedSamples(Protocol):
+    """A map-style data set; its labels are not used."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+Images = IndexedSamples | Picture | Tensor | np.ndarray[Any, Any] | Sequence[Picture | Tensor | np.ndarray[Any, Any]]
 _EXPECTED = "paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C] of 1 or 3 channels"
 _AT_ONCE = 256
 
@@ -55,10 +67,10 @@ def open_model(path: Path, checkpoint: str | int, *, trust_code: bool = False) -
 
 
 @torch.no_grad()
-def predict_logits(opened: OpenModel, images: Images) -> Tensor:
+def predict_logits(opened: OpenModel, images: Images, transform: Transform | None = None) -> Tensor:
     """The model's outputs [N, classes]. Images are prepared like the samples in the run's evaluation."""
     record, views = opened.record, opened.config.train.test_views
-    samples = _as_samples(images, record.info.sample_shape)
+    samples = _as_samples(images, record.info, transform)
     with record.forward_explained(opened.model):
         parts = [
             average_over_views(opened.model, record.pipeline.for_evaluation(part), views).float()
@@ -68,11 +80,11 @@ def predict_logits(opened: OpenModel, images: Images) -> Tensor:
     return torch.cat(parts) if parts else torch.empty(0, record.info.num_classes)
 
 
-def predict(opened: OpenModel, images: Images) -> list[Prediction]:
+def predict(opened: OpenModel, images: Images, transform: Transform | None = None) -> list[Prediction]:
     """The most likely class of each image and the probabilities of all classes, or the values of a regression."""
     task, classes = opened.record.info.task, opened.record.info.classes
     predictions = []
-    for row in as_answers(task, predict_logits(opened, images)).tolist():
+    for row in as_answers(task, predict_logits(opened, images, transform)).tolist():
         named = dict(zip(classes, row, strict=True))
         if task == REGRESSION:
             predictions.append(Prediction("", math.nan, {}, values=named))
@@ -83,35 +95,41 @@ def predict(opened: OpenModel, images: Images) -> list[Prediction]:
     return predictions
 
 
-def _as_samples(images: Images, shape: tuple[int, ...]) -> Tensor:
-    """Images in the shape of the run's samples. Other sizes are cropped to their central square and scaled."""
-    if len(shape) == 1:
-        return _as_vectors(images, shape)
-    if shape[1] != shape[2]:
-        raise UserError(
-            "this run was not trained on square pictures, grey or in colour", got=f"samples of shape {shape}"
-        )
+def _as_samples(images: Any, info: DatasetInfo, transform: Transform | None) -> Tensor:
+    """Images in the shape of the run's samples. Pictures of other sizes are cropped to their central square."""
+    is_array = isinstance(images, Tensor | np.ndarray)
+    if not isinstance(images, Sequence | Image.Image | Path) and not is_array and is_map_style(images):
+        pairs = MapStyle(images)
+        images = [pairs.raw_sample(index) for index in range(len(pairs))]
+    if transform is not None:
+        images = [transform(image) for image in _one_by_one(images)]
+    if not info.takes_pictures:
+        return _as_arrays(images, info)
+    shape = info.sample_shape
     prepared = [_as_sample(image, shape) for image in _one_by_one(images)]
     return torch.stack(prepared) if prepared else torch.empty(0, *shape, dtype=torch.uint8)
 
 
-def _as_vectors(images: Any, shape: tuple[int, ...]) -> Tensor:
-    vectors = torch.as_tensor(images)
-    if vectors.shape[1:] != shape:
-        raise UserError(
-            "this run was trained on other samples",
-            got=f"shape {tuple(vectors.shape)}",
-            allowed=f"vectors, shape (N, {shape[0]})",
-        )
-    return vectors.float()
+def _as_arrays(images: Any, info: DatasetInfo) -> Tensor:
+    """Samples of a run on floats, or on uint8 images that are not pictures: of its shape and type."""
+    if isinstance(images, str | Path | Image.Image):
+        raise UserError("this run was not trained on pictures", got=f"samples of shape {info.sample_shape}")
+    if isinstance(images, Sequence):
+        if not len(images):
+            return torch.empty(0, *info.sample_shape)
+        images = torch.stack([as_tensor(image) for image in images])
+    vectors = as_tensor(images)
+    samples = vectors.float() if len(info.sample_shape) == 1 and vectors.ndim == 2 else as_samples(images)
+    require_same_samples(samples, info)
+    return samples
 
 
 def _one_by_one(images: Any) -> Iterator[Any]:
     if isinstance(images, str | Path | Image.Image):
         yield images
     elif isinstance(images, Tensor | np.ndarray):
-        if images.ndim != 4:
-            raise UserError("these are not images", got=f"an array of shape {tuple(images.shape)}", allowed=_EXPECTED)
+        if images.ndim < 2:
+            raise UserError("these are not samples", got=f"an array of shape {tuple(images.shape)}", allowed=_EXPECTED)
         yield from images
     elif isinstance(images, Sequence):
         yield from images

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from paceline.data.array_folder import ARRAYS
 from paceline.errors import UserError
 from paceline.library.caller_state import caller_state_kept
+from paceline.library.run_inputs import stored_arrays
 from paceline.library.table import Table
 from paceline.metrics.recorder import read_rows
 from paceline.runs.catalog import read_entry
@@ -92,20 +95,28 @@ class Run:
             return open_model(self.path, checkpoint, trust_code=trust_code or self._trust_code).model
 
     @overload
-    def predict(self, images: Images, *, logits: Literal[False] = False) -> list[Prediction]: ...
+    def predict(
+        self, images: Images, *, logits: Literal[False] = False, transform: Callable[[Any], Any] | None = None
+    ) -> list[Prediction]: ...
 
     @overload
-    def predict(self, images: Images, *, logits: Literal[True]) -> Tensor: ...
+    def predict(
+        self, images: Images, *, logits: Literal[True], transform: Callable[[Any], Any] | None = None
+    ) -> Tensor: ...
 
-    def predict(self, images: Images, *, logits: bool = False) -> list[Prediction] | Tensor:
-        """Label pictures with the best weights: paths, PIL images, or uint8 arrays [N, C, H, W] or [N, H, W, C].
+    def predict(
+        self, images: Images, *, logits: bool = False, transform: Callable[[Any], Any] | None = None
+    ) -> list[Prediction] | Tensor:
+        """Label samples with the best weights: paths, PIL images, or arrays as in the training data.
 
-        With `logits` it returns the outputs of the model instead, a tensor [N, classes].
+        A map-style data set works too; its labels are not used. With `logits` it returns the outputs of the model
+        instead, a tensor [N, classes]. `transform` is applied to each sample first.
         """
         with caller_state_kept():
             from paceline.library.predictions import predict, predict_logits
 
-            return predict_logits(self._best, images) if logits else predict(self._best, images)
+            function = predict_logits if logits else predict
+            return function(self._best, images, transform)
 
     def export(self, format: str = "safetensors", output: str | Path | None = None, *, force: bool = False) -> Path:
         """Write the best weights for other programs: safetensors, torchscript, onnx or torch.export.
@@ -136,14 +147,25 @@ class Run:
             for entry in list_checkpoints(self._folder.checkpoints, thorough=False)
         )
 
-    def evaluate(self, *, accept_new_data: bool = False) -> Evaluation:
-        """Test the best weights again, in this process. Data that has changed since the training is refused, unless
-        `accept_new_data`."""
-        flags = ["--accept-new-data"] if accept_new_data else []
+    def evaluate(
+        self, data: Any = None, *, transform: Callable[[Any], Any] | None = None, accept_new_data: bool = False
+    ) -> Evaluation:
+        """Test the best weights in this process: on the run's test set, or on `data`.
+
+        `data` is a pair of arrays (x, y) or a map-style data set with the classes of the run. The run's own data, if it
+        has changed since the training, is refused, unless `accept_new_data`.
+        """
+        moved = self._moved_data()
+        flags = [f"--data-dir={moved}"] if moved else []
+        flags += ["--accept-new-data"] if accept_new_data else []
         with caller_state_kept():
+            from paceline.library.data_objects import read_test_objects
             from paceline.training.reuse import evaluate_run, open_run
 
-            return evaluate_run(open_run(self.path, flags, trust_code=self._trust_code))
+            opened = open_run(self.path, flags, trust_code=self._trust_code)
+            if data is None:
+                return evaluate_run(opened)
+            return evaluate_run(opened, read_test_objects(data, opened.classes, transform))
 
     def source(self, checkpoint: str | int = "best") -> dict[str, str]:
         """The source of the run's functions, stored in a checkpoint: text by file name. Nothing is executed."""
@@ -156,8 +178,14 @@ class Run:
         """Continue this run in its folder. `epochs=20` makes a finished run longer."""
         from paceline.library.train import train
 
-        settings = {"resume": "auto", **flags}
+        moved = None if flags.get("data") is not None else self._moved_data()
+        settings = {"resume": "auto", "data_dir": moved, **flags}
         return train(self._folder.config, output_dir=self.path, quiet=quiet, trust_code=self._trust_code, **settings)
+
+    def _moved_data(self) -> Path | None:
+        """The folder of the arrays, if the run folder was moved or copied."""
+        data = self.config.data
+        return stored_arrays(self.path, data.data_dir) if data.dataset == ARRAYS else None
 
     @property
     def _folder(self) -> RunFolder:

@@ -9,10 +9,12 @@ from typing import Any
 
 from paceline.errors import UserError
 from paceline.launch.request import read_request
+from paceline.library.call import as_settings, functions_in
 from paceline.library.child_run import child_environment
-from paceline.library.functions import is_of_notebook
+from paceline.library.functions import is_importable, name_of
+from paceline.library.run_inputs import SOURCE_FILE
 from paceline.library.table import Table
-from paceline.library.train import _as_settings, _functions, _refuse_within_a_rank
+from paceline.library.train import _refuse_within_a_rank
 from paceline.settings.declare import fields_of
 from paceline.settings.values import Setting, as_typed, build
 from paceline.tools.study.board import Board
@@ -66,15 +68,15 @@ def _setting(name: str, value: Any) -> Setting:
 
 
 def _flags(flags: dict[str, Any]) -> list[Setting]:
-    for name, function in _functions(flags):
-        if is_of_notebook(function, where=name):
+    for name, function in functions_in(flags):
+        if not is_importable(function):
             raise UserError(
                 "the runs of a study need functions of a file",
                 where=f"paceline.study({name}=...)",
-                got=f"{getattr(function, '__name__', 'a function')}, which is defined in a notebook",
+                got=f"{name_of(function)}, which ranks cannot import",
                 hint="put it into a FILE.py, and give 'FILE.py:FUNCTION'",
             )
-    return _as_settings(flags, Path("functions.py"))
+    return as_settings(flags, Path(SOURCE_FILE))
 
 
 def _report(folder: Path, spec: StudySpec, states: list[CellState]) -> Study:

@@ -7,54 +7,57 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.checkpoints.identity import refuse_early
 from paceline.errors import CheckpointError, UserError
-from paceline.launch.request import decide_processes, read_request
+from paceline.library.call import Call, check_call, find_objects, read_call
 from paceline.library.child_run import train_in_child
 from paceline.library.epochs import OnEpoch, check_on_epoch
-from paceline.library.functions import is_of_notebook, reference_to, write_down
+from paceline.library.functions import name_of
 from paceline.library.run import Run
-from paceline.runs.folder import RunFolder
-from paceline.runs.place import RunPlace, claimed, decide_place
+from paceline.library.run_inputs import RunInputs
+from paceline.runs.place import RunPlace, claimed
 from paceline.runs.trust import trusting_code
 from paceline.runtime.detect import read_rank_environment
-from paceline.settings.fields import field_table, find_field, flatten
-from paceline.settings.model_args import write_model_args
-from paceline.settings.rules import check_faults, check_world
-from paceline.settings.small_files import not_plain, write_plain
-from paceline.settings.values import Setting, as_typed, check_texts, invalid, unknown_name
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from paceline.training.plan import RunPlan
 
 Function = Callable[..., Any]
-NOTEBOOK_FILE = "functions.py"
-_NAMES = {"model": "model_name", "data": "dataset", "loss": "loss", "metrics": "metrics"}
 
 
 def train(
-    recipe: str | Path = "shapes-cnn",
+    recipe: str | Path | None = None,
     *,
-    model: str | Function | None = None,
-    data: str | Function | None = None,
+    model: str | Function | nn.Module | None = None,
+    data: Any = None,
+    validation: Any = None,
+    test: Any = None,
+    classes: Sequence[str] | int | None = None,
+    transform: Function | None = None,
     loss: str | Function | None = None,
     metrics: str | Function | Sequence[str | Function] | None = None,
+    name: str | None = None,
     output_dir: str | Path | None = None,
     quiet: bool = False,
     trust_code: bool = False,
     on_epoch: OnEpoch | None = None,
     **flags: Any,
 ) -> Run:
-    """Train a recipe (shipped with Paceline, or a YAML file) and return the finished run.
+    """Train a model, or a recipe (shipped with Paceline, or a YAML file), and return the finished run.
 
     Every flag of `paceline train` is a keyword of the same name: `epochs=5`, `global_batch_size=512`, `processes=2`,
     `amp=False`, `model_args={"depth": 6}`. Ranks are separate processes, supervised, restarted and resumed as on the
-    command line. Their output is printed, unless `quiet`.
+    command line. Their output is printed, unless `quiet`. Without a recipe, all settings have their defaults, which
+    `paceline train --help` lists (if neither model nor data is given: the recipe shapes-cnn).
 
-    `model(num_classes, input_shape)` returns an nn.Module, `data(data_dir, seed)` the halves `(train, test)`,
-    `loss(logits, labels)` the mean or a value per sample, and each of `metrics(logits, labels)` a value per sample.
-    Each may be a name, `FILE.py:FUNCTION`, or the function itself. A function of a notebook is written, with everything
-    it uses, to functions.py in the run folder.
+    `data` is a pair of arrays or tensors (x, y), a map-style data set, a name, or a function. `validation` and `test`
+    are other pairs or data sets; without them, samples are held out of `data`. `classes` names the classes.
+    `transform` is applied to each sample once, before the training. `model` is an nn.Module, a name, or a function
+    `(num_classes, input_shape)` that returns an nn.Module. `loss(logits, labels)` returns the mean or a value per
+    sample, and each of `metrics(logits, labels)` a value per sample. A function may also be `FILE.py:FUNCTION`.
+
+    The run folder is `runs/NAME-TIME`. The name is `name`, else that of the recipe, else that of the model.
 
     `on_epoch(epoch)` is called in this process after each epoch, with a `paceline.Epoch`. If it returns
     `paceline.STOP`, the run saves, tests and ends. If it raises, the run saves and stops, and the exception is raised.
@@ -62,39 +65,37 @@ def train(
     A mistake raises `paceline.errors.UserError` before anything starts. Use `trust_code` for a recipe that is another
     user's config.yaml: functions that it names are executed only with it.
     """
-    with trusting_code(trust_code):
+    # The folder exists until the run has ended: ranks read the recipe again when they restart.
+    with trusting_code(trust_code), tempfile.TemporaryDirectory() as draft:
         _refuse_within_a_rank()
         check_on_epoch(on_epoch)
-        given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
-        settings = _settings(given, flags) | {"output_dir": output_dir}
-        typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
-        source = write_down(typed_in) if typed_in else ""
-        with tempfile.TemporaryDirectory() as draft:  # a refused request leaves no file
-            place = _check(recipe, settings, source, Path(draft) / NOTEBOOK_FILE)
-        with claimed(place) as place:
-            folder = place.folder
-            file = folder.absolute() / NOTEBOOK_FILE
-            before = None
-            if source:
-                before = _write_source(file, source)
-                if not quiet:
-                    print(f"code      {', '.join(f.__name__ for f in typed_in)} of this notebook, written to {file}")
-            tokens = [token for setting in _as_settings(settings, file) for token in setting.tokens()]
-            arguments = [str(recipe), *tokens, f"--output-dir={_place(output_dir, folder)}"]
+        given = {"model": model, "data": data, "loss": loss, "metrics": metrics, "output_dir": output_dir}
+        call = read_call(recipe, given, flags, name, Path(draft))
+        call = find_objects(call, validation=validation, test=test, classes=classes, transform=transform)
+        with claimed(check_call(call, Path(draft))) as place:
+            inputs = RunInputs(place.folder)
             try:
-                train_in_child(arguments, folder, quiet=quiet, on_epoch=on_epoch)
-            except (UserError, CheckpointError):  # refused: the run in this folder keeps its code
-                if before is not None:
-                    write_plain(file, before)
+                arguments = _write_inputs(call, place, inputs, is_quiet=quiet)
+            except BaseException:  # also Ctrl-C: nothing has started
+                inputs.undo()
                 raise
-        return Run(folder, trust_code=trust_code)
+            try:
+                train_in_child(arguments, place.folder, quiet=quiet, on_epoch=on_epoch)
+            except (UserError, CheckpointError):
+                inputs.undo()
+                raise
+        return Run(place.folder, trust_code=trust_code)
 
 
 def plan(
-    recipe: str | Path = "shapes-cnn",
+    recipe: str | Path | None = None,
     *,
-    model: str | Function | None = None,
-    data: str | Function | None = None,
+    model: str | Function | nn.Module | None = None,
+    data: Any = None,
+    validation: Any = None,
+    test: Any = None,
+    classes: Sequence[str] | int | None = None,
+    transform: Function | None = None,
     loss: str | Function | None = None,
     metrics: str | Function | Sequence[str | Function] | None = None,
     trust_code: bool = False,
@@ -104,66 +105,34 @@ def plan(
 
     Takes the arguments of `train`, raises the same errors for mistakes, and starts and writes nothing.
     """
-    with trusting_code(trust_code):
-        settings = _settings({"model": model, "data": data, "loss": loss, "metrics": metrics}, flags)
-        typed_in = [function for name, function in _functions(settings) if is_of_notebook(function, where=name)]
-        with tempfile.TemporaryDirectory() as draft:
-            file = Path(draft) / NOTEBOOK_FILE
-            if typed_in:
-                file.write_text(write_down(typed_in), encoding="utf-8")
-            loaded = read_request(str(recipe), _as_settings(settings, file))
-            world_size = decide_processes(loaded)
-            check_world(loaded, world_size)
-            from paceline.data.registry import describe_dataset
-            from paceline.training.plan import make_plan
-
-            info = describe_dataset(loaded.config.data, loaded.config.train.seed)
-            return make_plan(loaded.config, info, world_size)
+    with trusting_code(trust_code), tempfile.TemporaryDirectory() as draft:
+        given = {"model": model, "data": data, "loss": loss, "metrics": metrics}
+        call = read_call(recipe, given, flags, None, Path(draft))
+        call = find_objects(call, validation=validation, test=test, classes=classes, transform=transform)
+        return call.plan(Path(draft))
 
 
-def _settings(given: dict[str, Any], flags: dict[str, Any]) -> dict[str, Any]:
-    """The settings by the names of their flags. `model` and `model_name` may not both be given."""
-    settings = {_NAMES[name]: value for name, value in given.items() if value is not None}
-    twice = settings.keys() & {name for name, value in flags.items() if value is not None}
-    if twice:
-        keyword = next(name for name, field in _NAMES.items() if field in twice)
-        raise UserError(f"{keyword} is given twice", where="paceline.train", got=f"{keyword} and {_NAMES[keyword]}")
-    return settings | flags
-
-
-def _write_source(file: Path, source: str) -> bytes | None:
-    """Put the notebook's functions into the run folder. Returns what was there before.
-
-    A run that is under way reads its functions again when it restarts: they stay as they are.
-    """
-    folder = RunFolder(file.parent)
-    folder.refuse_if_owned()
-    if file.is_symlink() or (file.exists() and not file.is_file()):
-        raise not_plain(file)
-    before = file.read_bytes() if file.exists() else None
-    if before is not None and before != source.encode() and not folder.holds_a_run:
-        raise UserError("this folder holds a functions.py that is no run's", where=str(file), hint="another output_dir")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_plain(file, source.encode())
-    return before
-
-
-def _check(recipe: str | Path, settings: dict[str, Any], source: str, file: Path) -> RunPlace:
-    """Check everything that can be checked before the start."""
-    if source:
-        file.write_text(source, encoding="utf-8")
-    loaded = read_request(str(recipe), _as_settings(settings, file))
-    place = decide_place(loaded)
-    check_world(loaded, decide_processes(loaded))
-    check_faults(loaded, decide_processes(loaded))
-    if place.resume_from is not None and not source:  # the draft has another name than the final file
-        refuse_early(place.resume_from, flatten(loaded.config), prefer_best=loaded.config.run.best_is_latest)
-    return place
-
-
-def _place(output_dir: str | Path | None, folder: Path) -> str:
-    """The URL of a store is passed on: the local folder is only a working copy."""
-    return str(output_dir) if output_dir else str(folder)
+def _write_inputs(call: Call, place: RunPlace, inputs: RunInputs, *, is_quiet: bool) -> list[str]:
+    """Write what the ranks need into the run folder. Returns the arguments of `paceline train`."""
+    settings = dict(call.settings)
+    lines = []
+    source_file = place.folder.absolute() / "functions.py"
+    if call.source:
+        source_file = inputs.write_source(call.source)
+        names = ", ".join(name_of(function) for function in call.written)
+        lines.append(f"code      {names}, written to {source_file}")
+    if call.objects is not None:
+        call.objects.require_space(place.folder)
+        arrays = inputs.write_arrays(call.objects)
+        settings["data_dir"] = str(arrays)
+        lines.append(f"arrays    {call.objects.size_bytes / 1e6:,.1f} MB in {arrays}")
+    if call.instance is not None and place.resume_from is None:
+        settings["init_from"] = str(inputs.write_weights(call.instance))
+    if not is_quiet and lines:
+        print("\n".join(lines))
+    tokens = [token for setting in call.as_settings(source_file, settings) for token in setting.tokens()]
+    # The URL of a store is passed on: the local folder is only a working copy.
+    return [call.recipe, *tokens, f"--output-dir={settings.get('output_dir') or place.folder}"]
 
 
 def _refuse_within_a_rank() -> None:
@@ -174,37 +143,3 @@ def _refuse_within_a_rank() -> None:
             hint='put the call below `if __name__ == "__main__":`, because ranks import the file of your function; '
             "under torchrun or srun: torchrun -m paceline train RECIPE",
         )
-
-
-def _functions(settings: dict[str, Any]) -> list[tuple[str, Function]]:
-    """The function objects, with the names of their settings."""
-    pairs = [(name, item) for name, value in settings.items() for item in _items(value)]
-    return [(name, item) for name, item in pairs if callable(item)]
-
-
-def _items(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _as_settings(keywords: dict[str, Any], notebook_file: Path) -> list[Setting]:
-    """Keywords as settings: the same conversion and rules as for flags."""
-    settings = []
-    for key, given in keywords.items():
-        where = f"paceline.train({key}=...)"
-        field = find_field(key)
-        if field is None:
-            raise unknown_name(key, where, field_table())
-        if given is None:
-            continue
-        is_mapping = isinstance(given, dict) and field.arg.is_mapping
-        value = write_model_args(given, where) if is_mapping else given
-        words = [
-            reference_to(item, where=key, notebook_file=notebook_file) if callable(item) else item
-            for item in _items(value)
-        ]
-        setting = check_texts(Setting(field, as_typed(words), "flag", where))
-        is_list = isinstance(value, list | tuple)
-        if isinstance(value, bool) != field.is_bool or (is_list and not field.is_tuple):
-            raise invalid(setting, repr(value), "True or False" if field.is_bool else "")
-        settings.append(setting)
-    return settings

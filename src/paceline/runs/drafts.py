@@ -35,10 +35,13 @@ def write_draft(draft: Path, content: bytes) -> None:
 
 def remove_drafts(folder: Path) -> None:
     """Remove drafts of killed processes. Drafts of processes that still run on this host are kept."""
-    for path in folder.glob(".*.paceline-draft"):
-        found = _DRAFT.fullmatch(path.name)
-        if found is None or THIS_MACHINE.exists(int(found["pid"])):
-            continue
+    for path in abandoned_drafts(folder):
         with suppress(FileNotFoundError):
             if stat.S_ISREG(path.lstat().st_mode):
                 path.unlink()
+
+
+def abandoned_drafts(folder: Path) -> list[Path]:
+    """Drafts, files or folders, whose process does not run on this host any more."""
+    found = [(path, _DRAFT.fullmatch(path.name)) for path in folder.glob(".*.paceline-draft")]
+    return [path for path, match in found if match and not THIS_MACHINE.exists(int(match["pid"]))]

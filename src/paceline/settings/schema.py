@@ -19,7 +19,7 @@ from paceline.settings.optimization import OptimConfig as OptimConfig
 class DataConfig:
     dataset: str = "shapes"
     """shapes, synthetic, cifar10, fashion-mnist, folder (of pictures, or packed by paceline data pack), csv (paths and
-    labels in data-dir), or FILE.py:FUNCTION."""
+    labels in data-dir), arrays (that paceline.train wrote from Python), or FILE.py:FUNCTION."""
 
     task: Literal["single-label", "multi-label", "regression"] = "single-label"
     """What is learned: one class per sample, any number of classes, or numbers."""

@@ -49,7 +49,8 @@ class Examples:
         """Called for each evaluated batch. Reads values from the device in a few batches only."""
         self._seen += 1
         channels = inputs.shape[1] if inputs.dim() == 4 else 0
-        if channels not in (1, 3) or (self._seen - 1) % self._every:
+        # Floats are not pictures: their black and white are not known.
+        if channels not in (1, 3) or not self._pipeline.mean or (self._seen - 1) % self._every:
             return
         confidences, predictions = (column.tolist() for column in logits.softmax(1).max(1))
         truths = labels.tolist()

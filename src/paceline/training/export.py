@@ -189,7 +189,7 @@ def _make_probe(run: OpenRun) -> Tensor:
     """Inputs to compare logits with: random samples, always the same, prepared like those of the run."""
     info, generator = run.record.info, torch.Generator().manual_seed(0)
     shape = (PROBE_SAMPLES, *info.sample_shape)
-    if not info.is_image:
+    if info.is_float:
         return torch.randn(shape, generator=generator)
     samples = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
     return run.record.pipeline.for_evaluation(samples).contiguous()
@@ -255,8 +255,17 @@ def _rename(temporary: Path, output: Path) -> None:
 
 # --- Preprocessing
 
-_PREPARE_VECTOR = "import numpy as np\n\ninputs = np.zeros((1, {}), dtype=np.float32)  # your vector\n"
-PREPARE_IMAGE = """\
+_PREPARE_FLOATS = "import numpy as np\n\ninputs = np.zeros({}, dtype=np.float32)  # your sample\n"
+_PREPARE_BYTES = """\
+import json
+
+import numpy as np
+
+with open("preprocessing.json", encoding="utf-8") as file:
+    how = json.load(file)
+pixels = np.zeros((1, *how["sample_shape"]), dtype=np.float32)  # yours, from 0 to 255
+"""
+_PREPARE_PICTURE = """\
 import json
 
 import numpy as np
@@ -273,6 +282,8 @@ pixels = np.asarray(picture.resize((width, height), Image.Resampling.BILINEAR, b
 pixels = pixels.transpose(2, 0, 1)[None]
 if how["channel_order"] == "grey":
     pixels = pixels.mean(1, keepdims=True).round()
+"""
+_NORMALISE = """\
 if how["resize"]:
     from torch import from_numpy, nn
     pixels = nn.functional.interpolate(from_numpy(pixels), **how["resize"]).numpy()
@@ -282,14 +293,17 @@ if how["crop"]:
 mean, std = (np.float32(how[key]).reshape(1, -1, 1, 1) for key in ("mean", "std"))
 inputs = (pixels - 255 * mean) / (255 * std)
 """
+PREPARE_IMAGE = _PREPARE_PICTURE + _NORMALISE
 
 
 def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
-    """The steps from a uint8 RGB picture to the model's input in evaluation."""
+    """The steps from a sample, for example a uint8 RGB picture, to the model's input in evaluation."""
     shape = list(pipeline.input_shape)
     common = {"pipeline": pipeline.kind, "dtype": "float32", "input_shape": shape}
     if len(shape) != 3:
         return {"kind": "vector", **common, "layout": "NC", "steps": ["a vector is passed on as it is"]}
+    if not pipeline.mean:
+        return {"kind": "array", **common, "layout": "NCHW", "steps": ["floats are passed on as they are"]}
     channels, height, width = pipeline.raw_shape
     is_cropped = pipeline.kind in RESIZED
     scale = pipeline.resized_side / min(height, width) if is_cropped else 1.0
@@ -298,7 +312,9 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
     resize = {"size": size, "mode": "bilinear", "align_corners": False, "antialias": scale < 1.0}
     steps = [
         f"cut the largest centred part of {height}:{width} out of the upright RGB picture, scale it to {height}x{width}"
-        " (Pillow: resize with box, BILINEAR), 8 bits per channel",
+        " (Pillow: resize with box, BILINEAR), 8 bits per channel"
+        if channels in (1, 3)
+        else f"{channels} channels of {height}x{width}, 8 bits per channel",
         "average R, G and B, round to whole numbers (half to even)" if channels == 1 else "",
         f"as float32, resize to {size[0]}x{size[1]} (torch: interpolate)" if scale != 1.0 else "",
         f"cut out the centre, {shape[1]}x{shape[2]}" if is_cropped else "",
@@ -308,7 +324,7 @@ def describe_preprocessing(pipeline: Pipeline) -> dict[str, Any]:
         "kind": "image",
         **common,
         "layout": "NCHW",
-        "channel_order": "RGB" if channels == 3 else "grey",
+        "channel_order": {1: "grey", 3: "RGB"}.get(channels, "as in the training data"),
         "pixel_range": [0, 255],
         "sample_shape": [channels, height, width],
         "resize_side": pipeline.resized_side if scale != 1.0 else None,
@@ -332,7 +348,9 @@ _PRINT_ANSWER = {
 def make_snippet(format_name: str, run: OpenRun) -> str:
     """Python that labels `picture.png` (or a vector), to be run in the export folder."""
     plan, model = run.plan, run.config.model
-    prepare = PREPARE_IMAGE if plan.info.is_image else _PREPARE_VECTOR.format(plan.input_shape[0])
+    prepare = PREPARE_IMAGE if plan.info.sample_shape[0] in (1, 3) else _PREPARE_BYTES + _NORMALISE
+    if plan.info.is_float:
+        prepare = _PREPARE_FLOATS.format((1, *plan.input_shape))
     name = f"{model.model_name!r}, hidden_size={model.hidden_size}, dropout={model.dropout}"
     name += f", model_args={model.model_args!r}" if model.model_args else ""
     load = FORMATS[format_name].code.format(model=name, shape=plan.input_shape, classes=plan.info.num_classes)

@@ -1,4 +1,4 @@
-"""The header of a run, as lines of text: ranks, model, data, batch, steps."""
+"""The header of a run, as lines of text: ranks, model, data, augmentation, batch, optimizer, steps."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def describe_run(components: Components, world: World, place: RunPlace) -> list[
         f"model     {plan.config.model.model_name}, {components.num_parameters:,} parameters,"
         f" strategy {components.model.strategy}{_way(components)}, {precision}",
         f"data      {describe_data(plan)}",
-        *([f"augment   {components.train_data.pipeline.describe()}"] if plan.info.is_image else []),
+        f"augment   {components.train_data.pipeline.describe()}",
         f"batch     {describe_batch(plan)}",
+        f"optimizer {describe_optimizer(plan)}",
         f"steps     {describe_steps(plan)}",
         *([f"random    {PER_RANK}"] if _draws_per_rank(plan) else []),
         *([] if RunFolder(place.folder).is_temporary else [f"folder    {place.folder}"]),
@@ -73,6 +74,22 @@ def describe_batch(plan: RunPlan) -> str:
     parts = f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''} x {plan.rank_batch_size}"
     parts += f" ({accumulate} microbatches of {plan.microbatch_size})" if accumulate > 1 else ""
     return f"{plan.config.train.global_batch_size} = {parts}; peak learning rate {plan.peak_lr:g}"
+
+
+def describe_optimizer(plan: RunPlan) -> str:
+    """All settings of the optimizer that have an effect."""
+    optim = plan.config.optim
+    parts: list[str] = [optim.optimizer]
+    if optim.optimizer in ("sgd", "nesterov", "muon"):
+        parts.append(f"momentum {optim.momentum:g}")
+    parts += [f"weight decay {optim.weight_decay:g}", f"{optim.schedule} schedule"]
+    values = {
+        "warm-up epochs": optim.warmup_epochs,
+        "clip norm": optim.clip_norm,
+        "label smoothing": optim.label_smoothing,
+        "moving average": optim.ema_decay,
+    }
+    return ", ".join([*parts, *(f"{name} {value:g}" for name, value in values.items() if value)])
 
 
 def describe_steps(plan: RunPlan) -> str:

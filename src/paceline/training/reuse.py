@@ -13,13 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from paceline.checkpoints.format import STATE
 from paceline.checkpoints.named import NamedCheckpoint, find_named
 from paceline.checkpoints.resume import require_checkpoint, require_fitting_weights, restore_weights
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import build_pipeline
-from paceline.data.dataset import LoadedData
+from paceline.data.dataset import Dataset, DatasetInfo, LoadedData
 from paceline.data.fingerprint import differences, fingerprint_of
 from paceline.data.known_files import require_data_folder
 from paceline.data.loader import Loader
@@ -215,10 +216,26 @@ def load_test_data(run: OpenRun) -> Loader:
     return Loader(data.test, torch.arange(len(data.test)), record.pipeline, run.world)
 
 
-def evaluate_run(run: OpenRun) -> Evaluation:
-    """Test the weights on the run's test set. Raises DataError for other data."""
+def require_same_samples(samples: Tensor, info: DatasetInfo) -> None:
+    """UserError unless samples [N, ...] have the shape and type of those that the run was trained on."""
+    dtype = torch.float32 if info.is_float else torch.uint8
+    if tuple(samples.shape[1:]) != info.sample_shape or samples.dtype != dtype:
+        raise UserError(
+            "this run was trained on other samples",
+            got=f"{samples.dtype} of shape {tuple(samples.shape)}",
+            allowed=f"{dtype} of shape (N, {', '.join(map(str, info.sample_shape))})",
+        )
+
+
+def evaluate_run(run: OpenRun, test: Dataset | None = None) -> Evaluation:
+    """Test the weights on the run's test set, or on another data set of the same classes.
+
+    Raises DataError if the run's data has changed.
+    """
     config, record = run.config, run.record
-    data = load_test_data(run)
+    if test is not None:
+        require_same_samples(test.read(torch.tensor([0])), record.info)
+    data = load_test_data(run) if test is None else Loader(test, torch.arange(len(test)), record.pipeline, run.world)
     with record.forward_explained(run.model.module):
         return evaluate(
             run.model,

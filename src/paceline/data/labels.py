@@ -1,0 +1,131 @@
+"""Labels of users: whole numbers, texts or bools. Classes are numbered from 0.
+
+Texts become classes in alphabetical order, False and True the classes 0 and 1. Whole numbers are the numbers of
+classes already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from paceline.data.dataset import MOST_CLASSES
+from paceline.errors import UserError
+from paceline.settings.text import check_text
+
+RawLabels = NDArray[Any]  # of a kind in _KINDS, one dimension
+_KINDS = {"i": "whole numbers", "u": "whole numbers", "b": "bools", "U": "texts"}
+_BOOLS = ("False", "True")
+
+
+def as_raw_labels(values: Any) -> RawLabels:
+    """An array of whole numbers, texts or bools. UserError for anything else."""
+    try:
+        labels = values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
+    except (TypeError, ValueError) as error:  # of several lengths, for example
+        raise _wrong_labels(f"a {type(values).__name__}") from error
+    if labels.shape == (0,):
+        raise no_samples()
+    if labels.dtype.kind == "O" and all(isinstance(label, str) for label in labels.flat):  # pandas has no text type
+        labels = labels.astype(str)
+    if labels.dtype.kind not in _KINDS or labels.ndim != 1:
+        raise _wrong_labels(f"{labels.dtype} of shape {tuple(labels.shape)}")
+    if labels.dtype.kind == "i" and labels.min() < 0:
+        raise UserError("a label is negative", got=int(labels.min()), allowed="0, 1, 2, ...")
+    return labels
+
+
+def no_samples() -> UserError:
+    return UserError("there are no samples", allowed="at least one")
+
+
+def _wrong_labels(got: str) -> UserError:
+    return UserError(
+        "labels of this kind cannot be trained on",
+        got=got,
+        allowed="one per sample: whole numbers from 0, texts or bools",
+        hint="y.astype(int) for whole numbers that are stored as floats" if got.startswith("float") else None,
+    )
+
+
+def class_names(classes: Any, labels: Sequence[RawLabels]) -> tuple[str, ...]:
+    """The names of all classes. `classes`: their names, their number, or None. `labels`: those of each part."""
+    kinds = {_KINDS[part.dtype.kind] for part in labels}
+    if len(kinds) > 1:
+        raise UserError("the parts have labels of several kinds", got=" and ".join(sorted(kinds)), allowed="one kind")
+    found = np.unique(np.concatenate([np.unique(part) for part in labels])).tolist()
+    if kinds == {"whole numbers"}:
+        return _names_of_numbers(classes, found)
+    names = list(_BOOLS) if kinds == {"bools"} and classes is None else found
+    if classes is not None:
+        names = _given_names(classes, 2)
+    if kinds == {"bools"}:
+        return _require_two(names)
+    unknown = [label for label in found if label not in set(names)]
+    if unknown:
+        raise UserError(
+            "a label is not one of the classes",
+            got=", ".join(map(repr, unknown[:8])),
+            allowed=", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else ""),
+        )
+    if len(names) < 2:
+        raise UserError("all labels are the same", got=repr(names[0]), allowed="two or more classes")
+    return tuple(check_text(name, "the name of a class", where="labels") for name in names)
+
+
+def _require_two(names: list[str]) -> tuple[str, ...]:
+    if len(names) != 2:
+        raise UserError("bools have two classes", got=", ".join(map(repr, names)), allowed="two names: False, True")
+    return tuple(names)
+
+
+def encode_labels(labels: RawLabels, names: tuple[str, ...]) -> Tensor:
+    """The number of each label's class, int64."""
+    if labels.dtype.kind != "U":
+        return torch.from_numpy(labels.astype(np.int64))
+    numbers = {name: number for number, name in enumerate(names)}
+    values, places = np.unique(labels, return_inverse=True)
+    return torch.from_numpy(np.array([numbers[str(value)] for value in values], dtype=np.int64)[places])
+
+
+def _names_of_numbers(classes: Any, found: list[int]) -> tuple[str, ...]:
+    """`found`: the labels that occur, ascending."""
+    num_labels = found[-1] + 1
+    if num_labels > MOST_CLASSES:
+        raise UserError(
+            "a label is too large", got=found[-1], allowed=f"0 to {MOST_CLASSES - 1:,}: one number per class"
+        )
+    if classes is None:
+        if found != list(range(num_labels)):
+            _leave_gaps(found)
+        return tuple(str(label) for label in range(max(2, num_labels)))
+    if isinstance(classes, int) and not isinstance(classes, bool) and max(2, num_labels) <= classes <= MOST_CLASSES:
+        return tuple(str(label) for label in range(classes))
+    return tuple(_given_names(classes, max(2, num_labels)))
+
+
+def _given_names(classes: Any, least: int) -> list[str]:
+    if isinstance(classes, str) or not isinstance(classes, Sequence) or len(classes) < least:
+        raise UserError(
+            "the class names do not fit the labels",
+            got=repr(classes),
+            allowed=f"at least {least} names in a list, or the number of classes",
+        )
+    return [check_text(str(name), "the name of a class", where="class names") for name in classes]
+
+
+def _leave_gaps(labels: list[int]) -> NoReturn:
+    """A class without samples is an error in the labels, unless the user says how many classes there are."""
+    shown = ", ".join(map(str, labels[:12])) + (", ..." if len(labels) > 12 else "")
+    raise UserError(
+        "the labels leave out numbers",
+        got=f"{len(labels)} different labels from {labels[0]} to {labels[-1]}: {shown}",
+        allowed=f"0 to {len(labels) - 1} for {len(labels)} classes",
+        hint="number them without gaps: np.unique(labels, return_inverse=True)[1];\n"
+        f"or state the classes, if some have no samples: return train, test, {labels[-1] + 1}",
+    )
