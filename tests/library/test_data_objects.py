@@ -156,6 +156,19 @@ def test_labels_of_a_column_are_not_collected_sample_by_sample() -> None:
     assert data.num_items_read < 20
 
 
+def test_labels_are_collected_once_where_the_test_set_is_held_out() -> None:
+    class Counting(Pairs):
+        num_items_read = 0
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            self.num_items_read += 1
+            return super().__getitem__(index)
+
+    data = Counting(*made("float", 200))
+    read_objects(data)
+    assert 200 <= data.num_items_read < 220
+
+
 @pytest.mark.parametrize(("labels", "classes"), [([True, False] * 5, ("False", "True")), ([1, 0] * 5, ("0", "1"))])
 def test_bools_and_numbers_are_labels(labels: list[Any], classes: tuple[str, ...]) -> None:
     objects = read_objects((np.zeros((10, 4), np.float32), labels), test=(np.zeros((10, 4), np.float32), labels))

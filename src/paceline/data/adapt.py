@@ -65,7 +65,11 @@ def adapt_parts(given: Mapping[str, Any], classes: Any, name: str, transform: Tr
 
     `transform` is applied to each sample whenever it is read.
     """
-    opened = {part: _open(given[part], part, transform) for part in PARTS if part in given}
+    opened: dict[str, _Opened] = {}
+    for part in (part for part in PARTS if part in given):
+        # The labels of an object that is given twice are collected once.
+        same = [found for other, found in opened.items() if given[other] is given[part]]
+        opened[part] = same[0] if same else _open(given[part], part, transform)
     if classes is None:
         classes = opened[TRAIN].classes
     names = class_names(classes, [part.labels for part in opened.values()])
