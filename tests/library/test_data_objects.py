@@ -156,6 +156,19 @@ def test_labels_of_a_column_are_not_collected_sample_by_sample() -> None:
     assert data.num_items_read < 20
 
 
+def test_labels_are_collected_once_where_the_test_set_is_held_out() -> None:
+    class Counting(Pairs):
+        num_items_read = 0
+
+        def __getitem__(self, index: int) -> tuple[Any, Any]:
+            self.num_items_read += 1
+            return super().__getitem__(index)
+
+    data = Counting(*made("float", 200))
+    read_objects(data)
+    assert 200 <= data.num_items_read < 220
+
+
 @pytest.mark.parametrize(("labels", "classes"), [([True, False] * 5, ("False", "True")), ([1, 0] * 5, ("0", "1"))])
 def test_bools_and_numbers_are_labels(labels: list[Any], classes: tuple[str, ...]) -> None:
     objects = read_objects((np.zeros((10, 4), np.float32), labels), test=(np.zeros((10, 4), np.float32), labels))
@@ -420,3 +433,27 @@ def test_an_export_of_other_channels_gives_the_runs_logits(kind: str, tmp_path: 
     snippet = (folder / "card.md").read_text().partition("```python\n")[2].partition("```")[0]
     answer = command(sys.executable, "-c", snippet, cwd=folder)
     assert answer.out.strip() in CLASSES, answer.err
+
+
+NOTEBOOK = """```python
+import paceline, torch
+
+table = torch.randn(100, 6, generator=torch.Generator().manual_seed(0))
+
+def make():
+    return (table, table.sum(1) > 0), (table[:20], table[:20].sum(1) > 0)
+
+flags = dict(processes=1, global_batch_size=16, epochs=1, track=(), quiet=True)
+run = paceline.train(model="mlp", data=make, **flags)
+print(run.config.data.dataset, run.predict(table[:1])[0].label in ("False", "True"))
+```
+"""
+
+
+def test_a_data_function_of_a_notebook_may_use_tensors(tmp_path: Path) -> None:
+    """It cannot be written as source, so it is called in the notebook."""
+    (tmp_path / "cells.md").write_text(NOTEBOOK)
+    code = "from harness.cells import main; main('cells.md')"
+    tests = str(Path(__file__).resolve().parents[1])
+    answer = command(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=tests)
+    assert answer.out.split() == ["arrays", "True"], answer.err

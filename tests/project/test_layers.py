@@ -25,7 +25,8 @@ WITHOUT_TORCH = {
 LIGHT_FILES = {
     *("runtime/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
     *("library/train.py", "library/run.py", "training/export_request.py", "data/pack_format.py", "runtime/gpus.py"),
-    *("runtime/secret.py", "runtime/peers.py"),
+    *("runtime/secret.py", "runtime/peers.py", "data/array_folder.py"),
+    *("library/call.py", "library/functions.py", "library/modules.py", "library/run_inputs.py"),
 }
 
 

@@ -76,7 +76,11 @@ def adapt_parts(
 
     `transform` is applied to each sample whenever it is read.
     """
-    opened = {part: _open(given[part], part, transform, task) for part in PARTS if part in given}
+    opened: dict[str, _Opened] = {}
+    for part in (part for part in PARTS if part in given):
+        # The labels of an object that is given twice are collected once.
+        same = [found for other, found in opened.items() if given[other] is given[part]]
+        opened[part] = same[0] if same else _open(given[part], part, transform, task)
     if classes is None:
         classes = opened[TRAIN].classes
     if task == SINGLE_LABEL:

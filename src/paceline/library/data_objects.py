@@ -44,8 +44,9 @@ class DataObjects:
     def require_space(self, folder: Path) -> None:
         """UserError if the data does not fit into memory, or onto the disk of this folder."""
         memory = gather_memory()
-        limit = min(value for value in (memory.total_bytes, memory.limit_bytes) if value)
-        if self.size_bytes > limit:
+        known = [value for value in (memory.total_bytes, memory.limit_bytes) if value]
+        limit = min(known, default=None)  # None where the system does not say
+        if limit is not None and self.size_bytes > limit:
             raise UserError(
                 "the data is larger than the memory of this machine",
                 where="paceline.train(data=...)",
