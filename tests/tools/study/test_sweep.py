@@ -114,9 +114,12 @@ def test_a_sweep_grows_and_refuses_other_settings(tmp_path: Path) -> None:
     for other in (spec_of("base_lr=0.1", "seed=1", flags=("--epochs=3",)), spec_of("momentum=0.9", "seed=1")):
         with pytest.raises(UserError, match="in this folder"):
             continue_sweep(tmp_path, other)
-    (tmp_path / "sweep.json").write_text(json.dumps({"recipe": 1}))
-    with pytest.raises(UserError, match="cannot be read"):
-        continue_sweep(tmp_path, first)
+    whole = json.loads((tmp_path / "sweep.json").read_text())
+    points = ([], [[["base_lr", "1"]], [["seed", "1"]]], [[["base_lr"]]], [[["no_such_setting", "1"]]], [[[1, 2]]], 7)
+    for damaged in ({"recipe": 1}, *({**whole, "points": found} for found in points)):
+        (tmp_path / "sweep.json").write_text(json.dumps(damaged))
+        with pytest.raises(UserError, match="cannot be read"):
+            continue_sweep(tmp_path, first)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("text")
     with pytest.raises(UserError, match="do not belong"):

@@ -213,9 +213,9 @@ def read_sweep(folder: Path) -> SweepSpec:
         values: dict[str, Any] = fit(parse_json(read_bounded(path)), _SHAPE)
         points = tuple(tuple((name, value) for name, value in point) for point in values["points"])
         known = {name: values[name] for name in ("recipe", "name", "world_size", "global_batch_size", "place")}
-        unknown = {name for point in points for name, _ in point} - field_table().keys()
-        if unknown:
-            raise ValueError(f"unknown settings: {', '.join(sorted(unknown))}")
+        varied = {tuple(name for name, _ in point) for point in points}
+        if len(varied) != 1 or not set(*varied) <= field_table().keys():
+            raise ValueError(f"points with other settings: {sorted(varied)}")
         return SweepSpec(**known, flags=tuple(values["flags"]), stated=tuple(values["stated"]), points=points)
     except FileNotFoundError as error:
         raise UserError("this is not a sweep", where=str(folder), hint="a folder that paceline sweep wrote") from error
