@@ -74,6 +74,8 @@ class Sources:
         values = fit(values, _SHAPE)
         if any(len(pair) != 2 for pair in values["functions"].values()):
             raise ValueError("a function without a module")
+        if values["modules"] and not values["functions"]:
+            raise ValueError("stored modules without a function")
         functions = {name: (module, function) for name, (module, function) in values["functions"].items()}
         modules = {
             name: StoredModule(entry["text"], entry["file"], entry["is_package"])
