@@ -11,6 +11,8 @@ import re
 from paceline.errors import UserError
 
 MAX_BYTES = 2**28  # of all samples together: synthetic data is for quick tests
+SHAPES_MAX_BYTES = 2**32
+SHAPES_SAMPLE = (3, 32, 32)
 
 
 def parse_input_size(text: str) -> tuple[int, ...]:
@@ -27,14 +29,14 @@ def parse_input_size(text: str) -> tuple[int, ...]:
     )
 
 
-def check_total_size(shape: tuple[int, ...], num_samples: int) -> None:
-    """Refuse a synthetic set that takes too much memory."""
+def check_total_size(shape: tuple[int, ...], num_samples: int, *, at_most_bytes: int = MAX_BYTES) -> None:
+    """Refuse a generated set that takes too much memory."""
     sample_bytes = math.prod(shape) * (1 if len(shape) == 3 else 4)
-    if sample_bytes * num_samples > MAX_BYTES:
+    if sample_bytes * num_samples > at_most_bytes:
         raise UserError(
-            "the synthetic data set would be too large",
+            "the generated data set would be too large",
             where="input-size, num-samples",
             got=f"{num_samples} samples of {sample_bytes} bytes each",
-            allowed=f"at most {MAX_BYTES // 2**20} MiB in total",
-            hint=f"--num-samples {max(1, MAX_BYTES // sample_bytes)}, or smaller samples",
+            allowed=f"at most {at_most_bytes // 2**20} MiB in total",
+            hint=f"--num-samples {max(1, at_most_bytes // sample_bytes)}, or smaller samples",
         )

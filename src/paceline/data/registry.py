@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, cast
 
-from paceline.data.input_size import check_total_size, parse_input_size
+from paceline.data.input_size import SHAPES_MAX_BYTES, SHAPES_SAMPLE, check_total_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
 from paceline.data.parts import LAYOUT, VALIDATION, part_folders
 from paceline.data.reference import check_reference, is_reference
@@ -75,6 +75,8 @@ def check_data_config(config: DataConfig) -> None:
     check_dataset_name(config.dataset)
     if config.dataset == "synthetic":
         check_total_size(parse_input_size(config.input_size), config.num_samples)
+    if config.dataset == "shapes":
+        check_total_size(SHAPES_SAMPLE, config.num_samples, at_most_bytes=SHAPES_MAX_BYTES)
     if config.dataset == "folder":
         _check_folder(config)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
+from paceline.data.input_size import SHAPES_MAX_BYTES, SHAPES_SAMPLE, check_total_size
 from paceline.settings.schema import DataConfig
 
 Floats = NDArray[np.float32]
@@ -241,12 +242,13 @@ def make_shapes(num_samples: int, seed: int, *, stream: int) -> tuple[Tensor, Te
 
 
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
+    check_total_size(SHAPES_SAMPLE, config.num_samples, at_most_bytes=SHAPES_MAX_BYTES)
     return DatasetInfo(
         name="shapes",
         num_train=config.num_samples,
         num_test=max(1000, config.num_samples // 10),
         classes=CLASSES,
-        sample_shape=(3, SIDE, SIDE),
+        sample_shape=SHAPES_SAMPLE,
         mean=MEAN,
         std=STD,
     )
