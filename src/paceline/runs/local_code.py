@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
+import os
 import pkgutil
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -67,6 +70,13 @@ def read_source(path: Path) -> bytes:
     if path not in _kept:
         _kept[path] = read_small(path, _LARGEST_FILE_BYTES)
     return _kept[path]
+
+
+def module_name_of(prefix: str, path: Path, place: str) -> str:
+    """A name for the module of a file. Two files of one name are two modules. A dot would name a package."""
+    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
+    stem = re.sub(r"\W", "_", path.stem)
+    return f"{prefix}_{stem}_{digest}"
 
 
 class LocalLoader(SourceFileLoader):
