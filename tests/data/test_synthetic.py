@@ -63,6 +63,14 @@ def test_absurd_sizes_are_refused_before_any_work(size: str) -> None:
         check_data_config(config(input_size=size))
 
 
+@pytest.mark.parametrize("num_samples", [2**31, 2**62])
+def test_absurd_numbers_of_shapes_are_refused_before_any_work(num_samples: int) -> None:
+    """By the check of a start, and by an evaluation, whose config comes from a checkpoint."""
+    for check in (check_data_config, lambda absurd: describe_dataset(absurd, 0)):
+        with pytest.raises(UserError, match="too large"):
+            check(config(dataset="shapes", num_samples=num_samples))
+
+
 def test_checking_imports_no_torch() -> None:
     code = "import sys, paceline.data.registry; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from harness.ranks import run_ranks
-from harness.runs import quick_config
+from harness.runs import quick_config, train_in
 from paceline.errors import UserError
 from paceline.runtime.detect import World
 from paceline.training.same_ranks import require_equal, require_same_data, require_same_ranks
@@ -27,6 +30,15 @@ def join_with_data(world: World, prints: list[str]) -> str:
     return "the same"
 
 
+def train_with_own_file(world: World, home: str) -> str:
+    os.chdir(Path(home) / str(world.rank))
+    try:
+        train_in(world, f"{home}/run", ("--metrics=own.py:hit", "--max-steps=1"))
+    except UserError as error:
+        return error.screen()
+    return "the same"
+
+
 def test_another_config_is_named_on_every_rank() -> None:
     flags = [[], [], ["--base-lr=0.7"]]
     screens = run_ranks(3, join_with, flags)
@@ -41,6 +53,21 @@ def test_other_data_is_named() -> None:
     screens = run_ranks(3, join_with_data, ["aa", "bb", "aa"])
     assert "the ranks do not have the same data" in screens[0]
     assert "rank 1 has bb, the others aa" in screens[0]
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_another_file_with_functions_is_named(is_same: bool, tmp_path: Path) -> None:
+    """The stored source is that of the primary; every rank must have trained with it."""
+    text = "def hit(logits, labels):\n    return (logits.argmax(1) == labels).float()\n"
+    for rank in range(2):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "own.py").write_text(text if is_same or rank == 0 else text + "# another\n")
+    screens = run_ranks(2, train_with_own_file, str(tmp_path))
+    if is_same:
+        assert screens == ["the same"] * 2
+    else:
+        assert "the ranks do not have the same functions" in screens[0]
+        assert "metrics:hit" in screens[1]
 
 
 @pytest.mark.parametrize("kind", ["code", "torch", "paceline"])

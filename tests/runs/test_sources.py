@@ -114,3 +114,12 @@ def test_source_that_is_too_large_is_not_followed(home: Path, monkeypatch: pytes
 def test_forged_values_are_refused(values: object) -> None:
     with pytest.raises(ValueError):
         Sources.from_json(values)
+
+
+@pytest.mark.parametrize("file", ["net.v2.py", "my net.py", "1-2.py", "é.py"])
+def test_a_file_of_any_name_can_be_stored(file: str, tmp_path: Path) -> None:
+    """The name of a file may have dots and spaces; that of a module must not."""
+    (tmp_path / file).write_text("def build():\n    return 7\n")
+    reference = CodeReference("model_name", str(tmp_path / file), "build")
+    stored = Sources.from_json(collect_sources([reference]).to_json())
+    assert stored.resolve(str(reference), where="the test")() == 7

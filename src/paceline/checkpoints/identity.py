@@ -90,7 +90,7 @@ def changed_code(state: dict[str, Any], now: dict[str, str]) -> list[str]:
 
 
 def warn_of_changed_code(checkpoint: Checkpoint, code: dict[CodeReference, str]) -> None:
-    """`code`: a hash of each function's file. Not refused: a comment changes a file too."""
+    """`code`: a hash of each function's source. Not refused: a comment changes it too."""
     names = changed_code(checkpoint.state, {item.name: digest for item, digest in code.items()})
     changed = ", ".join(f"{item.field} {item}" for item in code if item.name in names)
     if changed:

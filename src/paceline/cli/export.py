@@ -12,7 +12,7 @@ from paceline.errors import EXIT_FINISHED, UserError
 from paceline.runs.find import locate_run
 from paceline.runs.folder import require_run_folder
 from paceline.settings.declare import Arg
-from paceline.training.export_request import ExportFormat, check_output
+from paceline.training.export_request import ExportFormat, check_output, default_output
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Export:
 
 def export(settings: Export) -> int:
     folder = locate_run(settings.run)
-    output = settings.output or folder / f"export-{settings.format}"
+    output = settings.output or default_output(folder, settings.format)
     require_run_folder(folder)
     check_output(output, is_forced=settings.force)
     if settings.format == "onnx" and importlib.util.find_spec("onnx") is None:

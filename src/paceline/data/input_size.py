@@ -12,8 +12,8 @@ from paceline.errors import UserError
 from paceline.settings.schema import DataConfig
 
 # Of all samples together: these data sets stay in memory, and are for quick tests.
-_MOST_BYTES = {"synthetic": 2**28, "shapes": 2**30}
-_SHAPE_OF_SHAPES = (3, 32, 32)
+_MOST_BYTES = {"synthetic": 2**28, "shapes": 2**32}
+SHAPES_SAMPLE = (3, 32, 32)
 CENTRE_SIDE = 4  # an image is made from a grid of this side
 
 
@@ -39,7 +39,7 @@ def count_test_samples(num_samples: int) -> int:
 def check_made_size(config: DataConfig) -> None:
     """Refuse a shapes or synthetic set that takes too much memory."""
     is_synthetic = config.dataset == "synthetic"
-    shape = parse_input_size(config.input_size) if is_synthetic else _SHAPE_OF_SHAPES
+    shape = parse_input_size(config.input_size) if is_synthetic else SHAPES_SAMPLE
     sample_bytes = math.prod(shape) * (1 if len(shape) == 3 else 4)
     most_bytes = _MOST_BYTES[config.dataset]
     count = config.num_samples + count_test_samples(config.num_samples)

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import ast
 import difflib
-import hashlib
 import importlib
 import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, UserError, text_of
-from paceline.runs.local_code import LocalLoader, local_modules_compiled, read_source
+from paceline.runs.local_code import LocalLoader, local_modules_compiled, module_name_of, read_source
 from paceline.runs.user_code import process_kept
 
 
@@ -139,8 +137,7 @@ def _has_star_import(tree: ast.Module) -> bool:
 
 def _import_file(path: Path) -> ModuleType:
     """Import one file under a unique name. Its folder is not added to sys.path."""
-    digest = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:8]
-    name = f"paceline_user_{path.stem}_{digest}"  # two files of one name are two modules
+    name = module_name_of("paceline_user", path, str(path.resolve()))
     loader = LocalLoader(name, str(path.resolve()))
     spec = importlib.util.spec_from_file_location(name, path.resolve(), loader=loader)
     if spec is None or spec.loader is None:

@@ -22,7 +22,7 @@ from paceline.runs.json_files import read_object
 from paceline.runs.trust import trusting_code
 from paceline.settings.load import load_config
 from paceline.settings.schema import Config
-from paceline.training.export_request import check_format, check_output
+from paceline.training.export_request import check_format, check_output, default_output
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -125,7 +125,7 @@ class Run:
         """
         with trusting_code(self._trust_code):
             check_format(format)
-            folder = Path(output) if output is not None else self.path / f"export-{format}"
+            folder = Path(output) if output is not None else default_output(self.path, format)
             check_output(folder, is_forced=force)
             with caller_state_kept():
                 from paceline.training.export import export_run

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import importlib.util
+import os
 import pkgutil
+import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -69,6 +72,13 @@ def read_source(path: Path) -> bytes:
     return _kept[path]
 
 
+def module_name_of(prefix: str, path: Path, place: str) -> str:
+    """A name for the module of a file. Two files of one name are two modules. A dot would name a package."""
+    digest = hashlib.sha256(os.fsencode(place)).hexdigest()[:8]
+    stem = re.sub(r"\W", "_", path.stem)
+    return f"{prefix}_{stem}_{digest}"
+
+
 class LocalLoader(SourceFileLoader):
     """Compiles the file itself, and keeps the bytes that it has compiled."""
 
@@ -118,26 +128,30 @@ class UserModule:
         """Raises SyntaxError or ValueError for an unknown encoding."""
         return importlib.util.decode_source(self.source)
 
-    def imports(self) -> list[str]:
+    def imports(self) -> tuple[str, ...]:
         """Names of modules that it imports, also inside of functions. Some of `from X import NAME` are no modules."""
-        package = self.name if self.is_package else self.name.rpartition(".")[0]
-        try:
-            nodes = list(ast.walk(ast.parse(self.text)))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            return []  # Python cannot import it either
-        names: list[str] = []
-        for node in nodes:
-            if isinstance(node, ast.Import):
-                names += [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):
-                base = node.module or ""
-                if node.level:
-                    try:
-                        base = importlib.util.resolve_name("." * node.level + base, package)
-                    except ImportError:
-                        continue
-                names += [base, *(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")]
-        return list(dict.fromkeys(names))
+        return _imports_of(self.source, self.name if self.is_package else self.name.rpartition(".")[0])
+
+
+@functools.lru_cache(maxsize=10_000)  # a file is asked for several times: by each function, to sign, hash and store
+def _imports_of(source: bytes, package: str) -> tuple[str, ...]:
+    try:
+        nodes = list(ast.walk(ast.parse(importlib.util.decode_source(source))))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return ()  # Python cannot import it either
+    names: list[str] = []
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                try:
+                    base = importlib.util.resolve_name("." * node.level + base, package)
+                except ImportError:
+                    continue
+            names += [base, *(f"{base}.{alias.name}" for alias in node.names if alias.name != "*")]
+    return tuple(dict.fromkeys(names))
 
 
 def modules_needed(item: CodeReference, *, follows_imports: bool = True) -> list[UserModule]:
@@ -156,16 +170,19 @@ def modules_needed(item: CodeReference, *, follows_imports: bool = True) -> list
                 break
             found[name] = _read(name, spec)
     waiting = list(found.values()) if follows_imports else []
+    not_local: set[str] = set()
     while waiting:
         module = waiting.pop()
         for imported in module.imports() if module.is_local else ():
             for name in _packages_and(imported):
-                if name not in found:
-                    helper = _read_local(name)
-                    if helper is None:
-                        break
-                    found[name] = helper
-                    waiting.append(helper)
+                if name in found:
+                    continue
+                helper = _read_local(name) if name not in not_local else None
+                if helper is None:
+                    not_local.add(name)
+                    break
+                found[name] = helper
+                waiting.append(helper)
     return list(found.values())
 
 
@@ -273,6 +290,7 @@ def _installed_roots() -> tuple[Path, ...]:
     return (*sorted(roots), Path(paceline.__file__).resolve().parent)
 
 
+@functools.lru_cache(maxsize=10_000)
 def is_local(path: Path) -> bool:
     resolved = path.resolve()
     if {"site-packages", "dist-packages"} & set(resolved.parts):

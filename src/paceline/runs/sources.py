@@ -28,7 +28,7 @@ from typing import Any
 
 from paceline.errors import UserError, text_of
 from paceline.runs.json_files import Fields, ListOf, MapOf, fit
-from paceline.runs.local_code import modules_needed
+from paceline.runs.local_code import module_name_of, modules_needed
 from paceline.runs.user_code import process_kept
 from paceline.settings.code import CodeReference
 
@@ -75,6 +75,8 @@ class Sources:
         values = fit(values, _SHAPE)
         if any(len(pair) != 2 for pair in values["functions"].values()):
             raise ValueError("a function without a module")
+        if values["modules"] and not values["functions"]:
+            raise ValueError("stored modules without a function")
         functions = {name: (module, function) for name, (module, function) in values["functions"].items()}
         modules = {
             name: StoredModule(entry["text"], entry["file"], entry["is_package"])
@@ -196,10 +198,7 @@ def collect_sources(references: list[CodeReference], *, follows_imports: bool = 
     functions: dict[str, tuple[str, str]] = {}
     modules: dict[str, StoredModule] = {}
     for item in references:
-        own_name = item.place
-        if item.is_file:
-            digest = hashlib.sha256(item.place.encode()).hexdigest()[:8]
-            own_name = f"paceline_stored_{item.path.stem}_{digest}"
+        own_name = module_name_of("paceline_stored", item.path, item.place) if item.is_file else item.place
         for module in modules_needed(item, follows_imports=follows_imports):
             if module.is_local and (follows_imports or item.is_file):
                 name = module.name or own_name

@@ -24,6 +24,14 @@ def check_format(name: str) -> None:
         )
 
 
+def default_output(run: Path, format_name: str) -> Path:
+    """The folder of an export that is given none. A link in a run folder may lead anywhere, so it is not followed."""
+    output = run / f"export-{format_name}"
+    if output.is_symlink():
+        raise UserError("the export folder is a link", where=str(output), hint="remove it, or --output DIR")
+    return output
+
+
 def check_output(output: Path, *, is_forced: bool) -> None:
     """Refuse to replace an export without --force, and to replace anything else."""
     if not output.exists():

@@ -234,5 +234,5 @@ def unusable_record(checkpoint: Checkpoint, reason: str) -> CheckpointError:
 def require_trusted_record(record: ModelRecord, checkpoint: Checkpoint) -> None:
     """UserError if the source in the record is not this user's, and not trusted."""
     sources, where = record.sources, str(checkpoint.path / STATE)
-    if sources.functions:
+    if sources != Sources():
         require_trusted_sources(sources.sha256, record.mark, functions=list(sources.functions), where=where)

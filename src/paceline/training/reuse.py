@@ -111,8 +111,8 @@ def find_saved(
             record = _record_of_data(config, found, named)
         else:
             require_trusted_record(record, found)
-            _require_fitting(record, found, config.train.test_views)
         is_trusted = is_trusting()
+    _require_fitting(record, found, config.train.test_views)
     return SavedRun(config, found, record, named.run, is_trusted)
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from paceline.data.dataset import DatasetInfo, LoadedData, ResidentDataset
-from paceline.data.input_size import count_test_samples
+from paceline.data.input_size import SHAPES_SAMPLE, check_made_size, count_test_samples
 from paceline.settings.schema import DataConfig
 
 Floats = NDArray[np.float32]
@@ -242,12 +242,13 @@ def make_shapes(num_samples: int, seed: int, *, stream: int) -> tuple[Tensor, Te
 
 
 def describe(config: DataConfig, seed: int) -> DatasetInfo:
+    check_made_size(config)
     return DatasetInfo(
         name="shapes",
         num_train=config.num_samples,
         num_test=count_test_samples(config.num_samples),
         classes=CLASSES,
-        sample_shape=(3, SIDE, SIDE),
+        sample_shape=SHAPES_SAMPLE,
         mean=MEAN,
         std=STD,
     )

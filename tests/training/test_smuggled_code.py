@@ -1,0 +1,64 @@
+"""Ways in which a run folder from another person could execute code, or write elsewhere, without --trust-code."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import paceline
+from harness.cli import paceline as run_command
+from harness.forged import rewrite_state
+from paceline.cli.main import main
+from paceline.errors import UserError
+
+USER, CHECKPOINT = 2, 4
+FLAGS = ["--num-samples=128", "--epochs=1", "--global-batch-size=64", "--processes=1", "--track"]
+HOSTILE = "from pathlib import Path\n\nPath({!r}).touch()\n"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without functions of a user."""
+    home = tmp_path_factory.mktemp("smuggled")
+    answer = run_command("train", "shapes-cnn", *FLAGS, "--output-dir=run", cwd=home)
+    assert answer.code == 0, answer.err
+    return home
+
+
+@pytest.fixture
+def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(trained, tmp_path / "home", symlinks=True)
+    monkeypatch.chdir(tmp_path / "home")
+    monkeypatch.setenv("PACELINE_STATE", str(tmp_path / "state"))
+    return tmp_path / "home"
+
+
+@pytest.mark.parametrize("name", ["json", "contextlib", "onnx", "torch.export._trace", "sympy"])
+@pytest.mark.parametrize("format_name", ["torch.export", "torchscript"])
+def test_stored_modules_without_a_function_are_refused(name: str, format_name: str, home: Path) -> None:
+    """An exporter imports modules by name while the stored ones can be found."""
+    text = HOSTILE.format(str(home / "executed"))
+
+    def forge(values: dict[str, Any]) -> None:
+        values["record"]["sources"]["modules"] = {name: {"text": text, "file": "x.py", "is_package": False}}
+
+    for checkpoint in (home / "run/checkpoints").glob("step-*"):
+        rewrite_state(checkpoint, forge)
+    code = main(["export", "run", f"--format={format_name}"])
+    assert not (home / "executed").exists()
+    assert code == CHECKPOINT
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_an_export_does_not_leave_the_run_folder_through_a_link(home: Path, exists: bool) -> None:
+    target = home / "elsewhere"
+    if exists:
+        target.mkdir()
+    (home / "run" / "export-safetensors").symlink_to(target)
+    assert main(["export", "run", "--format=safetensors", "--force"]) == USER
+    with pytest.raises(UserError):
+        paceline.load_run(home / "run").export(force=True)
+    assert not target.exists() or not list(target.iterdir())
