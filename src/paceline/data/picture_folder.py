@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -153,8 +154,10 @@ def _by_class(folder: Path, skipped: Skipped) -> _Classes:
         # The folder name becomes the class name in JSON, tables, pages and label files.
         check_text(name, "the name of a class folder", where=str(folder), hint="rename the folder")
     found = {name: sorted(_pictures_in(folder / name, skipped), key=os.fspath) for name in names}
-    if len(found) < 2:
-        raise _too_little(folder, f"{len(found)} class folders" + (f": {names[0]}" if names else ""))
+    if len(found) == 1:
+        raise _one_class(folder, names[0])
+    if not found:
+        raise _too_little(folder, "no class folder")
     if empty := [name for name, paths in found.items() if not paths]:
         raise _too_little(folder, "no pictures in " + ", ".join(empty[:8]))
     return found
@@ -194,6 +197,16 @@ def _is_no_picture(entry: os.DirEntry[str]) -> str:
     if extension in ABSENT_EXTENSIONS:
         return f"{extension}: this Pillow has no decoder for it"
     return "" if extension in EXTENSIONS else f"{extension or 'no extension'}: not the name of a picture that is read"
+
+
+def _one_class(folder: Path, name: str) -> DataError:
+    error = _too_little(folder, f"1 class folder: {name}")
+    below = [entry.name for entry in _sorted(folder / name) if entry.is_dir() and not _is_hidden(entry.name)]
+    if len(below) > 1:
+        error.hint = f"--data-dir {shlex.quote(str(folder / name))}, which holds {len(below)} folders"
+    else:
+        error.hint = f"a classifier needs a second class: add a folder beside {name}, for example one of other pictures"
+    return error
 
 
 def _too_little(folder: Path, got: str) -> DataError:

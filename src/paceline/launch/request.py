@@ -20,7 +20,8 @@ from paceline.runtime.detect import RankEnvironment, count_gpus
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.recipe_file import DEFAULT_RECIPE, RESOLVED
-from paceline.settings.rules import check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.rules import batches_for, check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.schema import Config
 from paceline.settings.values import Setting
 from paceline.settings.variables import check_numbers
 
@@ -113,8 +114,30 @@ def allowed_worlds(loaded: LoadedConfig) -> list[int]:
             room = count_gpus(config.parallel) or asked.high
             return [size for size in fitting if size <= room] or fitting[:1]
         return [asked.high]
-    limit = count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
-    return (fitting_worlds(config, ProcessRange(1, limit)) or [1])[-1:]
+    return (fitting_worlds(config, ProcessRange(1, _room(config))) or [1])[-1:]
+
+
+def _room(config: Config) -> int:
+    """Ranks that this machine has GPUs or cores for."""
+    return count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
+
+
+def explain_fewer_ranks(loaded: LoadedConfig) -> str | None:
+    """If the batch or the lanes leave GPUs or cores without a rank: why, and which batch would use all of them."""
+    config = loaded.config
+    if config.parallel.strategy == "single" or not parse_processes(config.parallel.processes).is_open:
+        return None
+    room, ranks = _room(config), decide_processes(loaded)
+    is_tree = not config.parallel.exact or room & (room - 1) == 0  # --exact needs a power of two
+    if ranks == room or not is_tree:
+        return None
+    things = "GPUs" if count_gpus(config.parallel) else "cores"
+    batches = " or ".join(map(str, batches_for(config, room)))
+    remedy = f"--global-batch-size {batches} uses {room}" if batches else f"--lanes {room} uses {room}"
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''} for {room} {things}: global_batch_size "
+        f"{config.train.global_batch_size} cannot be divided equally; {remedy}"
+    )
 
 
 def decide_processes(loaded: LoadedConfig) -> int:

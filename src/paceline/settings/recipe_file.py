@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from pathlib import Path
 
 from paceline.errors import UserError
@@ -35,7 +36,11 @@ def find_recipe(name: str) -> Path:
     if is_file:
         return path
     if is_folder:
-        raise UserError("a recipe must be a YAML file, not a folder", got=name)
+        resolved = path / RESOLVED
+        hint = f"to continue this run: paceline train {shlex.quote(str(resolved))} --resume auto"
+        raise UserError(
+            "a recipe must be a YAML file, not a folder", got=name, hint=hint if resolved.is_file() else None
+        )
     close = difflib.get_close_matches(name, shipped, n=1, cutoff=0.5)
     raise UserError(
         f"there is no recipe {name!r}",

@@ -6,7 +6,7 @@ import torch
 
 import paceline
 from paceline.data.parts import TEST, TRAIN, VALIDATION
-from paceline.models.external import PER_RANK, draws_per_rank
+from paceline.models.external import PER_RANK, draws_per_rank, has_random_operations
 from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
@@ -33,13 +33,15 @@ def describe_run(components: Components, world: World, place: RunPlace) -> list[
         *([f"augment   {components.train_data.pipeline.describe()}"] if plan.info.is_image else []),
         f"batch     {describe_batch(plan)}",
         f"steps     {describe_steps(plan)}",
-        *([f"random    {PER_RANK}"] if _draws_per_rank(plan) else []),
+        *([f"random    {PER_RANK}"] if _draws_per_rank(components) else []),
         *([] if RunFolder(place.folder).is_temporary else [f"folder    {place.folder}"]),
     ]
 
 
-def _draws_per_rank(plan: RunPlan) -> bool:
-    return draws_per_rank(plan.config.model.model_name, is_exact=plan.config.parallel.exact)
+def _draws_per_rank(components: Components) -> bool:
+    config = components.plan.config
+    is_possible = draws_per_rank(config.model.model_name, is_exact=config.parallel.exact)
+    return is_possible and has_random_operations(components.model.module)
 
 
 def _way(components: Components) -> str:
@@ -73,7 +75,9 @@ def describe_batch(plan: RunPlan) -> str:
 
 def describe_steps(plan: RunPlan) -> str:
     left_out = plan.num_train - plan.steps_per_epoch * plan.config.train.global_batch_size
-    text = f"{plan.config.train.epochs} epochs of {plan.steps_per_epoch}, {plan.total_steps} in all"
+    epochs = plan.config.train.epochs
+    text = f"{epochs} epoch{'s' if epochs > 1 else ''} of {plan.steps_per_epoch}, {plan.total_steps} in all"
     if left_out:
-        text += f"; each epoch leaves out {left_out} samples that do not fill a batch, different ones each time"
+        samples = "1 sample that does" if left_out == 1 else f"{left_out} samples that do"
+        text += f"; each epoch leaves out {samples} not fill a batch, different ones each time"
     return text + (f"; ends at step {plan.last_step}" if plan.last_step < plan.total_steps else "")
