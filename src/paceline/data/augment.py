@@ -179,7 +179,8 @@ class Pipeline:
         }
         parts += [name if value is True else f"{name} {value:g}" for name, value in values.items() if value]
         if extras.mixing is not None:
-            until = f" for {extras.mix_epochs} epochs" if extras.mix_epochs else ""
+            count = f"{extras.mix_epochs} epoch{'s' if extras.mix_epochs > 1 else ''}"
+            until = f" for {count}" if extras.mix_epochs else ""
             methods = {"mixup": extras.mixing.mixup_alpha, "cutmix": extras.mixing.cutmix_alpha}
             parts += [f"{name} {alpha:g}{until}" for name, alpha in methods.items() if alpha]
         return ", ".join(parts)

@@ -99,6 +99,7 @@ def _check_folder(config: DataConfig) -> None:
             where="data-dir",
             got=str(folder.absolute()),
             allowed=f"a folder that holds {LAYOUT}",
+            hint="--data-dir PATH",
         )
     if is_packed(folder):
         require_side(open_packed(folder), folder, config.image_size, can_shrink=config.augment == "imagenet")

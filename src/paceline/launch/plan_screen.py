@@ -52,8 +52,9 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     precision = resolve_precision(config, device)
     memory = estimate_memory(plan, strategy, is_mixed=precision is not None)
     first, middle, last = (plan.learning_rate(step) for step in (0, plan.total_steps // 2, plan.total_steps - 1))
+    lanes = f"{plan.lanes} lane{'s' if plan.lanes > 1 else ''}"
     rows = {
-        "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {plan.lanes} lanes",
+        "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {lanes}",
         "data": describe_data(plan),
         "batch": describe_batch(plan),
         "steps": describe_steps(plan),
