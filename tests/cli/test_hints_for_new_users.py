@@ -11,7 +11,7 @@ from harness.made_runs import add_checkpoints, make_run
 from paceline.cli.main import main
 from paceline.data.picture_folder import find_pictures
 from paceline.errors import DataError, UserError
-from paceline.launch.request import explain_fewer_ranks
+from paceline.launch.request import explain_fewer_ranks, explain_unused_data
 from paceline.models.external import has_random_operations
 from paceline.runs.folder import require_run_folder
 from paceline.settings.load import load_config
@@ -124,6 +124,12 @@ def test_fewer_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--global-batch-size 252 or 256" in note
     for flags in (["--global-batch-size=256"], ["--global-batch-size=255", "--processes=1"]):
         assert explain_fewer_ranks(load_config("shapes-cnn", flags)) is None
+
+
+def test_a_data_folder_that_is_not_read() -> None:
+    assert explain_unused_data(load_config("shapes-cnn", ["--data-dir=pictures"])) is not None
+    for recipe, flags in (("shapes-cnn", []), ("cifar10-cnn", ["--data-dir=data"])):
+        assert explain_unused_data(load_config(recipe, flags)) is None
 
 
 @pytest.mark.parametrize(("below", "hint"), [((), "beside cats"), (("a", "b"), "--data-dir")])

@@ -45,7 +45,7 @@ class RecipeSettings:
     """What every command has that trains a recipe."""
 
     recipe: Annotated[str, Arg(place="word", completes="recipe")] = DEFAULT_RECIPE
-    """A recipe that comes with paceline (see `paceline recipes`), or a YAML file; shapes-cnn unless given."""
+    """A recipe that comes with paceline (see `paceline recipes`), or a YAML file."""
     flags: Annotated[tuple[Setting, ...], FlagsOf(Config)] = ()
 
     def as_arguments(self, first: Sequence[Setting] = ()) -> list[str]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.data.known_files import require_data_folder
 from paceline.data.reference import check_reference
-from paceline.data.registry import check_data_config, check_train_split
+from paceline.data.registry import MADE_DATASETS, check_data_config, check_train_split
 from paceline.errors import UserError
 from paceline.launch.inputs import fetch_command
 from paceline.metrics.sinks.open import check_trackers
@@ -138,6 +138,14 @@ def explain_fewer_ranks(loaded: LoadedConfig) -> str | None:
         f"{ranks} rank{'s' if ranks > 1 else ''} for {room} {things}: global_batch_size "
         f"{config.train.global_batch_size} cannot be divided equally; {remedy}"
     )
+
+
+def explain_unused_data(loaded: LoadedConfig) -> str | None:
+    """Without a recipe, `paceline train --data-dir PICTURES` trains the default one, which reads no data."""
+    data = loaded.config.data
+    if loaded.origin("data_dir") != "flag" or data.dataset not in MADE_DATASETS:
+        return None
+    return f"--data-dir is not used: {data.dataset} data is made here; paceline recipes lists recipes that read data"
 
 
 def decide_processes(loaded: LoadedConfig) -> int:

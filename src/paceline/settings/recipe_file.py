@@ -33,6 +33,9 @@ def find_recipe(name: str) -> Path:
         is_file, is_folder = path.is_file(), path.is_dir()
     except OSError as error:  # longer than a file system allows
         raise UserError("the name of the recipe cannot be a path", got=f"{name[:80]}: {error.strerror}") from error
+    if is_file and path.suffix == ".py":
+        hint = f"paceline train shapes-cnn --model-name {shlex.quote(name)}:FUNCTION"
+        raise UserError("a recipe must be a YAML file, and this is Python", got=name, hint=hint)
     if is_file:
         return path
     if is_folder:
