@@ -10,12 +10,14 @@ from torch import nn
 from harness.made_runs import add_checkpoints, make_run
 from paceline.cli.main import main
 from paceline.data.picture_folder import find_pictures
+from paceline.data.registry import check_data_config
 from paceline.errors import DataError, UserError
 from paceline.launch.request import explain_fewer_ranks, explain_unused_data
 from paceline.models.external import has_random_operations
 from paceline.runs.folder import require_run_folder
 from paceline.settings.load import load_config
 from paceline.settings.rules import check_config
+from paceline.settings.schema import DataConfig
 
 STAMPS = ("20260101-000000", "20260102-000000")
 
@@ -130,6 +132,18 @@ def test_a_data_folder_that_is_not_read() -> None:
     assert explain_unused_data(load_config("shapes-cnn", ["--data-dir=pictures"])) is not None
     for recipe, flags in (("shapes-cnn", []), ("cifar10-cnn", ["--data-dir=data"])):
         assert explain_unused_data(load_config(recipe, flags)) is None
+
+
+def test_the_data_of_a_moved_run() -> None:
+    with pytest.raises(UserError) as caught:
+        check_data_config(DataConfig(dataset="folder", data_dir="nowhere"))
+    assert caught.value.hint is not None
+    assert caught.value.hint.startswith("--data-dir ")
+
+
+def test_python_instead_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("net.py").write_text("def build():\n    pass\n")
+    assert "--model-name net.py:FUNCTION" in screen(capsys, "train", "net.py")
 
 
 @pytest.mark.parametrize(("below", "hint"), [((), "beside cats"), (("a", "b"), "--data-dir")])
