@@ -11,6 +11,7 @@ PIP_ARGS ?=
 
 BIN := .venv/bin
 READY := .venv/.ready
+NEXT := ready; now: . $(BIN)/activate && paceline train shapes-cnn, or: make train
 # The cluster of make slurm-up: where it lives, and what it has.
 SLURM_STATE ?= /var/lib/paceline-slurm
 SLURM_SHAPE ?= --nodes 2
@@ -55,7 +56,9 @@ help:
 	@echo "make check       lint, type, test: what a commit must pass"
 	@echo "make setup       only bring .venv up to date"
 
+# Other targets need it too; only `make setup` itself says what to do next.
 setup: $(READY)
+	@$(if $(filter setup,$(MAKECMDGOALS)),echo "$(NEXT)",:)
 
 # $(call install,VENV,EXTRAS,CONSTRAINTS,MORE): bring a venv up to date and leave its stamp.
 # Package indexes answer "too many requests" at times, so installing is tried a few times with growing pauses.

@@ -60,7 +60,7 @@ RUN_FILES = {
     "config.yaml": "the resolved config, with defaults marked; it is a recipe for the same run",
     "environment.json": "versions, git commit, host, command, job of the launcher",
     "data.json": "what the data was: numbers of samples, checksums, and changes accepted by `--accept-new-data`",
-    "status.json": "running, preempted, finished or failed; step, time left, reason",
+    "status.json": "running, preempted (by a signal), stopped (by Ctrl-C), finished or failed; step, time left, reason",
     "run.lock": "the owner of the run: host, process, start time, and the id that its ranks have too",
     "metrics.jsonl": "a row per log interval, and per epoch and phase; other metrics files are made from it",
     "metrics.csv": "epoch, phase, loss, accuracy, throughput",

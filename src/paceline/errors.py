@@ -44,6 +44,7 @@ class Cause(StrEnum):
     SHARED_MEMORY = "shared-memory"  # /dev/shm is too small, or a mapped file became shorter
     STORAGE = "storage"  # a disk or a quota is full
     OPEN_FILES = "open-files"  # the process may open no more files
+    THREADS = "threads"  # no more threads or processes can be started
     PORT_TAKEN = "port-taken"  # another program listens at the port
     RANK_KILLED = "rank-killed"  # by a SIGKILL that Paceline has not sent
     RANK_CRASHED = "rank-crashed"  # by another signal, such as SIGSEGV

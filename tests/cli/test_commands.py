@@ -206,6 +206,7 @@ def test_resume_auto_goes_on_with_the_newest_run(tmp_path: Path) -> None:
 
 def test_rehearsal_does_two_steps_of_everything(tmp_path: Path) -> None:
     answer = paceline("train", "--rehearse", "--processes", "2", "--num-samples", "640", cwd=tmp_path)
+    assert answer.out.count("\nmodel ") == 1, "one header"
     assert answer.code == 0, answer
     assert "rehearsal passed" in answer.out
     assert "resumed   at step 2" in answer.out

@@ -59,7 +59,7 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
     terminal.type("echo code $?")
     terminal.wait_for("^code 130$")
     (folder,) = (home / "runs").iterdir()
-    assert json.loads((folder / "status.json").read_text())["status"] == "preempted"
+    assert json.loads((folder / "status.json").read_text())["status"] == "stopped"
 
 
 @pytest.mark.timeout(300)

@@ -127,12 +127,12 @@ def check_refused(root: Path, *said: str) -> None:
 
 
 def test_an_empty_folder(tmp_path: Path) -> None:
-    check_refused(tmp_path, "0 class folders", str(tmp_path))
+    check_refused(tmp_path, "no class folder", str(tmp_path))
 
 
 def test_one_class_only(tmp_path: Path) -> None:
     picture(tmp_path / "cats" / "1.png")
-    check_refused(tmp_path, "1 class folders: cats")
+    check_refused(tmp_path, "1 class folder: cats")
 
 
 def test_classes_without_pictures(tmp_path: Path) -> None:

@@ -45,10 +45,11 @@ def training(folder: Path) -> Iterator[Started]:
 
 
 @pytest.mark.parametrize(
-    ("number", "reason"), [(signal.SIGINT, "interrupted by the user"), (signal.SIGKILL, "SIGTERM")]
+    ("number", "state", "reason"),
+    [(signal.SIGINT, "stopped", "interrupted by the user"), (signal.SIGKILL, "preempted", "SIGTERM")],
 )
 def test_a_stopped_python_leaves_a_saved_run_and_no_process(
-    number: signal.Signals, reason: str, tmp_path: Path
+    number: signal.Signals, state: str, reason: str, tmp_path: Path
 ) -> None:
     with training(tmp_path) as script:
         script.wait_for("step 12/")
@@ -57,7 +58,7 @@ def test_a_stopped_python_leaves_a_saved_run_and_no_process(
         seconds_until_empty(tmp_path, 10)
     assert ("KeyboardInterrupt" in script.err) == (number is signal.SIGINT)
     status = read_json(tmp_path / "run" / "status.json")
-    assert (status["status"], status["reason"]) == ("preempted", reason)
+    assert (status["status"], status["reason"]) == (state, reason)
     newest = step_folders(tmp_path / "run" / "checkpoints")[0]
     assert step_of(newest) == status["step"]
     verify(newest)

@@ -35,7 +35,8 @@ def last_step(run: Started) -> int:
 def check_saved_stop(run: Started, folder: Path, reason: str) -> None:
     """Saved at the step after which it stopped; the checkpoint is whole."""
     status = read_json(folder / "run" / "status.json")
-    assert (status["status"], status["reason"]) == ("preempted", reason)
+    state = "stopped" if reason == "interrupted by the user" else "preempted"
+    assert (status["status"], status["reason"]) == (state, reason)
     newest = step_folders(folder / "run" / "checkpoints")[0]
     assert step_of(newest) == status["step"] == last_step(run)
     verify(newest)

@@ -33,7 +33,7 @@ def test_a_finished_run(tmp_path: Path) -> None:
     assert (content["progress"], content["tags"], content["note"]) == (1.0, [], "")
 
 
-@pytest.mark.parametrize("state", ["finished", "failed", "preempted"])
+@pytest.mark.parametrize("state", ["finished", "failed", "preempted", "stopped"])
 def test_what_a_run_says_of_its_end_counts(state: str, tmp_path: Path) -> None:
     hold(make_run(tmp_path / "one", state, step=7), dead_owner())  # a killed supervisor of before, say
     assert read_entry(tmp_path / "one").state == state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from paceline.checkpoints.store import Checkpoint, inspect_checkpoint, pointed_a
 from paceline.errors import CheckpointError
 from paceline.runs.patience import UnreadableNow
 from paceline.settings.code import CodeReference
-from paceline.settings.values import RENAMED
+from paceline.settings.fields import field_table
+from paceline.settings.recipe_file import RESOLVED
+from paceline.settings.values import RENAMED, Setting, as_typed
 
 # If one of these changes, it is another run.
 IDENTITY = (
@@ -76,9 +79,23 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
             "this run cannot go on from that checkpoint",
             where=str(checkpoint.path),
             got="\n".join(lines[:_MOST_LINES]),
-            hint="give the values it was saved with, or --init-from to start a new run from its weights",
+            hint=_how_to_continue(checkpoint.path, {name: saved.get(name) for name in changed if name in identity}),
         )
     return [name for name in changed if name not in SILENT]
+
+
+def _how_to_continue(checkpoint: Path, saved: dict[str, Any]) -> str:
+    """The config of the run has all of its settings; a checkpoint without its run needs flags."""
+    run = checkpoint.resolve().parent.parent
+    flags = [token for name, value in saved.items() if name in field_table() for token in _as_flags(name, value)]
+    ways = [f"with its settings: paceline train {shlex.quote(str(run / RESOLVED))} --resume auto"]
+    ways = ways if (run / RESOLVED).is_file() else []
+    ways += [f"with flags: {shlex.join(flags)}"] if flags else []
+    return "\n".join([*ways, f"or a new run from its weights: --init-from {shlex.quote(str(checkpoint))}"])
+
+
+def _as_flags(name: str, value: Any) -> list[str]:
+    return [] if value is None else Setting(field_table()[name], as_typed(value), "flag", "").tokens()
 
 
 def changed_code(state: dict[str, Any], now: dict[str, str]) -> list[str]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -60,7 +61,12 @@ def require_checkpoint(source: Path, world: World, *, prefer_best: bool) -> stor
     folder = checkpoints_of(source)
     num_damaged = len(step_folders(folder)) + len(store.list_damaged(folder))
     if not num_damaged:
-        raise CheckpointError("this run has no checkpoint", where=str(source))
+        raise CheckpointError(
+            "this run has no checkpoint",
+            where=str(source),
+            hint=f"paceline train {shlex.quote(str(source / 'config.yaml'))} --resume auto starts it again; "
+            "a run saves after each epoch, and with --save-steps N every N steps",
+        )
     raise CheckpointError(
         "no whole checkpoint of this run is left",
         where=str(folder),

@@ -65,7 +65,9 @@ def clean(settings: Clean) -> int:
     plans = [plan_reclaim(entry, whole=settings.all) for entry in entries]
     plans = [plan for plan in plans if not plan.is_nothing]
     if not plans:
-        print("nothing to free")
+        count = f"{len(entries)} run{'s' if len(entries) > 1 else ''}"
+        more = f": {count} without checkpoints to remove; --all removes whole run folders" if entries else ""
+        print(f"nothing to free{'' if settings.all else more}")
         return EXIT_FINISHED
     _show(plans)
     if settings.dry_run:

@@ -8,13 +8,14 @@ from dataclasses import MISSING, dataclass
 from typing import Annotated, Any
 
 from paceline.errors import EXIT_FINISHED, UserError
-from paceline.settings.command_line import parse_command, usage
+from paceline.settings.command_line import COMMAND_LINE, parse_command, usage
 from paceline.settings.declare import Arg, FlagsOf, collected_by, fields_of
 from paceline.settings.help import described, help_text
 from paceline.settings.recipe_file import DEFAULT_RECIPE
 from paceline.settings.schema import Config
 from paceline.settings.values import Setting, closest
 
+_MOST_NAMED = 3
 # The files of commands, if they have other names.
 _FILES = {
     **{"plan": ("train",), "watch": ("status",), "cancel": ("status",), "predict": ("evaluate",)},
@@ -82,9 +83,11 @@ def run_verb(verb: str, arguments: Sequence[str]) -> int:
     is_group = command.name == verb and len(commands_of(verb)) > 1
     if is_group and own and not own[0].startswith("-") and not _takes_words(command):
         raise _unknown_second_word(verb, own)
-    if not own and (command.helps_without_arguments or (command.name == verb and _needs_words(command))):
+    if not own and (command.helps_without_arguments or (is_group and _needs_words(command))):
         print(_help_of(verb, command), end="")
         return EXIT_FINISHED
+    if not own and _needs_run(command):
+        raise _missing_run(command)
     return command.run(parse_command(own, command.settings, command.name))
 
 
@@ -95,6 +98,27 @@ def _takes_words(command: Command) -> bool:
 def _needs_words(command: Command) -> bool:
     fields = fields_of(command.settings).values()
     return any(field.default is MISSING and field.arg.place == "word" for field in fields)
+
+
+def _needs_run(command: Command) -> bool:
+    fields = fields_of(command.settings).values()
+    return any(field.default is MISSING and field.arg.completes == "run" for field in fields)
+
+
+def _missing_run(command: Command) -> UserError:
+    """With the newest runs, of which one is probably meant."""
+    from paceline.runs.catalog import list_runs
+    from paceline.runs.folder import RUNS
+
+    names = [str(entry.path) for entry in list_runs(RUNS)[:_MOST_NAMED]]
+    line = usage(command.settings, command.name).removesuffix(" [flags]")
+    return UserError(
+        "RUN is missing",
+        where=COMMAND_LINE,
+        got="none",
+        allowed=f"the newest runs: {', '.join(names)}" if names else f"a run folder; {RUNS}/ has none yet",
+        hint=line.replace("RUN", names[0], 1) if names else "paceline train shapes-cnn",
+    )
 
 
 def _help_of(verb: str, command: Command | None) -> str:

@@ -227,7 +227,8 @@ class Progress:
         self._done += by
         now = time.perf_counter()
         rate = (self._done - self._first) / max(now - self._began, 1e-9)
-        text = f"{self._amount(self._done)}/{self._amount(self.total)} {self._things}, {self._amount(rate)}/s"
+        done, total, speed = map(self._amount, (self._done, self.total, rate))
+        text = f"{done}/{total} {self._things}, {speed} {self._things}/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=self._done, description=text)
         elif now - self._told >= _LINE_EVERY_S or self._done == self.total:

@@ -200,7 +200,7 @@ def _print_header(study: Study) -> None:
     kind = "exact: every bit counts" if study.is_exact else f"losses may differ by {study.tolerance:g}"
     print(f"one training each on {', '.join(map(str, study.sizes))} processes; {kind}")
     if study.draws_per_rank:
-        print(f"note: {PER_RANK}")
+        print(f"note: if an external model has any: {PER_RANK}")
     print()
     columns = f"{'world':>5}  {'final loss':>12}  {'largest difference':>18}  {'seconds':>7}  {'images/s':>8}"
     hashes = f"  {'weights':<{SHORT_HASH}}  {'optimizer':<{SHORT_HASH}}" if study.is_exact else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -94,6 +96,10 @@ def predict(settings: Predict) -> int:
         raise UserError("no picture to classify", hint=f"paceline predict {settings.run} PICTURE...")
     pictures = [Path(name) for name in settings.image]
     for picture in pictures:
+        if picture.is_dir():
+            pattern = f"{shlex.quote(str(picture))}/*{_most_common_ending(picture)}"
+            hint = f"paceline predict {settings.run} {pattern}"
+            raise UserError("a folder is not a picture", got=f"{picture}/", allowed="picture files", hint=hint)
         if not picture.is_file():
             raise UserError("there is no such picture", got=picture)
     path = locate_run(settings.run)
@@ -106,6 +112,13 @@ def predict(settings: Predict) -> int:
     for picture, answers in zip(pictures, predict_pictures(run_, pictures), strict=True):
         print(printable_line(f"{picture}: {describe_answers(task, classes, answers)}"))
     return EXIT_FINISHED
+
+
+def _most_common_ending(folder: Path) -> str:
+    from paceline.data.pictures import EXTENSIONS
+
+    endings = Counter(path.suffix for path in folder.iterdir() if path.suffix.lower() in EXTENSIONS)
+    return endings.most_common(1)[0][0] if endings else ".jpg"
 
 
 COMMANDS = (Command("evaluate", Evaluate, evaluate), Command("predict", Predict, predict))

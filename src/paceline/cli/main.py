@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import io
 import os
 import signal
@@ -19,6 +18,7 @@ from paceline.errors import (
     EXIT_INTERNAL,
     EXIT_INTERRUPTED,
     EXIT_PREEMPTED,
+    Cause,
     EndsWithPrimary,
     PacelineError,
     Preempted,
@@ -28,7 +28,6 @@ from paceline.errors import (
 )
 from paceline.metrics.safe_output import discard_output, finish_console, outlive_readers, protect_console
 from paceline.runtime.early_exit import early_exits_fail
-from paceline.runtime.open_files import OPEN_FILES_HINT
 from paceline.runtime.own_rank import own_rank
 
 VERBS = {
@@ -68,6 +67,15 @@ _FIRST_COMMANDS = {
 }
 
 
+# What other tools call a verb.
+_ELSEWHERE = {
+    **{"fit": "train", "run": "train", "launch": "train", "start": "train"},
+    **{"eval": "evaluate", "test": "evaluate", "validate": "evaluate", "infer": "predict", "classify": "predict"},
+    **{"ls": "runs", "list": "runs", "ps": "runs", "stop": "cancel", "kill": "cancel", "rm": "clean"},
+    **{"tail": "logs", "log": "logs", "info": "status", "show": "status", "diff": "compare", "check": "doctor"},
+    **{"sbatch": "submit slurm", "slurm": "submit slurm", "kubernetes": "submit kubernetes", "models": "train --help"},
+    **{"config": "plan", "tag": "runs tag", "note": "runs note", "pack": "data pack", "fetch": "data fetch"},
+}
 _SWITCHES = {"--debug", "--trust-code"}
 _LONG_VERBS = {"train", "study", "sweep", "equivalence"}  # these outlive a lost terminal and a closed pipe
 # Without a reader there is no use in following a run. The code is that of Ctrl-C. All other verbs do their work.
@@ -149,11 +157,16 @@ def _run(arguments: list[str] | None) -> int:
             return _FOLLOWING_VERBS[verb]
         if is_debugging:
             traceback.print_exc()
+        limit = _explain_limit(error)
+        if limit is not None and own_rank() is None:
+            return _report(limit.screen(), limit, limit.exit_code)
+        if limit is not None:  # the limit may be gone when the rank is restarted
+            return _report(limit.screen(), error, EXIT_INTERNAL)
         where = traceback.extract_tb(error.__traceback__)[-1]
         screen = PacelineError(
             f"unexpected {type(error).__name__}: {text_of(error)}",
             where=f"{where.filename}:{where.lineno}",
-            hint=_hint_for(error),
+            hint="run again with --debug for the traceback; if it looks like our fault, please report it",
         ).screen()
         return _report(screen, error, EXIT_INTERNAL)
     except BaseException as error:  # SystemExit, GeneratorExit and others, raised by the user's code
@@ -169,10 +182,15 @@ def _split_switches(given: list[str]) -> tuple[list[str], set[str]]:
     return [*own, *given[end:]], _SWITCHES & set(given[:end])
 
 
-def _hint_for(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return OPEN_FILES_HINT
-    return "run again with --debug for the traceback; if it looks like our fault, please report it"
+def _explain_limit(error: Exception) -> UserError | None:
+    """For an error that comes from a limit of this user or container."""
+    from paceline.launch.causes import cause_of, explain_error  # imported late: --help must be fast
+
+    cause = cause_of(error)
+    if cause not in (Cause.OPEN_FILES, Cause.THREADS):
+        return None
+    found = explain_error(cause, fitted=0)
+    return UserError(found.what, got=f"{type(error).__name__}: {text_of(error)}", hint=found.hint, cause=cause)
 
 
 def _escape_unencodable_output() -> None:
@@ -237,13 +255,24 @@ def _dispatch(given: list[str]) -> int:
         import difflib
 
         close = difflib.get_close_matches(verb, VERBS, n=1)
-        hint = f"paceline {close[0]}" if close else "paceline --help"
+        meant = _ELSEWHERE.get(verb) or (close[0] if close else "--help")
+        hint = f"paceline {meant}" if verb != "resume" else _resume_hint(rest)
         raise UserError(f"unknown command {verb!r}", allowed=", ".join(VERBS), hint=hint)
     from paceline.cli.command import run_verb
     from paceline.cli.plain_output import plain_output
 
     with plain_output(verb):
         return run_verb(verb, rest)
+
+
+def _resume_hint(words: list[str]) -> str:
+    """The command that continues a run with its own settings."""
+    import shlex
+
+    from paceline.runs.find import locate_run
+
+    run = str(locate_run(words[0])) if words and not words[0].startswith("-") else "RUN"
+    return f"paceline train {shlex.quote(f'{run}/config.yaml')} --resume auto"
 
 
 def _report(screen: str, error: BaseException, code: int) -> int:

@@ -30,7 +30,7 @@ from paceline.settings.declare import Arg
 
 # A word that names a run.
 RunName = Annotated[str, Arg(place="word", completes="run")]
-_OVER = ("finished", "failed", "preempted", "cancelled", "lost", "ended")
+_OVER = ("finished", "failed", "preempted", "stopped", "cancelled", "lost", "ended")
 _FAILED_JOBS = ("FAILED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE", "PREEMPTED")
 
 
@@ -61,7 +61,7 @@ class RunView:
 
     @property
     def state(self) -> str:
-        """queued, starting, running, stopping, finished, failed, preempted, cancelled, lost, or unknown.
+        """queued, starting, running, stopping, finished, failed, preempted, stopped, cancelled, lost, or unknown.
 
         An array has ended, and so has a Kubernetes job that is gone before anything here saw how.
         """
@@ -75,7 +75,7 @@ class RunView:
         if self.job is not None and self.job.is_active:
             waits = self.job.state != "RUNNING" and not self.job.running_for
             return "queued" if waits else "running" if written == "running" or self.is_far else "starting"
-        if written in ("failed", "preempted"):
+        if written in ("failed", "preempted", "stopped"):
             return written
         if self.trouble:
             return written or "unknown"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -97,11 +99,21 @@ def runs(settings: Runs) -> int:
         print_table(entries)
         if is_live(sys.stdout) and any(entry.state == "submitted" for entry in entries):
             print("submitted: as noted here; paceline status RUN asks the scheduler")
+    elif meant := _meant_command(settings.text):
+        what = f"no run matches {' '.join(settings.text)!r}"
+        raise UserError(what, where=f"{root}, {len(everything)} searched", hint=f"paceline runs {meant}")
     elif everything:
         print(f"no run in {root} matches ({len(everything)} searched)")
     else:
         print(f"no runs in {root}; paceline train shapes-cnn starts a first one")
     return EXIT_FINISHED
+
+
+def _meant_command(words: tuple[str, ...]) -> str:
+    """`runs taag RUN x` is a search for three words. If nothing is found, a command was probably meant."""
+    names = [command.name.split()[1] for command in COMMANDS if " " in command.name]
+    close = difflib.get_close_matches(words[0], names, n=1) if len(words) > 1 else []
+    return shlex.join([close[0], *words[1:]]) if close else ""
 
 
 # --- The table --------------------------------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def _exit_code(view: RunView) -> int:
         return EXIT_FINISHED
     if view.state == "ended" and view.job is not None:
         return EXIT_FINISHED if {view.job.state, *view.job.tasks} == {"COMPLETED"} else EXIT_INTERNAL
-    if view.state == "preempted":
-        return EXIT_PREEMPTED
+    if view.state in ("preempted", "stopped"):
+        return EXIT_PREEMPTED if view.state == "preempted" else EXIT_INTERRUPTED
     code = view.failure.get("exit_code")
     if code is None and view.is_kubernetes and view.job is not None and view.job.exit_code.isdecimal():
         code = int(view.job.exit_code)

@@ -206,7 +206,8 @@ class Pipeline:
         if self.repeats > 1:
             parts.append(f"{self.repeats} repeats")
         if extras.mixing is not None:
-            until = f" for {extras.mix_epochs} epochs" if extras.mix_epochs else ""
+            count = f"{extras.mix_epochs} epoch{'s' if extras.mix_epochs > 1 else ''}"
+            until = f" for {count}" if extras.mix_epochs else ""
             methods = {"mixup": extras.mixing.mixup_alpha, "cutmix": extras.mixing.cutmix_alpha}
             parts += [f"{name} {alpha:g}{until}" for name, alpha in methods.items() if alpha]
         if not self.mean:

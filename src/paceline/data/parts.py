@@ -6,12 +6,15 @@ A validation set of its own is optional. Without one, a run holds some of the tr
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from paceline.errors import DataError
 
 TRAIN, VALIDATION, TEST = PARTS = ("train", "validation", "test")
 NAMES = {TRAIN: ("train",), VALIDATION: ("val", "valid", "validation"), TEST: ("test",)}
+# Folders that other programs make.
+_SYSTEM = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "__pycache__"})
 LAYOUT = "train/CLASS/PICTURE and test/CLASS/PICTURE (also val/CLASS/PICTURE), or CLASS/PICTURE"
 TABLE_ALONE = "labels.csv"
 TABLE_LAYOUT = f"train.csv and test.csv (also val.csv), or {TABLE_ALONE}, with the columns path and label"
@@ -48,3 +51,39 @@ def part_folders(root: Path) -> dict[str, str]:
             + (f", or rename {found[VALIDATION][0]} to test" if found[VALIDATION] else ""),
         )
     return {part: same[0] for part, same in found.items() if same}
+
+
+def hidden_reason(name: str) -> str:
+    """Why a file or folder of this name is skipped; empty if it is not."""
+    return "hidden, or made by the system" if name.startswith(".") or name.lower() in _SYSTEM else ""
+
+
+def require_class_folders(folder: Path) -> list[str]:
+    """The names of the class folders, sorted. DataError if there are fewer than two. Reads no further folder."""
+    names = _folders_in(folder)
+    if len(names) > 1:
+        return names
+    if not names:
+        raise no_training_data(folder, "no class folder")
+    error = no_training_data(folder, f"1 class folder: {names[0]}")
+    below = _folders_in(folder / names[0])
+    if len(below) > 1:
+        error.hint = f"--data-dir {shlex.quote(str(folder / names[0]))}, which holds {len(below)} folders"
+    else:
+        error.hint = f"a classifier needs a second class: add a folder beside {names[0]}"
+    raise error
+
+
+def _folders_in(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not hidden_reason(entry.name))
+
+
+def no_training_data(folder: Path, got: str) -> DataError:
+    return DataError(
+        "there is no training data in this folder",
+        where=str(folder.absolute()),
+        got=got,
+        allowed="two or more class folders with pictures",
+        hint=f"arrange the pictures as {LAYOUT}",
+    )

@@ -15,14 +15,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.data.parts import LAYOUT, NAMES, PARTS, TEST, TRAIN, part_folders
+from paceline.data.parts import (
+    LAYOUT,
+    NAMES,
+    PARTS,
+    TEST,
+    TRAIN,
+    hidden_reason,
+    no_training_data,
+    part_folders,
+    require_class_folders,
+)
 from paceline.data.pictures import ABSENT_EXTENSIONS, EXTENSIONS
 from paceline.errors import DataError
 from paceline.settings.text import check_text
 
 TEST_ONE_IN = 5
-# Folders that other programs make.
-_SYSTEM = frozenset({"__macosx", "@eadir", "$recycle.bin", "system volume information", "lost+found", "__pycache__"})
 # Names of folders that are rarely classes. Without a train folder, one with further folders in it is refused.
 _LIKE_PARTS = frozenset({*(name for names in NAMES.values() for name in names), "training", "testing", "dev", "eval"})
 _Classes = dict[str, list[Path]]
@@ -81,7 +89,7 @@ def _several_folders(root: Path, folders: dict[str, str], skipped: Skipped) -> d
         if entry.name not in folders.values():
             is_folder = entry.is_dir()
             reason = "not in a class folder" if not is_folder else "a folder beside train that is no part of the data"
-            skipped.add(_is_hidden(entry.name) or reason, Path(entry.path))
+            skipped.add(hidden_reason(entry.name) or reason, Path(entry.path))
     parts = {part: _by_class(root / folders[part], skipped) for part in PARTS if part in folders}
     train = parts[TRAIN]
     for part, found in parts.items():
@@ -143,21 +151,19 @@ def _part(pictures: _Classes, root: Path, folders: dict[str, str], part: str) ->
 
 def _by_class(folder: Path, skipped: Skipped) -> _Classes:
     """Pictures per class. Classes and pictures are sorted by name."""
-    names = []
+    names = require_class_folders(folder)
     for entry in _sorted(folder):
-        reason = _is_hidden(entry.name) or ("" if entry.is_dir() else "not in a class folder")
+        reason = hidden_reason(entry.name) or ("" if entry.is_dir() else "not in a class folder")
         if reason:
             skipped.add(reason, Path(entry.path))
-        else:
-            names.append(entry.name)
     for name in names:
         # The folder name becomes the class name in JSON, tables, pages and label files.
         check_text(name, "the name of a class folder", where=str(folder), hint="rename the folder")
     found = {name: sorted(_pictures_in(folder / name, skipped), key=os.fspath) for name in names}
-    if len(found) < 2:
-        raise _too_little(folder, f"{len(found)} class folders" + (f": {names[0]}" if names else ""))
     if empty := [name for name, paths in found.items() if not paths]:
-        raise _too_little(folder, "no pictures in " + ", ".join(empty[:8]))
+        error = no_training_data(folder, "no pictures in " + ", ".join(empty[:8]))
+        error.allowed = f"pictures in every class folder ({', '.join(sorted(EXTENSIONS))})"
+        raise error
     return found
 
 
@@ -167,7 +173,7 @@ def _pictures_in(folder: Path, skipped: Skipped, depth: int = 0) -> Iterator[Pat
             "folders are nested too deeply", where=str(folder), allowed=f"{_DEEPEST}", hint="a link may form a loop"
         )
     for entry in _sorted(folder):
-        reason = _is_hidden(entry.name)
+        reason = hidden_reason(entry.name)
         if not reason and entry.is_dir():
             yield from _pictures_in(folder / entry.name, skipped, depth + 1)
             continue
@@ -183,10 +189,6 @@ def _sorted(folder: Path) -> list[os.DirEntry[str]]:
         return sorted(entries, key=lambda entry: entry.name)
 
 
-def _is_hidden(name: str) -> str:
-    return "hidden, or made by the system" if name.startswith(".") or name.lower() in _SYSTEM else ""
-
-
 def _is_no_picture(entry: os.DirEntry[str]) -> str:
     """Why a file is not read; empty if it is."""
     extension = os.path.splitext(entry.name)[1].lower()  # noqa: PTH122
@@ -195,13 +197,3 @@ def _is_no_picture(entry: os.DirEntry[str]) -> str:
     if extension in ABSENT_EXTENSIONS:
         return f"{extension}: this Pillow has no decoder for it"
     return "" if extension in EXTENSIONS else f"{extension or 'no extension'}: not the name of a picture that is read"
-
-
-def _too_little(folder: Path, got: str) -> DataError:
-    return DataError(
-        "there is no training data in this folder",
-        where=str(folder.absolute()),
-        got=got,
-        allowed=f"two or more class folders with pictures ({', '.join(sorted(EXTENSIONS))})",
-        hint=f"arrange the pictures as {LAYOUT}",
-    )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol, cast
 from paceline.data.array_folder import ARRAYS, read_header
 from paceline.data.input_size import check_made_size, parse_input_size
 from paceline.data.pack_format import is_packed, open_packed, require_side
-from paceline.data.parts import LAYOUT, TABLE_LAYOUT, VALIDATION, part_folders
+from paceline.data.parts import LAYOUT, TABLE_LAYOUT, VALIDATION, part_folders, require_class_folders
 from paceline.data.reference import check_reference, is_reference
 from paceline.errors import DataError, UserError
 from paceline.settings.load import LoadedConfig
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DATASET_NAMES",
+    "MADE_DATASETS",
     "check_data_config",
     "check_dataset_name",
     "check_train_split",
@@ -50,7 +51,8 @@ _MODULES = {
     ARRAYS: "arrays",
 }
 DATASET_NAMES = tuple(_MODULES)
-_RESIDENT = ("shapes", "synthetic", "cifar10", "fashion-mnist")
+MADE_DATASETS = ("shapes", "synthetic")  # nothing is read from --data-dir
+_RESIDENT = (*MADE_DATASETS, "cifar10", "fashion-mnist")
 _ONE_CLASS_PER_SAMPLE = (*_RESIDENT, "folder", ARRAYS)
 
 
@@ -80,7 +82,7 @@ def check_dataset_name(name: str) -> None:
 def check_data_config(config: DataConfig) -> None:
     """Check everything about the data that needs no sample."""
     check_dataset_name(config.dataset)
-    if config.dataset in ("synthetic", "shapes"):
+    if config.dataset in MADE_DATASETS:
         check_made_size(config)
     if config.dataset in _ONE_CLASS_PER_SAMPLE and config.task != SINGLE_LABEL:
         raise UserError(
@@ -124,9 +126,21 @@ def _check_folder(config: DataConfig) -> None:
             where="data-dir",
             got=str(folder.absolute()),
             allowed=f"a folder that holds {LAYOUT if config.dataset == 'folder' else TABLE_LAYOUT}",
+            hint="--data-dir PATH",
         )
     if config.dataset == "folder" and is_packed(folder):
         require_side(open_packed(folder), folder, largest_size(config), can_shrink=config.augment in RESIZED)
+    elif config.dataset == "folder":
+        _check_class_folders(folder)
+
+
+def _check_class_folders(folder: Path) -> None:
+    """Only names are read here. The ranks look into every class folder."""
+    try:
+        for name in part_folders(folder).values() or ("",):
+            require_class_folders(folder / name)
+    except OSError as error:
+        raise DataError("this folder cannot be read", where=str(error.filename), got=error.strerror) from error
 
 
 def check_train_split(loaded: LoadedConfig) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from paceline.errors import Cause, EndsWithPrimary, PacelineError, text_of
-from paceline.runtime.open_files import OPEN_FILES_HINT
+from paceline.runtime.open_files import OPEN_FILES_HINT, THREADS_HINT
 
 _OF_ERRNO = {
     errno.ENOMEM: Cause.OUT_OF_MEMORY,
@@ -32,6 +32,7 @@ _OF_TEXT = tuple(
         (r"out of memory|can't allocate memory|cannot allocate memory", Cause.OUT_OF_MEMORY),
         (r"no space left|disk quota exceeded", Cause.STORAGE),
         (r"too many open files", Cause.OPEN_FILES),
+        (r"can't start new thread|resource temporarily unavailable", Cause.THREADS),
         (r"bus error|/dev/shm|shared memory|unable to (open|write|mmap).*shm", Cause.SHARED_MEMORY),
         (r"address already in use|eaddrinuse", Cause.PORT_TAKEN),
         (
@@ -49,6 +50,7 @@ _EXPLANATIONS = {
     Cause.OUT_OF_MEMORY: ("the rank ran out of memory", _MEMORY_HINT),
     Cause.STORAGE: ("a disk is full", "make room, then --resume auto; --keep-last 1 takes less"),
     Cause.OPEN_FILES: ("a process may open no more files", OPEN_FILES_HINT),
+    Cause.THREADS: ("no more threads or processes can be started", THREADS_HINT),
     Cause.SHARED_MEMORY: ("shared memory is too small", "a larger /dev/shm (docker run --shm-size=8g)"),
     Cause.PORT_TAKEN: ("another program uses the port", "start again: another port is chosen"),
     Cause.PEER_LOST: ("another rank has exited", "look at the logs of the other nodes"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.launch.request import check_joined_world, decide_processes
+from paceline.launch.request import check_joined_world, decide_processes, explain_fewer_ranks
 from paceline.runs.place import decide_place
 from paceline.runtime.detect import read_rank_environment
 from paceline.settings.fields import field_table
@@ -52,8 +52,9 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
     precision = resolve_precision(config, device)
     memory = estimate_memory(plan, strategy, is_mixed=precision is not None)
     first, middle, last = (plan.learning_rate(step) for step in (0, plan.total_steps // 2, plan.total_steps - 1))
+    lanes = f"{plan.lanes} lane{'s' if plan.lanes > 1 else ''}"
     rows = {
-        "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {plan.lanes} lanes",
+        "ranks": f"{world_size} on {device.partition(':')[0]}, strategy {strategy}, {lanes}",
         "data": describe_data(plan),
         "batch": describe_batch(plan),
         "steps": describe_steps(plan),
@@ -65,6 +66,9 @@ def _print_numbers(loaded: LoadedConfig, world_size: int) -> None:
         f"{_mb(memory.gradients)}, optimizer {_mb(memory.optimizer)}, activations {_mb(memory.activations)}",
         "folder": str(decide_place(loaded).folder),
     }
+    note = explain_fewer_ranks(loaded)
+    if note is not None and world_size == decide_processes(loaded):  # else a launcher decides
+        rows["note"] = note
     print("\nplan")
     for label, text in rows.items():
         print(f"  {label:<18} {text}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from paceline.data.known_files import require_data_folder
 from paceline.data.reference import check_reference
-from paceline.data.registry import check_data_config, check_train_split
+from paceline.data.registry import MADE_DATASETS, check_data_config, check_train_split
 from paceline.errors import UserError
 from paceline.launch.inputs import fetch_command
 from paceline.metrics.sinks.open import check_trackers
@@ -22,7 +22,8 @@ from paceline.runtime.detect import RankEnvironment, count_gpus
 from paceline.settings.load import LoadedConfig, load_config
 from paceline.settings.processes import ProcessRange, parse_processes
 from paceline.settings.recipe_file import DEFAULT_RECIPE, RESOLVED
-from paceline.settings.rules import check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.rules import batches_for, check_config, check_faults, check_world, fitting_worlds
+from paceline.settings.schema import Config
 from paceline.settings.tasks import METRICS, has_own_loss, parse_class_weights
 from paceline.settings.values import Setting
 from paceline.settings.variables import check_numbers
@@ -136,8 +137,38 @@ def allowed_worlds(loaded: LoadedConfig) -> list[int]:
             room = count_gpus(config.parallel) or asked.high
             return [size for size in fitting if size <= room] or fitting[:1]
         return [asked.high]
-    limit = count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
-    return (fitting_worlds(config, ProcessRange(1, limit)) or [1])[-1:]
+    return (fitting_worlds(config, ProcessRange(1, _room(config))) or [1])[-1:]
+
+
+def _room(config: Config) -> int:
+    """Ranks that this machine has GPUs or cores for."""
+    return count_gpus(config.parallel) or min(usable_cores(), _MOST_CPU_RANKS)
+
+
+def explain_fewer_ranks(loaded: LoadedConfig) -> str | None:
+    """If the batch or the lanes leave GPUs or cores without a rank: why, and which batch would use all of them."""
+    config = loaded.config
+    if config.parallel.strategy == "single" or not parse_processes(config.parallel.processes).is_open:
+        return None
+    room, ranks = _room(config), decide_processes(loaded)
+    is_tree = not config.parallel.exact or room & (room - 1) == 0  # --exact needs a power of two
+    if ranks == room or not is_tree:
+        return None
+    things = "GPUs" if count_gpus(config.parallel) else "cores"
+    batches = " or ".join(map(str, batches_for(config, room)))
+    remedy = f"--global-batch-size {batches} uses {room}" if batches else f"--lanes {room} uses {room}"
+    return (
+        f"{ranks} rank{'s' if ranks > 1 else ''} for {room} {things}: global_batch_size "
+        f"{config.train.global_batch_size} cannot be divided equally; {remedy}"
+    )
+
+
+def explain_unused_data(loaded: LoadedConfig) -> str | None:
+    """Without a recipe, `paceline train --data-dir PICTURES` trains the default one, which reads no data."""
+    data = loaded.config.data
+    if loaded.origin("data_dir") != "flag" or data.dataset not in MADE_DATASETS:
+        return None
+    return f"--data-dir is not used: {data.dataset} data is made here; paceline recipes lists recipes that read data"
 
 
 def decide_processes(loaded: LoadedConfig) -> int:

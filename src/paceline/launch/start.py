@@ -12,7 +12,13 @@ from paceline.checkpoints.identity import refuse_early
 from paceline.checkpoints.store import damaged_error, inspect_checkpoint
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.policy import samples_to_cut
-from paceline.launch.request import allowed_worlds, check_joined_world, decide_processes
+from paceline.launch.request import (
+    allowed_worlds,
+    check_joined_world,
+    decide_processes,
+    explain_fewer_ranks,
+    explain_unused_data,
+)
 from paceline.launch.supervise import Job, Supervisor
 from paceline.metrics.screen import output_mode, say
 from paceline.runs.folder import RunFolder
@@ -60,6 +66,11 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
         RunFolder(place.folder).refuse_if_owned()
     check_world(loaded, nodes.count * decide_processes(loaded))
     check_faults(loaded, nodes.count * decide_processes(loaded))
+    if loaded.config.run.resume == "auto" and place.resume_from is None:
+        say("note: --resume auto found no checkpoint to continue from; a new run starts")
+    for note in (explain_unused_data(loaded), explain_fewer_ranks(loaded)):
+        if note is not None:
+            say(f"note: {note}")
     if claim_store is not None:
         claim_store()
     return _supervise(loaded, RunFolder(claim_place(place).folder), nodes, arguments, rank_main)

@@ -271,7 +271,8 @@ class Supervisor:
         if not (saved and is_written):
             kept["step"] = step  # where it goes on
         if not folder.stays_over(self._status_before):
-            folder.write_status("preempted", **kept, reason=reason)
+            state = "stopped" if self._stop is signal.SIGINT else "preempted"
+            folder.write_status(state, **kept, reason=reason)
         self._write_page()
         erase_live_line()
         go_on = f"; go on with: {folder.resume_command}" if step and folder.resume_command else ""

@@ -56,7 +56,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """running, finished, preempted, failed, ...: as `paceline runs` shows it."""
+        """running, finished, stopped, preempted, failed, ...: as `paceline runs` shows it."""
         return read_entry(self.path).state
 
     @property

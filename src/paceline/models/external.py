@@ -11,6 +11,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -33,10 +34,11 @@ _TIMM_FILES = (
     *("model.safetensors", "pytorch_model.bin"),
     *("open_clip_model.safetensors", "open_clip_pytorch_model.bin"),
 )
+_RANDOM_LAYER = re.compile(r"dropout|drop_?path|stochastic_?depth|rrelu|noise", re.IGNORECASE)
+_RANDOM_NAME = re.compile(r"dropout|^rand|bernoulli|multinomial|normal|uniform|gumbel|stochastic|rrelu", re.IGNORECASE)
 # Built-in models draw dropout per sample (models/dropout.py). External models draw from torch's generators.
 PER_RANK = (
-    "dropout and other random operations of an external model are drawn per rank:"
-    " losses then depend on the number of ranks"
+    "dropout and other random operations of this model are drawn per rank: losses then depend on the number of ranks"
 )
 
 
@@ -55,6 +57,26 @@ def first_line(error: BaseException) -> str:
 def draws_per_rank(name: str, *, is_exact: bool) -> bool:
     """Whether a model's random operations may depend on the number of ranks. Under --exact they depend on lanes."""
     return ":" in name and not is_exact
+
+
+def has_random_operations(model: nn.Module) -> bool:
+    """Whether a forward pass in training may draw random numbers.
+
+    Known layers say it by their probability. For modules of the user's own, the names in their `forward` decide.
+    """
+    return any(_is_random(module) for module in model.modules())
+
+
+def _is_random(module: nn.Module) -> bool:
+    chances = [getattr(module, name, 0) for name in ("drop_rate", "drop_prob")]
+    if _RANDOM_LAYER.search(type(module).__name__) and not any(module.children()):
+        chances.append(getattr(module, "p", 0 if hasattr(module, "drop_prob") else 1))
+    if any(isinstance(chance, int | float) and chance > 0 for chance in chances):
+        return True
+    package = type(module).__module__.partition(".")[0]
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    is_own = package not in ("torch", "paceline", *COLLECTIONS)
+    return is_own and code is not None and any(_RANDOM_NAME.search(name) for name in code.co_names)
 
 
 # ------------------------------------------------------------------------------------- checking

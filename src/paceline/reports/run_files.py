@@ -22,7 +22,7 @@ _PLACES = ("output_dir",)  # not a setting of the training
 @dataclass(frozen=True)
 class RunFiles:
     folder: RunFolder
-    state: str  # running, preempted, finished or failed; "unknown" without a status
+    state: str  # running, preempted, stopped, finished or failed; "unknown" without a status
     status: Row
     config: dict[str, Any]  # empty if it cannot be read
     config_text: str

@@ -17,7 +17,7 @@ from paceline.runs.folder import RunFolder
 from paceline.settings.tasks import METRICS, MINIMISED, MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 _log = logging.getLogger("paceline")
-_TONES: dict[str, Tone] = {"finished": "good", "failed": "bad", "preempted": "warn", "running": ""}
+_TONES: dict[str, Tone] = {"finished": "good", "failed": "bad", "preempted": "warn", "stopped": "warn", "running": ""}
 
 
 def try_to_write_run_page(folder: RunFolder, state: str = "") -> None:
@@ -70,7 +70,7 @@ def verdict(run: RunFiles) -> str:
     reason = f": {status['reason']}" if status.get("reason") else ""
     if run.state == "failed":
         return f"**Failed**{at}{reason}."
-    if run.state == "preempted":
+    if run.state in ("preempted", "stopped"):
         return f"**Stopped and saved**{at}{reason}. `{run.folder.resume_command}` continues from there."
     if run.state == "running":
         last = f" of {status['last_step']:,}" if isinstance(status.get("last_step"), int) else ""

@@ -30,7 +30,7 @@ _LARGEST_SCRIPT_BYTES = 1_000_000
 _LARGEST_TABLE_BYTES = 100_000_000
 _LOCKS = (LOCK, OWNER_FILE)
 _Living = Literal["running", "starting", "silent", "submitted"]  # running, or possibly running: these are not changed
-_Ended = Literal["finished", "preempted", "cancelled", "failed", "lost", "unknown"]
+_Ended = Literal["finished", "preempted", "stopped", "cancelled", "failed", "lost", "unknown"]
 State = Literal[_Living, _Ended]
 LIVING: tuple[State, ...] = get_args(_Living)
 STATES: tuple[State, ...] = get_args(State)
@@ -119,9 +119,10 @@ def _find(folder: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
 
 def is_run(names: set[str]) -> bool:
     """Whether the file names are those of a run that was started, or of a submitted job."""
-    return ("config.yaml" in names and not names.isdisjoint(("status.json", "metrics.jsonl"))) or (
-        JOB in names and not any(name.startswith("task-") for name in names)
-    )
+    has_begun = "config.yaml" in names and not names.isdisjoint(("status.json", "metrics.jsonl"))
+    has_failed_early = {"status.json", LOCK} <= names  # before its config was written
+    is_job = JOB in names and not any(name.startswith("task-") for name in names)
+    return has_begun or has_failed_early or is_job
 
 
 def _read_entry(path: Path, name: str, files: set[str], now: float) -> RunEntry:

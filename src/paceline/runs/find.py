@@ -26,6 +26,13 @@ def locate_run(name: str) -> Path:
     return path or find_by_job(RUNS, name) or _by_beginning(name) or Path(name)
 
 
+def _changed_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed meanwhile
+        return 0.0
+
+
 def _by_beginning(name: str) -> Path | None:
     if not name or "/" in name or not RUNS.is_dir():
         return None
@@ -36,6 +43,6 @@ def _by_beginning(name: str) -> Path | None:
             f"{len(names)} runs begin with {name!r}",
             where=str(RUNS),
             got=", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else ""),
-            hint="more of the name, or a path",
+            hint=f"{max(found, key=_changed_at).name} is the newest; or more of the name, or a path",
         )
     return found[0] if found else None

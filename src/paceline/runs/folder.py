@@ -224,7 +224,7 @@ class RunFolder:
             self.stacks.rmdir()
 
     def write_status(self, state: str, **details: Any) -> None:
-        """state: running, preempted, finished or failed. Raises OwnerLost."""
+        """state: running, preempted (by a signal), stopped (by Ctrl-C), finished or failed. Raises OwnerLost."""
         self._require_owner_if_known()
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         if state != "running" and "last_step" not in details:  # keep the progress for listings
@@ -267,7 +267,7 @@ class RunFolder:
 
     def stays_over(self, before: dict[str, Any]) -> bool:
         """Whether the run had ended before this start and was not continued. Its status is then kept."""
-        return before.get("status") in ("finished", "preempted") and self.read_status() == before
+        return before.get("status") in ("finished", "preempted", "stopped") and self.read_status() == before
 
     def update_mirror_status(self) -> None:
         """Update the mirror's progress in status.json after the last status was written."""
@@ -349,17 +349,22 @@ def has_checkpoint(path: Path) -> bool:
     return read_patiently("looking for checkpoints", path, look)
 
 
+_STAMP = re.compile(r"-\d{8}-\d{6}(-\d+)?$")
+
+
 def require_run_folder(path: Path) -> None:
     if not (path / "config.yaml").is_file():
         raise UserError("this is not a run folder", where=str(path), hint=_nearest_run(path))
 
 
 def _nearest_run(path: Path) -> str:
-    names = [entry.name for entry in RUNS.iterdir() if entry.is_dir()] if RUNS.is_dir() else []
-    # The time stamps make all names similar. Suggest only a good match.
+    names = sorted((entry.name for entry in RUNS.iterdir() if entry.is_dir()), reverse=True) if RUNS.is_dir() else []
+    # Time stamps make all names similar, so compare names without them too. The newest of a recipe comes first.
+    plain = {_STAMP.sub("", name): name for name in reversed(names)}
     close = [] if path.exists() else difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    close += [] if path.exists() else difflib.get_close_matches(path.name, plain, n=1, cutoff=0.75)
     return (
-        f"perhaps you meant {RUNS / close[0]}"
+        f"perhaps you meant {RUNS / plain.get(close[0], close[0])}"
         if close
         else "a folder that paceline train wrote; paceline runs lists them"
     )

@@ -78,7 +78,8 @@ class World:
         ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")
         nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
         kind = "cuda" if self.device.startswith("cuda") else "cpu"
-        threads = f"{self.threads} CPU thread" + ("s" if self.threads > 1 else "") + " each"
+        threads = f"{self.threads} CPU thread" + ("s" if self.threads > 1 else "")
+        threads += " each" if self.world_size > 1 else ""
         return f"{ranks}{nodes} by {self.launcher}, {kind}, {self.backend}, {threads}"
 
 

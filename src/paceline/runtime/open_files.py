@@ -1,4 +1,4 @@
-"""The limit of open files (`ulimit -n`). A limit that is too low for a run is an error at its start."""
+"""Limits of this user: open files (`ulimit -n`) and threads (`ulimit -u`). A limit that is too low is an error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import resource
 from paceline.errors import UserError
 
 OPEN_FILES_HINT = "ulimit -n 1024 in the shell or the job script; if that is refused, ask the administrator"
+THREADS_HINT = (
+    "raise ulimit -u, or the limit of processes of the container (docker run --pids-limit, pids.max);\n"
+    "or start fewer: --processes, --num-workers, --omp-num-threads"
+)
 _FEWEST = 40  # seen to be enough for two ranks on one machine; a run of many ranks needs more
 _USUAL = 1024
 

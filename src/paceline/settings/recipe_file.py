@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from pathlib import Path
 
 from paceline.errors import UserError
@@ -32,10 +33,17 @@ def find_recipe(name: str) -> Path:
         is_file, is_folder = path.is_file(), path.is_dir()
     except OSError as error:  # longer than a file system allows
         raise UserError("the name of the recipe cannot be a path", got=f"{name[:80]}: {error.strerror}") from error
+    if is_file and path.suffix == ".py":
+        hint = f"paceline train shapes-cnn --model-name {shlex.quote(name)}:FUNCTION"
+        raise UserError("a recipe must be a YAML file, and this is Python", got=name, hint=hint)
     if is_file:
         return path
     if is_folder:
-        raise UserError("a recipe must be a YAML file, not a folder", got=name)
+        resolved = path / RESOLVED
+        hint = f"to continue this run: paceline train {shlex.quote(str(resolved))} --resume auto"
+        raise UserError(
+            "a recipe must be a YAML file, not a folder", got=name, hint=hint if resolved.is_file() else None
+        )
     close = difflib.get_close_matches(name, shipped, n=1, cutoff=0.5)
     raise UserError(
         f"there is no recipe {name!r}",

@@ -110,6 +110,7 @@ def _check_modes(loaded: LoadedConfig) -> None:
         )
     if config.run.rehearse and config.run.resume:
         raise UserError("a rehearsal always starts a new run", got="--rehearse with --resume", hint="leave one out")
+    _check_unused_flags(loaded)
     if config.data.mix_epochs and not (config.data.mixup_alpha or config.data.cutmix_alpha):
         raise UserError(
             "mix_epochs needs mixup or CutMix",
@@ -157,6 +158,24 @@ def _check_folds(loaded: LoadedConfig) -> None:
             got=f"--train-split {loaded.config.data.train_split:g} with --folds {folds}",
             hint="leave --train-split or --folds out",
         )
+
+
+def _check_unused_flags(loaded: LoadedConfig) -> None:
+    """Refuse flags of an augmentation that is switched off. In a recipe they may stay for the day it is switched on."""
+    data = loaded.config.data
+    needed = {
+        "--policy randaugment": (data.policy == "randaugment", ("policy_ops", "policy_magnitude", "policy_std")),
+        "--augment resized-crop": (data.augment == "resized-crop", ("crop_scale", "crop_ratio", "interpolation")),
+        "--mixup-alpha and --cutmix-alpha": (bool(data.mixup_alpha and data.cutmix_alpha), ("cutmix_share",)),
+    }
+    for other, (is_on, names) in needed.items():
+        for name in names:
+            if not is_on and loaded.origin(name) == "flag":
+                raise UserError(
+                    f"--{name.replace('_', '-')} has no effect without {other}",
+                    where=loaded.where(name),
+                    hint=f"add {other}, or leave it out",
+                )
 
 
 def check_world(loaded: LoadedConfig, world_size: int) -> None:
@@ -227,6 +246,14 @@ def fitting_worlds(config: Config, processes: ProcessRange) -> list[int]:
     batch, accumulate, lanes = config.train.global_batch_size, config.train.accumulate, config.parallel.lanes
     sizes = range(max(processes.low, 1), processes.high + 1)
     return [size for size in sizes if _fits(size, batch, accumulate, lanes, exact=config.parallel.exact)]
+
+
+def batches_for(config: Config, size: int) -> list[int]:
+    """The global batches nearest to the config's that this many ranks can divide. Empty: none, because of the lanes."""
+    accumulate, exact = config.train.accumulate, config.parallel.exact
+    lanes = config.parallel.lanes or size
+    parts = lanes * accumulate if exact else math.lcm(lanes, size * accumulate)
+    return nearest_multiples(config.train.global_batch_size, parts) if lanes % size == 0 else []
 
 
 def _fits(size: int, batch: int, accumulate: int, lanes: int, *, exact: bool) -> bool:

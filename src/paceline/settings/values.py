@@ -29,6 +29,38 @@ RENAMED = {
     "every": "every_s",
     "plant": "inject",
 }
+# What other trainers call a setting, for the hint of an error.
+_ELSEWHERE = {
+    "base_lr": ("lr", "learning_rate", "max_lr", "peak_lr"),
+    "global_batch_size": ("b", "bs", "batch", "batch_size", "train_batch_size", "total_batch_size"),
+    "epochs": ("e", "num_epochs", "n_epochs", "max_epochs", "num_train_epochs"),
+    "weight_decay": ("wd", "l2"),
+    "num_workers": ("j", "num_worker", "dataloader_workers", "num_data_workers"),
+    "model_name": ("a", "arch", "model", "net", "network", "backbone"),
+    "data_dir": ("data", "data_path", "data_root", "root", "dataset_dir", "train_dir"),
+    "output_dir": ("o", "output", "out", "out_dir", "save_dir", "log_dir", "run_dir", "name"),
+    "processes": ("gpus", "num_gpus", "n_gpus", "ngpus", "devices", "nproc_per_node", "num_processes", "nprocs"),
+    "accumulate": ("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps", "accum_iter"),
+    "optimizer": ("opt", "optim"),
+    "schedule": ("sched", "scheduler", "lr_scheduler", "lr_schedule", "lr_scheduler_type"),
+    "warmup_epochs": ("warmup", "warmup_steps", "warmup_ratio", "lr_warmup_epochs"),
+    "image_size": ("img_size", "imgsz", "input_res", "resolution", "size"),
+    "weights": ("pretrained", "init_weights"),
+    "resume": ("ckpt", "checkpoint", "ckpt_path", "resume_from", "resume_from_checkpoint"),
+    "clip_norm": ("clip_grad", "clip_grad_norm", "max_grad_norm", "gradient_clip_val", "grad_clip"),
+    "label_smoothing": ("smoothing",),
+    "mixup_alpha": ("mixup",),
+    "cutmix_alpha": ("cutmix",),
+    "erase": ("reprob", "random_erase"),
+    "ema_decay": ("ema", "model_ema", "model_ema_decay"),
+    "amp_dtype": ("precision", "mixed_precision", "fp16", "bf16"),
+    "seed": ("random_seed", "manual_seed"),
+    "log_frequency": ("print_freq", "log_every", "log_interval", "logging_steps", "log_every_n_steps"),
+    "strategy": ("ddp", "fsdp", "distributed", "dist", "parallel"),
+    "train_split": ("val_split", "validation_split", "val_size"),
+    "test_batch_size": ("eval_batch_size", "val_batch_size"),
+}
+_NAMES_ELSEWHERE = {other: name for name, others in _ELSEWHERE.items() for other in others}
 
 
 @dataclass(frozen=True)
@@ -189,6 +221,10 @@ def unknown_name(key: str, where: str, table: Mapping[str, FieldSpec], help_comm
 
     if RENAMED.get(name) in table:
         return UserError(f"{shown(name)} has a new name", where=where, got=key, hint=shown(RENAMED[name]))
+    elsewhere = table.get(_NAMES_ELSEWHERE.get(name.lower(), ""))
+    if elsewhere is not None:
+        hint = f"{shown(elsewhere.name)}: {elsewhere.help}"
+        return UserError(f"unknown {'flag' if is_flag else 'key'} {key!r}", where=where, hint=hint)
     meant = closest(name, known)
     hint = f"perhaps you meant {shown(meant)}" if meant else f"paceline {help_command} --help lists them all"
     few = ", ".join(map(shown, table)) or "none"

@@ -6,7 +6,7 @@ import torch
 
 import paceline
 from paceline.data.parts import TEST, TRAIN, VALIDATION
-from paceline.models.external import PER_RANK, draws_per_rank
+from paceline.models.external import PER_RANK, draws_per_rank, has_random_operations
 from paceline.runs.catalog import recipe_of
 from paceline.runs.folder import RunFolder
 from paceline.runs.place import RunPlace
@@ -35,13 +35,15 @@ def describe_run(components: Components, world: World, place: RunPlace) -> list[
         f"batch     {describe_batch(plan)}",
         f"optimizer {describe_optimizer(plan)}",
         f"steps     {describe_steps(plan)}",
-        *([f"random    {PER_RANK}"] if _draws_per_rank(plan) else []),
+        *([f"random    {PER_RANK}"] if _draws_per_rank(components) else []),
         *([] if RunFolder(place.folder).is_temporary else [f"folder    {place.folder}"]),
     ]
 
 
-def _draws_per_rank(plan: RunPlan) -> bool:
-    return draws_per_rank(plan.config.model.model_name, is_exact=plan.config.parallel.exact)
+def _draws_per_rank(components: Components) -> bool:
+    config = components.plan.config
+    is_possible = draws_per_rank(config.model.model_name, is_exact=config.parallel.exact)
+    return is_possible and has_random_operations(components.model.module)
 
 
 def _way(components: Components) -> str:
@@ -85,21 +87,28 @@ def describe_optimizer(plan: RunPlan) -> str:
     parts += [f"weight decay {optim.weight_decay:g}", f"{optim.schedule} schedule"]
     values = {
         "warm-up epochs": optim.warmup_epochs,
+        "cool-down epochs": optim.cooldown_epochs,
         "clip norm": optim.clip_norm,
+        "clip value": optim.clip_value,
+        "adaptive clipping": optim.clip_agc,
+        "layer decay": optim.layer_decay if optim.layer_decay != 1 else 0,
+        "head factor": optim.head_lr_factor if optim.head_lr_factor != 1 else 0,
         "label smoothing": optim.label_smoothing,
         "moving average": optim.ema_decay,
     }
-    return ", ".join([*parts, *(f"{name} {value:g}" for name, value in values.items() if value)])
+    parts += [f"{name} {value:g}" for name, value in values.items() if value]
+    return ", ".join([*parts, *([f"frozen: {' '.join(optim.freeze)}"] if optim.freeze else [])])
 
 
 def describe_steps(plan: RunPlan) -> str:
-    repeats = plan.config.data.repeat_augment
+    repeats, epochs = plan.config.data.repeat_augment, plan.config.train.epochs
     length = plan.config.data.epoch_samples or plan.num_train
     left_out = length - plan.steps_per_epoch * plan.config.train.global_batch_size
-    text = f"{plan.config.train.epochs} epochs of {plan.steps_per_epoch}, {plan.total_steps} in all"
+    text = f"{epochs} epoch{'s' if epochs > 1 else ''} of {plan.steps_per_epoch}, {plan.total_steps} in all"
     if repeats > 1:
         taken = plan.steps_per_epoch * plan.config.train.global_batch_size // repeats
         text += f"; each epoch takes {taken} samples, different ones each time, {repeats} times each"
-    elif left_out:
-        text += f"; each epoch leaves out {left_out} samples that do not fill a batch, different ones each time"
+    elif left_out > 0:
+        samples = "1 sample that does" if left_out == 1 else f"{left_out} samples that do"
+        text += f"; each epoch leaves out {samples} not fill a batch, different ones each time"
     return text + (f"; ends at step {plan.last_step}" if plan.last_step < plan.total_steps else "")

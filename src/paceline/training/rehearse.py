@@ -27,7 +27,7 @@ def rehearse(config: Config, world: World, place: RunPlace, guards: Guards) -> R
     short, longer = (_shortened(config, steps, world.world_size) for steps in (_STEPS, 2 * _STEPS))
     train(short, world, place, guards, eval_batches=_EVAL_BATCHES)
     console.note("\nrehearsal: trained, saved and evaluated; now resuming from that checkpoint\n")
-    again = RunPlace(place.folder, place.folder)
+    again = RunPlace(place.folder, place.folder, is_restart=True)  # a short header
     results = train(longer, world, again, guards, eval_batches=_EVAL_BATCHES)
     seconds = time.perf_counter() - started
     console.note(f"\nrehearsal passed in {seconds:.1f} s: this recipe trains, saves, resumes and evaluates here")

@@ -51,6 +51,7 @@ from paceline.training.scores import as_answers
 
 _log = logging.getLogger("paceline")
 _NO_RECORD = "this checkpoint is of an older version: its classes and preprocessing must be read from its data"
+_DATA_HINT = "--data-dir PATH names the folder of its data"
 _HINT = "give the data it was trained with (--data-dir PATH), or train the run again"
 
 
@@ -197,7 +198,7 @@ def load_test_data(run: OpenRun) -> Loader:
     config, record = run.config, run.record
     with trusting_code(run.is_code_trusted):  # the function of a data set is not stored: it is useless without the data
         require_trusted_code(run.folder or run.checkpoint.path, config, fields=("dataset",))
-    require_data_folder(config.data, where="--data-dir")
+    require_data_folder(config.data, where="--data-dir", hint=_DATA_HINT)
     data = load_dataset(config.data, config.train.seed)
     changed = _differences(run.checkpoint, data)
     other_classes = (
@@ -206,12 +207,11 @@ def load_test_data(run: OpenRun) -> Loader:
         or data.info.sample_shape != record.info.sample_shape
     )
     if other_classes or (changed and not config.run.accept_new_data):
-        hint = "--data-dir PATH names the folder of its data"
         raise DataError(
             "this is not the data that the run was trained with",
             where=f"{config.data.dataset}, {config.data.data_dir}",
             got="\n".join(changed),
-            hint=hint if other_classes else f"{hint}; --accept-new-data evaluates on this data",
+            hint=_DATA_HINT if other_classes else f"{_DATA_HINT}; --accept-new-data evaluates on this data",
         )
     return Loader(data.test, torch.arange(len(data.test)), record.pipeline, run.world)
 
