@@ -24,10 +24,10 @@ from paceline.checkpoints.identity import (
 )
 from paceline.checkpoints.resume import reader_of, restore_training, start_from
 from paceline.checkpoints.store import Checkpoint
-from paceline.data.augment import build_pipeline
+from paceline.data.augment import Pipeline, build_pipeline
 from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
-from paceline.data.sampling import build_sampling
+from paceline.data.sampling import Sampling, build_sampling
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
@@ -45,7 +45,7 @@ from paceline.settings.schema import Config
 from paceline.training.compiling import choose_to_compile
 from paceline.training.guards import Guards
 from paceline.training.model_record import RECORD, ModelRecord, make_record
-from paceline.training.objective import build_objective, find_class_weights
+from paceline.training.objective import Objective, build_objective, find_class_weights
 from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
@@ -184,6 +184,15 @@ class _Samples:
     train_ids: Tensor
     validation_ids: Tensor
 
+    @property
+    def train_labels(self) -> Tensor:
+        return self.loaded.train.labels[self.train_ids]
+
+    def sampling(self, config: Config) -> Sampling:
+        weights = getattr(self.loaded.train, "sample_weights", None)
+        own_weights = weights[self.train_ids] if weights is not None else None
+        return build_sampling(config.data.sampling, config.data.epoch_samples, self.train_labels, own_weights)
+
 
 def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *, is_for_training: bool) -> _Samples:
     """Load the data. A checkpoint may decide which samples are trained on. Collective."""
@@ -201,6 +210,16 @@ def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *
         if about.is_split_by_keys:
             train_ids, validation_ids = split_again(loaded, about)
     return _Samples(loaded, about, train_ids, validation_ids)
+
+
+def _build_objective(
+    config: Config, samples: _Samples, pipeline: Pipeline, device: str, *, is_for_training: bool
+) -> Objective:
+    info, teacher = samples.loaded.info, None
+    class_weights = find_class_weights(config, samples.train_labels, info.classes, device)
+    if config.objective.teacher and is_for_training:
+        teacher = Distillation(open_teacher(config.objective.teacher), config, info, pipeline, device)
+    return build_objective(config, class_weights=class_weights, teacher=teacher)
 
 
 def build_components(
@@ -230,14 +249,8 @@ def build_components(
     count_epochs = EpochClock if checkpoint is None else _count_epochs_from(checkpoint)
     plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    labels, sample_weights = data.train.labels[train_ids], getattr(data.train, "sample_weights", None)
-    weights = sample_weights[train_ids] if sample_weights is not None else None
-    sampling = build_sampling(config.data.sampling, config.data.epoch_samples, labels, weights)
-    train_data = Loader(data.train, train_ids, pipeline, world, sampling)
-    class_weights = find_class_weights(config, labels, data.info.classes, world.device)
-    teacher = None
-    if config.objective.teacher and load_weights:
-        teacher = Distillation(open_teacher(config.objective.teacher), config, data.info, pipeline, world.device)
+    train_data = Loader(data.train, train_ids, pipeline, world, samples.sampling(config))
+    objective = _build_objective(config, samples, pipeline, world.device, is_for_training=load_weights)
     if data.validation is None:
         validation_data = train_data.on_part(samples.validation_ids)
     else:
@@ -258,7 +271,6 @@ def build_components(
     average = MovingAverage(parallel.module, config.optim.ema_decay) if config.optim.ema_decay else None
     if load_weights:
         check_objective(config, plan, parallel, world)
-    objective = build_objective(config, class_weights=class_weights, teacher=teacher)
     step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective)
     code = hash_code(config)  # after all of it was imported
     is_recorded = load_weights and world.is_primary
