@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import argparse
 
+from data import make_stripes
 from loss import focal
 from metric import confidence, top_2
 from model import build
 
 import paceline
-from data import make_stripes
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ def test_a_column_of_weights(tmp_path: Path) -> None:
     lines = (tmp_path / "train.csv").read_text().splitlines()
     weighted = [f"{line},{weight}" for line, weight in zip(lines, ("weight", "1", "0", "2.5"), strict=True)]
     (tmp_path / "train.csv").write_text("\n".join(weighted) + "\n")
-    weights = getattr(load_dataset(config(tmp_path), 0).train, "sample_weights", None)
+    weights = getattr(load_dataset(config(tmp_path), 0).train, "sample_weights", torch.zeros(0))
     assert weights.tolist() == [1.0, 0.0, 2.5]
     (tmp_path / "train.csv").write_text("\n".join([*weighted[:-1], lines[-1]]) + "\n")
     with pytest.raises(DataError, match="no weight") as refused:

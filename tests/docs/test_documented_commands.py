@@ -21,6 +21,7 @@ from PIL import Image
 from harness import documents
 from harness.cli import paceline
 from harness.documents import REPOSITORY, Command
+from harness.task_data import write_pictures
 from paceline.cli.main import main
 from paceline.runs.folder import RunFolder
 
@@ -50,6 +51,7 @@ FOR_REAL = {
     'train shapes-cnn --num-samples 4000 --epochs 3 --save-steps 20 --inject "kill rank=1 step=30"',
     "train shapes-cnn --model-name my_model.py:build --rehearse",
     "train shapes-cnn --dataset my_data.py:make_dataset --epochs 2",
+    "train shapes-cnn --dataset my_angles.py:make_dataset --task regression --epochs 2",
 }
 # Where another ending than 0 is the right one.
 ENDINGS = {
@@ -133,6 +135,10 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             path = folder / "PICTURES" / colour / f"{half}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.new("RGB", (40, 40), (200, 40 * number, 10 * half)).save(path)
+    for name, label in {"TAGGED": "sea;people", "MEASURED": "0.5"}.items():
+        (folder / name).mkdir()
+        rows = [(f"{number}.png", label) for number in range(60)]
+        write_pictures(folder / name, {"train.csv": rows[:50], "test.csv": rows[50:]})
     packed = paceline("data", "pack", "PICTURES", "PACKED", cwd=folder)
     assert packed.code == 0, packed.err
     for page in documents.pages():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from paceline.training.losses import BuiltInLoss, balanced_weights
 from paceline.training.objective import Objective
 
 # Other orders of adding give other last bits.
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 CLASSES, SAMPLES = 5, 24
 OUTPUTS = torch.randn(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(1)) * 3
 LABELS = torch.randint(0, CLASSES, (SAMPLES,), generator=torch.Generator().manual_seed(2))
@@ -47,7 +48,7 @@ def test_binary_cross_entropy_of_soft_targets(smoothing: float, threshold: float
         hard = [float(target > threshold) if threshold else target for target in smooth]
         expected.append(sum(map(binary, outputs, hard)) / CLASSES)
     loss = BuiltInLoss("bce", label_smoothing=smoothing, bce_threshold=threshold)
-    torch.testing.assert_close(loss.per_sample(OUTPUTS, shares), torch.tensor(expected), **CLOSE)
+    assert_close(loss.per_sample(OUTPUTS, shares), torch.tensor(expected))
 
 
 def test_binary_cross_entropy_of_classes_is_that_of_their_shares() -> None:
@@ -62,7 +63,7 @@ def test_class_weights_of_bce_count_for_the_labels_a_sample_has() -> None:
         for outputs, targets in zip(OUTPUTS.tolist(), SEVERAL.tolist(), strict=True)
     ]
     found = BuiltInLoss("bce", class_weights=WEIGHTS).per_sample(OUTPUTS, SEVERAL)
-    torch.testing.assert_close(found, torch.tensor(expected), **CLOSE)
+    assert_close(found, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 2.0])
@@ -72,9 +73,9 @@ def test_focal_loss_of_classes(gamma: float) -> None:
         log_probability = log_softmax(row)[label]
         expected.append(-((1 - math.exp(log_probability)) ** gamma) * log_probability)
     found = BuiltInLoss("focal", focal_gamma=gamma).per_sample(OUTPUTS, LABELS)
-    torch.testing.assert_close(found, torch.tensor(expected), **CLOSE)
+    assert_close(found, torch.tensor(expected))
     if gamma == 0:
-        torch.testing.assert_close(found, F.cross_entropy(OUTPUTS, LABELS, reduction="none"), **CLOSE)
+        assert_close(found, F.cross_entropy(OUTPUTS, LABELS, reduction="none"))
 
 
 def test_focal_loss_of_several_labels() -> None:
@@ -83,7 +84,7 @@ def test_focal_loss_of_several_labels() -> None:
         right = [sigmoid(o) if target else 1 - sigmoid(o) for o, target in zip(outputs, targets, strict=True)]
         expected.append(sum(-((1 - p) ** 2) * math.log(p) for p in right) / CLASSES)
     found = BuiltInLoss("focal").per_sample(OUTPUTS, SEVERAL)
-    torch.testing.assert_close(found, torch.tensor(expected), **CLOSE)
+    assert_close(found, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("gamma", [0.3, 2.0])
@@ -99,7 +100,7 @@ def test_losses_of_numbers() -> None:
     errors = OUTPUTS - targets
     huber = torch.where(errors.abs() < 1, errors.square() / 2, errors.abs() - 0.5)
     for name, expected in {"mse": errors.square(), "l1": errors.abs(), "huber": huber}.items():
-        torch.testing.assert_close(BuiltInLoss(name).per_sample(OUTPUTS, targets), expected.mean(1), **CLOSE)
+        assert_close(BuiltInLoss(name).per_sample(OUTPUTS, targets), expected.mean(1))
 
 
 @pytest.mark.parametrize("name", ["cross-entropy", "focal"])
@@ -115,7 +116,7 @@ def test_a_weighted_mean_does_not_depend_on_how_a_batch_is_cut(name: str, parts:
     means = [objective.mean_loss(*part, scale[0]) for part in cut]
     weights = WEIGHTS[labels]
     plain = BuiltInLoss(name).per_sample(outputs, labels)
-    torch.testing.assert_close(torch.stack(means).mean(), (plain * weights).sum() / weights.sum(), **CLOSE)
+    assert_close(torch.stack(means).mean(), (plain * weights).sum() / weights.sum())
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -125,11 +126,11 @@ def test_weighted_cross_entropy_is_torchs(smoothing: float) -> None:
     scales = objective.batch_scale(LABELS[None])
     assert scales is not None
     expected = F.cross_entropy(OUTPUTS, LABELS, weight=WEIGHTS, label_smoothing=smoothing)
-    torch.testing.assert_close(objective.mean_loss(OUTPUTS, LABELS, scales[0]), expected, **CLOSE)
+    assert_close(objective.mean_loss(OUTPUTS, LABELS, scales[0]), expected)
     shares = F.one_hot(LABELS, CLASSES).float() * 0.7 + 0.3 / CLASSES
     assert objective.batch_scale(shares[None]) is None  # torch divides soft targets by the number of samples
     expected = F.cross_entropy(OUTPUTS, shares, weight=WEIGHTS, label_smoothing=smoothing)
-    torch.testing.assert_close(objective.mean_loss(OUTPUTS, shares), expected, **CLOSE)
+    assert_close(objective.mean_loss(OUTPUTS, shares), expected)
 
 
 def test_a_batch_of_classes_without_weight_has_no_loss() -> None:

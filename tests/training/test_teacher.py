@@ -129,8 +129,8 @@ def test_a_teacher_that_does_not_fit_is_refused(changes: dict[str, object], text
 
 
 def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, teacher_run: Path) -> None:
-    flags = (*SMALL, "--exact", "--lanes", "2", "--mixup-alpha", "0.2", "--augment", "light")
-    flags = (*flags, "--model-name", "cnn", "--teacher", str(teacher_run), "--distill-temperature", "2")
+    alone = (*SMALL, "--exact", "--lanes", "2", "--mixup-alpha", "0.2", "--augment", "light", "--model-name", "cnn")
+    flags = (*alone, "--teacher", str(teacher_run), "--distill-temperature", "2")
     for size in (1, 2):
         run_ranks(size, train_in, str(tmp_path / str(size)), flags)
     run_ranks(1, train_in, str(tmp_path / "stopped"), (*flags, "--max-steps", "3"))
@@ -138,7 +138,7 @@ def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, teacher_r
     found = [read_results(tmp_path / name) for name in ("1", "2", "stopped")]
     assert len({(results["weights_sha256"], results["optimizer_sha256"]) for results in found}) == 1
     assert step_losses(tmp_path / "1") == step_losses(tmp_path / "2")
-    run_ranks(1, train_in, str(tmp_path / "alone"), flags[: flags.index("--teacher")])
+    run_ranks(1, train_in, str(tmp_path / "alone"), alone)
     assert read_results(tmp_path / "alone")["weights_sha256"] != found[0]["weights_sha256"]
 
 

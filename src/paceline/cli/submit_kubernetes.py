@@ -131,7 +131,7 @@ def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
         check_data_config(config.data)
     if config.data.dataset not in _MADE_DATA and loaded.origin("data_dir") == "flag":
         _require_on_volume(loaded, "data_dir", config.data.data_dir, job)
-    elif config.data.dataset == "folder" and not job.holds(DATA_PATH):
+    elif config.data.dataset in ("folder", "csv") and not job.holds(DATA_PATH):
         raise UserError("the folder of pictures is missing", allowed="--data CLAIM, or --data /PATH of every node")
     if config.model.weights in ("none", "imagenet") or "." not in Path(config.model.weights).name:
         check_weights(config.model)

@@ -17,6 +17,15 @@ from paceline.runs.folder import RunFolder
 from paceline.settings.tasks import METRICS, MINIMISED, MULTI_LABEL, REGRESSION, SINGLE_LABEL
 
 _log = logging.getLogger("paceline")
+_METRIC_NAMES = {
+    "map": "mean average precision",
+    "mae": "mean absolute error",
+    "rmse": "root mean squared error",
+    "f1": "F1",
+    "top5": "top-5 accuracy",
+    "balanced_accuracy": "balanced accuracy",
+    "average_precision": "average precision",
+}
 _TONES: dict[str, Tone] = {"finished": "good", "failed": "bad", "preempted": "warn", "stopped": "warn", "running": ""}
 
 
@@ -111,10 +120,7 @@ def _key_figures(run: RunFiles) -> list[Block]:
     results = run.results
     tiles = [
         _tile(_accuracy_name(run), results.get("test_accuracy"), "{:.2%}", _loss_note(results.get("test_loss"))),
-        *(
-            _tile(f"test {name.replace('_', ' ')}", results.get("test_metrics", {}).get(name), "{:.4g}")
-            for name in run.shown_metrics
-        ),
+        *(_tile(f"test {name}", results.get("test_metrics", {}).get(name), "{:.4g}") for name in run.shown_metrics),
         _best_tile(run),
         _tile("images/s", results.get("samples_per_second"), "{:,.0f}", "with validation and saving"),
         limit_tile(run),
@@ -246,13 +252,13 @@ def _class_table(run: RunFiles) -> list[Block]:
         [str(label), *("no samples" if (v := column.get(label)) is None else f"{v:.2%}" for column in columns.values())]
         for label in next(iter(columns.values()))
     ]
-    title = f"{', '.join(map(_in_words, columns)).capitalize()} by class"
-    return [Details(title, [Table(["class", *map(_in_words, columns)], rows)])]
+    title = ", ".join(map(_in_words, columns))
+    return [Details(f"{title[0].upper()}{title[1:]} by class", [Table(["class", *map(_in_words, columns)], rows)])]
 
 
 def _in_words(name: str) -> str:
-    known = {"map": "mean average precision", "mae": "mean absolute error", "rmse": "root mean squared error"}
-    return known.get(name) or name.replace("_", " ").replace("f1", "F1").replace("top5", "top-5 accuracy")
+    """The name of a built-in metric. The user's own keep theirs."""
+    return _METRIC_NAMES.get(name, name)
 
 
 def _gallery(rows: list[Row], tone: Tone) -> Gallery:

@@ -24,10 +24,10 @@ from paceline.checkpoints.identity import (
 )
 from paceline.checkpoints.resume import reader_of, restore_training, start_from
 from paceline.checkpoints.store import Checkpoint
-from paceline.data.augment import build_pipeline
+from paceline.data.augment import Pipeline, build_pipeline
 from paceline.data.dataset import LoadedData
 from paceline.data.loader import Loader
-from paceline.data.sampling import sampling_of
+from paceline.data.sampling import Sampling, sampling_of
 from paceline.data.shared import load_once_per_node
 from paceline.errors import CheckpointError
 from paceline.models.dropout import RANDOM_NUMBERS
@@ -48,7 +48,7 @@ from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.input_sizes import require_sizes
 from paceline.training.model_record import RECORD, ModelRecord, make_record
-from paceline.training.objective import build_objective, find_class_weights
+from paceline.training.objective import Objective, build_objective, find_class_weights
 from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_average, build_optimizer
 from paceline.training.plan import RunPlan, make_plan, split_samples
@@ -188,6 +188,13 @@ class _Samples:
     train_ids: Tensor
     validation_ids: Tensor
 
+    @property
+    def train_labels(self) -> Tensor:
+        return self.loaded.train.labels[self.train_ids]
+
+    def sampling(self, config: Config) -> Sampling:
+        return sampling_of(config.data, self.loaded.train, self.train_ids)
+
 
 def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *, is_for_training: bool) -> _Samples:
     """Load the data. A checkpoint may decide which samples are trained on. Collective."""
@@ -205,6 +212,16 @@ def _load_samples(config: Config, world: World, checkpoint: Checkpoint | None, *
         if about.is_split_by_keys:
             train_ids, validation_ids = split_again(loaded, about)
     return _Samples(loaded, about, train_ids, validation_ids)
+
+
+def _build_objective(
+    config: Config, samples: _Samples, pipeline: Pipeline, device: str, *, is_for_training: bool
+) -> Objective:
+    info, teacher = samples.loaded.info, None
+    class_weights = find_class_weights(config, samples.train_labels, info.classes, device)
+    if config.objective.teacher and is_for_training:
+        teacher = Distillation(open_teacher(config.objective.teacher), config, info, pipeline, device)
+    return build_objective(config, class_weights=class_weights, teacher=teacher)
 
 
 def build_components(
@@ -234,12 +251,8 @@ def build_components(
     count_epochs = EpochClock if checkpoint is None else _count_epochs_from(checkpoint)
     plan = make_plan(config, data.info, world.world_size, parts, count_epochs)
     pipeline = build_pipeline(config.data, data.info, config.train.seed)
-    sampling = sampling_of(config.data, data.train, train_ids)
-    train_data = Loader(data.train, train_ids, pipeline, world, sampling)
-    class_weights = find_class_weights(config, data.train.labels[train_ids], data.info.classes, world.device)
-    teacher = None
-    if config.objective.teacher and load_weights:
-        teacher = Distillation(open_teacher(config.objective.teacher), config, data.info, pipeline, world.device)
+    train_data = Loader(data.train, train_ids, pipeline, world, samples.sampling(config))
+    objective = _build_objective(config, samples, pipeline, world.device, is_for_training=load_weights)
     if data.validation is None:
         validation_data = train_data.on_part(samples.validation_ids)
     else:
@@ -269,7 +282,6 @@ def build_components(
     average = build_average(config.optim, parallel.module, plan.steps_per_epoch)
     if load_weights:
         check_objective(config, plan, parallel, world)
-    objective = build_objective(config, class_weights=class_weights, teacher=teacher)
     step = build_step(parallel, optimizer, average, config, world, guards or Guards(), objective, freezing)
     step.begin_epoch(checkpoint.step if checkpoint is not None else 0)
     code = hash_code(config)  # after all of it was imported
