@@ -24,7 +24,7 @@ DOCS_BIN := .venv-docs/bin
 DOCS_READY := .venv-docs/.ready
 FLOWS_BIN := .venv-flows/bin
 FLOWS_READY := .venv-flows/.ready
-EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_picture_ops.py test_sinks.py) \
+EXTRAS_TESTS := $(addprefix tests/unit/,test_external_models.py test_external_recipes.py test_models.py test_picture_ops.py test_sinks.py) tests/models/test_timm_equality.py \
 	tests/cli/test_export.py
 
 .PHONY: help setup train test docs test-docs test-course test-guides test-terminal terminal-install test-extras test-faults test-long test-fuzz test-flows test-browser browser-install test-slow test-slurm slurm-install slurm-up slurm-down soak bench-cpu lint type check format clean
