@@ -56,6 +56,8 @@ def train(
         console.stop()
         checkpoints.wait()
     checkpoints.finish()
+    if session.state.step < plan.last_step:
+        console.note(f"stopped early: no better validation since epoch {session.state.best_epoch}")
     state, recorder = session.state, session.recorder
     session.guards.enter("finish", state.step)
     timing = session.guards.phases.summary(is_waiting_known=components.model.exposed.is_known)
