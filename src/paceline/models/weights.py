@@ -32,10 +32,10 @@ class LoadReport:
     """Which tensors of a file were loaded into a model."""
 
     loaded: tuple[str, ...]  # also those that were resized
-    resized: tuple[str, ...]  # interpolated to the model's number of patches
     skipped_shape: tuple[str, ...]  # the name is in both, with different shapes
     missing: tuple[str, ...]  # only in the model
     unexpected: tuple[str, ...]  # only in the file
+    resized: tuple[str, ...] = ()  # interpolated to the model's number of patches
 
     def summary(self) -> str:
         total = len(self.loaded) + len(self.skipped_shape) + len(self.missing)
