@@ -166,6 +166,7 @@ def fetch(settings: Fetch) -> int:
 
 def _fetch_for_recipe(recipe: str, settings: Fetch) -> None:
     from paceline.data.check import KNOWN
+    from paceline.models.external import is_of_collection
     from paceline.settings.load import load_config
     from paceline.settings.recipe_file import DEFAULT_RECIPE
 
@@ -182,7 +183,7 @@ def _fetch_for_recipe(recipe: str, settings: Fetch) -> None:
         from paceline.models.fetch_weights import fetch_weights
 
         print(f"weights of {config.model.model_name}: {fetch_weights(config.model)}")
-    elif config.model.weights == "imagenet":
+    elif config.model.weights == "imagenet" or is_of_collection(config.model.weights):
         print(f"the recipe also needs weights: paceline data fetch {recipe} --weights")
 
 

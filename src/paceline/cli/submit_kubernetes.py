@@ -118,7 +118,7 @@ def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
     """Check names here. Paths must be on a volume, which only the pods can read."""
     from paceline.data.registry import check_data_config, check_dataset_name
     from paceline.launch.request import check_functions
-    from paceline.models.external import COLLECTIONS
+    from paceline.models.external import COLLECTIONS, is_of_collection
     from paceline.models.registry import check_model_name, check_weights
 
     config = loaded.config
@@ -133,7 +133,8 @@ def _check_model_and_data(loaded: LoadedConfig, job: KubernetesJob) -> None:
         _require_on_volume(loaded, "data_dir", config.data.data_dir, job)
     elif config.data.dataset in ("folder", "csv") and not job.holds(DATA_PATH):
         raise UserError("the folder of pictures is missing", allowed="--data CLAIM, or --data /PATH of every node")
-    if config.model.weights in ("none", "imagenet") or "." not in Path(config.model.weights).name:
+    weights = config.model.weights
+    if weights in ("none", "imagenet") or is_of_collection(weights) or "." not in Path(weights).name:
         check_weights(config.model)
     else:
         _require_on_volume(loaded, "weights", config.model.weights, job)

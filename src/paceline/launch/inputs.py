@@ -7,7 +7,7 @@ from pathlib import Path
 
 from paceline.data.known_files import missing_files
 from paceline.errors import DataError
-from paceline.models.external import is_fetched
+from paceline.models.external import is_fetched, is_of_collection
 from paceline.models.published import PUBLISHED, published_path
 from paceline.settings.load import LoadedConfig
 from paceline.settings.recipe_file import shipped_recipes
@@ -24,12 +24,14 @@ def require_inputs(loaded: LoadedConfig, *, brings_own_weights: bool = False) ->
             got=f"no {', '.join(missing)}",
             hint=fetch_command(loaded),
         )
-    if config.model.weights == "imagenet" and not brings_own_weights:
+    is_published = config.model.weights == "imagenet" or is_of_collection(config.model.weights)
+    if is_published and not brings_own_weights:
         _require_weights(loaded)
 
 
 def _require_weights(loaded: LoadedConfig) -> None:
-    name = loaded.config.model.model_name
+    model = loaded.config.model
+    name = model.weights if is_of_collection(model.weights) else model.model_name
     where = str(published_path(name)) if name in PUBLISHED else None
     is_there = published_path(name).is_file() if name in PUBLISHED else is_fetched(name)
     if is_there is False:

@@ -10,6 +10,7 @@ from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
 from paceline.checkpoints.identity import refuse_early
 from paceline.checkpoints.store import damaged_error, inspect_checkpoint
+from paceline.data.reference import is_reference
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.launch.policy import samples_to_cut
 from paceline.launch.request import (
@@ -66,6 +67,7 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
         RunFolder(place.folder).refuse_if_owned()
     check_world(loaded, nodes.count * decide_processes(loaded))
     check_faults(loaded, nodes.count * decide_processes(loaded))
+    _check_parts_of_model(loaded, nodes.count * decide_processes(loaded))
     if loaded.config.run.resume == "auto" and place.resume_from is None:
         say("note: --resume auto found no checkpoint to continue from; a new run starts")
     for note in (explain_unused_data(loaded), explain_fewer_ranks(loaded)):
@@ -74,6 +76,30 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
     if claim_store is not None:
         claim_store()
     return _supervise(loaded, RunFolder(claim_place(place).folder), nodes, arguments, rank_main)
+
+
+def _check_parts_of_model(loaded: LoadedConfig, world_size: int) -> None:
+    """Refuse settings that name parts which a built-in model does not have. Only such settings need torch here.
+
+    External models and data sets of a user's function run in the ranks only, which make the same checks.
+    """
+    config = loaded.config
+    optim, train = config.optim, config.train
+    names_layers = bool(optim.freeze) or optim.layer_decay != 1 or optim.head_lr_factor != 1
+    is_own = ":" not in config.model.model_name and not is_reference(config.data.dataset)
+    names_more = bool(config.model.model_args) or train.activation_checkpointing or train.stop_early > 0
+    if not is_own or not (names_layers or names_more):
+        return
+    import torch
+
+    from paceline.data.registry import describe_dataset
+    from paceline.models.registry import build_model
+    from paceline.training.plan import check_parts, make_plan
+
+    plan = make_plan(config, describe_dataset(config.data, train.seed), world_size)
+    with torch.device("meta"):
+        model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
+    check_parts(model, plan)
 
 
 def _check_nodes(loaded: LoadedConfig, nodes: Nodes) -> None:

@@ -48,6 +48,11 @@ def suggest(name: str, known: Iterable[str]) -> str | None:
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
+def is_of_collection(name: str) -> bool:
+    """Whether a model or its weights are named as timm:NAME or torchvision:NAME."""
+    return name.partition(":")[0] in COLLECTIONS
+
+
 def first_line(error: BaseException) -> str:
     """An exception as one short line for an error screen."""
     lines = text_of(error).strip().splitlines() or [""]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.models.external import build_external
+from paceline.models.external import build_external, is_of_collection
 from paceline.models.published import PUBLISHED
 from paceline.models.registry import check_model_name, check_weights
 from paceline.settings.schema import ModelConfig
@@ -16,6 +16,10 @@ _ANY_SHAPE, _ANY_CLASSES = (3, 224, 224), 1000  # as published: the whole file i
 def fetch_weights(config: ModelConfig) -> str:
     """Download the weights and return their place as text. The user's own weights file must exist already."""
     check_model_name(config.model_name)
+    if is_of_collection(config.weights):
+        check_weights(config)
+        build_external(config.weights, _ANY_SHAPE, _ANY_CLASSES, pretrained=True)
+        return "fetched by its collection"
     if config.weights not in ("none", "imagenet"):
         check_weights(config)
         return f"{Path(config.weights).expanduser()} exists"

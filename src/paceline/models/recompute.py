@@ -21,10 +21,17 @@ from paceline.models.layers import find_blocks
 
 
 def recompute_blocks(model: nn.Module, *, draws_from_torch: bool) -> None:
-    """Change the model's blocks. `draws_from_torch`: it may use torch's generators, whose state is kept for each block.
+    """Change the model's blocks. `draws_from_torch`: they may use torch's generators, whose state is then kept."""
+    for block in require_blocks(model):
+        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_torch}
+        norms = [norm for norm in block.modules() if isinstance(norm, _NormBase) and norm.running_mean is not None]
+        if norms:
+            options["context_fn"] = partial(_contexts, norms)
+        block.forward = partial(_forward, block, block.forward, options)
 
-    UserError for a model without blocks.
-    """
+
+def require_blocks(model: nn.Module) -> list[nn.Module]:
+    """The blocks of a model. UserError if it has none."""
     blocks = list(find_blocks(nn.ModuleList([model])))
     if not blocks:
         raise UserError(
@@ -33,12 +40,7 @@ def recompute_blocks(model: nn.Module, *, draws_from_torch: bool) -> None:
             got="no nn.Sequential or nn.ModuleList of blocks in this model",
             hint="put the blocks into an nn.Sequential, or leave --activation-checkpointing out",
         )
-    for block in blocks:
-        options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws_from_torch}
-        norms = [norm for norm in block.modules() if isinstance(norm, _NormBase) and norm.running_mean is not None]
-        if norms:
-            options["context_fn"] = partial(_contexts, norms)
-        block.forward = partial(_forward, block, block.forward, options)
+    return blocks
 
 
 def _forward(block: nn.Module, plain_forward: Any, options: dict[str, Any], *inputs: Any, **named: Any) -> Any:

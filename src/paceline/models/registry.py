@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from paceline.data.reference import Resolve, resolve_reference
 from paceline.errors import DataError, UserError
-from paceline.models.external import COLLECTIONS, build_external, check_external, explained_arguments, suggest
+from paceline.models.external import build_external, check_external, explained_arguments, is_of_collection, suggest
 from paceline.models.published import PUBLISHED
 from paceline.settings.model_args import parse_model_args
 from paceline.settings.schema import ModelConfig
@@ -73,11 +73,11 @@ def check_weights(config: ModelConfig) -> None:
     name, weights = config.model_name, config.weights
     if weights == "none":
         return
-    if weights.partition(":")[0] in COLLECTIONS:
+    if is_of_collection(weights):
         check_external(weights, where="--weights")
         return
     if weights == "imagenet":
-        if name not in PUBLISHED_NAMES and name.rpartition(":")[0] not in COLLECTIONS:
+        if name not in PUBLISHED_NAMES and not is_of_collection(name):
             raise UserError(
                 f"there are no published ImageNet weights for {name}",
                 where="--weights",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from paceline.data.fetch import fetch_file
 from paceline.errors import DataError
-from paceline.models.external import COLLECTIONS, first_line, published_tensors
+from paceline.models.external import first_line, is_of_collection, published_tensors
 from paceline.models.head import find_head
 from paceline.models.positions import resize_positions
 from paceline.models.published import published_path
@@ -32,10 +32,10 @@ class LoadReport:
     """Which tensors of a file were loaded into a model."""
 
     loaded: tuple[str, ...]  # also those that were resized
-    resized: tuple[str, ...]  # interpolated to the model's number of patches
     skipped_shape: tuple[str, ...]  # the name is in both, with different shapes
     missing: tuple[str, ...]  # only in the model
     unexpected: tuple[str, ...]  # only in the file
+    resized: tuple[str, ...] = ()  # interpolated to the model's number of patches
 
     def summary(self) -> str:
         total = len(self.loaded) + len(self.skipped_shape) + len(self.missing)
@@ -57,7 +57,7 @@ class LoadReport:
 
 def load_weights(model: nn.Module, model_name: str, weights: str) -> LoadReport:
     """Fill the model from `weights`: `imagenet`, a model of a collection, or the path of a file."""
-    if weights.partition(":")[0] in COLLECTIONS:
+    if is_of_collection(weights):
         source, tensors = weights, published_tensors(weights)
     else:
         path = fetch_imagenet(model_name) if weights == "imagenet" else Path(weights).expanduser()

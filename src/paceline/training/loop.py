@@ -65,6 +65,8 @@ def train(
         console.stop()
         checkpoints.wait()
     checkpoints.finish()
+    if session.state.step < plan.last_step and not session.is_ending:
+        console.note(f"stopped early: no better validation since epoch {session.state.best_epoch}")
     session.is_ending = True
     state, recorder = session.state, session.recorder
     session.guards.enter("finish", state.step)

@@ -15,10 +15,13 @@ from paceline.data.augment import build_pipeline
 from paceline.data.dataset import DatasetInfo
 from paceline.data.order import split_folds, split_train_validation
 from paceline.errors import UserError
+from paceline.models.recompute import require_blocks
 from paceline.models.registry import build_model
 from paceline.runs.epoch_clock import EpochClock
 from paceline.settings.schema import Config
 from paceline.settings.tasks import TOP5_CLASSES, best_metric
+from paceline.training.freezing import Freezing
+from paceline.training.optim import rate_factors
 from paceline.training.schedule import learning_rate, peak_learning_rate
 
 _OPTIMIZER_COPIES = {"sgd": 1, "nesterov": 1, "adam": 2, "adamw": 2, "lamb": 2, "muon": 1}
@@ -188,7 +191,9 @@ def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEs
     with torch.device("meta"):
         model = build_model(config.model, plan.input_shape, plan.info.num_classes, load_weights=False)
         elements = _count_activations(model, torch.empty(plan.microbatch_size, *plan.largest_shape))
+    check_parts(model, plan)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     shards = plan.world_size if strategy == "fsdp" else 1
     copies = (
         _OPTIMIZER_COPIES[config.optim.optimizer]
@@ -196,14 +201,24 @@ def estimate_memory(plan: RunPlan, strategy: str, *, is_mixed: bool) -> MemoryEs
         else 0
     )
     weights = 4 * num_parameters // shards
+    trained = 4 * num_trained // shards
     averages = weights if config.optim.ema_decay else 0
     return MemoryEstimate(
         num_parameters=num_parameters,
         weights=weights + averages,
-        gradients=weights,
-        optimizer=weights * copies,
+        gradients=trained,
+        optimizer=trained * copies,
         activations=elements * (2 if is_mixed else 4),
     )
+
+
+def check_parts(model: nn.Module, plan: RunPlan) -> None:
+    """UserError if settings name parts that this model does not have. Also freezes parameters."""
+    rate_factors(plan.config.optim, model)
+    if plan.config.optim.freeze:
+        Freezing(plan.config.optim, model, plan.clock)
+    if plan.config.train.activation_checkpointing:
+        require_blocks(model)
 
 
 def _count_activations(model: nn.Module, inputs: Tensor) -> int:
