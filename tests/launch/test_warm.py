@@ -98,6 +98,7 @@ def test_no_state_of_a_run_reaches_the_next(tmp_path: Path, monkeypatch: pytest.
     assert first[3] != second[3]  # random numbers without a seed are new ones
 
 
+@pytest.mark.long
 def test_what_libraries_read_when_they_are_loaded_gets_a_new_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
