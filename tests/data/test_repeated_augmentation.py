@@ -54,7 +54,12 @@ def batches(repeats: int, ranks: int = 1, epoch: int = 2, dataset: Dataset | Non
         for number in range(ranks)
     ]
     return [
-        Batch(*(torch.cat([getattr(b, name) for b in parts]) for name in ("inputs", "labels", "ids")), wait_s=0)
+        Batch(
+            torch.cat([part.inputs for part in parts]),
+            torch.cat([part.labels for part in parts]),
+            torch.cat([part.ids for part in parts]),
+            wait_s=0,
+        )
         for parts in zip(*shares, strict=True)
     ]
 

@@ -137,14 +137,14 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.new("RGB", (40, 40), (200, 40 * number, 10 * half)).save(path)
     for name, label in {"TAGGED": "sea;people", "MEASURED": "0.5"}.items():
         (folder / name).mkdir()
-        rows = [(f"{number}.png", label) for number in range(60)]
-        write_pictures(folder / name, {"train.csv": rows[:50], "test.csv": rows[50:]})
+        pairs = [(f"{number}.png", label) for number in range(60)]
+        write_pictures(folder / name, {"train.csv": pairs[:50], "test.csv": pairs[50:]})
     packed = paceline("data", "pack", "PICTURES", "PACKED", cwd=folder)
     assert packed.code == 0, packed.err
     for page in documents.pages():
         for block in documents.blocks(page):
-            if block.language == "python" and (name := re.match(r"# (\w+\.py)\n", block.text)):
-                (folder / name[1]).write_text(block.text)
+            if block.language == "python" and (title := re.match(r"# (\w+\.py)\n", block.text)):
+                (folder / title[1]).write_text(block.text)
     drawn = subprocess.run([sys.executable, "make_pictures.py"], cwd=folder, check=False, timeout=60)
     assert drawn.returncode == 0
     # The times of a course, in its own columns.

@@ -28,7 +28,8 @@ class _Block(nn.Module):
         self.dropout = nn.Dropout(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(self.linear(x).relu())
+        kept: Tensor = self.dropout(self.linear(x).relu())
+        return x + kept
 
 
 def build_blocks(num_classes: int, input_shape: tuple[int, ...]) -> nn.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import nn
@@ -21,7 +22,7 @@ from torch import nn
 def build(num_classes, input_shape, width=4, names=("a",)):
     return nn.Sequential(nn.Flatten(), nn.Linear(3072, width), nn.ReLU(), nn.Linear(width, num_classes))
 """
-QUICK = {"num_samples": 200, "epochs": 1, "global_batch_size": 64, "processes": 1}
+QUICK: dict[str, Any] = {"num_samples": 200, "epochs": 1, "global_batch_size": 64, "processes": 1}
 QUICK_FLAGS = ("--num-samples", "200", "--epochs", "1", "--global-batch-size", "64", "--processes", "1", "--track")
 
 

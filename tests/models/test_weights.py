@@ -90,6 +90,7 @@ def test_the_report_names_every_difference() -> None:
         skipped_shape=("head.weight",),
         missing=("body.bias", "head.bias"),
         unexpected=("other",),
+        resized=(),
     )
     assert report.summary() == (
         "1 of 4 tensors loaded; other shape: head.weight; not in the file: body.bias, head.bias; "

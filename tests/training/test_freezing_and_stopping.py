@@ -47,7 +47,7 @@ def test_exact_runs_have_one_hash_on_one_and_two_ranks_and_after_a_resume(tmp_pa
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("clip", ["--clip-agc=0.02", "--clip-value=0.001"])
 def test_two_ranks_train_as_one(tmp_path: Path, strategy: str, clip: str) -> None:
-    flags = (*EVERYTHING, clip, "--clip-agc=0" if "value" in clip else clip, "--freeze", "features.0")
+    flags: tuple[str, ...] = (*EVERYTHING, clip, "--clip-agc=0" if "value" in clip else clip, "--freeze", "features.0")
     flags = (*flags, "--optimizer", "lamb", "--base-lr", "0.01", "--seed", "1")
     run_ranks(1, train_in, str(tmp_path / "one"), flags)
     run_ranks(2, train_in, str(tmp_path / "two"), (*flags, "--strategy", strategy))

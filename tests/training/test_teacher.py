@@ -130,7 +130,7 @@ def test_a_teacher_that_does_not_fit_is_refused(changes: dict[str, object], text
 
 def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, teacher_run: Path) -> None:
     alone = (*SMALL, "--exact", "--lanes", "2", "--mixup-alpha", "0.2", "--augment", "light", "--model-name", "cnn")
-    flags = (*alone, "--teacher", str(teacher_run), "--distill-temperature", "2")
+    flags: tuple[str, ...] = (*alone, "--teacher", str(teacher_run), "--distill-temperature", "2")
     for size in (1, 2):
         run_ranks(size, train_in, str(tmp_path / str(size)), flags)
     run_ranks(1, train_in, str(tmp_path / "stopped"), (*flags, "--max-steps", "3"))

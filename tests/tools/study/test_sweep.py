@@ -6,6 +6,7 @@ import csv
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,7 @@ from paceline.tools.study.sweep_report import (
 
 
 def spec_of(*words: str, random: int = 0, flags: tuple[str, ...] = ()) -> SweepSpec:
-    points = make_points(parse_axes(words, is_random=random > 0), random)
+    points: list[Any] = make_points(parse_axes(words, is_random=random > 0), random)
     return SweepSpec("shapes-cnn", "shapes-cnn", flags, points, world_size=1, global_batch_size=64)
 
 
@@ -44,7 +45,7 @@ def measured(spec: SweepSpec, accuracies: list[float | None], losses: list[float
 
 def test_a_grid_has_every_combination_once_and_all_points_of_a_seed_first() -> None:
     spec = spec_of("base_lr=0.1,0.2", "seed=1..2", "optimizer=sgd,adamw")
-    points = [dict(point) for point in spec.points]
+    points: list[Any] = [dict(point) for point in spec.points]
     assert len(points) == 8
     assert [point["seed"] for point in points] == ["1"] * 4 + ["2"] * 4
     assert len({cell.name for cell in spec.cells()}) == 8
@@ -115,7 +116,14 @@ def test_a_sweep_grows_and_refuses_other_settings(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="in this folder"):
             continue_sweep(tmp_path, other)
     whole = json.loads((tmp_path / "sweep.json").read_text())
-    points = ([], [[["base_lr", "1"]], [["seed", "1"]]], [[["base_lr"]]], [[["no_such_setting", "1"]]], [[[1, 2]]], 7)
+    points: tuple[Any, ...] = (
+        [],
+        [[["base_lr", "1"]], [["seed", "1"]]],
+        [[["base_lr"]]],
+        [[["no_such_setting", "1"]]],
+        [[[1, 2]]],
+        7,
+    )
     for damaged in ({"recipe": 1}, *({**whole, "points": found} for found in points)):
         (tmp_path / "sweep.json").write_text(json.dumps(damaged))
         with pytest.raises(UserError, match="cannot be read"):
