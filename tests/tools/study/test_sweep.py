@@ -31,7 +31,7 @@ from paceline.tools.study.sweep_report import (
 
 
 def spec_of(*words: str, random: int = 0, flags: tuple[str, ...] = ()) -> SweepSpec:
-    points: list[Any] = make_points(parse_axes(words, is_random=random > 0), random)
+    points = make_points(parse_axes(words, is_random=random > 0), random)
     return SweepSpec("shapes-cnn", "shapes-cnn", flags, points, world_size=1, global_batch_size=64)
 
 
@@ -45,7 +45,7 @@ def measured(spec: SweepSpec, accuracies: list[float | None], losses: list[float
 
 def test_a_grid_has_every_combination_once_and_all_points_of_a_seed_first() -> None:
     spec = spec_of("base_lr=0.1,0.2", "seed=1..2", "optimizer=sgd,adamw")
-    points: list[Any] = [dict(point) for point in spec.points]
+    points = [dict(point) for point in spec.points]
     assert len(points) == 8
     assert [point["seed"] for point in points] == ["1"] * 4 + ["2"] * 4
     assert len({cell.name for cell in spec.cells()}) == 8
