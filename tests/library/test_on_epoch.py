@@ -56,7 +56,7 @@ def test_every_epoch_is_seen_in_the_thread_of_the_caller(tmp_path: Path) -> None
     assert [e.number for e in seen if e.is_best][-1] == run.results["best_epoch"]
     with pytest.raises(dataclasses.FrozenInstanceError):
         seen[0].number = 7  # type: ignore[misc]
-    assert dataclasses.asdict(seen[0])["metrics"] == {}
+    assert set(dataclasses.asdict(seen[0])["metrics"]) == {"balanced_accuracy", "f1", "top5"}
 
 
 @pytest.mark.long
@@ -117,7 +117,7 @@ def test_an_exception_stops_the_run_and_reaches_the_caller(
     assert caught.value is error
     assert str(tmp_path / "run") in error.__notes__[-1]
     run = paceline.load_run(tmp_path / "run")
-    assert run.status == "preempted"
+    assert run.status in ("preempted", "stopped")  # an error, or Ctrl-C
     assert run.results == {}
     assert run.resume(quiet=True).results["weights_sha256"] == whole.results["weights_sha256"]
 
@@ -185,5 +185,5 @@ def test_ctrl_c_in_the_function_is_not_an_error_of_it(tmp_path: Path, monkeypatc
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path / "run", epochs=60, on_epoch=interrupted)
-    assert paceline.load_run(tmp_path / "run").status == "preempted"
+    assert paceline.load_run(tmp_path / "run").status == "stopped"
     assert EpochWatch(tmp_path, []).error is None

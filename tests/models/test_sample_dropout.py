@@ -130,7 +130,7 @@ def test_without_keys_it_is_torchs_dropout() -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_no_model_of_ours_draws_from_a_generator(name: str) -> None:
     """All random numbers of our models come from the samples' keys."""
-    side = 32 if name.startswith("vgg") else 17
+    side = 32 if name.startswith(("vgg", "vit")) else 17
     config = ModelConfig(model_name=name, dropout=0.5)
     with torch.device("meta"):
         model = build_model(config, (3, side, side), 4).train()

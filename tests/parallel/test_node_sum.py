@@ -178,7 +178,7 @@ def begin_anyhow(num_classes: int, input_shape: tuple[int, ...]) -> torch.nn.Mod
 
 
 def test_ranks_begin_alike_even_if_their_models_do_not(tmp_path: Path) -> None:
-    flags = ("--model-name", "ranks.test_node_sum:begin_anyhow", "--max-steps", "3")
+    flags = ("--model-name", "parallel.test_node_sum:begin_anyhow", "--max-steps", "3")
     first, second = run_ranks(2, train_in, str(tmp_path), flags)
     assert first["weights_sha256"] == second["weights_sha256"]
 

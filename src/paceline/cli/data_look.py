@@ -18,7 +18,6 @@ if TYPE_CHECKING:  # they import torch
 
     from paceline.data.augment import Pipeline
     from paceline.data.dataset import LoadedData
-    from paceline.data.sampling import sampling_of
     from paceline.reports.data_page import SampleRow
     from paceline.reports.page import Picture
     from paceline.settings.schema import Config
@@ -101,6 +100,7 @@ def _write(settings: Look, config: Config, recipe: str) -> int:
 def _rows(settings: Look, config: Config, data: LoadedData, pipeline: Pipeline, train_ids: Tensor) -> list[SampleRow]:
     from paceline.data.look import choose_samples
     from paceline.data.preview import to_image, to_pixels, training_inputs
+    from paceline.data.sampling import sampling_of
     from paceline.reports.data_page import SampleRow
 
     classes, train, batch = data.info.classes, data.train, config.train.global_batch_size

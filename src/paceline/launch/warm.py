@@ -64,9 +64,8 @@ class WarmProcess:
 
     def kill_group(self) -> None:
         """The guard and all processes of its run. Of a guard that has ended, the run has ended."""
-        if self.poll() is None and self._handle is not None and self._handle.is_running:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
+        if self.poll() is None and self._handle is not None:
+            self._handle.kill_group()
         self.wait()
 
 

@@ -37,6 +37,7 @@ from paceline.launch.rank_processes import (
     start_fork_server,
 )
 from paceline.runs.interpreter import safe_path
+from paceline.runs.process_handle import ProcessHandle
 from paceline.runtime.open_files import require_open_files
 
 # What every run loads. `__main__` is the command.
@@ -161,6 +162,7 @@ class ForkedCommand:
             if self.pid == 0:
                 stop_with_guard()
                 be_the_command()
+        self._handle = ProcessHandle(self.pid)  # not reaped yet, so it is the new process
         self._code: int | None = None
         self._lock = threading.RLock()  # two threads of the guard wait, and a handler may interrupt one of them
 
@@ -181,7 +183,7 @@ class ForkedCommand:
     def send_signal(self, number: int) -> None:
         with self._lock:
             if self._code is None:
-                os.kill(self.pid, number)
+                self._handle.send(number)
 
     def terminate(self) -> None:
         self.send_signal(signal.SIGTERM)

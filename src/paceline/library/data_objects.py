@@ -163,3 +163,7 @@ class _Subset:
 
     def read(self, indices: Tensor) -> Tensor:
         return self._inner.read(self._ids[indices])
+
+    def ids_in_data(self, indices: Tensor) -> Tensor:
+        """The numbers of these samples in the user's data."""
+        return self._ids[indices]

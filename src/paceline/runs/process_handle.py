@@ -54,6 +54,11 @@ class ProcessHandle:
             return False
         return True
 
+    def kill_group(self) -> None:
+        """SIGKILL to the process group that this process leads. Its number is not reused while the leader runs."""
+        if self.is_running:
+            _signal_group(self.pid, signal.SIGKILL)
+
     @property
     def state(self) -> str | None:
         """The state letter of /proc/PID/stat, such as R, S, T or Z; None if it is reaped, or without /proc."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
@@ -224,6 +224,22 @@ def _build_objective(
     return build_objective(config, class_weights=class_weights, teacher=teacher)
 
 
+def _build_initial_model(plan: RunPlan, samples: _Samples, pipeline: Pipeline, *, load_weights: bool) -> nn.Module:
+    """The model with its initial weights, the same on every rank."""
+    config, data = plan.config, samples.loaded
+    seed_initial_weights(config.train.seed)
+    model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
+    if not load_weights:
+        return model
+    require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
+    if config.run.init_from:
+        start_from(model, Path(config.run.init_from))
+    look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
+    if look_at is not None:
+        look_at(pipeline.for_evaluation(data.train.read(samples.train_ids[:_FIRST_LOOK_SAMPLES])))
+    return model
+
+
 def build_components(
     config: Config,
     world: World,
@@ -258,15 +274,7 @@ def build_components(
     else:
         validation_data = Loader(data.validation, samples.validation_ids, pipeline, world)
 
-    seed_initial_weights(config.train.seed)
-    model = build_model(config.model, plan.input_shape, data.info.num_classes, load_weights=load_weights)
-    if load_weights:
-        require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
-    if config.run.init_from and load_weights:
-        start_from(model, Path(config.run.init_from))
-    look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
-    if look_at is not None and load_weights:
-        look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
+    model = _build_initial_model(plan, samples, pipeline, load_weights=load_weights)
     freezing = Freezing(config.optim, model, plan.clock) if config.optim.freeze else None
     if config.train.activation_checkpointing and load_weights:
         recompute_blocks(model, draws_from_torch=":" in config.model.model_name)

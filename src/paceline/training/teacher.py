@@ -22,7 +22,6 @@ from paceline.models.registry import build_model
 from paceline.runs.find import locate_run
 from paceline.settings.schema import Config, ModelConfig
 from paceline.settings.tasks import MULTI_LABEL, SINGLE_LABEL
-from paceline.training.reuse import find_saved
 from paceline.training.weights_hash import hash_model
 
 TIMM = "timm:"
@@ -52,6 +51,8 @@ def open_teacher(name: str) -> Teacher:
         module = build_model(config, _ANY_SHAPE, count).eval()
         mean, std = IMAGENET_MEAN, IMAGENET_STD
         return Teacher(name, module, hash_model(module), SINGLE_LABEL, count, None, None, mean, std)
+    from paceline.training.reuse import find_saved  # it imports the decoders, which other runs may not need
+
     saved = find_saved(Path(locate_run(name)), [])
     record = saved.record
     module = record.load_model(saved.checkpoint)

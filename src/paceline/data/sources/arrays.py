@@ -137,6 +137,7 @@ def write_arrays(data: LoadedData, header: ArrayHeader, parent: Path) -> Path:
 
 def _write_samples(file: BinaryIO, part: Dataset, name: str, about: ArrayPart, digest: hashlib.blake2b) -> None:
     _write_array_header(file, about.shape, about.dtype)
+    ids_in_data = getattr(part, "ids_in_data", lambda ids: ids)  # a part that was held out: the numbers that users know
     for ids in chunks(part):
         samples = part.read(ids)
         if tuple(samples.shape[1:]) != about.shape[1:] or str(samples.dtype) != f"torch.{about.dtype}":
@@ -146,7 +147,7 @@ def _write_samples(file: BinaryIO, part: Dataset, name: str, about: ArrayPart, d
                 got=f"{samples.dtype} of shape {tuple(samples.shape[1:])}",
                 allowed=f"torch.{about.dtype} of shape {about.shape[1:]}, as sample 0 has",
             )
-        require_finite(samples, ids, name)
+        require_finite(samples, ids_in_data(ids), name)
         _write(file, samples, digest)
     file.flush()
     os.fsync(file.fileno())
