@@ -14,6 +14,8 @@ import paceline
 from harness.cli import paceline as run_command
 from paceline.errors import UserError
 
+pytestmark = pytest.mark.long
+
 SMALL: dict[str, Any] = {
     "recipe": "synthetic-mlp",
     "num_samples": 300,

@@ -21,6 +21,8 @@ SCRIPT = """
 import json, os, sys, warnings
 import torch, paceline
 
+pytestmark = pytest.mark.long
+
 def state():
     return json.dumps([dict(os.environ), [str(row) for row in warnings.filters]])
 

@@ -382,6 +382,7 @@ def test_cells_of_the_notebook_run(tmp_path: Path) -> None:
     assert "code      build, top_3, written to" in answer.out
 
 
+@pytest.mark.long
 def test_guide_runs_from_top_to_bottom(tmp_path: Path) -> None:
     assert len(read_cells(ROOT / "docs" / "guides" / "library.md")) >= 5
     guide = (ROOT / "docs" / "guides" / "library.md").read_text()

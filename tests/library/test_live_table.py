@@ -18,6 +18,8 @@ from IPython.utils.capture import capture_output
 shell = InteractiveShell.instance()
 cell = '''
 import paceline
+
+pytestmark = pytest.mark.long
 seen = []
 run = paceline.train("synthetic-mlp", num_samples=640, global_batch_size=64, epochs=3, processes=1, track=(),
                      output_dir="run", on_epoch=lambda epoch: seen.append(epoch.number))

@@ -19,6 +19,8 @@ from paceline.errors import UserError
 from paceline.library.functions import write_down
 from paceline.library.modules import check_module
 
+pytestmark = pytest.mark.long
+
 X = np.random.default_rng(0).normal(size=(120, 6)).astype(np.float32)
 Y = (X.sum(1) > 0).astype(int)
 QUICK: dict[str, Any] = {

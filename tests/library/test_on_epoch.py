@@ -16,6 +16,8 @@ from paceline.errors import UserError
 from paceline.library.epochs import EpochWatch
 from paceline.runtime.caller import CALLER_DIR, EpochReports, report_epoch
 
+pytestmark = pytest.mark.long
+
 STEPS_PER_EPOCH = 8
 SMALL: dict[str, Any] = {
     "recipe": "synthetic-mlp",

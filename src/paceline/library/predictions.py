@@ -14,9 +14,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from paceline.data.adapt import MapStyle, Transform, as_samples, as_tensor, is_map_style
+from paceline.data.adapt import MapStyle, Transform, is_map_style
 from paceline.data.dataset import DatasetInfo
 from paceline.data.pictures import read_pixels, square_pixels
+from paceline.data.sample_arrays import as_samples, as_tensor
 from paceline.errors import UserError
 from paceline.settings.schema import Config
 from paceline.settings.tasks import LABEL_THRESHOLD, MULTI_LABEL, REGRESSION
