@@ -17,6 +17,8 @@ from harness.cli import environment
 from paceline.launch import warm
 from paceline.runs.process_handle import ProcessHandle, stat_fields
 
+pytestmark = pytest.mark.long
+
 SMALL: dict[str, Any] = {
     "recipe": "synthetic-mlp",
     "num_samples": 640,
@@ -131,8 +133,6 @@ def test_the_server_ends_with_the_process(number: int, tmp_path: Path) -> None:
 import os, sys, time
 import paceline
 from paceline.launch import warm
-
-pytestmark = pytest.mark.long
 paceline.train("synthetic-mlp", num_samples=640, global_batch_size=64, epochs=1, processes=1, track=(), quiet=True)
 if os.fork() == 0:
     time.sleep(60)

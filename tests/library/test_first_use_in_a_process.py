@@ -11,6 +11,8 @@ import pytest
 from harness.cli import command, paceline
 from paceline.errors import DataError, UserError, error_from_json
 
+pytestmark = pytest.mark.long
+
 QUICK = ("synthetic-mlp", "--num-samples=640", "--global-batch-size=64", "--epochs=1", "--processes=1", "--track")
 USES = {
     "model": "run.model()",
@@ -21,7 +23,6 @@ SCRIPT = """
 import json, os, sys, warnings
 import torch, paceline
 
-pytestmark = pytest.mark.long
 
 def state():
     return json.dumps([dict(os.environ), [str(row) for row in warnings.filters]])

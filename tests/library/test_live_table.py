@@ -6,9 +6,13 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
+
 from harness.cli import command
 from harness.extras import need_packages
 from paceline.library.live_table import open_live_table
+
+pytestmark = pytest.mark.long
 
 CODE = """
 import json, sys
@@ -18,8 +22,6 @@ from IPython.utils.capture import capture_output
 shell = InteractiveShell.instance()
 cell = '''
 import paceline
-
-pytestmark = pytest.mark.long
 seen = []
 run = paceline.train("synthetic-mlp", num_samples=640, global_batch_size=64, epochs=3, processes=1, track=(),
                      output_dir="run", on_epoch=lambda epoch: seen.append(epoch.number))
