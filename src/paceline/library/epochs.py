@@ -34,7 +34,7 @@ class Epoch:
     epochs: int  # of the whole run
     step: int
     train_loss: float
-    train_accuracy: float
+    train_accuracy: float | None  # None for a regression
     val_loss: float | None  # None without a validation set
     val_accuracy: float | None
     is_best: bool  # the best validation so far
@@ -50,7 +50,7 @@ class Epoch:
             epochs=row["epochs"],
             step=row["step"],
             train_loss=train["loss"],
-            train_accuracy=train["accuracy"],
+            train_accuracy=train.get("accuracy"),
             val_loss=val.get("loss"),
             val_accuracy=val.get("accuracy"),
             is_best=row["is_best"],
