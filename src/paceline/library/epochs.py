@@ -34,13 +34,13 @@ class Epoch:
     epochs: int  # of the whole run
     step: int
     train_loss: float
-    train_accuracy: float | None  # None for a regression
+    train_accuracy: float | None  # None for tasks without an accuracy
     val_loss: float | None  # None without a validation set
     val_accuracy: float | None
     is_best: bool  # the best validation so far
     samples_per_s: float  # in training
     seconds: float  # of training, without validation
-    metrics: dict[str, float] = field(default_factory=dict)  # the user's own, of the validation set
+    metrics: dict[str, float] = field(default_factory=dict)  # all others, of the validation set
 
     @classmethod
     def from_report(cls, row: Mapping[str, Any]) -> Epoch:

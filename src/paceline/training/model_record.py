@@ -125,7 +125,8 @@ class ModelRecord:
             raise ValueError(f"{info.num_classes} classes")
         if len(info.sample_shape) not in (1, 3) or info.sample_shape != pipeline.raw_shape:
             raise ValueError(f"samples of shape {info.sample_shape}, prepared as {pipeline.raw_shape}")
-        channels = info.sample_shape[0] if info.is_image and info.mean else 0  # floats are not normalised
+        # Floats are not normalised: they have neither mean nor deviation.
+        channels = info.sample_shape[0] if info.is_image and not info.is_float else 0
         for name, values in (("mean", info.mean), ("std", info.std), ("mean", pipeline.mean), ("std", pipeline.std)):
             if len(values) != channels:
                 raise ValueError(f"{name} has {len(values)} values for {channels} channels")
