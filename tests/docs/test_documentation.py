@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -96,6 +97,26 @@ def test_every_make_target_in_a_page_exists() -> None:
 
     assert documented
     assert [use for use in documented if f"\n{use[1]}:" not in makefile] == []
+
+
+_TEST_PATH = re.compile(r"(?<![\w/.-])tests/[\w./-]*\w")
+
+
+def _missing_tests(text: str) -> list[str]:
+    return [path for path in _TEST_PATH.findall(text) if not (REPOSITORY / path).exists()]
+
+
+def test_every_test_path_in_a_page_exists() -> None:
+    """Not in measured results: they name the tests of their date."""
+    pages = [page for page in documents.pages() if not name_of(page).startswith("benchmarks/results/")]
+    missing = {name_of(page): _missing_tests(page.read_text(encoding="utf-8")) for page in pages}
+
+    assert {name: paths for name, paths in missing.items() if paths} == {}
+
+
+def test_missing_test_paths_would_be_found() -> None:
+    assert _missing_tests("`tests/docs`, `tests/docs/test_documentation.py`, (`tests/faults/`).") == []
+    assert _missing_tests("see `tests/docs/test_nothing.py`.") == ["tests/docs/test_nothing.py"]
 
 
 def test_every_python_file_a_page_runs_exists() -> None:

@@ -130,6 +130,16 @@ def test_a_run_per_fold_with_mean_and_deviation(tmp_path: Path) -> None:
     assert again.mean == found.mean
 
 
+def test_a_regression_has_no_accuracy_in_its_epochs_and_scores(tmp_path: Path) -> None:
+    seen: list[paceline.Epoch] = []
+    data = {"dataset": "harness.task_data:numbers", "task": "regression", "on_epoch": seen.append}
+    small = {**SMALL, **data, "epochs": 1, "global_batch_size": 16, "folds": 2}
+    scores = paceline.cross_validate(**small, output_dir=tmp_path / "cv")
+    assert [(epoch.train_accuracy, epoch.val_accuracy) for epoch in seen] == [(None, None)] * 2
+    names = ["val_loss", "val_mae", "val_rmse", "test_loss", "test_mae", "test_rmse"]
+    assert list(scores.mean) == list(scores.deviation) == names
+
+
 def test_a_checkpoint_of_an_earlier_version_has_no_folds() -> None:
     """Its config does not have the settings."""
 

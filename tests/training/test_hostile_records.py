@@ -67,6 +67,7 @@ FORGED: dict[str, Callable[[Record], object]] = {
     "a function without source": lambda record: record["model"].update(model_name="os:abort"),
     "a huge hidden layer": lambda record: record["model"].update(model_name="mlp", hidden_size=2**31),
     "no std": both("std", []),
+    "no mean": both("mean", []),
     "std of zero": both("std", [0.0, 0.0, 0.0]),
     "std longer than mean": both("std", [0.1] * 4),
     "mean of one channel": both("mean", [0.1]),

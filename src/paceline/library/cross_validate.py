@@ -93,5 +93,5 @@ def _metrics_of(run: Run) -> dict[str, float]:
     best = next((row for row in run.metrics("val") if row["epoch"] == results["best_epoch"]), {})
     names = [*_OF_VALIDATION, *results["test_metrics"]]
     validation = {f"val_{name}": best[name] for name in names if name in best}
-    test = {f"test_{name}": value for name, value in results["test_metrics"].items()}
-    return {**validation, **{f"test_{name}": results[f"test_{name}"] for name in _OF_VALIDATION}, **test}
+    test = {name: results[f"test_{name}"] for name in _OF_VALIDATION} | results["test_metrics"]
+    return {**validation, **{f"test_{name}": value for name, value in test.items() if value is not None}}

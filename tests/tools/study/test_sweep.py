@@ -153,6 +153,14 @@ def test_without_a_validation_set_the_test_decides() -> None:
     assert len(collect_results(cells, "test_accuracy")) == 2
 
 
+def test_a_regression_is_compared_by_its_loss() -> None:
+    found = measured(spec_of("base_lr=0.1,0.2"), [None, None])
+    cells = [replace(cell, test_accuracy=None) for cell in found]
+    without_validation = [replace(cell, best_val_loss=None, test_loss=1.0) for cell in cells]
+    assert metric_with_values(cells, "val_accuracy") == "val_loss"
+    assert metric_with_values(without_validation, "val_accuracy") == "test_loss"
+
+
 def test_charts_have_intervals_and_a_curve_for_each_combination_of_the_others() -> None:
     spec = spec_of("base_lr=0.01,0.1,1", "optimizer=sgd,adamw", "seed=1..2")
     results = collect_results(measured(spec, [0.1 * n for n in range(12)]), "val_accuracy")

@@ -30,6 +30,12 @@ _FIELDS = {
     "test_accuracy": "test_accuracy",
     "test_loss": "test_loss",
 }
+_INSTEAD: dict[Metric, tuple[Metric, ...]] = {
+    "val_accuracy": ("test_accuracy", "val_loss", "test_loss"),
+    "val_loss": ("test_loss",),
+    "test_accuracy": ("test_loss",),
+    "test_loss": (),
+}
 _TITLES = {
     "val_accuracy": "validation accuracy",
     "val_loss": "validation loss",
@@ -76,11 +82,9 @@ def collect_results(cells: Sequence[Measured], metric: Metric) -> list[Result]:
 
 
 def metric_with_values(cells: Sequence[Measured], metric: Metric) -> Metric:
-    """The metric, or that of the test if the runs had no validation set."""
-    has_values = any(getattr(found, _FIELDS[metric]) is not None for found in cells)
-    if has_values or not metric.startswith("val_"):
-        return metric
-    return "test_accuracy" if metric == "val_accuracy" else "test_loss"
+    """The metric, or the first that the runs have instead: without a validation set, or as a regression."""
+    names = (metric, *_INSTEAD[metric])
+    return next((name for name in names if any(getattr(found, _FIELDS[name]) is not None for found in cells)), metric)
 
 
 def write_sweep_report(
