@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from harness import batchnorm_model
 from harness.ranks import run_ranks
 from harness.runs import quick_config, step_losses
-from harness.short_run import faults_struck
+from harness.short_run import injected_faults
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.errors import NonFiniteError
 from paceline.runs.folder import RunFolder
@@ -55,7 +55,7 @@ def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_
     ranks, flags = STRATEGIES[strategy]
     guilty = ranks - 1
     answers = run_ranks(ranks, train_rank, str(tmp_path), flags, f"nan rank={guilty} step=8")
-    assert faults_struck(tmp_path) == [f"nan (rank {guilty}, step 8)"]
+    assert injected_faults(tmp_path) == [f"nan (rank {guilty}, step 8)"]
     assert [answer["step"] for answer in answers] == [8] * ranks
     words = answers[0]["error"]
     assert all(answer["error"] == words for answer in answers)
@@ -73,7 +73,7 @@ def test_every_rank_stops_in_the_same_step_before_the_update(strategy: str, tmp_
 def test_a_gradient_that_is_infinite_is_named(strategy: str, tmp_path: Path) -> None:
     ranks, flags = STRATEGIES[strategy]
     answers = run_ranks(ranks, train_rank, str(tmp_path), flags, "inf-gradient rank=1 step=8")
-    assert faults_struck(tmp_path) == ["inf-gradient (rank 1, step 8)"]
+    assert injected_faults(tmp_path) == ["inf-gradient (rank 1, step 8)"]
     assert [answer["step"] for answer in answers] == [8] * ranks
     words = answers[0]["error"]
     assert "but a gradient is" in words
@@ -89,7 +89,7 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
     ranks, flags = STRATEGIES[strategy]
     flags = (*flags, NORMALISED, "--skip-nonfinite=2")
     (results, *_) = run_ranks(ranks, train_rank, str(tmp_path), flags, "nan rank=0 step=8")
-    assert faults_struck(tmp_path) == ["nan (rank 0, step 8)"]
+    assert injected_faults(tmp_path) == ["nan (rank 0, step 8)"]
     assert results["steps"] == 18
     assert torch.isfinite(weights_in(tmp_path)).all()
     assert all(loss == loss for loss in step_losses(tmp_path))
@@ -99,7 +99,7 @@ def test_a_skipped_step_leaves_no_trace(strategy: str, tmp_path: Path) -> None:
 def test_the_budget_for_skips_runs_out(tmp_path: Path) -> None:
     inject = "; ".join(f"nan rank=1 step={step}" for step in (4, 5, 6))
     answers = run_ranks(2, train_rank, str(tmp_path), ("--skip-nonfinite=2",), inject)
-    assert len(faults_struck(tmp_path)) == 3
+    assert len(injected_faults(tmp_path)) == 3
     assert [answer["step"] for answer in answers] == [6, 6]
     assert torch.isfinite(weights_in(tmp_path)).all()
 
@@ -107,7 +107,7 @@ def test_the_budget_for_skips_runs_out(tmp_path: Path) -> None:
 def test_roll_back_jumps_over_the_batch(tmp_path: Path) -> None:
     inject = "nan rank=1 step=8; nan rank=0 step=11"
     answers = run_ranks(2, train_rank, str(tmp_path), ("--on-nonfinite=rollback", NORMALISED), inject)
-    assert len(faults_struck(tmp_path)) == 2
+    assert len(injected_faults(tmp_path)) == 2
     assert [answer["steps"] for answer in answers] == [18, 18]
     newest = step_folders(tmp_path / "checkpoints")[0]
     assert '"jumped": [\n  7,\n  10\n ]' in (newest / "state.json").read_text()
@@ -120,14 +120,14 @@ def test_roll_back_ends_when_it_is_not_the_batch(tmp_path: Path) -> None:
     inject = "; ".join(f"nan rank=1 step={step}" for step in (5, 6, 7, 8))
     flags = ("--on-nonfinite=rollback", "--save-steps=4", "--num-samples=1280")
     (answer, _) = run_ranks(2, train_rank, str(tmp_path), flags, inject)
-    assert len(faults_struck(tmp_path)) == 4
+    assert len(injected_faults(tmp_path)) == 4
     assert "3 times already" in answer["got"]
 
 
 def test_a_jump_of_the_loss_can_roll_back_too(tmp_path: Path) -> None:
     flags = ("--on-nonfinite=rollback", "--spike-factor=3")
     answers = run_ranks(2, train_rank, str(tmp_path), flags, "spike rank=1 step=14")
-    assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]
+    assert injected_faults(tmp_path) == ["spike (rank 1, step 14)"]
     assert [answer["steps"] for answer in answers] == [18, 18]
     newest = step_folders(tmp_path / "checkpoints")[0]
     assert '"jumped": [\n  13\n ]' in (newest / "state.json").read_text()
@@ -136,5 +136,5 @@ def test_a_jump_of_the_loss_can_roll_back_too(tmp_path: Path) -> None:
 @SLOWER
 def test_a_jump_is_no_error_by_itself(tmp_path: Path) -> None:
     (results, _) = run_ranks(2, train_rank, str(tmp_path), (), "spike rank=1 step=14")
-    assert faults_struck(tmp_path) == ["spike (rank 1, step 14)"]
+    assert injected_faults(tmp_path) == ["spike (rank 1, step 14)"]
     assert results["steps"] == 18

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from harness.cli import command, paceline
-from harness.short_run import FLAGS, faults_struck, outcome, read_failures, run_undisturbed
+from harness.short_run import FLAGS, injected_faults, outcome, read_failures, run_undisturbed
 from paceline.data.sources.shapes import CLASSES, make_shapes
 
 
@@ -68,7 +68,7 @@ def test_a_reader_that_fails_once_costs_no_sample(tmp_path: Path) -> None:
     undisturbed = run_undisturbed(tmp_path / "undisturbed")
     answer = paceline(*FLAGS, "--inject=raise rank=1 step=12 phase=data", cwd=tmp_path / "disturbed")
     assert answer.code == 0, answer
-    assert faults_struck(tmp_path / "disturbed" / "run") == ["raise (rank 1, step 12, data)"]
+    assert injected_faults(tmp_path / "disturbed" / "run") == ["raise (rank 1, step 12, data)"]
     (failure,) = read_failures(tmp_path / "disturbed" / "run")
     assert (failure["rank"], failure["step"], failure["phase"]) == (1, 12, "data")
     assert outcome(tmp_path / "disturbed" / "run") == undisturbed
@@ -80,6 +80,6 @@ def test_memory_that_runs_out_is_named(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "paceline", *FLAGS, "--max-restarts=0", "--inject='leak rank=1 step=12 phase=data'"]
     answer = command("bash", "-c", f"ulimit -v 4000000; exec {' '.join(run)}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert faults_struck(tmp_path / "run") == ["leak (rank 1, step 12, data)"]
+    assert injected_faults(tmp_path / "run") == ["leak (rank 1, step 12, data)"]
     assert "out of memory" in answer.err
     assert "data of step 12" in answer.err

@@ -16,7 +16,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import started
-from harness.short_run import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, run_undisturbed
+from harness.short_run import FLAGS, STEPS, injected_faults, outcome, read_failures, read_json, run_undisturbed
 from paceline.errors import Cause
 
 RECOVERIES: list[float] = []
@@ -92,7 +92,7 @@ def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
     flags = [*FLAGS, PROMPT, "--max-restarts=50"]
     answer = paceline(*flags, "--inject=raise rank=1 step=12 times=99", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert faults_struck(tmp_path / "run") == ["raise (rank 1, step 12)"] * 3
+    assert injected_faults(tmp_path / "run") == ["raise (rank 1, step 12)"] * 3
     assert [failure["is_restarted"] for failure in read_failures(tmp_path / "run")] == [True, True, False]
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["rank"], failure["step"], failure["phase"]) == (1, 12, "forward")
@@ -108,7 +108,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     faults = "kill rank=0 step=7; kill rank=1 step=14; kill rank=0 step=22"
     answer = paceline(*FLAGS, "--max-restarts=2", f"--inject={faults}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert len(faults_struck(tmp_path / "run")) == 3
+    assert len(injected_faults(tmp_path / "run")) == 3
     assert [failure["step"] for failure in read_failures(tmp_path / "run")] == [7, 14, 22]
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["attempt"], failure["attempts"], failure["is_restarted"]) == (3, 3, False)
@@ -124,7 +124,7 @@ def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
     faults = [pauses[0], "leak rank=1 step=12 megabytes=1500", pauses[1], "kill rank=1 step=13"]
     answer = paceline(*FLAGS, "--max-restarts=0", f"--inject={'; '.join(faults)}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert len(faults_struck(tmp_path / "run")) == len(faults)
+    assert len(injected_faults(tmp_path / "run")) == len(faults)
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["cause"], failure["rank"], failure["kind"]) == (Cause.OUT_OF_MEMORY, 1, "")
     assert "--auto-microbatch" in failure["hint"]
@@ -136,7 +136,7 @@ def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
     flags = [*FLAGS, "--auto-microbatch", "--inject=oom rank=1 step=12 above=16"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
-    assert faults_struck(tmp_path / "run") == ["oom (rank 1, step 12)"]
+    assert injected_faults(tmp_path / "run") == ["oom (rank 1, step 12)"]
     (failure,) = read_failures(tmp_path / "run")
     assert (failure["cause"], failure["is_restarted"]) == (Cause.OUT_OF_MEMORY, True)
     assert "batch     64 = 2 ranks x 32 (2 microbatches of 16)" in answer.out
@@ -148,7 +148,7 @@ def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
     flags = [*FLAGS, PROMPT, "--processes=1:2", "--lanes=2", "--inject=kill rank=1 step=12 times=99"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
-    assert len(faults_struck(tmp_path / "run")) == 2
+    assert len(injected_faults(tmp_path / "run")) == 2
     assert [failure["is_restarted"] for failure in read_failures(tmp_path / "run")] == [True, True]
     assert read_json(tmp_path / "run" / "results.json")["world_size"] == 1
 
@@ -160,7 +160,7 @@ def test_a_full_disk_a_damaged_checkpoint_and_a_kill_in_one_run(
     faults = "full-disk step=10; corrupt-latest step=22; kill rank=1 step=23"
     answer = paceline(*FLAGS, PROMPT, f"--inject={faults}", cwd=tmp_path)
     assert answer.code == 0, answer
-    assert len(faults_struck(tmp_path / "run")) == 3
+    assert len(injected_faults(tmp_path / "run")) == 3
     assert "a checkpoint could not be saved: No space left on device" in answer.out
     assert "resumed   at step 15" in answer.out  # 20 is damaged
     assert "step-00000020" in answer.out

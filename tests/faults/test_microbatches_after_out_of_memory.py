@@ -13,7 +13,7 @@ import pytest
 
 from harness.cli import environment, paceline
 from harness.runs import read_results, step_losses
-from harness.short_run import faults_struck
+from harness.short_run import injected_faults
 from paceline.runtime.detect import Nodes, agent_variables
 
 # Ten samples per rank: a quarter of them is not a whole number.
@@ -39,7 +39,7 @@ def test_a_share_without_a_quarter_is_cut_into_fifths(tmp_path: Path, undisturbe
     """Ten samples that fit three at a time become five microbatches of two, and no loss changes."""
     answer = paceline(*TRAIN, "--processes=2", MEMORY, cwd=tmp_path)
     assert answer.code == 0, answer
-    assert len(faults_struck(tmp_path / "run")) == 2  # of ten, and of five
+    assert len(injected_faults(tmp_path / "run")) == 2  # of ten, and of five
     assert "accumulate: 5" in (tmp_path / "run" / "config.yaml").read_text()
     assert step_losses(tmp_path / "run") == pytest.approx(undisturbed, abs=TOLERANCE)
 

@@ -20,7 +20,7 @@ from harness.cli import command, environment, paceline
 from harness.ranks import make_world
 from harness.runs import QUICK, read_results
 from harness.short_run import FLAGS as TRAIN
-from harness.short_run import STEPS, faults_struck, outcome, run_undisturbed
+from harness.short_run import STEPS, injected_faults, outcome, run_undisturbed
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.manager import CheckpointManager
@@ -251,7 +251,7 @@ def test_an_outage_while_a_killed_rank_is_restarted(tmp_path: Path) -> None:
     flags = [*TRAIN, "--inject=kill rank=1 step=22"]
     said = finish_after_outage(flags, tmp_path, tmp_path / "switch", FILES_OF_STEPS)
     assert "resumed   at step 20" in said
-    assert len(faults_struck(tmp_path / "run")) == 1
+    assert len(injected_faults(tmp_path / "run")) == 1
     assert outcome(tmp_path / "run") == expected
     assert expected["steps"] == STEPS
 

@@ -14,7 +14,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import Started, processes_in, seconds_until_empty, started
-from harness.short_run import FLAGS, faults_struck, outcome, read_json, run_undisturbed
+from harness.short_run import FLAGS, injected_faults, outcome, read_json, run_undisturbed
 from paceline.checkpoints.format import step_folders, step_of, verify
 from paceline.runtime.pulse import read_pulse
 from paceline.runtime.requeue import job_to_requeue, returns_without_progress
@@ -264,7 +264,7 @@ def test_an_interrupt_waits_for_a_slow_save(tmp_path: Path) -> None:
         os.killpg(run.process.pid, signal.SIGINT)
         assert run.wait() == 130
         check_saved_stop(run, tmp_path, "interrupted by the user")
-    assert faults_struck(tmp_path / "run") == ["slow-disk (rank 0, step 12)"]
+    assert injected_faults(tmp_path / "run") == ["slow-disk (rank 0, step 12)"]
 
 
 @pytest.mark.faults
