@@ -1,4 +1,4 @@
-"""Faults 12 and 22: ranks that stand still are found and ended; ranks that are slow are named and left alone."""
+"""Faults 12 and 22: ranks that hang are detected and ended; slow ranks are named and continue."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:
         give_up_at = time.monotonic() + 20
         while not ledger.exists():
             assert time.monotonic() < give_up_at, run.err
-        struck_at = time.monotonic()
+        fault_at = time.monotonic()
         run.wait_for("resumed ", timeout_s=30)
         run.wait_for("step ", timeout_s=30)
-        recovered_s = time.monotonic() - struck_at
+        recovered_s = time.monotonic() - fault_at
         assert run.wait() == 0, run.err
     assert len(injected_faults(folder / "run")) == 1
     assert recovered_s <= DEADLINE_S + 10
@@ -52,7 +52,7 @@ def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:
 
 
 # Fault 12
-def test_a_hang_is_found_and_named(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+def test_a_hang_is_detected_and_named(tmp_path: Path, undisturbed: dict[str, object]) -> None:
     check_hang("in C, holding the lock", tmp_path, undisturbed)
 
 
@@ -65,7 +65,7 @@ def test_hangs_in_every_phase(case: str, tmp_path: Path, undisturbed: dict[str, 
 
 # Fault 12
 @pytest.mark.faults
-def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
+def test_a_hang_without_restarts_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
     flags = ["--max-restarts=0", f"--hang-timeout-s={DEADLINE_S}", "--inject=hang rank=1 step=12"]
     answer = paceline(*FLAGS, *flags, cwd=tmp_path)
     assert answer.code == 6, answer
@@ -77,7 +77,7 @@ def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
 
 # Fault 12
 @pytest.mark.faults
-def test_a_rank_under_another_launcher_has_an_alarm_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_under_another_launcher_detects_its_own_hang(tmp_path: Path) -> None:
     import sys
 
     from harness.cli import command

@@ -1,4 +1,4 @@
-"""Faults 1, 21, 23: ranks that die, once or again and again, and what the supervisor makes of it."""
+"""Faults 1, 21, 23: ranks that die, once or repeatedly, and the reaction of the supervisor."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from harness.short_run import FLAGS, STEPS, injected_faults, outcome, read_failu
 from paceline.errors import Cause
 
 RECOVERIES: list[float] = []
-PROMPT = "--no-async-save"  # written beside training, a checkpoint may not be there yet two steps later
+PROMPT = "--no-async-save"  # checkpoints are written in the background: one may be missing two steps later
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, object]]:
-    """The result of the run without faults, per strategy."""
+    """The result of the run without faults, for each strategy."""
 
     @cache
     def train(strategy: str) -> dict[str, object]:
@@ -39,7 +39,7 @@ def step_in(line: str) -> int:
 
 
 def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> list[float]:
-    """Kill a random rank, a random moment after a random step, again and again; returns seconds to the next step."""
+    """Kill a random rank several times, at a random time after a random step. Returns the seconds to the next step."""
     draw = random.Random(seed)
     recoveries = []
     with started(*FLAGS, f"--strategy={strategy}", cwd=folder) as run:
@@ -49,7 +49,7 @@ def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> lis
             seen = step_in(run.wait_for("step "))
             while seen < at:
                 seen = step_in(run.wait_for("step "))
-            time.sleep(draw.uniform(0, 0.05))  # no waiting for anything: this is the random moment
+            time.sleep(draw.uniform(0, 0.05))  # not a synchronisation: this is the random time
             victims = run.ranks()
             assert len(victims) == 2
             os.kill(draw.choice(victims), signal.SIGKILL)
@@ -63,13 +63,15 @@ def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> lis
     assert len(failures) == kills
     for failure in failures:
         assert failure["cause"] == Cause.RANK_KILLED
-        # Five between two checkpoints, and a save that was under way when the rank died.
+        # Five steps between two checkpoints, and a save that was running when the rank died.
         assert failure["lost_steps"] <= 10
     return recoveries
 
 
 # Fault 1
-def test_a_killed_rank_costs_a_moment(tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]) -> None:
+def test_killed_rank_restarts_from_newest_checkpoint(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]
+) -> None:
     kill_random_ranks(1, tmp_path, "ddp", kills=2)
     assert outcome(tmp_path / "run") == undisturbed("ddp")
 
@@ -116,10 +118,10 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 # Fault 23
 @pytest.mark.faults
-def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
-    # The kernel's killer cannot be called here without a memory cgroup of our own; what it leaves behind can:
-    # memory that grew, and a SIGKILL nobody of us sent.
-    # Memory is looked at twice a second: pauses before and after it grows let that be seen.
+def test_a_rank_killed_for_its_memory_is_reported_as_such(tmp_path: Path) -> None:
+    # The kernel's OOM killer cannot be used here without a separate memory cgroup. Its effects can be reproduced:
+    # memory that grew, and a SIGKILL that no process of the run has sent.
+    # Memory is measured twice a second. Pauses before and after it grows make the growth visible.
     pauses = [f"slow rank=1 step={step} seconds=2" for step in (4, 12)]
     faults = [pauses[0], "leak rank=1 step=12 megabytes=1500", pauses[1], "kill rank=1 step=13"]
     answer = paceline(*FLAGS, "--max-restarts=0", f"--inject={'; '.join(faults)}", cwd=tmp_path)
@@ -132,7 +134,7 @@ def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
+def test_out_of_memory_halves_the_microbatch_on_all_ranks(tmp_path: Path) -> None:
     flags = [*FLAGS, "--auto-microbatch", "--inject=oom rank=1 step=12 above=16"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
@@ -144,7 +146,7 @@ def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
+def test_the_world_size_shrinks_if_a_rank_keeps_failing(tmp_path: Path) -> None:
     flags = [*FLAGS, PROMPT, "--processes=1:2", "--lanes=2", "--inject=kill rank=1 step=12 times=99"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
