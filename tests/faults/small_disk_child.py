@@ -55,19 +55,19 @@ def run_scenario(folder: Path, actions: dict[int, Callable[[], object]]) -> dict
     logger = logging.getLogger("paceline")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    story: dict[str, Any] = {"code": 0, "screen": "", "weights": None}
+    result: dict[str, Any] = {"code": 0, "screen": "", "weights": None}
     Recorder.step = at_steps(actions)  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            story["weights"] = train_in(make_world(0, 1), str(folder), FLAGS)["weights_sha256"]
+            result["weights"] = train_in(make_world(0, 1), str(folder), FLAGS)["weights_sha256"]
     except PacelineError as error:
-        story |= {"code": error.exit_code, "screen": error.screen()}
+        result |= {"code": error.exit_code, "screen": error.screen()}
     except Exception:
-        story |= {"code": 70, "screen": traceback.format_exc()}
+        result |= {"code": 70, "screen": traceback.format_exc()}
     finally:
         Recorder.step = record  # type: ignore[method-assign]
         logger.removeHandler(handler)
-    return {**story, "out": out.getvalue(), **look_at(folder)}
+    return {**result, "out": out.getvalue(), **look_at(folder)}
 
 
 def look_at(folder: Path) -> dict[str, Any]:
@@ -100,14 +100,14 @@ def full_for_a_while(base: Path) -> dict[str, Any]:
     # A disk allocates whole pages. These rows need a second page for the metrics while none is free.
     (base / "run").mkdir()
     (base / "run" / "metrics.jsonl").write_text(60 * (json.dumps({"kind": "step", "step": 0, "loss": 0.0}) + "\n"))
-    story = run_scenario(base / "run", {5: fill_it, 10: (base / "filler").unlink})
-    return {**story, "was_full": was_full == [True]}
+    result = run_scenario(base / "run", {5: fill_it, 10: (base / "filler").unlink})
+    return {**result, "was_full": was_full == [True]}
 
 
 def full_for_good(base: Path) -> dict[str, Any]:
     mount_disk(base, 24)
-    story = run_scenario(base / "run", {5: lambda: fill(base)})
-    return {**story, "was_full": is_full(base)}
+    result = run_scenario(base / "run", {5: lambda: fill(base)})
+    return {**result, "was_full": is_full(base)}
 
 
 def eight_megabytes(base: Path) -> dict[str, Any]:
@@ -141,12 +141,12 @@ def full_while_writing(base: Path) -> dict[str, Any]:
 def read_only(base: Path) -> dict[str, Any]:
     mount_disk(base, 24)
     folder = base / "run"
-    story = run_scenario(folder, {5: lambda: make_read_only(folder)})
+    result = run_scenario(folder, {5: lambda: make_read_only(folder)})
     try:
         (folder / "probe").touch()
     except OSError as error:
-        story["is_read_only"] = error.errno == errno.EROFS
-    return story
+        result["is_read_only"] = error.errno == errno.EROFS
+    return result
 
 
 def read_only_when_saving(base: Path) -> dict[str, Any]:
@@ -169,7 +169,7 @@ SCENARIOS = (
 if __name__ == "__main__":
     torch.set_num_threads(1)
     os.environ[PATIENCE] = "0"  # the third consecutive failure ends a run
-    stories = {scenario.__name__: scenario(Path(sys.argv[1]) / scenario.__name__) for scenario in SCENARIOS}
-    sys.stdout.write(json.dumps(stories))
+    scenarios = {scenario.__name__: scenario(Path(sys.argv[1]) / scenario.__name__) for scenario in SCENARIOS}
+    sys.stdout.write(json.dumps(scenarios))
     sys.stdout.flush()
     os._exit(0)  # no cleanup: the mounts end with the namespace

@@ -265,7 +265,7 @@ def test_a_forged_newest_checkpoint_is_skipped(case: str, run: Path, capsys: pyt
     assert run_verb("checkpoints", [str(run)]) == DAMAGED
     assert run_verb("checkpoints", [str(run), "--json"]) == DAMAGED
     capsys.readouterr()
-    if case == "newer schema":  # not set aside: another reader may accept it
+    if case == "newer schema":  # complete, and useful for a newer version: it is not set aside
         with pytest.raises(CheckpointError, match="newer Paceline"):
             find_newest(folder)
         assert (folder / NEWEST).is_dir()

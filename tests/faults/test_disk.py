@@ -29,7 +29,7 @@ from paceline.runs import folder as folder_module
 from paceline.runs.folder import RankLog, RunFolder
 
 MOST_LINES = 12
-Story = dict[str, Any]
+ScenarioResult = dict[str, Any]
 
 
 def can_mount() -> bool:
@@ -40,12 +40,12 @@ def can_mount() -> bool:
 
 
 @pytest.fixture(scope="module")
-def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
-    """The result of every scenario. One process runs all of them, because importing torch takes longer than a scenario."""
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ScenarioResult]:
+    """The result of every scenario. One process runs all of them, because importing torch takes longest."""
     return in_own_namespace(small_disk_child.__file__, str(tmp_path_factory.mktemp("disks")))
 
 
-def in_own_namespace(script: str, *arguments: str) -> Story:
+def in_own_namespace(script: str, *arguments: str) -> ScenarioResult:
     """The output of a script that may mount disks, if the machine allows it."""
     if not can_mount():
         pytest.skip("this machine does not let us mount a tmpfs (unshare -rm)")
@@ -58,15 +58,15 @@ def in_own_namespace(script: str, *arguments: str) -> Story:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    found: Story = json.loads(done.stdout)
+    found: ScenarioResult = json.loads(done.stdout)
     return found
 
 
-def assert_stopped_in_one_screen(story: Story, *parts: str) -> None:
-    assert story["code"] == EXIT_CHECKPOINT, story
-    screen = story["screen"]
+def assert_stopped_in_one_screen(result: ScenarioResult, *parts: str) -> None:
+    assert result["code"] == EXIT_CHECKPOINT, result
+    screen = result["screen"]
     assert screen.startswith("error: ")
-    assert "Traceback" not in screen + story["out"]
+    assert "Traceback" not in screen + result["out"]
     assert len(screen.splitlines()) <= MOST_LINES
     for part in parts:
         assert part in screen
@@ -76,12 +76,12 @@ def assert_stopped_in_one_screen(story: Story, *parts: str) -> None:
 
 
 @pytest.mark.faults
-def test_a_disk_that_is_full_for_a_while_loses_only_checkpoints(scenarios: dict[str, Story]) -> None:
-    story, undisturbed = scenarios["full_for_a_while"], scenarios["enough_room"]
-    assert story["was_full"]
-    assert (story["code"], undisturbed["code"]) == (0, 0), story
-    assert story["weights"] == undisturbed["weights"]  # steps lost: 0
-    lines = [line for line in story["out"].splitlines() if line.startswith(("warning: ", "note: "))]
+def test_a_disk_that_is_full_for_a_while_loses_only_checkpoints(scenarios: dict[str, ScenarioResult]) -> None:
+    result, undisturbed = scenarios["full_for_a_while"], scenarios["enough_room"]
+    assert result["was_full"]
+    assert (result["code"], undisturbed["code"]) == (0, 0), result
+    assert result["weights"] == undisturbed["weights"]  # steps lost: 0
+    lines = [line for line in result["out"].splitlines() if line.startswith(("warning: ", "note: "))]
     failed = [line for line in lines if "a checkpoint could not be saved" in line]
     assert ["failure 1 in a row" in failed[0], "failure 2 in a row" in failed[1], len(failed)] == [True, True, 2]
     # One message at the start and one at the end. The status is written four times a second and may not notice it.
@@ -89,35 +89,35 @@ def test_a_disk_that_is_full_for_a_while_loses_only_checkpoints(scenarios: dict[
         shown = sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines)
         assert shown in times
         assert lines.count(f"note: {name} can be written again") == shown
-    assert story["rows"] == list(range(1, 19))  # they were kept in memory
-    assert (story["steps"], story["leftovers"]) == ([18], [])
+    assert result["rows"] == list(range(1, 19))  # they were kept in memory
+    assert (result["steps"], result["leftovers"]) == ([18], [])
     assert "warning" not in undisturbed["out"]
 
 
 @pytest.mark.faults
-def test_three_failed_saves_on_a_full_disk_end_the_run(scenarios: dict[str, Story]) -> None:
-    story = scenarios["full_for_good"]
-    assert story["was_full"]
-    assert_stopped_in_one_screen(story, "3 checkpoints in a row", "make room, then --resume auto")
-    assert story["out"].count("could not be saved") == 3
-    assert "step 12/18" in story["out"]  # training continued until then
-    assert (story["steps"], story["leftovers"]) == ([3], [])
+def test_three_failed_saves_on_a_full_disk_end_the_run(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["full_for_good"]
+    assert result["was_full"]
+    assert_stopped_in_one_screen(result, "3 checkpoints in a row", "make room, then --resume auto")
+    assert result["out"].count("could not be saved") == 3
+    assert "step 12/18" in result["out"]  # training continued until then
+    assert (result["steps"], result["leftovers"]) == ([3], [])
 
 
 @pytest.mark.faults
-def test_a_disk_that_is_too_small_is_reported_before_the_first_step(scenarios: dict[str, Story]) -> None:
-    story = scenarios["eight_megabytes"]
-    warning = story["out"].index("warning: two checkpoints of 4 MB do not fit on the disk")
-    assert warning < story["out"].index("step 1/18")
-    assert_stopped_in_one_screen(story, "3 checkpoints in a row", "no room for")
-    assert (story["steps"], story["leftovers"]) == ([3], [])
+def test_a_disk_that_is_too_small_is_reported_before_the_first_step(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["eight_megabytes"]
+    warning = result["out"].index("warning: two checkpoints of 4 MB do not fit on the disk")
+    assert warning < result["out"].index("step 1/18")
+    assert_stopped_in_one_screen(result, "3 checkpoints in a row", "no room for")
+    assert (result["steps"], result["leftovers"]) == ([3], [])
 
 
 @pytest.mark.faults
-def test_a_save_on_a_disk_that_becomes_full_leaves_no_files(scenarios: dict[str, Story]) -> None:
-    story = scenarios["full_while_writing"]
-    assert story["failures"] == 1
-    assert (story["steps"], story["leftovers"], story["bytes_left_behind"]) == ([1], [], 0)
+def test_a_save_on_a_disk_that_becomes_full_leaves_no_files(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["full_while_writing"]
+    assert result["failures"] == 1
+    assert (result["steps"], result["leftovers"], result["bytes_left_behind"]) == ([1], [], 0)
 
 
 def test_a_save_over_a_quota_by_rlimit_fsize_leaves_no_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -179,29 +179,29 @@ def test_a_log_on_a_full_device_prints_one_warning(tmp_path: Path, capfd: pytest
 
 
 @pytest.mark.faults
-def test_a_folder_that_becomes_read_only_ends_the_run_with_one_screen(scenarios: dict[str, Story]) -> None:
-    story = scenarios["read_only"]
-    assert story["is_read_only"]
-    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.EROFS))
-    assert story["steps"] == [3]
-    assert "step 6/18" not in story["out"]  # at once, not after three failed saves
+def test_a_folder_that_becomes_read_only_ends_the_run_with_one_screen(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["read_only"]
+    assert result["is_read_only"]
+    assert_stopped_in_one_screen(result, "the run folder cannot be written any more", os.strerror(errno.EROFS))
+    assert result["steps"] == [3]
+    assert "step 6/18" not in result["out"]  # at once, not after three failed saves
 
 
 @pytest.mark.faults
-def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(scenarios: dict[str, Story]) -> None:
-    story = scenarios["read_only_when_saving"]
-    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.EROFS))
-    assert story["steps"] == [3]
-    assert "step 6/18" in story["out"]
-    assert "step 7/18" not in story["out"]
+def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["read_only_when_saving"]
+    assert_stopped_in_one_screen(result, "the run folder cannot be written any more", os.strerror(errno.EROFS))
+    assert result["steps"] == [3]
+    assert "step 6/18" in result["out"]
+    assert "step 7/18" not in result["out"]
 
 
 @pytest.mark.faults
-def test_a_deleted_folder_ends_the_run_and_is_not_recreated(scenarios: dict[str, Story]) -> None:
-    story = scenarios["deleted"]
-    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.ENOENT))
-    assert not story["exists"]
-    assert "step 6/18" not in story["out"]
+def test_a_deleted_folder_ends_the_run_and_is_not_recreated(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["deleted"]
+    assert_stopped_in_one_screen(result, "the run folder cannot be written any more", os.strerror(errno.ENOENT))
+    assert not result["exists"]
+    assert "step 6/18" not in result["out"]
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen at once", "fake: seen when it writes"])

@@ -133,7 +133,7 @@ def test_a_run_without_standard_output(tmp_path: Path) -> None:
 
 
 def close_terminal_of(arguments: list[str], folder: Path) -> int:
-    """Run a command as the leader of a session on a terminal, and close the terminal in mid-run. Returns the exit code."""
+    """Run a command as the leader of a session on a terminal, and close the terminal. Returns the exit code."""
     variables = {**environment(), "TERM": "xterm", "CI": ""}
     pid, master = pty.fork()
     if pid == 0:

@@ -80,9 +80,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     [
         ("evaluate", STEPS_PER_EPOCH, 2),  # the first validation
         pytest.param("evaluate", 2 * STEPS_PER_EPOCH, 2, marks=pytest.mark.faults),  # the last one
-        pytest.param(
-            "update", STEPS_PER_EPOCH - 1, 1, marks=pytest.mark.faults
-        ),  # the ranks agree at an epoch's last step
+        pytest.param("update", STEPS_PER_EPOCH - 1, 1, marks=pytest.mark.faults),  # at an epoch's last step
         ("evaluate", 2 * STEPS_PER_EPOCH, 5),  # the test
     ],
     ids=["first-validation", "last-validation", "last-step", "test"],
