@@ -163,7 +163,7 @@ def without_a_tensor(tensors: dict[str, Any]) -> None:
 
 
 def with_another_tensor(tensors: dict[str, Any]) -> None:
-    tensors["stranger.weight"] = tensors[sorted(tensors)[0]].clone()
+    tensors["extra.weight"] = tensors[sorted(tensors)[0]].clone()
 
 
 def with_a_narrower_tensor(tensors: dict[str, Any]) -> None:
@@ -175,7 +175,7 @@ def with_a_narrower_tensor(tensors: dict[str, Any]) -> None:
     ("change", "part"),
     [
         (without_a_tensor, "missing ['"),
-        (with_another_tensor, "stranger.weight"),
+        (with_another_tensor, "extra.weight"),
         (with_a_narrower_tensor, "the model has"),
     ],
 )
