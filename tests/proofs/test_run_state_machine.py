@@ -206,9 +206,8 @@ class TwoSupervisors(RuleBasedStateMachine):
         except (OSError, PacelineError):
             # A rank that lost its owner cannot detect that while the disk fails. It still changes nothing.
             assert may_write or self.is_disk_failing
-            self.computers.end_process(
-                rank.machine
-            )  # like a rank whose save fails three times, or whose folder is lost
+            # Like a rank whose save fails three times, or whose folder is lost.
+            self.computers.end_process(rank.machine)
             self.end(rank)
         else:
             assert may_write
