@@ -107,9 +107,9 @@ def test_weights_of_a_fake_collection(
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
-    """Missing rights for it, or for a folder above it, give one screen. Root can read everything, so another user reads."""
+    """Missing rights for it, or for a folder above it, give one screen. Root can read it, so another user tries."""
     if os.geteuid() != 0:
-        pytest.skip("needs root, to look as another user")
+        pytest.skip("needs root, to read as another user")
     folder = tmp_path / "pictures"
     folder.mkdir()
     tmp_path.chmod(0o700)

@@ -51,7 +51,7 @@ def started_node(own: int, port: int, folder: Path, secret: str) -> Iterator[sub
 
 
 def test_two_nodes_train_while_other_peers_connect(tmp_path: Path) -> None:
-    """SECURITY.md: connections without the secret are closed and logged. They do not disturb the rendezvous or the run."""
+    """SECURITY.md: connections without the secret are closed and logged, and do not disturb the run."""
     port, secret = free_port(), create_secret()
     with ExitStack() as stack:
         first = stack.enter_context(started_node(0, port, tmp_path, secret))
