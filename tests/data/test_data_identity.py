@@ -319,14 +319,14 @@ def test_a_validation_set_is_used_and_nothing_is_held_out(own_run: Path) -> None
     assert torch.equal(validation.read(components.validation_data.ids), torch.from_numpy(expected))
     labels = [label for batch in components.validation_data.evaluation_batches(16) for label in batch.labels.tolist()]
     assert labels == [number % len(changing_data.CLASSES) for number in range(*OWN["validation"])]
-    resume(own_run)
+    resume_run(own_run)
 
 
 @pytest.mark.parametrize("now", [{}, {"validation": [7000, 7041]}, {"validation": [7001, 7041]}], ids=str)
 def test_another_validation_set_is_refused(own_run: Path, now: dict[str, Any]) -> None:
     change(own_run, **now)
     with pytest.raises(CheckpointError) as caught:
-        resume(own_run)
+        resume_run(own_run)
     assert "validation samples" in str(caught.value.got)
 
 
@@ -343,7 +343,7 @@ def test_only_old_samples_of_a_changed_validation_set_are_used(
 ) -> None:
     """The run may have trained on the new ones."""
     change(own_run, **now)
-    resume(own_run, "--accept-new-data")
+    resume_run(own_run, "--accept-new-data")
     data = newest_state(own_run)["data"]
     assert data["split"] == "keys"
     for _ in range(2):
@@ -358,7 +358,7 @@ def test_only_old_samples_of_a_changed_validation_set_are_used(
 def test_trained_samples_do_not_become_a_validation_set(own_run: Path, now: dict[str, Any]) -> None:
     change(own_run, **now)
     with pytest.raises(CheckpointError) as caught:
-        resume(own_run, "--accept-new-data")
+        resume_run(own_run, "--accept-new-data")
     assert "validation" in caught.value.what
 
 

@@ -66,7 +66,7 @@ def test_muons_updates_have_equal_singular_values() -> None:
     torch.manual_seed(0)
     for matrices in ([torch.randn(30, 80), torch.randn(30, 80)], [torch.randn(80, 30)]):
         values = torch.linalg.svdvals(torch.stack(orthogonal(matrices)))
-        # Three iterations with these coefficients bring singular values near one. Before, they differed by a factor of 4.
+        # Three iterations with these coefficients bring singular values near one. Before, they differ by a factor of 4.
         assert values.min() > 0.6
         assert values.max() < 1.3
 
