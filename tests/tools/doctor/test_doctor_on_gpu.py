@@ -19,7 +19,7 @@ pytestmark = [
 ]
 
 
-def test_a_gpu_arrives_at_the_known_weights_too() -> None:
+def test_a_gpu_gets_the_known_weights() -> None:
     assert train_alone("cuda:0", Planted()) == KNOWN_HASH
 
 
