@@ -61,7 +61,7 @@ def lines_of(answer: Answer) -> dict[str, str]:
 
 
 def test_every_run_is_in_the_table_as_a_cell_or_with_its_reason(place: Path) -> None:
-    """Failed runs, other work, other batches and folders without results are named. The others are rows of the study."""
+    """Failed runs, other work, other batches and folders without results are named. The others are rows."""
     names = [*RUNS, "letters", "absent"]
     answer = collect(place, *(f"runs/{name}" for name in names), "runs/one", "--output-dir=table")
     assert answer.code == 0, answer

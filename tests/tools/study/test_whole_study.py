@@ -26,7 +26,7 @@ STUDY = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A study that was interrupted once, with one killed cell: the same command continues, and --retry repeats the cell."""
+    """An interrupted study with one killed cell: the same command continues, and --retry repeats the cell."""
     folder = tmp_path_factory.mktemp("study")
     with started(*STUDY, cwd=folder) as run:
         run.wait_for("[1/4] ddp-1-r1 ", 120)
@@ -84,7 +84,7 @@ def test_the_phases_add_up_to_the_step(folder: Path) -> None:
 
 
 def test_times_agree_with_an_independent_clock(folder: Path) -> None:
-    """The wall clock stamps every row of a run when it is written. Compare the last steps of an epoch with its figures."""
+    """The wall clock stamps every row of a run. Compare the last steps of an epoch with its figures."""
     ratios = []
     for row in read_results(folder):
         path = folder / "cells" / f"{row['method']}-{row['gpus']}-r{row['repeat']}" / "metrics.jsonl"
