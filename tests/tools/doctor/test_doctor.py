@@ -180,17 +180,17 @@ def test_a_host_that_cannot_resolve_its_own_name(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_injected_clock_slow_and_wrong_rank_are_named_with_the_count_of_injections(tmp_path: Path) -> None:
-    plants = "clock rank=1; slow rank=1; wrong rank=1"
-    answer = paceline("doctor", "--json", "--processes=2", f"--inject={plants}", cwd=tmp_path)
+    faults = "clock rank=1; slow rank=1; wrong rank=1"
+    answer = paceline("doctor", "--json", "--processes=2", f"--inject={faults}", cwd=tmp_path)
     found, host = findings_of(answer), socket.gethostname()
     assert failures(found) == ["clocks", "all-reduce", "pace", "training"]
     assert found["clocks"]["what"] == f"the clock of rank 1 on {host} is 100.0 s ahead of rank 0"
     assert found["all-reduce"]["details"]["wrong_ranks"] == found["training"]["details"]["wrong_ranks"] == [1]
     assert found["pace"]["details"]["slow_ranks"] == [1]
     assert all(found[name]["remedy"] for name in failures(found))
-    struck = json.loads(answer.out)["planted"]
-    assert sorted(struck) == ["clock", "slow", "wrong"]
-    assert min(struck.values()) > 0
+    fault_counts = json.loads(answer.out)["planted"]
+    assert sorted(fault_counts) == ["clock", "slow", "wrong"]
+    assert min(fault_counts.values()) > 0
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ from paceline.tools.doctor.peers import (
     fewest_to_leave_out,
     probe,
 )
-from paceline.tools.doctor.plant import Plant, Planted, parse_plants
+from paceline.tools.doctor.plant import InjectedFault, InjectedFaults, parse_faults
 from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, _as_lines, assemble, read_lines
 from paceline.tools.doctor.report import Screen
 from paceline.tools.doctor.request import NodeRole
@@ -211,7 +211,7 @@ def test_a_probe_file_is_written_and_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     assert gather_place(tmp_path / "file").error == "it is a file, not a folder"
-    late = gather_place(tmp_path, Planted((Plant("clock"),)).wall_clock, measures=False)
+    late = gather_place(tmp_path, InjectedFaults((InjectedFault("clock"),)).wall_clock, measures=False)
     assert -101 < (late.clock_ahead_s or 0) < -99
 
 
@@ -331,7 +331,7 @@ def test_a_wrong_clock_is_named() -> None:
 
 
 def test_a_probe_reads_the_other_clock_and_sends_large_messages() -> None:
-    with Listener(Planted((Plant("clock"),)).wall_clock) as listener:
+    with Listener(InjectedFaults((InjectedFault("clock"),)).wall_clock) as listener:
         found = probe(("127.0.0.1", listener.port))
     assert found.error == ""
     assert 99 < found.clock_ahead_s < 101
@@ -376,7 +376,7 @@ def test_the_slow_rank_is_named() -> None:
 def test_speed_is_measured_on_one_thread_and_the_threads_are_restored() -> None:
     seen: set[int] = set()
 
-    class Watched(Planted):
+    class Watched(InjectedFaults):
         def burn(self, seconds: float) -> None:
             seen.add(torch.get_num_threads())
 
@@ -428,29 +428,29 @@ def test_in_every_round_partners_agree_and_all_pairs_occur(world_size: int) -> N
             assert sorted({*mine, rank}) == list(range(world_size))
 
 
-def work_together(world: World, plants: tuple[Plant, ...]) -> tuple[Any, ...]:
-    planted = Planted(plants, world.rank)
-    pace = min(measure_pace(world, planted) for _ in range(2))
-    return try_sums(world, planted), try_pairs(world, planted), pace, train_together(world, planted), planted.struck
+def work_together(world: World, to_inject: tuple[InjectedFault, ...]) -> tuple[Any, ...]:
+    faults = InjectedFaults(to_inject, world.rank)
+    pace = min(measure_pace(world, faults) for _ in range(2))
+    return try_sums(world, faults), try_pairs(world, faults), pace, train_together(world, faults), faults.fault_counts
 
 
 def test_three_healthy_real_ranks_get_the_known_weights() -> None:
-    for sums, pairs, _, weights, struck in run_ranks(3, work_together, ()):
+    for sums, pairs, _, weights, fault_counts in run_ranks(3, work_together, ()):
         assert sums == Sums(True, True)
         assert all(right for right, _ in pairs.values())
-        assert (weights, struck) == (KNOWN_HASH, {})
+        assert (weights, fault_counts) == (KNOWN_HASH, {})
 
 
 def test_an_injected_wrong_rank_and_a_slow_one_are_named_among_three() -> None:
-    plants = (Plant("wrong", 1), Plant("slow", 2))
-    sums, pairs, paces, weights, struck = zip(*run_ranks(3, work_together, plants), strict=True)
+    faults = (InjectedFault("wrong", 1), InjectedFault("slow", 2))
+    sums, pairs, paces, weights, fault_counts = zip(*run_ranks(3, work_together, faults), strict=True)
     found = check_sums(sums, pairs, ["a", "b", "c"])
     assert (found.status, found.nodes) == ("fail", ("b",))
     assert check_pace(paces, ["a", "b", "c"]).nodes == ("c",)
     assert len(set(weights)) == 1  # all received the same wrong number
     assert weights[0] != KNOWN_HASH
-    assert struck[1]["wrong"] == 3
-    assert struck[2]["slow"] > 0
+    assert fault_counts[1]["wrong"] == 3
+    assert fault_counts[2]["slow"] > 0
 
 
 # --- The training with a known result ---------------------------------------------------------------------------------
@@ -489,10 +489,10 @@ def test_plain_numpy_gets_the_known_hash() -> None:
 
 
 def test_one_flipped_bit_changes_the_hash() -> None:
-    assert train_alone("cpu", Planted()) == KNOWN_HASH
-    planted = Planted((Plant("wrong"),))
-    assert train_alone("cpu", planted) != KNOWN_HASH
-    assert planted.struck == {"wrong": 1}
+    assert train_alone("cpu", InjectedFaults()) == KNOWN_HASH
+    faults = InjectedFaults((InjectedFault("wrong"),))
+    assert train_alone("cpu", faults) != KNOWN_HASH
+    assert faults.fault_counts == {"wrong": 1}
 
 
 # --- Rank reports, lists, screens -------------------------------------------------------------------------------------
@@ -501,18 +501,20 @@ def test_one_flipped_bit_changes_the_hash() -> None:
 PYTHON = replace(passed("python", "3.11"), group="SOFTWARE")
 
 
-def paper(rank: int, host: str, **more: Any) -> RankReport:
+def report_of(rank: int, host: str, **more: Any) -> RankReport:
     return RankReport(rank, 3, host, **{"phase": "done", "node": [PYTHON], **more})
 
 
 def test_rank_reports_are_read_from_mixed_and_truncated_lines() -> None:
-    papers = [paper(rank, f"n{rank}", facts={"text": random.Random(rank).randbytes(4000).hex()}) for rank in range(3)]
-    lines = [line for one in papers for line in _as_lines(one)] + ["srun: something else", ""]
+    reports = [
+        report_of(rank, f"n{rank}", facts={"text": random.Random(rank).randbytes(4000).hex()}) for rank in range(3)
+    ]
+    lines = [line for one in reports for line in _as_lines(one)] + ["srun: something else", ""]
     random.Random(0).shuffle(lines)
     assert max(map(len, lines)) < 1000
-    assert read_lines(lines) == (papers, ["srun: something else"])
+    assert read_lines(lines) == (reports, ["srun: something else"])
     torn = [line for line in lines if not line.startswith("paceline-doctor: 1 0 ")]
-    assert read_lines(torn)[0] == [papers[0], papers[2]]
+    assert read_lines(torn)[0] == [reports[0], reports[2]]
 
 
 def test_nodes_are_grouped_if_they_agree_and_named_if_not() -> None:
@@ -533,11 +535,15 @@ def test_nodes_are_grouped_if_they_agree_and_named_if_not() -> None:
 
 
 def test_a_separate_rank_and_a_silent_rank_are_named() -> None:
-    papers = [paper(0, "n0", phase="links"), paper(1, "n1", phase="pairs"), paper(2, "n2", phase="links")]
-    found = assemble(papers, Expected(3, "srun", ("n0", "n1", "n2"))).findings[-1]
+    reports = [
+        report_of(0, "n0", phase="links"),
+        report_of(1, "n1", phase="pairs"),
+        report_of(2, "n2", phase="links"),
+    ]
+    found = assemble(reports, Expected(3, "srun", ("n0", "n1", "n2"))).findings[-1]
     assert (found.name, found.status, found.nodes) == ("ranks", "fail", ("n1",))
     assert "rank 1 on n1 in pairs" in found.what
-    silent = assemble(papers[:2], Expected(3, "srun", ("n0", "n1", "n2"), "srun: n2 is gone")).findings[-1]
+    silent = assemble(reports[:2], Expected(3, "srun", ("n0", "n1", "n2"), "srun: n2 is gone")).findings[-1]
     assert "rank 2 (node n2): srun: n2 is gone" in silent.what
     assert silent.nodes == ("n2",)
 
@@ -588,7 +594,7 @@ def test_the_report_contains_no_secrets_and_no_home_folders(monkeypatch: pytest.
 
 
 def test_injected_faults_are_parsed_and_refused() -> None:
-    assert parse_plants("slow rank=1; wrong") == (Plant("slow", 1), Plant("wrong", 0))
+    assert parse_faults("slow rank=1; wrong") == (InjectedFault("slow", 1), InjectedFault("wrong", 0))
     for text in ("flood", "slow step=3", "slow rank=x"):
         with pytest.raises(UserError):
-            parse_plants(text)
+            parse_faults(text)
