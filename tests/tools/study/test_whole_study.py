@@ -33,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         run.wait_for("[1/4] ddp-2-r1 ", 120)
         os.kill(run.process.pid, signal.SIGINT)
         assert run.wait() == 130, run.err
-        assert "the same command goes on" in run.err
+        assert "the same command continues" in run.err
     done = (folder / "study" / "cells" / "ddp-1-r1" / "results.json").stat().st_mtime_ns
     with started(*STUDY, cwd=folder) as run:
         assert "1 done already" in run.wait_for("study ")
