@@ -47,7 +47,7 @@ POLL_S = 0.02
 EXIT_STOPPED = 75
 IN_NAMESPACE = "SOAK_NAMESPACE"
 OUTAGE = Path(__file__).parents[1] / "tests" / "faults" / "outage"  # loaded by every process of the run
-PROMISES = (
+SUCCESS = (
     "The final weights are equal to the undisturbed run's, bit for bit; every logged step is in metrics.jsonl once; no "
     "checkpoint was set aside as damaged; the store holds the newest checkpoint."
 )
@@ -291,7 +291,7 @@ def lose_terminal(run: Run, draw: random.Random) -> bool:
 class Fault:
     name: str
     weight: int
-    strike: Callable[[Run, random.Random], bool]  # False if there was no target
+    inject: Callable[[Run, random.Random], bool]  # False if there was no target
     is_restart: bool  # the ranks are restarted
 
 
@@ -327,17 +327,17 @@ class Outcome:
 def soak(base: Path, faults: int, draw: random.Random) -> Outcome:
     base.mkdir()
     flags = flags_for(faults)
-    calm, run = Run(base / "calm", flags), Run(base / "soak", flags)
+    reference, run = Run(base / "undisturbed", flags), Run(base / "soak", flags)
     began = time.monotonic()
-    calm.start()
+    reference.start()
     run.start()
     with ThreadPoolExecutor(1) as pool:
-        undisturbed = pool.submit(finish_undisturbed, calm, began)
-        recoveries_s, counts, ended = strike_all(run, faults, draw)
+        undisturbed = pool.submit(finish_undisturbed, reference, began)
+        recoveries_s, counts, ended = inject_all(run, faults, draw)
         run.process.wait()
         wall_s = time.monotonic() - began
         undisturbed_s = undisturbed.result()
-    return Outcome(recoveries_s, counts, ended, wall_s, undisturbed_s, find_problems(run, read_weights(calm)))
+    return Outcome(recoveries_s, counts, ended, wall_s, undisturbed_s, find_problems(run, read_weights(reference)))
 
 
 def finish_undisturbed(run: Run, began: float) -> float:
@@ -350,7 +350,7 @@ def read_weights(run: Run) -> str:
     return str(json.loads((run.folder / "results.json").read_text())["weights_sha256"])
 
 
-def strike_all(run: Run, faults: int, draw: random.Random) -> tuple[dict[str, list[float]], dict[str, int], int]:
+def inject_all(run: Run, faults: int, draw: random.Random) -> tuple[dict[str, list[float]], dict[str, int], int]:
     recoveries: dict[str, list[float]] = {fault.name: [] for fault in FAULTS}
     counts = dict.fromkeys(recoveries, 0)
     ended = 0
@@ -372,7 +372,7 @@ def strike_all(run: Run, faults: int, draw: random.Random) -> tuple[dict[str, li
             continue
         fault = first[-1] if first else draw.choices(FAULTS, weights=[fault.weight for fault in FAULTS])[0]
         primary, step, began = int(run.status().get("pid") or 0), run.step, time.monotonic()
-        if not fault.strike(run, draw):
+        if not fault.inject(run, draw):
             continue
         counts[fault.name] += 1
         first = first[:-1]
@@ -443,7 +443,7 @@ def describe(outcomes: list[Outcome]) -> tuple[list[str], bool]:
         f"{sum(counts.values())} faults on {count}, {wall_s / len(outcomes):.0f} s each; undisturbed, in parallel, the "
         f"same steps took {undisturbed_s / len(outcomes):.0f} s: goodput {undisturbed_s / wall_s:.2f}. A run ended by "
         f"itself and was started again {ended} times.",
-        "FAILED: " + "; ".join(problems) if problems else PROMISES,
+        "FAILED: " + "; ".join(problems) if problems else SUCCESS,
     ]
     return lines, not problems and not ended
 

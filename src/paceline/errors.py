@@ -35,7 +35,7 @@ class Cause(StrEnum):
     CHECKPOINT = "checkpoint"  # a checkpoint cannot be written, found or trusted
     BAD_NUMBERS = "bad-numbers"  # the loss or a gradient is not finite
     OWNER_LOST = "owner-lost"  # another process owns the run folder now
-    PREEMPTED = "preempted"  # a person or a scheduler asked for the end
+    PREEMPTED = "preempted"  # a user or a scheduler requested the end
     RENDEZVOUS = "rendezvous"  # ranks or nodes did not find each other at the start
     PEER_LOST = "peer-lost"  # another rank has exited; never the first cause
     TIMEOUT = "timeout"  # a collective of torch did not end in time
@@ -103,7 +103,7 @@ class PacelineError(Exception):
         return self.screen().removeprefix("error: ")
 
     def screen(self) -> str:
-        """The message as a person reads it; parts that are not known are left out."""
+        """The message for users. Unknown parts are left out."""
         parts = [("where", self.where), ("got", self.got), ("allowed", self.allowed), ("try", self.hint)]
         lines = [f"error: {printable(self.what)}"]
         for label, value in parts:

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or not there, pointed at, pruned, and read without running code."""
+"""Checkpoints on disk: complete or absent, linked, pruned, and read without executing code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def steps_in(folder: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_latest_best_and_kept_ones_stay(tmp_path: Path, is_async: bool) -> None:
+def test_latest_best_and_kept_checkpoints_are_not_pruned(tmp_path: Path, is_async: bool) -> None:
     manager = open_manager(tmp_path, is_async=is_async, keep_last=2, keep_best=2)
     for step, accuracy in enumerate([0.1, 0.9, 0.3, 0.8, 0.2, 0.4, 0.5], start=1):
         save(manager, step, accuracy=accuracy, is_best=step == 2, keep=step == 3)
@@ -49,7 +49,7 @@ def test_latest_best_and_kept_ones_stay(tmp_path: Path, is_async: bool) -> None:
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
+def test_safetensors_reads_our_files(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(3, 4),
         "b": torch.randn(2).bfloat16(),
@@ -67,7 +67,7 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("cut", [(4, 6), (1, 9), (10, 0), (3, 3, 4)])
-def test_any_box_is_read_from_any_cut(tmp_path: Path, cut: tuple[int, ...]) -> None:
+def test_any_box_is_read_from_any_slicing(tmp_path: Path, cut: tuple[int, ...]) -> None:
     whole = torch.arange(50.0).view(10, 5)
     start, names = 0, []
     for number, rows in enumerate(cut):
@@ -82,7 +82,7 @@ def test_any_box_is_read_from_any_cut(tmp_path: Path, cut: tuple[int, ...]) -> N
         assert torch.equal(reader.read("w", box), whole[box.slices((0, 0))])
 
 
-def test_a_missing_slice_is_noticed(tmp_path: Path) -> None:
+def test_a_missing_slice_is_detected(tmp_path: Path) -> None:
     part = torch.zeros(4, 5)
     write_pieces(tmp_path / "part.safetensors", {"w": Piece(part, Box((0, 0), (4, 5)), (10, 5))})
     with pytest.raises(CheckpointError, match="missing"):
@@ -115,7 +115,7 @@ def test_a_failed_save_is_a_warning_and_three_end_the_run(
 
 
 def test_a_short_outage_does_not_end_a_run_that_saves_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Many failures within the time that storage may fail are warnings."""
+    """Many failures within the allowed time of an outage are warnings."""
     monkeypatch.setenv(PATIENCE, "60")
     manager = open_manager(tmp_path)
     with monkeypatch.context() as patch:
@@ -127,10 +127,10 @@ def test_a_short_outage_does_not_end_a_run_that_saves_often(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_the_last_save_is_repeated_until_it_is_on_disk(
+def test_the_last_save_is_retried_until_it_is_on_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_async: bool
 ) -> None:
-    """A run does not end as finished while its last checkpoint is missing."""
+    """A run does not finish while its last checkpoint is missing."""
     write, calls = manager_module.write_pieces, []
 
     def fail_twice(*arguments: Any) -> Any:
@@ -145,7 +145,7 @@ def test_the_last_save_is_repeated_until_it_is_on_disk(
 
 
 def test_a_last_save_that_cannot_be_written_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the time that storage may fail, the exit code is 4, not 0."""
+    """After the allowed time of an outage, the exit code is 4, not 0."""
     monkeypatch.setenv(PATIENCE, "0")
     manager = open_manager(tmp_path)
     monkeypatch.setattr(manager_module, "write_pieces", fail_to_write)
@@ -155,7 +155,7 @@ def test_a_last_save_that_cannot_be_written_ends_the_run(tmp_path: Path, monkeyp
     assert caught.value.exit_code == EXIT_CHECKPOINT
 
 
-def test_a_good_save_forgives_the_failures_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_successful_save_resets_the_count_of_failures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = open_manager(tmp_path)
     for step in range(1, 10):
         with monkeypatch.context() as patch:
@@ -165,7 +165,7 @@ def test_a_good_save_forgives_the_failures_before(tmp_path: Path, monkeypatch: p
     assert steps_in(tmp_path) == [9]
 
 
-def test_no_room_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_detected_before_a_byte_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manager = open_manager(tmp_path)
     monkeypatch.setattr(store, "free_bytes", lambda _: 1000)
     monkeypatch.setattr(manager_module, "write_pieces", lambda *_: pytest.fail("wrote"))
@@ -174,7 +174,7 @@ def test_no_room_is_noticed_before_a_byte_is_written(tmp_path: Path, monkeypatch
     assert steps_in(tmp_path) == []
 
 
-def test_short_space_is_told_before_the_first_step(
+def test_too_little_space_is_reported_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = open_manager(tmp_path)
@@ -185,7 +185,7 @@ def test_short_space_is_told_before_the_first_step(
     assert "do not fit" in caplog.text
 
 
-def test_staged_copies_do_not_follow_training(tmp_path: Path) -> None:
+def test_training_does_not_change_staged_copies(tmp_path: Path) -> None:
     manager = open_manager(tmp_path, is_async=True)
     weight = torch.ones(1000)
     state = {"step": 1, "keep": False, "validation": None}
@@ -226,7 +226,7 @@ def test_ranks_write_their_own_slices(tmp_path: Path) -> None:
     assert sorted(path.name for path in checkpoint.path.iterdir()) == ["manifest.json", *names, "state.json"]
 
 
-def test_manifest_says_where_it_comes_from(tmp_path: Path) -> None:
+def test_the_manifest_names_its_origin(tmp_path: Path) -> None:
     save(open_manager(tmp_path), 5)
     manifest = json.loads((tmp_path / "latest" / "manifest.json").read_text())
     assert manifest["schema"] == 1

@@ -1,4 +1,4 @@
-"""A checkpoints folder on another disk, reached by a link: one run folder uses it, a copy of it does not."""
+"""A checkpoints folder on another disk, reached by a link. One run folder uses it, a copy of that folder does not."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def require_refused(folder: RunFolder) -> None:
         folder.refuse_if_owned()
 
 
-def test_a_linked_checkpoints_folder_is_used_again_and_again(first: RunFolder) -> None:
-    """Its run folder stays its owner, start after start."""
+def test_a_linked_checkpoints_folder_is_used_by_every_start(first: RunFolder) -> None:
+    """Its run folder stays its owner at every start."""
     for _ in range(2):
         with first.owned():
             assert json.loads((first.checkpoints / MARK).read_text())["folder"] == str(first.path)
 
 
 def test_a_copy_of_a_run_folder_does_not_use_its_checkpoints(first: RunFolder, tmp_path: Path) -> None:
-    """The link is copied, the checkpoints are not: the copy is refused, and the first one goes on."""
+    """The link is copied, the checkpoints are not. The copy is refused, and the original continues."""
     with first.owned():
         pass
     shutil.copytree(first.path, tmp_path / "copy", symlinks=True)
@@ -53,7 +53,7 @@ def test_a_copy_of_a_run_folder_does_not_use_its_checkpoints(first: RunFolder, t
         pass
 
 
-def test_a_run_folder_that_was_moved_keeps_its_checkpoints(first: RunFolder, tmp_path: Path) -> None:
+def test_a_moved_run_folder_keeps_its_checkpoints(first: RunFolder, tmp_path: Path) -> None:
     """The mark follows the run folder."""
     with first.owned():
         pass
@@ -63,7 +63,7 @@ def test_a_run_folder_that_was_moved_keeps_its_checkpoints(first: RunFolder, tmp
 
 
 def test_checkpoints_of_a_deleted_run_folder_can_be_used(first: RunFolder, tmp_path: Path) -> None:
-    """A mark of a run folder of this host that is gone keeps no other out."""
+    """The mark of a deleted run folder of this host does not refuse another one."""
     with first.owned():
         pass
     shutil.copytree(first.path, tmp_path / "copy", symlinks=True)
@@ -72,15 +72,15 @@ def test_checkpoints_of_a_deleted_run_folder_can_be_used(first: RunFolder, tmp_p
         pass
 
 
-def test_a_mark_of_another_host_is_not_judged_from_here(first: RunFolder, tmp_path: Path) -> None:
-    """Its run folder cannot be seen: refused, with the command that removes the mark."""
+def test_a_mark_of_another_host_is_refused(first: RunFolder, tmp_path: Path) -> None:
+    """Its run folder is not visible here. The message has the command that removes the mark."""
     words = {"folder": str(tmp_path / "nowhere"), "inode": 1, "host": "elsewhere"}
     (tmp_path / "scratch" / MARK).write_text(json.dumps(words))
     require_refused(first)
 
 
 def test_a_link_into_another_run_folder_is_refused(tmp_path: Path) -> None:
-    """Checkpoints that lie in their own run folder need no mark."""
+    """Checkpoints inside their own run folder need no mark."""
     other = RunFolder(tmp_path / "other")
     other.create()
     with other.owned():
@@ -90,8 +90,8 @@ def test_a_link_into_another_run_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_in_a_copy_leaves_the_linked_checkpoints_as_they_are(first: RunFolder, tmp_path: Path) -> None:
-    """Two commands, as people type them: the second one ends with exit code 2 and changes nothing."""
+def test_training_in_a_copy_does_not_change_the_linked_checkpoints(first: RunFolder, tmp_path: Path) -> None:
+    """Two commands, like a user's. The second ends with exit code 2 and changes nothing."""
     answer = paceline(*QUICK, "--epochs=1", "--output-dir=first", cwd=tmp_path)
     assert answer.code == 0, answer
     shutil.copytree(first.path, tmp_path / "copy", symlinks=True)

@@ -1,4 +1,4 @@
-"""The mirror of a run folder, against stores in memory and on disk: order, what is dropped, whom it trusts."""
+"""The mirror of a run folder, with stores in memory and on disk: order of uploads, pruning, and ownership."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_an_empty_store(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterat
 
 
 def save(folder: RunFolder, step: int, *, accuracy: float = 0.5, keep: bool = False, is_best: bool = False) -> Path:
-    """A small real checkpoint, committed as the manager does it."""
+    """A small real checkpoint, committed like the manager does."""
     temporary = disk.temporary_folder(folder.checkpoints, step)
     temporary.mkdir(parents=True)
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
@@ -56,7 +56,7 @@ def save(folder: RunFolder, step: int, *, accuracy: float = 0.5, keep: bool = Fa
 
 
 def new_run(machine: str = ".") -> RunFolder:
-    """The working copy of the URL; on another machine than this one by another path."""
+    """The working copy of the URL. `machine` gives it another path, as on another machine."""
     folder = RunFolder(Path(machine) / local_path(URL))
     folder.create()
     folder.config.write_text("epochs: 3\n")
@@ -65,8 +65,8 @@ def new_run(machine: str = ".") -> RunFolder:
     return folder
 
 
-def believe_every_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Folders of several machines lie beside each other here; on its own machine each is the working copy."""
+def accept_every_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of several machines are side by side here. On its own machine each is the working copy."""
     for module in (fetch, mirror):
         monkeypatch.setattr(module, "read_own_note", read_note)
 
@@ -83,7 +83,7 @@ def steps_stored() -> list[int]:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, before: Callable[[str], None]) -> list[str]:
-    """Every file that is sent, in order; `before` gets its name first and may fail."""
+    """Every uploaded file, in order. `before` is called with its name first and may fail."""
     sent: list[str] = []
     put, write = Store.put, Store.write
 
@@ -121,7 +121,7 @@ def test_a_url_has_one_working_copy() -> None:
     assert split_checkpoint("s3://b/checkpoints/run") == ("s3://b/checkpoints/run", "")
 
 
-def test_payload_goes_before_the_manifest_and_the_pointers_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_payload_is_uploaded_before_the_manifest_and_the_pointers_last(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_run()
     save(folder, 7, is_best=True)
     sent = watch(monkeypatch, nothing)
@@ -137,7 +137,7 @@ def test_payload_goes_before_the_manifest_and_the_pointers_last(monkeypatch: pyt
     )
 
 
-def test_the_newest_goes_first_then_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_is_uploaded_first_then_the_best(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_run()
     for step in (1, 2, 3, 4):
         save(folder, step, is_best=step == 2)
@@ -148,19 +148,19 @@ def test_the_newest_goes_first_then_the_best(monkeypatch: pytest.MonkeyPatch) ->
     ]
 
 
-def test_the_store_drops_by_the_rules_of_the_run_what_this_disk_never_had() -> None:
+def test_the_store_prunes_checkpoints_that_this_disk_never_had() -> None:
     folder = new_run()
     for step in (1, 2, 3, 4):
         save(folder, step, keep=step == 1, accuracy=0.9 if step == 2 else 0.1, is_best=step == 2)
     assert push(folder, nothing)
-    shutil.rmtree(folder.checkpoints / "step-00000001")  # as on a machine that fetched only the newest and the best
+    shutil.rmtree(folder.checkpoints / "step-00000001")  # like a machine that fetched only the newest and the best
     shutil.rmtree(folder.checkpoints / "step-00000003")
     save(folder, 5)
     assert push(folder, nothing)
-    assert steps_stored() == [1, 2, 4, 5]  # kept for ever, best, the last two
+    assert steps_stored() == [1, 2, 4, 5]  # kept permanently, best, the last two
 
 
-def test_nothing_is_dropped_before_its_successor_is_whole(
+def test_nothing_is_dropped_before_its_successor_is_complete(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = new_run()
@@ -185,7 +185,7 @@ def test_nothing_is_dropped_before_its_successor_is_whole(
     assert steps_stored() == [3, 4]
 
 
-def test_one_that_goes_missing_in_the_store_is_sent_again_before_others_are_dropped(
+def test_a_checkpoint_lost_in_the_store_is_uploaded_again_before_others_are_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = new_run()
@@ -205,7 +205,7 @@ def test_one_that_goes_missing_in_the_store_is_sent_again_before_others_are_drop
     sent = watch(monkeypatch, lose)
     assert push(folder, nothing)
     assert sent.count("checkpoints/step-00000003/model.safetensors") == 2
-    assert seen == [[1, 2], [1, 2]]  # the second time, too, nothing had been dropped
+    assert seen == [[1, 2], [1, 2]]  # the second time, nothing was dropped either
     assert steps_stored() == [2, 3]
 
 
@@ -222,7 +222,7 @@ def test_a_disk_without_hard_links_keeps_its_checkpoints(monkeypatch: pytest.Mon
     assert disk.open_checkpoint(folder.checkpoints / "latest").step == 1
 
 
-def test_half_of_another_line_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_partial_upload_of_another_branch_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_run()
     for step in (1, 2):
         save(folder, step)
@@ -240,7 +240,7 @@ def test_half_of_another_line_is_no_checkpoint(monkeypatch: pytest.MonkeyPatch) 
     assert steps_stored() == [1]
 
 
-def test_a_run_that_went_back_leaves_the_later_ones_behind() -> None:
+def test_a_rewound_run_does_not_keep_later_checkpoints() -> None:
     folder = new_run()
     for step in (1, 2, 3):
         save(folder, step, keep=step == 2)
@@ -253,7 +253,7 @@ def test_a_run_that_went_back_leaves_the_later_ones_behind() -> None:
     assert stored()["checkpoints/latest"] == b"step-00000002\n"
 
 
-def test_a_kept_one_of_a_line_that_was_left_stays_under_another_name() -> None:
+def test_a_kept_checkpoint_of_an_abandoned_branch_gets_another_name() -> None:
     folder = new_run()
     for step in (1, 5):
         save(folder, step, keep=step == 5)
@@ -264,7 +264,7 @@ def test_a_kept_one_of_a_line_that_was_left_stays_under_another_name() -> None:
     assert "checkpoints/superseded-step-00000005/manifest.json" in stored()
 
 
-def test_what_is_dropped_here_while_it_is_sent_arrives_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_dropped_here_during_its_upload_is_uploaded_completely(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_run()
     path = save(folder, 1)
 
@@ -280,7 +280,7 @@ def test_what_is_dropped_here_while_it_is_sent_arrives_all_the_same(monkeypatch:
     assert not (folder.path / ".mirror").exists()
 
 
-def test_a_store_that_changes_bytes_is_found_out(
+def test_changed_bytes_in_the_store_are_detected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = new_run()
@@ -302,7 +302,7 @@ def test_a_store_that_changes_bytes_is_found_out(
     assert stored()["checkpoints/step-00000001/model.safetensors"] == local
 
 
-def test_the_md5_of_a_multipart_upload_is_known(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_md5_of_a_multipart_upload_is_computed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(remote, "_PART_BYTES", 4)
     (tmp_path / "file").write_bytes(b"0123456789")
     parts = b"".join(hashlib.md5(part, usedforsecurity=False).digest() for part in (b"0123", b"4567", b"89"))
@@ -311,7 +311,7 @@ def test_the_md5_of_a_multipart_upload_is_known(monkeypatch: pytest.MonkeyPatch,
     assert mark.seal == FileSeal(10, add_checksum(b"0123456789"))
 
 
-def test_a_checkpoint_that_is_damaged_here_is_not_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_checkpoint_that_is_damaged_here_is_not_uploaded(capsys: pytest.CaptureFixture[str]) -> None:
     folder = new_run()
     save(folder, 1)
     path = save(folder, 2) / "model.safetensors"
@@ -321,10 +321,10 @@ def test_a_checkpoint_that_is_damaged_here_is_not_sent(capsys: pytest.CaptureFix
     assert "is damaged on this disk" in capsys.readouterr().err
 
 
-def test_another_start_takes_over_and_the_first_one_stops_writing(
+def test_another_start_takes_over_and_the_first_stops_writing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    believe_every_note(monkeypatch)
+    accept_every_note(monkeypatch)
     folder = new_run("first")
     save(folder, 1)
     assert push(folder, nothing)
@@ -341,7 +341,7 @@ def test_another_start_takes_over_and_the_first_one_stops_writing(
         push(folder, nothing)
 
 
-def test_a_store_that_stumbles_is_told_of_once_and_again_when_it_has_caught_up(
+def test_a_failing_store_is_reported_once_and_again_when_it_has_caught_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = new_run()
@@ -376,10 +376,10 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("lost", ["everything", "small files", "pointers"])
-def test_what_goes_missing_in_the_store_is_sent_again_at_the_end(
+def test_a_file_missing_in_the_store_is_uploaded_again_at_the_end(
     lost: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """ "The store has everything" is said of what is there at the end, not of what was sent."""
+    """The final message describes the files in the store at the end, not the files that were uploaded."""
     monkeypatch.setattr(uploader, "_LOOK_EVERY_S", 0.01)
     folder = new_run()
     save(folder, 1, is_best=True)
@@ -397,10 +397,10 @@ def test_what_goes_missing_in_the_store_is_sent_again_at_the_end(
     assert "the store has everything" in capsys.readouterr().out
 
 
-def test_a_store_that_loses_what_was_just_sent_is_behind(
+def test_a_store_that_loses_the_last_upload_is_reported_as_behind(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The last look comes after the last file."""
+    """The last check comes after the last file."""
     monkeypatch.setenv(uploader.PATIENCE, "0.5")
     folder = new_run()
     save(folder, 1)
@@ -418,7 +418,7 @@ def test_a_store_that_loses_what_was_just_sent_is_behind(
     assert "config.yaml" in printed.err
 
 
-def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_end_waits_while_a_large_upload_makes_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     folder = new_run()
@@ -427,7 +427,7 @@ def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytes
 
     def crawl(self: MemoryFileSystem, source: str, target: str, callback: Any, **options: Any) -> None:
         for _ in range(6 if target.endswith("model.safetensors") else 0):
-            time.sleep(0.1)  # the slowness itself
+            time.sleep(0.1)  # not a synchronisation: this is the slow upload
             callback.relative_update(1)
         put_file(self, source, target, **options)
 
@@ -436,7 +436,7 @@ def test_the_end_waits_as_long_as_a_large_file_makes_progress(monkeypatch: pytes
     assert push(folder, nothing)
 
 
-def test_nobody_waits_for_a_stalled_store_after_giving_up(
+def test_the_end_does_not_wait_for_a_stalled_store_after_its_limit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = new_run()
@@ -457,8 +457,8 @@ def test_nobody_waits_for_a_stalled_store_after_giving_up(
     assert "IS BEHIND: 1 checkpoint did not arrive" in capsys.readouterr().err
 
 
-def test_a_suspension_is_no_delay_of_the_store_with_a_forged_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is suspended while its last checkpoint is being sent still sends it."""
+def test_a_suspension_is_no_delay_of_the_store_with_a_fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job that is suspended during its last upload still completes it."""
     folder = new_run()
     save(folder, 1)
     suspended_s, looks = [0.0], [0]
@@ -483,7 +483,7 @@ def test_a_suspension_is_no_delay_of_the_store_with_a_forged_clock(monkeypatch: 
     assert steps_stored() == [1]
 
 
-def test_a_fetched_run_is_the_run_that_was_sent(tmp_path: Path) -> None:
+def test_a_fetched_run_equals_the_uploaded_run(tmp_path: Path) -> None:
     folder = new_run()
     for step in (1, 2, 3):
         save(folder, step, is_best=step == 1)
@@ -501,7 +501,7 @@ def test_a_fetched_run_is_the_run_that_was_sent(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut", "no file", "manifest", "a path"])
-def test_a_damaged_one_in_the_store_is_named_and_the_one_before_is_taken(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_checkpoint_in_the_store_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
     folder = new_run()
     for step in (1, 2):
         save(folder, step)
@@ -544,7 +544,7 @@ def test_names_in_a_store_cannot_leave_the_working_copy(tmp_path: Path) -> None:
     assert not (copy.path / ".hidden").exists()
 
 
-def test_a_store_on_a_disk_works_the_same(tmp_path: Path) -> None:
+def test_a_store_on_a_disk_behaves_the_same(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/store/run"
     folder = RunFolder(local_path(url))
     folder.create()
@@ -560,7 +560,7 @@ def request(*flags: str) -> Callable[[], None]:
     return prepare_store(load_config("shapes-cnn", list(flags)), nothing)
 
 
-def test_an_unreachable_store_stops_only_those_who_have_nothing_to_go_on_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_store_refuses_only_starts_without_a_local_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ("--output-dir=memory://run", "--resume=auto")
     request(*flags)()
     folder = RunFolder(local_path(URL))
@@ -575,10 +575,10 @@ def test_an_unreachable_store_stops_only_those_who_have_nothing_to_go_on_from(mo
         request(*flags)
     save(folder, 1)
     request(*flags)()
-    assert (read_note(folder.path) or MirrorNote("")).token == token  # what was claimed elsewhere meanwhile, wins
+    assert (read_note(folder.path) or MirrorNote("")).token == token  # a later claim by another start wins
 
 
-def test_a_local_resume_of_a_working_copy_goes_on_mirroring() -> None:
+def test_a_local_resume_of_a_working_copy_continues_to_mirror() -> None:
     request("--output-dir=memory://run")()
     folder = RunFolder(local_path(URL))
     save(folder, 1)
@@ -590,11 +590,11 @@ def test_a_local_resume_of_a_working_copy_goes_on_mirroring() -> None:
     assert (after.url, after.token != before.token) == (URL, True)
 
 
-def test_another_run_is_fetched_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    believe_every_note(monkeypatch)
+def test_another_run_is_fetched_as_the_source_of_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept_every_note(monkeypatch)
     folder = new_run("another-machine")
     save(folder, 1)
     assert push(folder, nothing)
     request("--resume=memory://run/checkpoints/latest", f"--output-dir={tmp_path / 'elsewhere'}")
     assert disk.open_checkpoint(local_path("memory://run/checkpoints/latest")).step == 1
-    assert fetch.read_note(local_path(URL)) is None  # only read: it stays whose it was
+    assert fetch.read_note(local_path(URL)) is None  # read only: its owner stays the same

@@ -1,4 +1,4 @@
-"""Runs in an object store: mirrored beside training, resumed on an empty machine, never stopped by a store."""
+"""Runs in an object store: mirrored during training, resumed on an empty machine, never stopped by a store."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def working_copy(cwd: Path, bucket: str) -> Path:
 
 
 def is_equal(folder: Path, undisturbed: Path) -> bool:
-    """To the last bit of the weights, and of every loss on the way."""
+    """Every bit of the weights and of every loss is equal."""
     hashes = [read_results(path)["weights_sha256"] for path in (folder, undisturbed)]
     return hashes[0] == hashes[1] and step_losses(folder) == step_losses(undisturbed)
 
@@ -68,7 +68,7 @@ def checkpoint_files(folder: Path) -> dict[str, bytes]:
 
 
 def assert_mirrored(s3: FaultyS3, bucket: str, folder: Path) -> None:
-    """The store holds what the disk holds: every bit of every checkpoint, no others, and pointers to the same."""
+    """The store has the same checkpoints as the disk, bit for bit, and the same pointers."""
     names = [name.removeprefix("some/run/") for name in s3.names(bucket)]
     local = checkpoint_files(folder)
     assert [name for name in names if name.startswith("checkpoints/step-")] == sorted(local)
@@ -85,7 +85,7 @@ def status(folder: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_stopped_run_goes_on_from_the_store_on_an_empty_machine(
+def test_a_stopped_run_resumes_from_the_store_on_an_empty_machine(
     s3: FaultyS3, bucket: str, tmp_path: Path, undisturbed: Path
 ) -> None:
     first = train(s3, bucket, tmp_path / "first", "--inject=stop rank=0 step=11")
@@ -104,11 +104,11 @@ def test_a_stopped_run_goes_on_from_the_store_on_an_empty_machine(
     assert status(folder)["mirror"] == "up to date, checkpoints up to step 24"
     assert f"output_dir: 's3://{bucket}/some/run'" in (folder / "config.yaml").read_text()
     log = s3.read(bucket, "some/run/logs/rank-0.log").decode()
-    assert log.count("attempt 1") == 2  # what the first machine wrote is still there
+    assert log.count("attempt 1") == 2  # the files of the first machine are still there
 
 
-def test_everything_arrives_at_a_store_that_answers_with_500s(s3: FaultyS3, bucket: str, tmp_path: Path) -> None:
-    # Some of them more often in a row than is tried at once (three times), so that whole rounds fail.
+def test_all_files_reach_a_store_that_answers_with_500s(s3: FaultyS3, bucket: str, tmp_path: Path) -> None:
+    # Some fail more often in a row than the three immediate retries, so that complete rounds fail.
     faults = [
         Fault("error", r"GET ", times=5, after=r"PUT .*/mirror.json"),
         Fault("error", r"PUT .*step-00000024/optimizer", times=4),
@@ -125,7 +125,7 @@ def test_everything_arrives_at_a_store_that_answers_with_500s(s3: FaultyS3, buck
     assert_mirrored(s3, bucket, working_copy(tmp_path, bucket))
 
 
-def test_a_cut_upload_is_never_taken_for_whole_under_another_launcher(
+def test_a_truncated_upload_never_counts_as_complete_under_another_launcher(
     s3: FaultyS3, bucket: str, tmp_path: Path, undisturbed: Path
 ) -> None:
     faults = [Fault("cut", r"PUT .*step-00000024/model", times=2), Fault("cut", r"PUT .*step-00000024/manifest")]
@@ -136,18 +136,18 @@ def test_a_cut_upload_is_never_taken_for_whole_under_another_launcher(
     asked = [words for words in s3.requests if words.startswith(f"PUT /{bucket}") and "step-00000024/" in words]
     assert [words.rpartition("/")[2] for words in asked] == [
         *("model.safetensors", "model.safetensors", "model.safetensors", "optimizer.safetensors", "state.json"),
-        *("manifest.json", "manifest.json"),  # sealed when all of it was there, and again since that was cut
+        *("manifest.json", "manifest.json"),  # sealed after the complete upload, and again after the truncation
     ]
     folder = working_copy(tmp_path, bucket)
     assert_mirrored(s3, bucket, folder)
     assert is_equal(folder, undisturbed)
 
 
-def test_a_store_that_is_gone_stops_nothing_and_is_pushed_to_later(
+def test_an_unreachable_store_does_not_stop_the_run_and_gets_its_files_later(
     s3: FaultyS3, bucket: str, tmp_path: Path, undisturbed: Path
 ) -> None:
-    gone = Fault("gone", r".", times=10**6, after=r"PUT .*/mirror.json")  # from the claim on, which is the start's last
-    held = "--inject=slow rank=0 step=13 seconds=6"  # so that the run is under way when the store has failed
+    gone = Fault("gone", r".", times=10**6, after=r"PUT .*/mirror.json")  # after the claim
+    held = "--inject=slow rank=0 step=13 seconds=6"  # so that training is running when the store fails
     with s3.failing(gone):
         answer = train(s3, bucket, tmp_path, held, PACELINE_STORE_TIMEOUT_S="1")
     assert answer.code == 0, answer.err
@@ -210,10 +210,10 @@ def refused(answer: Answer, *words: str) -> None:
         ("s3://no-such-bucket/run", ("the store has no such bucket", "s3://no-such-bucket/run")),
     ],
 )
-def test_a_wrong_place_costs_a_moment(s3: FaultyS3, tmp_path: Path, url: str, words: tuple[str, ...]) -> None:
+def test_a_wrong_url_is_refused_quickly(s3: FaultyS3, tmp_path: Path, url: str, words: tuple[str, ...]) -> None:
     started_s = time.monotonic()
     refused(paceline(*QUICK, f"--output-dir={url}", cwd=tmp_path, env=s3.environment()), *words)
-    assert time.monotonic() - started_s < 10  # two seconds on a machine that has nothing else to do
+    assert time.monotonic() - started_s < 10  # two seconds on an idle machine
     assert list(tmp_path.iterdir()) == []
 
 
@@ -231,7 +231,7 @@ def test_a_store_that_does_not_answer_at_the_start_is_refused(s3: FaultyS3, tmp_
     refused(answer, "the store does not answer", "127.0.0.1:9", "AWS_ENDPOINT_URL")
 
 
-def test_a_missing_package_is_named_faked_by_a_blocked_import(s3: FaultyS3, tmp_path: Path) -> None:
+def test_a_missing_package_is_named_with_a_fake_blocked_import(s3: FaultyS3, tmp_path: Path) -> None:
     (tmp_path / "s3fs.py").write_text("raise ImportError('blocked')\n")
     answer = paceline(
         *QUICK, "--output-dir=s3://bucket/run", cwd=tmp_path, PYTHONPATH=str(tmp_path), env=s3.environment()
@@ -239,7 +239,7 @@ def test_a_missing_package_is_named_faked_by_a_blocked_import(s3: FaultyS3, tmp_
     refused(answer, "s3:// needs the package s3fs", "pip install 'paceline[s3]'")
 
 
-def test_a_second_run_in_the_same_place_is_refused(s3: FaultyS3, bucket: str, tmp_path: Path) -> None:
+def test_a_second_run_at_the_same_url_is_refused(s3: FaultyS3, bucket: str, tmp_path: Path) -> None:
     s3.write(bucket, "some/run/config.yaml", b"epochs: 3\n")
     refused(train(s3, bucket, tmp_path), "this store already holds a run", "--resume auto")
     assert s3.names(bucket) == ["some/run/config.yaml"]

@@ -1,4 +1,4 @@
-"""Tensors in files: every type and layout bit for bit, and slices that fill their tensor exactly or are refused."""
+"""Tensors in files: every type and layout is bit-equal. Slices must cover their tensor exactly, or are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def raw(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
 
 
 def values_of(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Any bytes at all, as values of a type."""
+    """Arbitrary bytes as values of a type."""
     count = torch.Size(shape).numel() * dtype.itemsize
     data = torch.randint(0, 2 if dtype == torch.bool else 256, (count,), dtype=torch.uint8)
     return data.view(dtype).view(shape)
@@ -37,7 +37,7 @@ def values_of(dtype: torch.dtype, *shape: int) -> Tensor:
 @pytest.mark.parametrize("is_deterministic", [False, True])
 @pytest.mark.parametrize("is_async", [False, True])
 def test_every_type_of_torch_round_trips(tmp_path: Path, is_async: bool, is_deterministic: bool) -> None:
-    """All types, as scalars, empty, whole and in slices; the file has a header that `verify` accepts."""
+    """All types, as scalars, empty, complete and in slices. `verify` accepts the header of the file."""
     torch.use_deterministic_algorithms(is_deterministic)
     assert len(DTYPES) > 30
     tensors = {}
@@ -60,7 +60,7 @@ def test_every_type_of_torch_round_trips(tmp_path: Path, is_async: bool, is_dete
 
 
 def test_layouts_round_trip(tmp_path: Path) -> None:
-    """Transposed, channels-last, expanded and conjugated tensors, and two names for one memory."""
+    """Transposed, channels-last, expanded and conjugated tensors, and two names for one storage."""
     shared = torch.randn(3)
     tensors = {
         "transposed": torch.randn(3, 4).t(),
@@ -93,7 +93,7 @@ class Keeper(nn.Module):
 
 
 def test_extra_state_round_trips_without_a_pickle(tmp_path: Path) -> None:
-    """Plain values keep their types and tensors their bits; other objects are refused by name."""
+    """Plain values keep their types and tensors their bits. Other objects are refused by name."""
     state: dict[Any, Any] = {
         "a": [1, 2.5, True, None],
         (1, "b"): {3, 4},
@@ -130,7 +130,7 @@ def test_extra_state_round_trips_without_a_pickle(tmp_path: Path) -> None:
     ],
 )
 def test_forged_extra_state_is_refused(text: str) -> None:
-    """Only our own error appears, whatever the bytes are."""
+    """Any bytes cause only our own error."""
     with pytest.raises(CheckpointError):
         decode_extra_state(torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8), "m._extra_state")
     assert decode_extra_state(encode_extra_state({"a": 1}, "m"), "m") == {"a": 1}
@@ -140,7 +140,7 @@ def test_forged_extra_state_is_refused(text: str) -> None:
 
 
 def covers_once(boxes: list[Box], whole: tuple[int, ...]) -> bool:
-    """The rule, by counting every element."""
+    """The definition, by counting every element."""
     counts = torch.zeros(whole, dtype=torch.int64)
     for box in boxes:
         counts[box.slices((0,) * len(whole))] += 1
@@ -148,7 +148,7 @@ def covers_once(boxes: list[Box], whole: tuple[int, ...]) -> bool:
 
 
 def random_boxes(draw: random.Random, whole: tuple[int, ...]) -> list[Box]:
-    """A tiling by random cuts, spoilt more often than not."""
+    """A tiling by random cuts, usually with a defect."""
     boxes = [Box((0,) * len(whole), whole)]
     for _ in range(draw.randrange(6)):
         box = boxes.pop(draw.randrange(len(boxes)))
@@ -172,8 +172,8 @@ def random_boxes(draw: random.Random, whole: tuple[int, ...]) -> list[Box]:
     return [box for box in boxes if box.lies_in(whole)]
 
 
-def test_slices_fill_their_tensor_exactly_or_are_refused() -> None:
-    """Against counting, for thousands of true and spoilt tilings in one to three dimensions."""
+def test_slices_cover_their_tensor_exactly_or_are_refused() -> None:
+    """Compared with counting, for thousands of correct and defective tilings in one to three dimensions."""
     draw, seen = random.Random(16), {True: 0, False: 0}
     for _ in range(6000):
         whole = tuple(draw.randrange(1, 6) for _ in range(draw.randrange(1, 4)))
@@ -184,8 +184,8 @@ def test_slices_fill_their_tensor_exactly_or_are_refused() -> None:
     assert min(seen.values()) > 1000
 
 
-def test_thousands_of_slices_are_checked_at_once() -> None:
-    """Rows, a grid, and many that overlap: in n log n steps, or refused."""
+def test_thousands_of_slices_are_checked_quickly() -> None:
+    """Rows, a grid, and many overlaps: in n log n steps, or refused."""
     rows = [Box((number, 0), (1, 8)) for number in range(20_000)]
     assert fill_whole(rows, (20_000, 8))
     assert not fill_whole([*rows[:-1], rows[0]], (20_000, 8))
@@ -229,14 +229,14 @@ FORGED: dict[str, Callable[[Path], list[str]]] = {
 
 @pytest.mark.parametrize("case", FORGED)
 def test_forged_slices_are_refused(case: str, tmp_path: Path) -> None:
-    """No tensor with memory that was never written comes out of any set of files."""
+    """No set of files gives a tensor with uninitialized memory."""
     with pytest.raises(CheckpointError):
         PayloadReader(tmp_path, FORGED[case](tmp_path))
 
 
 @pytest.mark.parametrize("name", ["complex64", "float32", "float8_e5m2", "no_type", "Tensor", 7, None])
 def test_a_forged_type_is_refused(name: object, tmp_path: Path) -> None:
-    """The bytes of an element must be those of the type that the header names."""
+    """The size of an element must match the type in the header."""
     metadata = {"paceline_types": json.dumps({"w": name})}
     save_file({"w": torch.ones(3, 3, dtype=torch.uint8)}, tmp_path / "x.safetensors", metadata)
     with pytest.raises(CheckpointError):
@@ -244,7 +244,7 @@ def test_a_forged_type_is_refused(name: object, tmp_path: Path) -> None:
 
 
 def test_a_box_beyond_the_tensor_is_refused(tmp_path: Path) -> None:
-    """Reading outside of a tensor is an error, not a result with unwritten memory."""
+    """Reading outside of a tensor is an error, not a result with uninitialized memory."""
     values = torch.ones(4)
     write_pieces(tmp_path / "x.safetensors", {"w": Piece(values, Box((0,), (4,)), (4,))})
     with pytest.raises(CheckpointError):

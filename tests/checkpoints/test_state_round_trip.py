@@ -1,4 +1,4 @@
-"""Everything in a model's state comes back bit for bit, on any number of ranks and for every type torch has."""
+"""The complete state of a model is restored bit for bit, on any number of ranks and for every type of torch."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def raw(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], list[int]]:
 
 
 def contents(checkpoint: Path) -> dict[str, object]:
-    """Every tensor of a checkpoint, to the bit."""
+    """Every tensor of a checkpoint, as bits."""
     opened = open_checkpoint(checkpoint)
     readers = {kind: PayloadReader(opened.path, opened.files_of(kind)) for kind in ("model", "optimizer", "statistics")}
     return {f"{kind}/{name}": raw(reader.read(name)) for kind, reader in readers.items() for name in reader.shapes}
 
 
 def train_with_real_ddp(world: World, folder: str, flags: tuple[str, ...], resume: bool = False) -> dict[str, Any]:
-    """As on several nodes: gradients go through torch's DDP, not through shared memory."""
+    """As on several nodes: torch's DDP reduces the gradients, not shared memory."""
     apply.share_gradients = lambda *_: None  # type: ignore[assignment]
     return train_in(world, folder, flags, resume)
 
@@ -52,8 +52,8 @@ def train_with_real_ddp(world: World, folder: str, flags: tuple[str, ...], resum
         pytest.param(2, "ddp on two nodes", marks=pytest.mark.long),
     ],
 )
-def test_a_run_with_masks_and_all_types_goes_on_bit_for_bit(tmp_path: Path, ranks: int, strategy: str) -> None:
-    """Stopped and resumed, it ends with the same bits; masks, tables and counters are what they were."""
+def test_a_run_with_masks_and_all_types_resumes_bit_for_bit(tmp_path: Path, ranks: int, strategy: str) -> None:
+    """A stopped and resumed run ends with the same bits. Masks, tables and counters are unchanged."""
     train_in = train_with_real_ddp if "nodes" in strategy else train_on_one_node
     flags = (*FLAGS, f"--strategy={strategy.split()[0]}")
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -80,7 +80,7 @@ def test_a_run_with_masks_and_all_types_goes_on_bit_for_bit(tmp_path: Path, rank
 
 
 def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_back(tmp_path: Path) -> None:
-    """No buffer of one strategy stands in the way of another."""
+    """A strategy's buffers do not prevent loading with another strategy."""
     flags = (*FLAGS, "--strategy=fsdp")
     run_ranks(2, train_in, str(tmp_path), (*flags, "--max-steps=4"))
     model = MaskedModel(3, 10)
@@ -93,14 +93,14 @@ def test_a_checkpoint_of_two_ranks_is_loaded_by_one_and_back(tmp_path: Path) -> 
     assert model.calls > 0
     rows = PayloadReader(checkpoint.path, checkpoint.files_of("statistics")).read("seen")
     assert rows[0] != rows[1]
-    assert model.seen == rows[0]  # of buffers that are no statistics, the primary's
+    assert model.seen == rows[0]  # for buffers that are not statistics, the primary's values
     run_ranks(1, train_in, str(tmp_path), (*FLAGS, "--strategy=single", "--max-steps=9"), True)
     run_ranks(2, train_in, str(tmp_path), (*FLAGS, "--strategy=ddp"), True)
     assert read_results(tmp_path)["steps"] == 18
 
 
 class Mixed(nn.Module):
-    """Statistics and other float buffers, with values that a wrong mean would spoil."""
+    """Statistics and other float buffers, with values that a wrong mean would change."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Two starts of a run and one store; a store that is behind; a fetch that is interrupted anywhere."""
+"""Two starts of a run with one store, a store that is behind, and a fetch that is interrupted at any point."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from checkpoints.test_mirror import (
     URL,
-    believe_every_note,
+    accept_every_note,
     in_an_empty_store,
     new_run,
     nothing,
@@ -39,7 +39,7 @@ def uploader_of(folder: RunFolder) -> CheckpointUploader:
 
 
 def claim_elsewhere() -> None:
-    """As a start on another machine does it."""
+    """Claim the store like a start on another machine."""
     note = MirrorNote(URL, token="another start", keep_last=2)
     open_store(URL, "here").write(mirror.MIRROR_NOTE, json.dumps(note.__dict__).encode())
 
@@ -49,7 +49,7 @@ def claim_elsewhere() -> None:
     ["metrics.jsonl", "model.safetensors", "step-00000003/state.json", "step-00000003/manifest.json", "latest", "best"],
 )
 def test_a_mirror_that_lost_the_store_changes_nothing_more(monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """The other start comes right before one of the changes: neither this one nor a later one is made."""
+    """The other start claims the store right before one of the changes. That change and later ones are not made."""
     folder = new_run()
     for step in (1, 2):
         save(folder, step)
@@ -73,7 +73,7 @@ def test_a_mirror_that_lost_the_store_changes_nothing_more(monkeypatch: pytest.M
 
 
 def test_a_mirror_that_lost_the_store_drops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The other start comes right before the first removal."""
+    """The other start claims the store right before the first removal."""
     folder = new_run()
     for step in (1, 2, 3):
         save(folder, step)
@@ -95,9 +95,9 @@ def test_a_mirror_that_lost_the_store_drops_nothing(monkeypatch: pytest.MonkeyPa
     assert steps_stored() == [1, 2, 3]
 
 
-def test_fake_race_what_another_start_has_sent_is_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if the token is looked at too early: a mirror drops only what it has seen or sent, and unchanged."""
-    believe_every_note(monkeypatch)
+def test_fake_race_uploads_of_another_start_are_never_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the token is read too early, a mirror drops only unchanged files that it has seen or uploaded."""
+    accept_every_note(monkeypatch)
     folder = new_run()
     for step in (1, 2):
         save(folder, step)
@@ -111,18 +111,18 @@ def test_fake_race_what_another_start_has_sent_is_never_dropped(monkeypatch: pyt
     save(other, 5)
     assert push(other, nothing)
     before = steps_stored()
-    save(folder, 3)  # the run went back, as far as this mirror can see: 4 and 5 are later ones
+    save(folder, 3)  # for this mirror, the run was rewound: 4 and 5 are later checkpoints
     mine.upload_new()
     assert set(steps_stored()) >= {4, 5} & set(before)
 
 
 def test_a_store_that_is_always_behind_is_pruned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A newer checkpoint comes, and the one that is being sent is dropped here, during every upload."""
+    """During every upload, a newer checkpoint appears and the uploading one is dropped here."""
     folder = new_run()
     save(folder, 1)
     largest = 0
 
-    def train_on(name: str) -> None:
+    def train_further(name: str) -> None:
         nonlocal largest
         parts = name.split("/")
         largest = max(largest, len(steps_stored()))
@@ -130,14 +130,14 @@ def test_a_store_that_is_always_behind_is_pruned(monkeypatch: pytest.MonkeyPatch
             save(folder, step + 1)
             shutil.rmtree(folder.checkpoints / f"step-{step:08}")
 
-    watch(monkeypatch, train_on)
+    watch(monkeypatch, train_further)
     assert push(folder, nothing)
-    assert largest <= 3  # two are kept, and the next one arrives
+    assert largest <= 3  # two are kept, and the next one is uploaded
     assert steps_stored() == [8, 9]
 
 
-def test_a_start_drops_what_an_earlier_one_did_not_get_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that was killed after a send and before it dropped older ones leaves them to the next start."""
+def test_a_start_drops_old_checkpoints_that_an_earlier_start_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start was killed after an upload and before it dropped older checkpoints. The next start drops them."""
     folder = new_run()
     for step in (1, 2, 3, 4):
         save(folder, step)
@@ -151,8 +151,8 @@ def test_a_start_drops_what_an_earlier_one_did_not_get_to(monkeypatch: pytest.Mo
     assert steps_stored() == [3, 4]
 
 
-def test_what_another_start_has_replaced_is_sent_again() -> None:
-    """An upload that was under way elsewhere may end after ours. Before the end, everything is compared once more."""
+def test_files_that_another_start_has_replaced_are_uploaded_again() -> None:
+    """An upload of another start may end after ours. At the end, all files are compared once more."""
     folder = new_run()
     save(folder, 1)
     assert push(folder, nothing)
@@ -167,8 +167,8 @@ def test_what_another_start_has_replaced_is_sent_again() -> None:
 # --- Fetching ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the newest checkpoint has no name here, everything is fetched again; once it has, all else is here."""
+def test_a_fetch_interrupted_at_any_point_is_completed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest checkpoint gets its name last. Until then everything is fetched again."""
     folder = new_run()
     rows = '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
     folder.metrics_jsonl.write_text(rows)
@@ -209,7 +209,7 @@ def test_a_fetch_interrupted_anywhere_is_completed_by_the_next(monkeypatch: pyte
     assert files >= 6
 
 
-def test_a_run_that_another_process_owns_is_not_fetched_into() -> None:
+def test_a_fetch_into_a_run_of_another_owner_is_refused() -> None:
     """Two starts must not write into one working copy."""
     folder = new_run()
     save(folder, 1)
@@ -221,8 +221,8 @@ def test_a_run_that_another_process_owns_is_not_fetched_into() -> None:
     assert not list(here.checkpoints.iterdir())
 
 
-def test_a_source_that_is_in_training_here_is_only_read(tmp_path: Path) -> None:
-    """Its metrics and status are not replaced by older ones of the store."""
+def test_a_source_that_trains_here_is_only_read(tmp_path: Path) -> None:
+    """Older metrics and status of the store do not replace its own."""
     folder = new_run()
     save(folder, 1)
     assert push(folder, nothing)
@@ -236,7 +236,7 @@ def test_a_source_that_is_in_training_here_is_only_read(tmp_path: Path) -> None:
 
 
 def test_a_store_cannot_replace_the_lock_file() -> None:
-    """The lock file and what it says are this machine's."""
+    """The lock file and its contents belong to this machine."""
     folder = new_run()
     save(folder, 1)
     assert push(folder, nothing)

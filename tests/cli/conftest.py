@@ -1,4 +1,4 @@
-"""A real terminal for tests: tmux. Without it they skip, unless PACELINE_REQUIRE_TERMINAL says it must be there."""
+"""A real terminal for tests: tmux. Without it they skip, or fail under PACELINE_REQUIRE_TERMINAL."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.tmux import TMUX, Terminal
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    """A folder with `paceline` as a command in its bin/, as an installed one is."""
+    """A folder with `paceline` as a command in its bin/, like an installed one."""
     (tmp_path / "bin").mkdir()
     script = tmp_path / "bin" / "paceline"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} -m paceline "$@"\n')
@@ -24,7 +24,7 @@ def home(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def open_terminal(home: Path) -> Iterator[Callable[..., Terminal]]:
-    """A shell in a window of so many columns; the window is gone with the test."""
+    """A shell in a window of this number of columns. The window is closed after the test."""
     if TMUX is None and not os.environ.get("PACELINE_REQUIRE_TERMINAL"):
         pytest.skip("no tmux here")
     opened: list[Terminal] = []

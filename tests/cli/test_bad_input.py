@@ -26,7 +26,7 @@ def assert_one_screen(answer: Answer, code: int, *parts: str) -> None:
         assert part in screen, screen
 
 
-def test_recipe_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_recipe(tmp_path: Path) -> None:
     assert_one_screen(paceline("train", "shape-cnn", cwd=tmp_path), USER, "no recipe", "paceline train shapes-cnn")
     assert_one_screen(paceline("train", ".", cwd=tmp_path), USER, "not a folder")
     assert_one_screen(paceline("trian", cwd=tmp_path), USER, "unknown command", "paceline train")
@@ -45,7 +45,7 @@ def folder_with_a_broken_picture(folder: Path) -> None:
             (folder / half / label).mkdir(parents=True)
             for number in range(20):
                 Image.new("RGB", (40, 40), (number, 0, 0)).save(folder / half / label / f"{number}.png")
-    for number in range(20):  # all of one class: whichever batch comes first meets one
+    for number in range(20):  # all of one class, so that the first batch contains one
         (folder / "train" / "cat" / f"{number}.png").write_bytes(b"\x89PNG not really")
 
 
@@ -74,7 +74,7 @@ def test_broken_data(case: str, processes: str, tmp_path: Path) -> None:
 
 
 def test_data_that_cannot_be_downloaded(tmp_path: Path) -> None:
-    # A proxy that refuses every connection stands for a machine without a network.
+    # A proxy that refuses every connection simulates a machine without a network.
     proxy = {"https_proxy": "http://127.0.0.1:9", "http_proxy": "http://127.0.0.1:9"}
     answer = paceline("train", "cifar10-cnn", "--processes", "1", cwd=tmp_path, env=proxy)
     assert_one_screen(answer, DATA, "could not download", "cifar-10-binary.tar.gz")
@@ -85,7 +85,7 @@ def test_batch_larger_than_the_training_set(tmp_path: Path) -> None:
     assert_one_screen(answer, USER, "larger than the training set", "up to 90")
 
 
-def test_things_that_are_not_runs(tmp_path: Path) -> None:
+def test_folders_that_are_not_runs(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "x.png").write_bytes(b"")
     for arguments, part in [
@@ -98,7 +98,7 @@ def test_things_that_are_not_runs(tmp_path: Path) -> None:
         assert_one_screen(paceline(*arguments, cwd=tmp_path), USER, part)
 
 
-def test_half_a_launcher(tmp_path: Path) -> None:
+def test_an_incomplete_launcher_environment(tmp_path: Path) -> None:
     answer = paceline("train", cwd=tmp_path, RANK="0", WORLD_SIZE="2")
     assert_one_screen(answer, USER, "LOCAL_RANK", "torchrun")
 
@@ -109,8 +109,8 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     assert "Traceback" in answer.err
 
 
-def test_too_few_open_files_are_one_screen(tmp_path: Path) -> None:
-    """`ulimit -n 32`: exit code 2 before anything is started, with the limit and what to do."""
+def test_too_few_open_files_give_one_screen(tmp_path: Path) -> None:
+    """`ulimit -n 32`: exit code 2 before the start, with the limit and a remedy."""
     train = f"{sys.executable} -m paceline train synthetic-mlp --processes=2 --output-dir=run"
     answer = command("bash", "-c", f"ulimit -n 32; {train}", cwd=tmp_path)
     assert answer.code == 2, answer
@@ -120,7 +120,7 @@ def test_too_few_open_files_are_one_screen(tmp_path: Path) -> None:
 
 
 def test_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
-    """The hard limit is the administrator's word; the soft one is only a default."""
+    """The hard limit is set by the administrator. The soft limit is only a default."""
     flags = "--processes=1 --num-samples=640 --epochs=1 --global-batch-size=64 --quiet --output-dir=run"
     answer = command(
         "bash", "-c", f"ulimit -Sn 32; {sys.executable} -m paceline train synthetic-mlp {flags}", cwd=tmp_path
@@ -130,8 +130,8 @@ def test_a_low_soft_limit_of_open_files_is_raised(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["file://{}/taken/run", "{}/taken/run", "{}/taken"])
 @pytest.mark.parametrize("flags", [[], ["--resume=auto"]])
-def test_a_path_through_a_file_says_what_to_try(place: str, flags: list[str], tmp_path: Path) -> None:
-    """A store or a folder below a file: exit code 2, with a way out."""
+def test_a_path_below_a_file_names_a_remedy(place: str, flags: list[str], tmp_path: Path) -> None:
+    """A store or a folder below a file: exit code 2, with a remedy."""
     (tmp_path / "taken").write_text("mine")
     answer = paceline("train", "synthetic-mlp", f"--output-dir={place.format(tmp_path)}", *flags, cwd=tmp_path)
     assert_one_screen(answer, USER, "taken", "try:")

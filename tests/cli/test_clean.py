@@ -1,4 +1,4 @@
-"""`paceline clean` frees what was meant, asks first, and leaves everything else as it was."""
+"""`paceline clean` removes the right files after a question, and changes nothing else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def test_a_finished_run_keeps_its_best_one_to_resume_its_newest_too(
+def test_a_finished_run_keeps_its_best_checkpoint_and_a_stopped_one_its_newest_too(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (runs / "done/checkpoints/damaged-step-00000005").mkdir()
@@ -61,17 +61,17 @@ def test_a_finished_run_keeps_its_best_one_to_resume_its_newest_too(
     assert "nothing to free" in shown(capsys, "clean", "done", "failed", "new", "--yes")
 
 
-def test_what_stays_is_whole(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A damaged checkpoint is no reason to remove a whole one; without a whole one everything stays."""
+def test_a_complete_checkpoint_is_always_kept(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Damaged checkpoints do not count. Without a complete one everything is kept."""
     newest = runs / "failed/checkpoints/step-00000030/model.safetensors"
-    newest.write_bytes(newest.read_bytes()[:-1] + b"y")  # only its checksum can tell
+    newest.write_bytes(newest.read_bytes()[:-1] + b"y")  # only its checksum shows it
     for step in (10, 20):
         (runs / f"new/checkpoints/step-{step:08}/manifest.json").unlink()
     shown(capsys, "clean", "failed", "new", "--yes")
     assert (steps(runs / "failed"), steps(runs / "new")) == ([10, 20], [10, 20])
 
 
-def test_sizes_are_those_of_the_disk(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_are_those_on_the_disk(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gone = [path for step in (20, 30) for path in (runs / f"done/checkpoints/step-{step:08}").rglob("*")]
     size = sum(path.stat().st_size for path in gone)
     size += sum((runs / f"done/checkpoints/step-{step:08}").stat().st_size for step in (20, 30))
@@ -90,7 +90,9 @@ def test_sizes_are_those_of_the_disk(runs: Path, capsys: pytest.CaptureFixture[s
         (["--recipe", "shapes-cnn", "--older-than", "36h"], {"done", "failed"}),
     ],
 )
-def test_flags_choose(flags: list[str], chosen: set[str], runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_select_what_is_removed(
+    flags: list[str], chosen: set[str], runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = files(runs)
     shown(capsys, "clean", *flags, "--all", "--dry-run")
     assert files(runs) == before
@@ -98,7 +100,7 @@ def test_flags_choose(flags: list[str], chosen: set[str], runs: Path, capsys: py
     assert {path.name for path in runs.iterdir()} == {"done", "failed", "new"} - chosen
 
 
-def test_runs_under_way_are_left_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_running_runs_are_not_changed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, owner in (("here", this_process()), ("there", elsewhere()), ("lost", dead_owner())):
         folder = make_run(runs / name, "running", step=30, age_s=9 * DAY_S)
         add_checkpoints(folder, 10, 20, 30, best=10)
@@ -111,17 +113,17 @@ def test_runs_under_way_are_left_alone(runs: Path, capsys: pytest.CaptureFixture
     for name in ("here", "there", "queued"):
         assert "may be under way" in shown(capsys, "clean", name, "--all", "--yes", code=USER)
         assert (runs / name).is_dir()
-    assert "lost" in shown(capsys, "status", "lost"), "cleaning it does not make it look alive"
+    assert "lost" in shown(capsys, "status", "lost"), "cleaning does not make the run look alive"
 
 
-def test_a_run_that_starts_meanwhile_is_left_alone(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_starts_meanwhile_is_not_changed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = (
         "import sys; from pathlib import Path; from paceline.runs import lock\n"
         "with lock.owned(Path(sys.argv[1])):\n"
         "    print('owned', flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    # It holds the lock, but has not said a word yet: status.json still tells of the end before.
+    # It holds the lock but has written no status yet: status.json still has the earlier end.
     lock = str(runs / "done/run.lock")
     with subprocess.Popen(
         [sys.executable, "-c", code, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -135,7 +137,9 @@ def test_a_run_that_starts_meanwhile_is_left_alone(runs: Path, capsys: pytest.Ca
     assert not (runs / "new").exists()
 
 
-def test_nothing_outside_of_run_folders_goes(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_outside_of_run_folders_is_removed(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     outside = tmp_path / "scratch"
     outside.mkdir()
     add_checkpoints(make_run(tmp_path / "elsewhere"), 10, 20, best=20)
@@ -154,7 +158,7 @@ def test_nothing_outside_of_run_folders_goes(runs: Path, tmp_path: Path, capsys:
     assert files(outside) == before
 
 
-def test_it_asks_and_a_script_must_say_yes(
+def test_clean_asks_and_a_script_must_pass_yes(
     runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = files(runs)
@@ -171,7 +175,7 @@ def test_it_asks_and_a_script_must_say_yes(
     assert not (runs / "done").exists()
 
 
-def test_the_tag_keep_keeps(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tag_keep_keeps_a_run(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shown(capsys, "runs", "tag", "done", "keep")
     assert "left alone: 1 with the tag keep" in shown(capsys, "clean", "--older-than", "7d", "--all", "--yes")
     assert steps(runs / "done") == [10, 20, 30]
@@ -190,5 +194,7 @@ def test_the_tag_keep_keeps(runs: Path, capsys: pytest.CaptureFixture[str]) -> N
         (["--oldr-than", "7d"], "perhaps you meant --older-than"),
     ],
 )
-def test_slips(arguments: list[str], part: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_of_clean_give_a_hint(
+    arguments: list[str], part: str, runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert part in shown(capsys, "clean", *arguments, code=USER)

@@ -1,4 +1,4 @@
-"""The commands as a person uses them, each in its own process."""
+"""The commands, used like a user does, each in its own process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK = ["--num-samples=640", "--global-batch-size=64", "--log-frequency=1", "--
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One finished two-rank run, looked at by many tests."""
+    """One finished two-rank run, used by many tests."""
     folder = tmp_path_factory.mktemp("a folder with spaces") / "it's a run"
     answer = paceline(
         "train", *QUICK, "--processes", "2", "--output-dir", str(folder), "--metric-lines", cwd=folder.parent
@@ -32,7 +32,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_an_interrupt_inside_exec_keeps_its_exit_code(tmp_path: Path) -> None:
-    # As classes are made by dataclasses: Python itself would end by the signal, whatever main returned.
+    # Dataclasses use exec. Python itself would end by the signal, for any return value of main.
     program = """
 import paceline.launch.rank_exit, paceline.metrics.screen  # loaded later, they would hide it
 import paceline.cli.main as m
@@ -44,14 +44,14 @@ m.console_main()
     assert (answer.code, answer.err) == (130, "\ninterrupted\n")
 
 
-def test_help_is_quick_and_light(tmp_path: Path) -> None:
+def test_help_is_fast_and_imports_little(tmp_path: Path) -> None:
     def seconds_of_help() -> float:
         answer = paceline("train", "--help", cwd=tmp_path)
         assert answer.code == 0
         assert "--global-batch-size" in answer.out
         return answer.cpu_s
 
-    # CPU time, the least of several tries: a busy machine takes more. torch would take 2 s.
+    # CPU time, the lowest of several: a busy machine takes more. torch would take 2 s.
     assert min(seconds_of_help() for _ in range(5)) < 0.2
     probe = "import sys; from paceline.cli.main import main; main(['train', '--help']); print(*sys.modules)"
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
@@ -59,7 +59,7 @@ def test_help_is_quick_and_light(tmp_path: Path) -> None:
     assert not {"torch", "numpy", "yaml", "rich"} & set(modules)
 
 
-def test_first_words(tmp_path: Path) -> None:
+def test_the_first_lines_of_the_help(tmp_path: Path) -> None:
     assert "paceline train shapes-cnn" in paceline(cwd=tmp_path).out
     assert package.__version__ in paceline("--version", cwd=tmp_path).out
     assert "cifar10-vgg19" in paceline("recipes", cwd=tmp_path).out
@@ -94,7 +94,7 @@ def test_first_line_says_ranks_backend_and_devices(run_folder: Path) -> None:
     assert "cpu" in first
 
 
-def test_run_folder_holds_what_is_promised(run_folder: Path) -> None:
+def test_the_run_folder_has_the_documented_files(run_folder: Path) -> None:
     names = {path.name for path in run_folder.iterdir()}
     assert names >= {
         *("config.yaml", "environment.json", "status.json", "run.lock", "metrics.jsonl", "metrics.csv"),
@@ -121,8 +121,8 @@ def test_run_folder_holds_what_is_promised(run_folder: Path) -> None:
 COURSE_PATTERN = re.compile(r"\[METRIC\] epoch=(\d+) time=([\d\.]+) val_loss=([\d\.]+) acc=([\d\.]+) peak_mem=(\d+)MB")
 
 
-def test_metric_lines_have_the_form_scripts_know(run_folder: Path) -> None:
-    """Every line matches as a whole, with the values of the epoch."""
+def test_metric_lines_have_the_documented_form(run_folder: Path) -> None:
+    """Every line matches completely, with the values of the epoch."""
     text = (run_folder.parent / "answer.txt").read_text()
     lines = [line for line in text.splitlines() if line.startswith("[METRIC]")]
     assert len(lines) == 2
@@ -137,7 +137,7 @@ def test_metric_lines_have_the_form_scripts_know(run_folder: Path) -> None:
     assert [int(match[5]) for match in found if match] == [round(peak) for peak in peaks]
 
 
-def test_step_rows_hold_what_is_promised(run_folder: Path) -> None:
+def test_step_rows_have_the_documented_fields(run_folder: Path) -> None:
     steps = [row for row in read_rows(run_folder / "metrics.jsonl") if row["kind"] == "step"]
     wanted = {"loss", "lr", "throughput", "data_wait", "memory_mb", "memory_peak_mb", "grad_norm", "accuracy"}
     assert len(steps) == 18
@@ -191,7 +191,7 @@ def test_a_folder_with_a_run_is_not_overwritten(run_folder: Path) -> None:
     assert (run_folder / "metrics.jsonl").read_text() == before
 
 
-def test_resume_auto_goes_on_with_the_newest_run(tmp_path: Path) -> None:
+def test_resume_auto_resumes_the_newest_run(tmp_path: Path) -> None:
     first = paceline("train", *QUICK, "--processes", "1", "--max-steps", "5", cwd=tmp_path)
     assert first.code == 0, first
     again = paceline("train", *QUICK, "--processes", "1", "--resume", "auto", cwd=tmp_path)
@@ -204,7 +204,7 @@ def test_resume_auto_goes_on_with_the_newest_run(tmp_path: Path) -> None:
     assert "model_name: saved 'cnn', now 'mlp'" in changed.err
 
 
-def test_rehearsal_does_two_steps_of_everything(tmp_path: Path) -> None:
+def test_rehearsal_runs_two_steps_of_every_part(tmp_path: Path) -> None:
     answer = paceline("train", "--rehearse", "--processes", "2", "--num-samples", "640", cwd=tmp_path)
     assert answer.out.count("\nmodel ") == 1, "one header"
     assert answer.code == 0, answer
@@ -212,5 +212,5 @@ def test_rehearsal_does_two_steps_of_everything(tmp_path: Path) -> None:
     assert "resumed   at step 2" in answer.out
     (folder,) = (tmp_path / "runs").iterdir()
     assert "rehearsal" in folder.name
-    # An epoch has two steps here: the first act ends one, so its checkpoint is also the best.
+    # An epoch has two steps here: the first part ends one, so its checkpoint is also the best.
     assert {path.name for path in folder.glob("checkpoints/step-*")} == {"step-00000002", "step-00000004"}

@@ -37,7 +37,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compare(runs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Compare:
-    """The command in this process: torch is imported already."""
+    """Run the command in this process, because torch is imported already."""
     monkeypatch.chdir(runs)
 
     def call(*arguments: str | Path) -> tuple[int, str, str]:
@@ -59,7 +59,7 @@ def whole(tensors: dict[str, torch.Tensor]) -> dict[str, Piece]:
 
 
 def replace_payload(run: Path, kind: str, files: dict[str, dict[str, Piece]]) -> None:
-    """Give the checkpoint other files of one kind, and a seal that fits."""
+    """Replace the files of one kind in the checkpoint, and seal it again."""
     folder = run / "checkpoints" / STEP
     manifest = read_manifest(folder)
     (folder / f"{kind}.safetensors").unlink()
@@ -77,7 +77,7 @@ def test_the_same_command_twice_is_equal(runs: Path) -> None:
     assert answer.err == ""
 
 
-def test_another_seed_is_told_by_config_step_and_tensor(runs: Path, compare: Compare) -> None:
+def test_another_seed_is_shown_by_config_step_and_tensor(runs: Path, compare: Compare) -> None:
     code, out, _ = compare("one", "other")
     assert code == 1
     assert ["seed", "42", "43"] in [line.split() for line in out.splitlines()]
@@ -96,7 +96,7 @@ def test_each_of_many_is_compared_with_the_first(compare: Compare) -> None:
     assert ["seed", "42", "42", "43"] in [line.split() for line in out.splitlines()]
 
 
-def test_json_says_the_same(runs: Path, compare: Compare) -> None:
+def test_json_has_the_same_content(runs: Path, compare: Compare) -> None:
     code, out, _ = compare("one", "other", "twin", "--json")
     assert code == 1
     answer: dict[str, Any] = json.loads(out)
@@ -127,7 +127,7 @@ def test_the_one_tensor_that_differs_is_named(
 
 
 @pytest.mark.parametrize("value", [-0.0, float("nan")])
-def test_bits_count_and_not_values(runs: Path, compare: Compare, tmp_path: Path, value: float) -> None:
+def test_bits_are_compared_and_not_values(runs: Path, compare: Compare, tmp_path: Path, value: float) -> None:
     for name, number in (("left", 0.0), ("right", value)):
         shutil.copytree(runs / "one", tmp_path / name, symlinks=True)
         tensors = tensors_of(tmp_path / name, "model")
@@ -140,7 +140,7 @@ def test_bits_count_and_not_values(runs: Path, compare: Compare, tmp_path: Path,
     assert compare(tmp_path / "left", tmp_path / "right", "--json")[0] == 1
 
 
-def test_slices_compare_with_whole_tensors(runs: Path, compare: Compare, tmp_path: Path) -> None:
+def test_slices_are_compared_with_complete_tensors(runs: Path, compare: Compare, tmp_path: Path) -> None:
     shutil.copytree(runs / "twin", tmp_path / "sharded", symlinks=True)
     halves: list[dict[str, Piece]] = [{}, {}]
     for name, value in tensors_of(tmp_path / "sharded", "model").items():
@@ -154,7 +154,7 @@ def test_slices_compare_with_whole_tensors(runs: Path, compare: Compare, tmp_pat
     assert code == 0, out
 
 
-def test_a_run_that_has_not_finished_is_not_equal(runs: Path, compare: Compare, tmp_path: Path) -> None:
+def test_an_unfinished_run_is_not_equal(runs: Path, compare: Compare, tmp_path: Path) -> None:
     shutil.copytree(runs / "twin", tmp_path / "stopped", symlinks=True)
     status = {"status": "failed", "reason": "interrupted by the user"}
     (tmp_path / "stopped" / "status.json").write_text(json.dumps(status))
@@ -183,10 +183,10 @@ def test_a_damaged_checkpoint_is_not_compared(runs: Path, compare: Compare, tmp_
     code, _, err = compare("one", tmp_path / "damaged")
     assert code == 4
     assert "the checkpoint is damaged" in err
-    assert (tmp_path / "damaged" / "checkpoints" / STEP).is_dir()  # looked at, not moved
+    assert (tmp_path / "damaged" / "checkpoints" / STEP).is_dir()  # read, not set aside
 
 
-def test_losses_are_compared_where_intervals_agree() -> None:
+def test_losses_are_compared_at_common_steps() -> None:
     often = [{"kind": "step", "step": step, "loss": float(step)} for step in (1, 2, 3, 4)]
     seldom = [{"kind": "step", "step": 2, "loss": 1.5}, {"kind": "step", "step": 3, "loss": 3.0}]
     assert set(logged_losses(often)) & set(logged_losses(seldom)) == {(2, 3)}

@@ -1,4 +1,4 @@
-"""Shell completion: which words are offered. The scripts in real shells: tests/cli/test_shells.py."""
+"""Shell completion: the suggested words. The scripts in real shells: tests/cli/test_shells.py."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_every_flag_of_the_schema_completes(home: Path) -> None:
     assert {spec.flag for spec in field_table().values()} <= set(complete(["train", "--"]))
 
 
-def test_no_torch_and_no_words_of_trouble(home: Path) -> None:
+def test_completion_imports_no_torch_and_prints_no_errors(home: Path) -> None:
     ask = "main(['completion', '--words', 'train', '--'])"
     probe = f"import sys; from paceline.cli.main import main; {ask}; print(*sys.modules)"
     assert "torch" not in command(sys.executable, "-c", probe, cwd=home).out.splitlines()[-1].split()

@@ -1,4 +1,4 @@
-"""`paceline data`: a packing that is killed goes on, mistakes get one screen, damage is named."""
+"""`paceline data`: a killed packing continues, mistakes give one screen, damage is named."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed without a disturbance."""
+    """Packed without an interruption."""
     cwd = tmp_path_factory.mktemp("whole")
     (cwd / "pictures").symlink_to(home / "pictures")
     answer = paceline(*PACK, cwd=cwd)
@@ -56,13 +56,13 @@ def assert_one_screen(answer: Answer, code: int, *parts: str) -> None:
         assert part in answer.err, answer.err
 
 
-def test_a_killed_packing_leaves_nobody_behind_and_goes_on_to_the_same_bytes(
+def test_a_killed_packing_leaves_no_process_and_continues_to_the_same_bytes(
     home: Path, whole: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "pictures").symlink_to(home / "pictures")
     with started(*PACK, cwd=tmp_path) as packing:
         packing.wait_for("packed ")
-        # With the second shard in place, the first is listed; others are still to be made.
+        # When the second shard exists, the first is listed, and others are not made yet.
         while len(list((tmp_path / "packed").glob("*.u8"))) < 2:
             assert packing.process.poll() is None
         os.kill(packing.process.pid, signal.SIGKILL)
@@ -133,7 +133,7 @@ def test_mistakes(
 
 
 def small_set(root: Path) -> Path:
-    """Three parts of two classes; every picture differs."""
+    """Three splits of two classes. Every picture differs."""
     random = np.random.default_rng(0)
     for part, count in (("train", 8), ("val", 2), ("test", 2)):
         for name in ("ant", "bee"):
@@ -156,7 +156,7 @@ def check(folder: Path, capsys: pytest.CaptureFixture[str], code: int = 0) -> tu
     return lines, said.err
 
 
-def test_check_says_which_folder_is_what_and_lists_all_that_is_skipped_or_suspicious(
+def test_check_names_the_splits_and_lists_skipped_and_suspicious_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = small_set(tmp_path / "pictures")
@@ -200,7 +200,7 @@ def test_check_of_a_folder_with_an_unreadable_picture_ends_with_exit_code_3_afte
 def test_a_split_of_data_with_a_validation_set_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    """A split in a recipe is for other data, and is not used."""
+    """The split in a recipe is for other data and is not used."""
     from paceline.cli.main import main
 
     folder, flags = small_set(tmp_path / "pictures"), ["shapes-cnn", "--dataset=folder", "--image-size=8"]
@@ -224,7 +224,7 @@ def test_a_split_of_data_with_a_validation_set_is_refused(
     assert_one_screen(answer, USER, "flag --train-split")
 
 
-def test_known_sets_are_looked_for_but_not_downloaded_by_check(
+def test_check_looks_for_named_sets_but_does_not_download_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from paceline.cli.main import main

@@ -29,7 +29,7 @@ def sections(page: Path) -> list[str]:
     return re.findall(r'<section id="([^"]+)"', text)
 
 
-def test_a_page_of_a_built_in_set_has_an_input_per_epoch_and_is_the_same_again(tmp_path: Path) -> None:
+def test_a_page_of_a_built_in_set_has_an_input_per_epoch_and_is_reproducible(tmp_path: Path) -> None:
     flags = ("--mixup-alpha=0.5", "--policy=randaugment", "--at-epochs=0,2,4", "--samples=3")
     first, second = (paceline(*SHAPES, *flags, f"--html={name}.html", cwd=tmp_path) for name in ("a", "b"))
     assert (first.code, second.code) == (0, 0), first
@@ -40,7 +40,7 @@ def test_a_page_of_a_built_in_set_has_an_input_per_epoch_and_is_the_same_again(t
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_function_of_the_user_with_pictures_that_are_not_square(tmp_path: Path) -> None:
+def test_a_users_function_with_rectangular_pictures(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     flags = ("--dataset=mine.py:load", "--augment=resized-crop", "--image-size=16", "--global-batch-size=16")
     answer = paceline("data", "look", "shapes-cnn", *flags, cwd=tmp_path)
@@ -56,7 +56,7 @@ def test_vectors_have_no_pictures(tmp_path: Path) -> None:
     assert "data:image/png" not in (tmp_path / "data.html").read_text()
 
 
-def test_a_folder_lists_what_cannot_be_read_and_escapes_names(tmp_path: Path) -> None:
+def test_a_folder_lists_unreadable_files_and_escapes_names(tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for part in ("train", "test"):
         for name in ("ant", "<b>bee"):
@@ -85,7 +85,7 @@ def test_a_folder_lists_what_cannot_be_read_and_escapes_names(tmp_path: Path) ->
         (("--global-batch-size=100000",), "larger than the training set"),
     ],
 )
-def test_a_mistake_gets_one_screen_and_no_page(tmp_path: Path, flags: tuple[str, ...], part: str) -> None:
+def test_a_mistake_gives_one_screen_and_no_page(tmp_path: Path, flags: tuple[str, ...], part: str) -> None:
     answer = paceline(*SHAPES, *flags, cwd=tmp_path)
     assert answer.code == 2, answer
     assert answer.err.startswith("error: ")

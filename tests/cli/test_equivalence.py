@@ -1,4 +1,4 @@
-"""`paceline equivalence`: the promise of one answer, proved on the spot - or refuted."""
+"""`paceline equivalence` checks that the result does not depend on the number of ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "answer.txt").write_text(answer.out)
     assert answer.code == 0, answer
     assert answer.err == ""
-    assert PER_RANK not in answer.out  # lanes are a part of the run
+    assert PER_RANK not in answer.out  # lanes are part of the run
     return folder
 
 
@@ -64,16 +64,16 @@ def test_compare_agrees(exact: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["compare", *map(str, runs_of(exact))]) == 0
     out = capsys.readouterr().out
     assert out.count("are equal: final weights and optimizer") == 2
-    assert ["lanes"] not in [line.split()[:1] for line in out.splitlines()]  # all runs were given the same
+    assert ["lanes"] not in [line.split()[:1] for line in out.splitlines()]  # all runs had the same settings
 
 
-def test_exact_asks_for_the_hashes_and_not_only_the_losses() -> None:
+def test_exact_compares_the_hashes_and_not_only_the_losses() -> None:
     outcome = Outcome(2, {}, [], loss_difference=0.0, same_hashes=False)
     studies = [Study([1, 2], 0.0, is_exact, False, False, {}, {}) for is_exact in (True, False)]
     assert [study.accepts(outcome) for study in studies] == [False, True]
 
 
-def test_batchnorm_without_exact_differs_and_says_why(tmp_path: Path) -> None:
+def test_batchnorm_without_exact_differs_and_the_reason_is_given(tmp_path: Path) -> None:
     flags = [*BATCHNORM, "--world-sizes", "1,2", "--output-dir", "study"]
     answer = paceline("equivalence", "shapes-cnn", *flags, cwd=tmp_path, PYTHONPATH=TESTS)
     assert answer.code == 1, answer
@@ -94,7 +94,7 @@ def test_without_exact_a_plain_model_agrees_within_the_tolerance(tmp_path: Path)
 
 
 def test_the_recipe_with_dropout_is_equivalent(tmp_path: Path) -> None:
-    """Dropout of our models is drawn per sample: one answer without --exact."""
+    """Dropout of our models is drawn per sample: the same result without --exact."""
     flags = ["synthetic-mlp", "--num-samples=1280", "--max-steps=5", "--world-sizes=1,2,4", "--output-dir=study"]
     answer = paceline("equivalence", *flags, cwd=tmp_path)
     assert answer.code == 0, answer
@@ -120,7 +120,7 @@ def test_a_failed_run_ends_the_study_with_its_error_and_code(tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "study").iterdir()] == ["world-1"]
 
 
-def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_current_run(tmp_path: Path) -> None:
     flags = ["--num-samples=640", "--global-batch-size=64", "--epochs=500", "--max-steps=4000", "--output-dir=study"]
     arguments = [sys.executable, "-m", "paceline", "equivalence", "--world-sizes", "2,1", *flags]
     pipe = subprocess.PIPE
@@ -128,13 +128,13 @@ def test_interrupt_ends_the_run_under_way(tmp_path: Path) -> None:
         arguments, cwd=tmp_path, env=environment(), text=True, start_new_session=True, stdout=pipe, stderr=pipe
     ) as process:
         metrics = tmp_path / "study" / "world-2" / "metrics.jsonl"
-        while not (metrics.exists() and metrics.stat().st_size):  # until the first step is taken
+        while not (metrics.exists() and metrics.stat().st_size):  # until the first step
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        os.killpg(process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        os.killpg(process.pid, signal.SIGINT)  # like a terminal on Ctrl-C
         _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "interrupted" in errors, errors  # whoever was first to notice
+    assert "interrupted" in errors, errors  # the first process that handled it
     seconds_until_empty(tmp_path, limit_s=20)
 
 
@@ -161,7 +161,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_starts_nothing(
+def test_wrong_input_starts_no_bench(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -181,7 +181,9 @@ def test_a_folder_with_a_run_is_not_used_again(exact: Path, capsys: pytest.Captu
     assert "already holds a run" in capsys.readouterr().err
 
 
-def test_under_a_launcher_it_refuses(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equivalence_is_refused_under_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "1" if name == "WORLD_SIZE" else "0")
     assert main(["equivalence", "shapes-cnn"]) == 2

@@ -1,4 +1,4 @@
-"""`paceline evaluate`: of a run, of a checkpoint of it that is named, and of a checkpoint folder without its run."""
+"""`paceline evaluate` of a run, of one of its checkpoints, and of a checkpoint folder without its run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Evaluate = Callable[..., tuple[str, dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three epochs on two ranks, with all its checkpoints, which names a function of the user."""
+    """A run of three epochs on two ranks, with all its checkpoints, which uses a user's function."""
     home = tmp_path_factory.mktemp("evaluate")
     (home / "own.py").write_text(OWN_LOSS)
     flags = [*FLAGS, "--loss=own.py:own", "--processes=2", "--output-dir=run"]
@@ -46,13 +46,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def evaluate(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Evaluate:
-    """The command in this process: what it printed, and what it wrote into the run folder."""
+    """Run the command in this process. Returns its output, and the files that it wrote into the run folder."""
     monkeypatch.chdir(home)
     written = home / "run" / "evaluation.json"
 
     def run(*arguments: str) -> tuple[str, dict[str, Any]]:
         written.unlink(missing_ok=True)
-        given = [argument for argument in arguments if argument != TRUST_FLAG]  # the whole command takes this flag
+        given = [argument for argument in arguments if argument != TRUST_FLAG]  # every command accepts this flag
         with trusting_code(TRUST_FLAG in arguments):
             assert run_verb("evaluate", [*given, "--device=cpu"]) == 0
         return capsys.readouterr().out, json.loads(written.read_text()) if written.exists() else {}
@@ -60,8 +60,8 @@ def evaluate(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     return run
 
 
-def test_without_a_name_it_is_the_best_and_says_so(home: Path) -> None:
-    """The run's own test accuracy, from the best checkpoint, whose step and folder are named."""
+def test_without_a_name_the_best_checkpoint_is_evaluated(home: Path) -> None:
+    """The run's own test accuracy, from the best checkpoint. Its step and folder are named."""
     answer = paceline("evaluate", "run", "--checkpoint", "best", "--device=cpu", cwd=home)
     assert answer.code == 0, answer
     found, results = json.loads((home / "run" / "evaluation.json").read_text()), read_results(home / "run")
@@ -70,10 +70,8 @@ def test_without_a_name_it_is_the_best_and_says_so(home: Path) -> None:
     assert (found["step"], found["checkpoint"]) == (best, f"step-{best:08}")
 
 
-def test_a_step_or_the_latest_can_be_named_and_a_folder_gives_the_same(
-    home: Path, evaluate: Evaluate, tmp_path: Path
-) -> None:
-    """By step, as a folder in its run, and as a folder copied elsewhere: the same answer, to the last bit."""
+def test_a_step_the_latest_or_a_folder_can_be_named(home: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+    """By step, as a folder in its run, and as a folder copied elsewhere: the same result, bit for bit."""
     assert evaluate("run", "--checkpoint=best")[1] == evaluate("run")[1]
     for name, step in [("8", 8), ("latest", 24)]:
         _, by_name = evaluate("run", f"--checkpoint={name}")
@@ -104,17 +102,19 @@ def by_line(found: dict[str, Any]) -> str:
         (["run/checkpoints"], "not a run folder"),
     ],
 )
-def test_a_checkpoint_that_does_not_exist_is_a_mistake(arguments: list[str], allowed: str, evaluate: Evaluate) -> None:
-    """Exit code 2, with the checkpoints that there are."""
+def test_a_checkpoint_that_does_not_exist_is_a_user_error(
+    arguments: list[str], allowed: str, evaluate: Evaluate
+) -> None:
+    """Exit code 2, with the existing checkpoints."""
     with pytest.raises(UserError) as raised:
         evaluate(*arguments)
     assert allowed in raised.value.screen()
 
 
-def test_a_checkpoint_alone_executes_no_code_of_others(
+def test_code_of_a_checkpoint_of_another_user_is_not_executed(
     home: Path, evaluate: Evaluate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SECURITY.md: a folder from elsewhere holds functions; without --trust-code they are not executed."""
+    """SECURITY.md: a folder from another user has functions. Without --trust-code they are not executed."""
     alone = shutil.copytree(home / "run" / "checkpoints" / "step-00000008", tmp_path / "alone")
     marked = tmp_path / "executed"
 
@@ -132,7 +132,7 @@ def test_a_checkpoint_alone_executes_no_code_of_others(
     assert marked.exists()
 
 
-def test_a_damaged_checkpoint_alone_is_refused(home: Path, evaluate: Evaluate, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_without_its_run_is_refused(home: Path, evaluate: Evaluate, tmp_path: Path) -> None:
     """Exit code 4: every bit is verified before it is used."""
     shutil.copytree(home / "run" / "checkpoints" / "step-00000008", tmp_path / "checkpoints" / "step-00000008")
     flip_a_bit(tmp_path / "checkpoints")
@@ -140,8 +140,8 @@ def test_a_damaged_checkpoint_alone_is_refused(home: Path, evaluate: Evaluate, t
         evaluate(str(tmp_path / "checkpoints" / "step-00000008"), "--trust-code")
 
 
-def test_each_rank_is_recorded_with_its_own_part_of_an_epoch(home: Path) -> None:
-    """The ranks' samples, losses and correct answers add up to the epoch's; each rank's log has a line."""
+def test_each_rank_records_its_own_part_of_an_epoch(home: Path) -> None:
+    """The ranks' samples, losses and correct predictions add up to the epoch's. Each rank's log has a line."""
     rows = [row for row in read_rows(home / "run" / "metrics.jsonl") if row.get("phase") == "train"]
     assert len(rows) == 3
     for row in rows:

@@ -1,4 +1,4 @@
-"""A run's best weights for other programs: each format loads without us and gives the run's logits."""
+"""A run's best weights for other programs: each format loads without Paceline and gives the run's logits."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from paceline.settings.declare import fields_of
 from paceline.training.export import FORMATS, PREPARE_IMAGE, Loaded, describe_preprocessing, export_run
 from paceline.training.reuse import OpenRun, open_run, predict_pictures
 
-# One thread, here as there: threads are part of what makes logits equal to the bit.
+# One thread in both processes: logits are bit-equal only with the same number of threads.
 QUICK = ["--num-samples=640", "--global-batch-size=64", "--epochs=2", "--processes=1", "--omp-num-threads=1"]
 WITHOUT_EXTRAS = ("safetensors", "torchscript", "torch.export")
 FILES = {"card.md", "labels.json", "labels.txt", "preprocessing.json"}
-# What a stranger writes: plain torch, and no paceline to be found.
+# A program of another user: plain torch, without paceline.
 RELOAD = """
 import sys
 sys.modules["paceline"] = None
@@ -68,7 +68,7 @@ with torch.no_grad():
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with a moving average, under a name as paceline gives it."""
+    """A finished run with a moving average, with a default name."""
     folder = tmp_path_factory.mktemp("exporting") / "shapes-cnn-20260102-030405"
     flags = ["--ema-decay=0.5", "--track", "--output-dir", str(folder)]
     answer = paceline("train", *QUICK, *flags, cwd=folder.parent)
@@ -78,7 +78,7 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exports(run_folder: Path) -> dict[str, Answer]:
-    """The run in every format that needs no extra: one as a person does it, the others in this process, for speed.
+    """The run in every format without an extra: one by the command, the others in this process, for speed.
 
     A Python warning would end any of them.
     """
@@ -110,7 +110,7 @@ def snippet_of(folder: Path) -> str:
 
 
 def assert_snippet_labels_as_we_do(folder: Path, picture: Path, opened: OpenRun, monkeypatch: Any, capsys: Any) -> None:
-    """The card's code, run in a copy of the export with a picture beside it."""
+    """Run the card's code in a copy of the export, with a picture next to it."""
     copy = shutil.copytree(folder, picture.parent / "export")
     shutil.copy(picture, copy)
     monkeypatch.chdir(copy)
@@ -132,7 +132,7 @@ def test_verdict_and_files(exports: dict[str, Answer], run_folder: Path, name: s
     assert {path.name for path in folder.iterdir()} == {*FILES, FORMATS[name].file}
     assert (folder / "labels.txt").read_text().splitlines() == list(CLASSES)
     assert json.loads((folder / "labels.json").read_text()) == {str(i): c for i, c in enumerate(CLASSES)}
-    assert not list(run_folder.glob(".*"))  # the temporary folder is gone
+    assert not list(run_folder.glob(".*"))  # the temporary folder is removed
 
 
 def test_models_load_without_paceline_and_agree(
@@ -153,7 +153,7 @@ def test_models_load_without_paceline_and_agree(
     for name, theirs in answers.items():
         assert torch.allclose(theirs[0], ours[0], rtol=0, atol=1e-6), name
         assert torch.allclose(theirs[1], ours[1], rtol=0, atol=1e-6), name
-        assert torch.equal(theirs[0], answers["safetensors"][0]), name  # to the bit among themselves
+        assert torch.equal(theirs[0], answers["safetensors"][0]), name  # bit-equal to each other
         assert theirs[0].dtype == torch.float32
 
 
@@ -172,7 +172,7 @@ def test_code_of_the_card_runs(
     assert_snippet_labels_as_we_do(run_folder / f"export-{name}", picture, opened, monkeypatch, capsys)
 
 
-def test_card_tells_what_is_known(exports: dict[str, Answer], run_folder: Path) -> None:
+def test_the_card_has_all_known_facts(exports: dict[str, Answer], run_folder: Path) -> None:
     assert exports["safetensors"].code == 0, exports["safetensors"]
     folder = run_folder / "export-safetensors"
     card = (folder / "card.md").read_text()
@@ -204,7 +204,7 @@ def _age_results(run: Path) -> None:
 
 
 def _forge_results(run: Path) -> None:
-    """What another person may have written: other types, missing parts, deep nesting."""
+    """Content that another user may have written: other types, missing parts, deep nesting."""
     results = read_results(run)
     results["test"]["confusion_matrix"] = [[1]]
     (run / "results.json").write_text(json.dumps(results))
@@ -213,7 +213,7 @@ def _forge_results(run: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [_remove_results, _age_results, _forge_results])
-def test_card_says_what_is_missing(run_folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_the_card_names_missing_facts(run_folder: Path, tmp_path: Path, damage: Callable[[Path], None]) -> None:
     unfinished = tmp_path / "unfinished"
     shutil.copytree(run_folder, unfinished, symlinks=True)
     damage(unfinished)
@@ -238,7 +238,7 @@ PIPELINES: dict[str, Any] = {
 
 @pytest.mark.parametrize("case", PIPELINES)
 def test_preprocessing_is_complete(case: str, picture: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code that knows preprocessing.json alone makes the inputs of our own evaluation."""
+    """Code that reads only preprocessing.json makes the inputs of our own evaluation."""
     plain = Pipeline("none", 0, (3, 32, 32), 224, False, 0, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))
     pipeline = replace(plain, **PIPELINES[case])
     described = describe_preprocessing(pipeline)
@@ -256,7 +256,7 @@ def test_preprocessing_is_complete(case: str, picture: Path, monkeypatch: pytest
     assert ((names["inputs"] > low - 1e-4) & (names["inputs"] < high + 1e-4)).all()
 
 
-def test_vectors_are_passed_on() -> None:
+def test_vectors_are_not_changed() -> None:
     described = describe_preprocessing(Pipeline("none", 0, (784,), 224, False, 0, (), ()))
     assert (described["kind"], described["input_shape"], described["layout"]) == ("vector", [784], "NC")
 
@@ -290,7 +290,7 @@ def test_checks_need_no_torch(tmp_path: Path) -> None:
     assert set(fields_of(Export)["format"].choices) == set(FORMATS)
 
 
-def test_nothing_is_replaced_unasked(
+def test_nothing_is_replaced_without_a_flag(
     exports: dict[str, Answer], run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert exports["safetensors"].code == 0
@@ -307,7 +307,9 @@ def test_nothing_is_replaced_unasked(
     assert {path.name for path in tmp_path.iterdir()} == {"keep.txt", "old"}
 
 
-def test_a_file_that_disagrees_is_not_kept(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_with_other_logits_is_not_kept(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def forget(model: Any, blank: Any, example: Any, file: Path) -> Any:
         file.write_bytes(b"")
         return Loaded(blank)
@@ -318,7 +320,7 @@ def test_a_file_that_disagrees_is_not_kept(run_folder: Path, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_onnx_says_what_to_install(
+def test_onnx_names_the_packages_to_install(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "onnx", None)
@@ -326,7 +328,7 @@ def test_onnx_says_what_to_install(
     assert "pip install 'paceline[onnx]'" in capsys.readouterr().err
 
 
-def test_onnx_agrees(
+def test_onnx_has_the_same_logits(
     run_folder: Path,
     opened: OpenRun,
     picture: Path,
@@ -363,7 +365,7 @@ def test_onnx_by_the_older_exporter_has_a_note(
         assert note in text
 
 
-def test_onnx_without_its_runtime_is_checked_less_and_says_so(
+def test_onnx_without_its_runtime_is_checked_less_with_a_note(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     need_packages("onnx")

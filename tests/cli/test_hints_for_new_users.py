@@ -1,4 +1,4 @@
-"""What a new user types first: every mistake gets a hint that can be pasted, and a note says what was decided."""
+"""First commands of new users: every mistake gives a hint that can be pasted, and a note names each decision."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ def test_names_of_other_trainers(flag: str, meant: str) -> None:
         (["predict", "new", "pictures"], "paceline predict new pictures/*.png"),
     ],
 )
-def test_commands_that_were_meant(words: list[str], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_with_another_name_are_suggested(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(Path("runs/new"))
     (Path("runs/new") / "config.yaml").touch()
     Path("pictures").mkdir()
@@ -87,7 +89,7 @@ def test_commands_that_were_meant(words: list[str], meant: str, capsys: pytest.C
     assert meant in screen(capsys, *words)
 
 
-def test_a_search_that_finds_nothing_is_no_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_search_without_a_match_is_no_error(capsys: pytest.CaptureFixture[str]) -> None:
     make_run(Path("runs/new"))
     assert screen(capsys, "runs", "cifar10", "vgg", code=0) == ""
 
@@ -128,7 +130,7 @@ def test_fewer_ranks_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         assert explain_fewer_ranks(load_config("shapes-cnn", flags)) is None
 
 
-def test_a_data_folder_that_is_not_read() -> None:
+def test_a_data_folder_that_is_not_used() -> None:
     assert explain_unused_data(load_config("shapes-cnn", ["--data-dir=pictures"])) is not None
     for recipe, flags in (("shapes-cnn", []), ("cifar10-cnn", ["--data-dir=data"])):
         assert explain_unused_data(load_config(recipe, flags)) is None

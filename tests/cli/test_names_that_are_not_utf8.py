@@ -1,4 +1,4 @@
-"""Names that are not UTF-8 end with one screen, or work; never with a traceback."""
+"""Names that are not UTF-8 give one screen, or work. They never give a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paceline.data.pack_format import read_finished
 from paceline.data.picture_folder import find_pictures
 from paceline.errors import EXIT_USER, UserError
 
-BAD = "caf\udce9"  # the bytes of "café" in Latin-1, as Python holds them
+BAD = "caf\udce9"  # the bytes of "café" in Latin-1, as Python stores them
 FLAGS = ["--dataset=folder", "--image-size=32", "--augment=none", "--epochs=1", "--num-workers=0", "--processes=1"]
 FLAGS += ["--global-batch-size=4", "--track"]
 
@@ -42,7 +42,7 @@ def one_screen(answer: Answer, name: str = "caf\\xe9") -> None:
 
 @pytest.mark.parametrize("name", [BAD, "a\nb", "a\x1b[31mb", "a\u202eb"], ids=ascii)
 def test_a_class_folder_with_such_a_name_is_refused(tmp_path: Path, name: str) -> None:
-    """Class names go into JSON, tables and pages: a broken one is named, escaped, and refused."""
+    """JSON, tables and pages contain class names. An invalid one is named, escaped, and refused."""
     pictures(tmp_path / "data", ("cat", name))
     with pytest.raises(UserError) as refused:
         find_pictures(tmp_path / "data")
@@ -53,14 +53,14 @@ TRAIN = ["train", "shapes-cnn", *FLAGS, "--data-dir=data"]
 
 
 @pytest.mark.parametrize("verb", [TRAIN, ["data", "pack", "data", "packed"]], ids=["train", "pack"])
-def test_commands_refuse_it_with_one_screen(tmp_path: Path, verb: list[str]) -> None:
+def test_commands_refuse_such_a_name_with_one_screen(tmp_path: Path, verb: list[str]) -> None:
     """Exit code 2, not 70."""
     pictures(tmp_path / "data", ("cat", BAD))
     one_screen(paceline(*verb, cwd=tmp_path))
 
 
 def test_pictures_with_such_names_are_read(tmp_path: Path) -> None:
-    """A file's name decides its half and its order only: any bytes will do, also in one folder and in a pack."""
+    """A file's name only sets its split and its order. Any bytes are valid, also in one folder and in a pack."""
     (tmp_path / "data").mkdir()
     draw = np.random.default_rng(0)
     for label in ("cat", "dog"):
@@ -82,7 +82,7 @@ def test_pictures_with_such_names_are_read(tmp_path: Path) -> None:
 
 
 def test_a_run_in_a_folder_with_such_a_name(tmp_path: Path) -> None:
-    """The working directory may have any name; what a run writes can be read."""
+    """The working directory may have any name. The files of a run are readable."""
     home = tmp_path / BAD
     home.mkdir()
     (home / "own.py").write_text("def loss(logits, labels):\n    return logits.logsumexp(1) - logits[:, 0]\n")
@@ -99,7 +99,7 @@ def test_a_run_in_a_folder_with_such_a_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("flag", ["--data-dir", "--output-dir", "--resume", "--loss", "--weights", "--init-from"])
 def test_flags_with_such_names_are_refused(tmp_path: Path, flag: str) -> None:
-    """They would be written to config.yaml, which is UTF-8."""
+    """config.yaml, which is UTF-8, would contain them."""
     one_screen(paceline("train", "shapes-cnn", f"{flag}={BAD}", cwd=tmp_path))
 
 

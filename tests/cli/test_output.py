@@ -1,4 +1,4 @@
-"""`paceline train --json` for programs: rows on standard output, the story on standard error."""
+"""`paceline train --json` for programs: rows on standard output, messages on standard error."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = [
 ]
 
 
-def test_json_says_rows_and_a_failure_is_one(tmp_path: Path) -> None:
+def test_json_prints_rows_including_a_failure(tmp_path: Path) -> None:
     answer = paceline("train", *QUICK, "--json", "--output-dir=run", cwd=tmp_path)
     assert answer.code == 0, answer
     first, second, result = map(json.loads, answer.out.splitlines())

@@ -1,4 +1,4 @@
-"""`paceline train --resume` with other data, as a person meets it."""
+"""`paceline train --resume` with other data, with the command."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TESTS = str(Path(__file__).parents[1])
 
 
 def test_other_data_ends_with_exit_code_4_and_the_flag_accepts_it_once(tmp_path: Path) -> None:
-    """On another number of ranks too. config.yaml does not keep the flag, the checkpoint keeps what was accepted."""
+    """Also on another number of ranks. config.yaml does not keep the flag. The checkpoint records the accepted data."""
     first = paceline(*RUN, "--processes=1", "--max-steps=4", cwd=tmp_path, PYTHONPATH=TESTS)
     assert first.code == 0, first
     (tmp_path / "variant.json").write_text('{"front": 32}')
@@ -29,4 +29,4 @@ def test_other_data_ends_with_exit_code_4_and_the_flag_accepts_it_once(tmp_path:
     assert said["split"] == "keys"
     assert "accept_new_data: true" not in (tmp_path / "run" / "config.yaml").read_text()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert results["steps"] == (352 - 32) // 32  # every new sample is trained on: 320 of 352
+    assert results["steps"] == (352 - 32) // 32  # the run trains on every new sample: 320 of 352

@@ -1,4 +1,4 @@
-"""`paceline runs`: the table, filters, tags and notes; and what --quiet and --json leave of `paceline train`."""
+"""`paceline runs`: the table, filters, tags and notes. `paceline train` with --quiet and --json."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ QUICK = [
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Four runs: the newest is running elsewhere, the oldest was lost."""
+    """Four runs: the newest is running on another machine, the oldest was lost."""
     monkeypatch.chdir(tmp_path)
     runs = tmp_path / "runs"
     make_run(runs / "a-finished", accuracies=(0.5, 0.875), step=840, test_accuracy=0.8125, age_s=300)
@@ -73,21 +73,21 @@ def test_filters_and_orders(
     assert names(shown(capsys, "runs", *arguments)) == wanted
 
 
-def test_json_has_all_of_it(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_fields(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = json.loads(shown(capsys, "runs", "--json"))
     assert [row["state"] for row in rows] == ["running", "failed", "finished", "lost"]
     assert rows[2]["test_accuracy"] == 0.8125
     assert rows[0]["owner"].startswith("another-machine pid ")
 
 
-def test_other_folders_and_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_folders_and_missing_ones(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "empty").mkdir()
     assert "no runs in empty; paceline train shapes-cnn" in shown(capsys, "runs", "--in", "empty")
     assert names(shown(capsys, "runs", "--in", "."))[0] == "runs/c-running"
     assert "(4 searched)" in shown(capsys, "runs", "nothing like it")
 
 
-def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tags_and_notes_are_shown_in_every_command(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "#baseline  #keep" in shown(capsys, "runs", "tag", "a-fin", "baseline", "keep", "baseline")
     shown(capsys, "runs", "note", "runs/a-finished", "the first", "that learns")
     assert "#baseline  #keep  the first that learns" in shown(capsys, "runs", "--tag", "keep")
@@ -115,7 +115,7 @@ def test_tags_and_notes_are_shown_everywhere(home: Path, capsys: pytest.CaptureF
         (["untag", "a-finished", "baselin"], ["no tag 'baselin'", "perhaps you meant baseline"]),
     ],
 )
-def test_slips_get_a_suggestion(
+def test_typing_errors_get_a_suggestion(
     arguments: list[str], parts: list[str], home: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown(capsys, "runs", "tag", "a-finished", "baseline")
@@ -151,7 +151,7 @@ def test_a_run_is_watched_by_its_fake_jobs_id_or_name(
     assert "not a run folder" in shown(capsys, "watch", "4712", code=USER)
 
 
-def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:
+def test_a_thousand_runs_are_listed_quickly(tmp_path: Path) -> None:
     states = ("finished", "failed", "preempted", "running")
     made = [make_run(tmp_path / "made" / state, state, accuracies=(0.5,) * 20, step=7) for state in states]
     hold(made[-1], dead_owner())
@@ -163,17 +163,17 @@ def test_a_thousand_runs_list_in_a_moment(tmp_path: Path) -> None:
         assert len(answer.out.splitlines()) == 1001
         return answer.cpu_s
 
-    # With the command's start.
+    # Including the start of the command.
     assert min(seconds() for _ in range(3)) < 1.0
     probe = "import sys; from paceline.cli.main import main; main(['runs', '--limit=1']); print(*sys.modules)"
     modules = command(sys.executable, "-c", probe, cwd=tmp_path).out.splitlines()[-1].split()
     assert not {"torch", "numpy", "yaml"} & set(modules)
 
 
-# --- What `paceline train` says, and where ----------------------------------------------------------------------------
+# --- The output of `paceline train` -----------------------------------------------------------------------------------
 
 
-def test_quiet_says_warnings_and_one_line(tmp_path: Path) -> None:
+def test_quiet_prints_warnings_and_one_line(tmp_path: Path) -> None:
     flags = ["--quiet", "--output-dir=run", "--inject", "nan step=4", "--skip-nonfinite", "1"]
     answer = paceline("train", *QUICK, *flags, cwd=tmp_path)
     assert answer.code == 0, answer
@@ -187,14 +187,14 @@ def test_quiet_says_warnings_and_one_line(tmp_path: Path) -> None:
     assert (entry["recipe"], entry["state"], entry["step"]) == ("shapes-cnn", "finished", 18)
 
 
-def test_a_name_the_terminal_cannot_spell_ends_nothing(tmp_path: Path) -> None:
+def test_a_name_that_the_terminal_cannot_encode_is_no_error(tmp_path: Path) -> None:
     make_run(tmp_path / "runs" / "größe")
     answer = paceline("runs", cwd=tmp_path, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert answer.code == 0, answer
     assert "gr\\xf6\\xdfe" in answer.out
 
 
-def test_first_words_are_few(tmp_path: Path) -> None:
+def test_the_header_is_short(tmp_path: Path) -> None:
     lines = paceline(cwd=tmp_path).out.splitlines()
     assert len(lines) <= 8
     assert "paceline train shapes-cnn" in lines[2]
@@ -211,15 +211,15 @@ def test_first_words_are_few(tmp_path: Path) -> None:
         (30, {"recipe", "restarts", "img/s", "tags", "age", "progress"}),
     ],
 )
-def test_columns_go_one_by_one_in_a_narrow_window(room: int, gone: set[str]) -> None:
+def test_columns_are_dropped_one_by_one_in_a_narrow_window(room: int, gone: set[str]) -> None:
     widths = {"name": 28, "recipe": 11, "status": 9, "progress": 11, "best": 7, "img/s": 6, "restarts": 8, "age": 6}
     fitted = fit_columns({**widths, "tags": 60}, room)
     assert list(fitted) == [name for name in (*widths, "tags") if name not in gone]
     assert sum(fitted.values()) + 2 * (len(fitted) - 1) <= room
 
 
-def test_a_beginning_of_several_names_says_which(tmp_path: Path) -> None:
-    """Exit code 2, with the names that match; a longer beginning finds the run."""
+def test_an_ambiguous_prefix_lists_the_matching_names(tmp_path: Path) -> None:
+    """Exit code 2, with the matching names. A longer prefix finds the run."""
     for name in ("ab-1", "ab-2", "b-1"):
         (tmp_path / "runs" / name).mkdir(parents=True)
         (tmp_path / "runs" / name / "config.yaml").write_text("epochs: 1\n")

@@ -59,7 +59,7 @@ def test_in_fish(home: Path) -> None:
 
 
 def test_in_zsh(home: Path) -> None:
-    # Outside of its line editor zsh completes nothing: the function itself is asked, with compadd standing in.
+    # Without its line editor zsh completes nothing: the test calls the function, with a fake compadd.
     program = (
         "autoload -Uz compinit && compinit -u -D\n"
         'eval "$(paceline completion zsh)"\n'

@@ -1,4 +1,4 @@
-"""Where a run may start from: --init-from, load policies, best-is-latest, named checkpoints, changed configs."""
+"""The start of a run: --init-from, load policies, best-is-latest, named checkpoints, changed configs."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def only_run(workplace: Path) -> Path:
     return folder
 
 
-def test_checkpoints_are_where_they_were_asked_for(workplace: Path) -> None:
+def test_checkpoints_are_saved_at_the_requested_steps(workplace: Path) -> None:
     steps = [int(path.name.removeprefix("step-")) for path in step_folders(only_run(workplace) / "checkpoints")]
     assert steps == [27, 25, 20, 18, 15, 10, 9, 5]
 
 
-def test_a_named_checkpoint_goes_on_in_a_new_folder_with_its_history(workplace: Path, tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_resumed_in_a_new_folder_with_its_history(workplace: Path, tmp_path: Path) -> None:
     source = only_run(workplace) / "checkpoints" / "step-00000010"
     answer = paceline("train", *QUICK, "--resume", str(source), "--output-dir", "again", cwd=tmp_path)
     assert answer.code == 0, answer
@@ -48,14 +48,14 @@ def test_a_named_checkpoint_goes_on_in_a_new_folder_with_its_history(workplace: 
     assert epochs == [1, 2, 3]
 
 
-def test_eager_takes_an_earlier_run_and_fresh_does_not(workplace: Path) -> None:
+def test_eager_uses_an_earlier_run_and_fresh_does_not(workplace: Path) -> None:
     before = {path.name for path in (workplace / "runs").iterdir()}
     flags = ["--resume=auto", "--max-steps=28", "--epochs=4"]
     eager = paceline("train", *QUICK, *flags, "--load-policy=eager", "--output-dir=runs/eager", cwd=workplace)
     assert eager.code == 0, eager
     assert "at step 27" in eager.out
     eager_best, best = (workplace / path / "checkpoints" / "best" for path in ("runs/eager", only_run(workplace)))
-    assert open_checkpoint(eager_best).step == open_checkpoint(best).step  # taken along
+    assert open_checkpoint(eager_best).step == open_checkpoint(best).step  # copied
     fresh = paceline("train", *QUICK, "--resume=auto", "--max-steps=2", "--output-dir=runs/fresh", cwd=workplace)
     assert fresh.code == 0, fresh
     assert "resumed" not in fresh.out
@@ -118,7 +118,7 @@ def test_wrong_starting_points(workplace: Path, tmp_path: Path) -> None:
         assert "Traceback" not in answer.err
 
 
-def test_harmless_changes_are_noted(workplace: Path, tmp_path: Path) -> None:
+def test_changes_that_keep_the_result_are_noted(workplace: Path, tmp_path: Path) -> None:
     run = str(only_run(workplace))
     answer = paceline("train", *QUICK, f"--resume={run}", "--output-dir=z", "--num-workers=1", cwd=tmp_path)
     assert answer.code == 0, answer

@@ -1,4 +1,4 @@
-"""`--debug` and `--trust-code` belong to every verb. Behind `--`, and in the text of a note, they are plain words."""
+"""`--debug` and `--trust-code` work in every command. After `--`, and in the text of a note, they are plain text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from paceline.cli.main import main
 
 
 @pytest.mark.parametrize("switch", ["--debug", "--trust-code"])
-def test_behind_two_dashes(switch: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """doctor refuses options of srun without --launch slurm. A switch that is removed would not be refused."""
+def test_after_two_dashes_a_switch_is_plain_text(switch: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """doctor refuses options of srun without --launch slurm. If the switch were removed, it would not refuse."""
     assert main(["doctor", "--", switch]) == 2
     assert "error: " in capsys.readouterr().err
 

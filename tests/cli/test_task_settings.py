@@ -1,4 +1,4 @@
-"""Settings of losses, tasks, metrics, sampling and teachers that do not fit together: one screen before the start."""
+"""Settings of losses, tasks, metrics, sampling and teachers that exclude each other: one screen before the start."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ NUMBERS = ("--dataset", f"{OWN}:numbers", "--task", "regression")
         (("--distill-weight", "0.3"), "needs a teacher", "--distill-weight"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused(flags: tuple[str, ...], what: str, where: str) -> None:
+def test_incompatible_task_settings_are_refused(flags: tuple[str, ...], what: str, where: str) -> None:
     with pytest.raises(UserError, match=what) as refused:
         read_request("shapes-cnn", list(flags))
     assert refused.value.exit_code == EXIT_USER
@@ -70,7 +70,7 @@ def config_of(*flags: str) -> Config:
         (("--epoch-samples", "100"), "larger than the training set"),
     ],
 )
-def test_settings_that_do_not_fit_the_data_are_refused_before_the_first_step(flags: tuple[str, ...], what: str) -> None:
+def test_settings_that_the_data_excludes_are_refused_before_the_first_step(flags: tuple[str, ...], what: str) -> None:
     with pytest.raises(UserError, match=what):
         build_components(config_of(*flags), make_world(0, 1))
 
@@ -96,7 +96,7 @@ def test_class_weights_of_a_file_become_numbers(tmp_path: Path) -> None:
     assert config_of("--class-weights", "balanced").objective.class_weights == ("balanced",)
 
 
-def test_the_task_decides_on_loss_and_best_metric() -> None:
+def test_the_task_sets_the_loss_and_the_best_metric() -> None:
     assert (loss_name(config_of()), best_metric(config_of())) == ("cross-entropy", ("accuracy", "max"))
     several, numbers = config_of(*SEVERAL), config_of(*NUMBERS)
     assert (loss_name(several), best_metric(several)) == ("bce", ("map", "max"))

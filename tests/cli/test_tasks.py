@@ -1,4 +1,4 @@
-"""Runs of every task with the commands of a user: train, evaluate, predict, export, and the page."""
+"""Runs of every task with a user's commands: train, evaluate, predict, export, and the page."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def write_data(folder: Path, task: str) -> None:
-    """Pictures of one colour. The labels say which channels are bright, or how bright the first one is."""
+    """Pictures of one colour. The labels name the bright channels, or the brightness of the first one."""
     drawn = random.Random(0)
     (folder / "data").mkdir()
     for part, count in (("train", 80), ("test", 30)):
@@ -44,7 +44,7 @@ def run(*arguments: str, cwd: Path) -> Answer:
 
 
 def export_and_use(folder: Path) -> str:
-    """What the code of the exported card prints."""
+    """The output of the code on the exported card."""
     run("export", "run", "--format", "torchscript", "--output", "out", cwd=folder)
     card = (folder / "out" / "card.md").read_text()
     Image.fromarray(np.full((18, 18, 3), (250, 10, 250), dtype=np.uint8)).save(folder / "out" / "picture.png")
@@ -79,7 +79,7 @@ def test_several_labels_from_training_to_export(tmp_path: Path) -> None:
 
     evaluated = run("evaluate", "run", cwd=tmp_path)
     again = json.loads((tmp_path / "run" / "evaluation.json").read_text())
-    # One process evaluates other batches than two ranks: the last bits of the outputs may differ.
+    # One process evaluates other batches than two ranks, so the last bits of the outputs may differ.
     assert again["test_metrics"]["map"] == pytest.approx(results["test_metrics"]["map"], abs=0.01)
     assert "blue" in evaluated.out
 

@@ -1,4 +1,4 @@
-"""`paceline` in a real terminal, wide and narrow: looked at while it runs, resized, interrupted."""
+"""`paceline` in a real terminal, wide and narrow: the screen during a run, after a resize and an interrupt."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
     assert max(map(len, screen.splitlines())) <= 80
     narrow = terminal.wait_for(rf"{LIVE}.*acc .*img/s.*eta \S+").splitlines()[-1]
     assert len(narrow) < 80
-    assert terminal.cursor() == (0, True)  # not hidden: nobody could show it again if this process were killed
+    assert terminal.cursor() == (0, True)  # visible: a killed process could not show it again
 
     terminal.resize(200)
     wide = terminal.wait_for(rf"{LIVE}.*lr \S+.*[━─]").splitlines()[-1]
     assert 80 < len(wide) < 200
     terminal.resize(60)
     terminal.wait_for(lambda screen: 20 < len(screen.splitlines()[-1]) < 60)
-    # Folded by the terminal at once, taken back by the next line: one live line, whatever the window did.
+    # The terminal wraps the line, and the next line removes it: one live line after every resize.
     assert len(re.findall(LIVE, terminal.screen(), re.MULTILINE)) == 1
     assert len(re.findall("━", terminal.screen())) <= 30
 
     terminal.press("C-c")
     screen = terminal.wait_for_prompt()
-    assert not re.search(LIVE, screen, re.MULTILINE), "no live line is left behind"
+    assert not re.search(LIVE, screen, re.MULTILINE), "no live line remains"
     assert "^C" not in screen
     folded = " ".join(screen.split())
     assert "stopping and saving; Ctrl-C again stops at once" in folded
@@ -64,7 +64,7 @@ def test_narrow_wide_and_ctrl_c(open_terminal: OpenTerminal, home: Path) -> None
 
 @pytest.mark.timeout(300)
 def test_ctrl_z_and_fg(open_terminal: OpenTerminal, home: Path) -> None:
-    """Suspended for longer than --hang-timeout-s, a run goes on after `fg`, without a restart."""
+    """Suspended for longer than --hang-timeout-s, a run continues after `fg`, without a restart."""
     terminal = open_terminal(120)
     terminal.type(
         f"{TRAIN} --num-samples=1600 --epochs=3 --processes=2 --hang-timeout-s 15 --max-restarts 0 --output-dir run"
@@ -73,7 +73,7 @@ def test_ctrl_z_and_fg(open_terminal: OpenTerminal, home: Path) -> None:
     terminal.press("C-z")
     terminal.wait_for("Stopped")
     step = json.loads((home / "run" / "status.json").read_text())["step"]
-    time.sleep(18)  # what a suspension needs: longer than the deadline
+    time.sleep(18)  # the suspension: longer than the deadline
     assert json.loads((home / "run" / "status.json").read_text())["step"] <= step + 1, "every rank is suspended"
     terminal.type("fg")
     terminal.wait_for("everything is in run", 200)
@@ -82,10 +82,10 @@ def test_ctrl_z_and_fg(open_terminal: OpenTerminal, home: Path) -> None:
     assert not (home / "run" / "failures.jsonl").exists()
 
 
-def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, home: Path) -> None:
+def test_a_restart_and_a_warning_are_above_the_live_line(open_terminal: OpenTerminal, home: Path) -> None:
     terminal = open_terminal(160)
     fault = "--inject 'kill rank=0 step=12; nan rank=0 step=4' --skip-nonfinite 1"
-    # Saved before the next step begins: written beside training, step 10 may not be there yet at step 12.
+    # Save before the next step: in the background, step 10 may be missing at step 12.
     terminal.type(f"{SHORT} --processes=2 {fault} --save-steps 5 --no-async-save --output-dir run")
     screen = terminal.wait_for_prompt()
     rows = screen.splitlines()
@@ -100,11 +100,11 @@ def test_a_restart_and_a_warning_stand_in_place(open_terminal: OpenTerminal, hom
     assert -1 not in found, (order[found.index(-1)], screen)
     assert found == sorted(found)
     assert not any(row.startswith("step ") or re.match(r"epoch \d/2  step", row) for row in rows)
-    assert not re.search("[━─]", screen), "nothing is left of the live line of a rank that was killed"
+    assert not re.search("[━─]", screen), "the live line of the killed rank is removed"
     assert len([row for row in rows if row.startswith("  paceline ")]) == 3
 
 
-def test_plain_lines_where_a_machine_reads_along(open_terminal: OpenTerminal, home: Path) -> None:
+def test_plain_lines_if_the_output_is_read_by_a_program(open_terminal: OpenTerminal, home: Path) -> None:
     terminal = open_terminal(200, CI="true")
     terminal.type(SHORT)
     screen = terminal.wait_for_prompt()
@@ -146,7 +146,7 @@ def test_tables_and_watching_in_a_narrow_window(open_terminal: OpenTerminal, hom
     assert "runs/far-away: finished, step 120 of 120 (100%)" in screen
 
 
-def test_cleaning_asks(open_terminal: OpenTerminal, home: Path) -> None:
+def test_clean_asks(open_terminal: OpenTerminal, home: Path) -> None:
     make_run(home / "runs" / "one", "failed")
     terminal = open_terminal(80)
     for answer, is_there in (("n", True), ("y", False)):

@@ -1,4 +1,4 @@
-"""Text of users in job scripts, manifests and on terminals: one line stays one line, and secrets stay secret."""
+"""Users' text in job scripts, manifests and terminals: one line stays one line, and secrets stay secret."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The one screen of a command that is refused as a mistake of its user."""
+    """The screen of a command that is refused as a user error."""
     assert main(list(arguments)) == USER
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -52,7 +52,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return captured.err
 
 
-# --- Refused before anything is written -------------------------------------------------------------------------------
+# --- Refused before the first write -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", INJECTED, ids=ascii)
@@ -80,14 +80,14 @@ def test_no_setting_of_slurm_adds_a_line(flag: str, text: str, capsys: pytest.Ca
 def test_a_working_directory_is_checked_at_submit(
     home: Path, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The working directory becomes a line of the script: a newline or a broken name in it is refused."""
+    """The script contains the working directory: a newline or an invalid name in it is refused."""
     (home / text).mkdir()
     monkeypatch.chdir(home / text)
     assert "working directory" in refused(capsys, *SLURM, "--output-dir=/tmp/x", "--dry-run")
 
 
 def test_a_recipe_with_a_newline_in_its_name_is_refused(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The recipe's name becomes the job's name."""
+    """The job has the recipe's name."""
     (home / "a\ntouch owned.yaml").write_text("epochs: 3\n")
     for command in (SLURM, KUBERNETES):
         refused(capsys, *command[:2], "a\ntouch owned.yaml", *command[3:], "--dry-run")
@@ -95,7 +95,7 @@ def test_a_recipe_with_a_newline_in_its_name_is_refused(home: Path, capsys: pyte
 
 @pytest.mark.parametrize("name", [name for name, value in vars(JobSpec()).items() if isinstance(value, str)])
 def test_the_script_itself_refuses_a_second_line(name: str) -> None:
-    """Whoever builds a JobSpec: no text of it reaches the script with a newline."""
+    """For any JobSpec: no text with a newline reaches the script."""
     with pytest.raises(UserError):
         write_script(JobSpec(**{name: "a\nb"}))  # type: ignore[arg-type]
     with pytest.raises(UserError):
@@ -104,14 +104,14 @@ def test_the_script_itself_refuses_a_second_line(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["image", "name", "namespace", "queue", "memory", "command", "train", "env"])
 def test_the_manifest_itself_refuses_a_second_line(name: str) -> None:
-    """Whoever builds a KubernetesJob: no text of it reaches the manifest with a newline."""
+    """For any KubernetesJob: no text with a newline reaches the manifest."""
     values: dict[str, object] = {"image": "a/b:1", "runs": Volume("claim", "/runs")}
     lists: dict[str, object] = {"command": ("x\n---\nkind: Pod",), "train": ("a\nb",), "env": (("A", "a\nb"),)}
     with pytest.raises(UserError):
         write_manifest(KubernetesJob(**{**values, name: lists.get(name, "a\n---\nb")}))  # type: ignore[arg-type]
 
 
-# --- Accepted text comes through --------------------------------------------------------------------------------------
+# --- Accepted text is unchanged ---------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60)
@@ -119,7 +119,7 @@ def test_the_manifest_itself_refuses_a_second_line(name: str) -> None:
 @example("$(touch owned)`id`;'\"\\ && x=${y} #")
 @example("--x")
 def test_scripts_and_manifests_keep_accepted_text_as_it_is(text: str) -> None:
-    """The number of lines does not depend on a text, and the shell and YAML give the text back."""
+    """The number of lines does not depend on a text, and the shell and YAML return the same text."""
     spec = JobSpec(folder=Path("/r"), work_dir=Path("/w"), train=("shapes-cnn",), env=("A=x",))
     plain = write_script(spec)
     odd = JobSpec(folder=Path(f"/r{text}"), work_dir=Path(f"/w{text}"), train=("shapes-cnn", text), env=(f"A={text}",))
@@ -142,8 +142,8 @@ def test_scripts_and_manifests_keep_accepted_text_as_it_is(text: str) -> None:
 @given(st.text(alphabet=st.characters(codec="utf-8"), max_size=40))
 @example("a\r\nb\rc\x85d\u2028e\ufefff\n")
 @example(" leading\n\ttab \n\n---\n...\n")
-def test_the_content_of_shipped_files_comes_through(text: str) -> None:
-    """A file of the user's, with any line breaks, is in the ConfigMap as it is."""
+def test_the_content_of_shipped_files_is_unchanged(text: str) -> None:
+    """A user's file, with any line breaks, is unchanged in the ConfigMap."""
     text = "".join(c for c in text if c in "\t\n\r\x85" or ord(c) >= 32)
     job = KubernetesJob(image="a/b:1", runs=Volume("claim", "/runs"), files=(("mine.py", text),))
     [files] = [item for item in yaml.safe_load_all(write_manifest(job)) if item["kind"] == "ConfigMap"]
@@ -157,8 +157,8 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_files_of_a_job_are_for_their_owner_alone(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """job.sbatch and job.json have mode 0600, also where an older file had another; with a fake sbatch."""
+def test_only_the_owner_can_read_the_files_of_a_job(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """job.sbatch and job.json have mode 0600, also if an older file had another mode; with a fake sbatch."""
     fake = FakeSlurm(home / "bin", monkeypatch)
     fake.forget_job()
     folder = home / "run"
@@ -177,10 +177,8 @@ def test_files_of_a_job_are_for_their_owner_alone(home: Path, monkeypatch: pytes
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_private_file_has_no_moment_in_which_others_may_read_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The temporary file has mode 0600 before it gets its name, and none is left behind by a failure."""
+def test_a_private_file_is_never_readable_by_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The temporary file has mode 0600 before its rename, and a failure leaves no file."""
     seen = []
     monkeypatch.setattr("os.fsync", lambda descriptor: seen.append(stat.S_IMODE(os.fstat(descriptor).st_mode)))
     before = os.umask(0)
@@ -215,7 +213,7 @@ def bash(script: str, **variables: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_kubernetes_refers_to_a_key_of_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kubernetes_uses_a_key_of_a_secret(capsys: pytest.CaptureFixture[str]) -> None:
     """`--env NAME=secret:SECRET/KEY` becomes a secretKeyRef; other values are hidden in the comment."""
     assert main([*KUBERNETES, "--env", "A=secret:mine/token", "--env=B=hunter2", "--dry-run"]) == 0
     manifest = capsys.readouterr().out
@@ -235,12 +233,12 @@ def test_kubernetes_refers_to_a_key_of_a_secret(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize("wrong", ["SLURM_X=hunter2", "1A=hunter2", "A B=hunter2", "A=hunter2\n", "RANK=hunter2"])
 @pytest.mark.parametrize("command", [SLURM, KUBERNETES], ids=["slurm", "kubernetes"])
 def test_error_screens_do_not_show_values(command: list[str], wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A variable that is refused is named without its value."""
+    """A refused variable is named without its value."""
     assert "hunter2" not in refused(capsys, *command, "--env", wrong, "--dry-run")
 
 
 def test_status_does_not_show_values(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What was typed is kept without the values of variables."""
+    """The stored command line has no values of variables."""
     folder = make_run(home / "run").path
     command = ["paceline", "submit", "--env", "A=hunter2", "--env=B=hunter2", "--env", "C=secret:a/b", "--epochs=3"]
     JobRecord("17", "", "job.sbatch", command).write(folder)
@@ -289,10 +287,8 @@ def test_escape_sequences_of_files_do_not_reach_the_terminal(home: Path, argumen
 
 
 @pytest.mark.parametrize("text", ["a\x1b[31m", "a\u202eb", "a\x9bb", "a\udcff"], ids=ascii)
-def test_notes_and_tags_are_checked_when_they_are_written(
-    home: Path, text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A note with control characters is refused, so no other command meets one of ours."""
+def test_notes_and_tags_are_checked_on_write(home: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A note with control characters is refused, so no command reads one that we wrote."""
     make_run(home / "runs" / "a")
     refused(capsys, "runs", "note", "runs/a", text)
     refused(capsys, "runs", "tag", "runs/a", text)
@@ -315,8 +311,8 @@ HOSTILE_VALUES: list[Any] = [
 
 
 @pytest.mark.parametrize("name", ["status", "notes", "job", "environment", "mirror", "run.lock"])
-def test_listing_survives_any_json(home: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """`runs` and `status` show a run whatever its small files hold."""
+def test_listing_works_with_any_json(home: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`runs` and `status` show a run with any content of its small files."""
     path = make_run(home / "runs" / "a", step=3, last_step=10).path
     texts = [*HOSTILE_JSON]
     keys = ("status", "step", "last_step", "eta_s", "test_accuracy", "updated", "reason", "tags", "note", "pid", "host")
@@ -331,8 +327,8 @@ def test_listing_survives_any_json(home: Path, name: str, capsys: pytest.Capture
 
 
 @pytest.mark.parametrize("job_id", ["--me", "-u root", "1 2", "", "a\nb"])
-def test_a_job_of_a_foreign_folder_is_no_option_of_a_client(home: Path, job_id: str) -> None:
-    """`paceline cancel` hands job ids to scancel; one that is an option is not a job id."""
+def test_a_job_id_of_a_foreign_folder_is_never_an_option_of_a_client(home: Path, job_id: str) -> None:
+    """`paceline cancel` passes job ids to scancel. A text that is an option is not a job id."""
     folder = make_run(home / "runs" / "a").path
     JobRecord(job_id, "", "", []).write(folder)
     assert read_record(folder) is None

@@ -1,4 +1,4 @@
-"""Pictures of any size and shape pass through every augmentation, and folders take the path of resident data."""
+"""Every augmentation accepts pictures of any size and shape. Folders use the code path of resident data."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVERYTHING: dict[str, Any] = {
 
 @pytest.mark.parametrize("policy", ["randaugment", "trivial", "three"])
 @pytest.mark.parametrize("kind", ["none", "light", "gentle", "lively", "imagenet", "resized-crop"])
-def test_every_size_passes_and_a_sample_does_not_depend_on_its_batch(kind: str, policy: str) -> None:
+def test_every_size_works_and_a_sample_does_not_depend_on_its_batch(kind: str, policy: str) -> None:
     for height, width in SIZES:
         for channels in (1, 3):
             shape = (channels, height, width)
@@ -46,7 +46,7 @@ def test_every_size_passes_and_a_sample_does_not_depend_on_its_batch(kind: str, 
             assert torch.equal(pipeline.augment(samples, drawn)[2:4], pair)
 
 
-def test_a_shift_of_a_picture_that_is_not_square_reaches_both_borders() -> None:
+def test_a_shift_of_a_rectangular_picture_reaches_both_borders() -> None:
     info = DatasetInfo("made", 400, 2, ("a", "b"), (1, 16, 64), (0.0,), (1.0,))
     pipeline = build_pipeline(DataConfig(augment="light", flip=False), info, 1)
     marked = torch.zeros(400, 1, 16, 64, dtype=torch.uint8)

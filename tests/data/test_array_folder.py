@@ -39,7 +39,7 @@ def config_of(folder: Path) -> DataConfig:
     return DataConfig(dataset="arrays", data_dir=str(folder))
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_arrays_are_read_back(tmp_path: Path) -> None:
     before = data_of()
     loaded = load_dataset(config_of(written(tmp_path)), 0)
     assert loaded.info == before.info
@@ -109,7 +109,7 @@ def test_a_damaged_header_is_refused_before_the_start(change: dict[str, object],
 
 
 def test_a_killed_writer_leaves_no_complete_folder(tmp_path: Path) -> None:
-    """The next call removes its draft. A draft of a process that runs stays."""
+    """The next call removes its draft. The draft of a running process stays."""
     process = multiprocessing.get_context("spawn").Process(target=int)
     process.start()
     process.join()
@@ -121,7 +121,7 @@ def test_a_killed_writer_leaves_no_complete_folder(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([active, folder])
 
 
-def test_a_write_that_fails_is_one_screen_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_write_gives_one_screen_and_leaves_nothing(tmp_path: Path) -> None:
     """The kernel refuses files of more than 200 bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))

@@ -1,4 +1,4 @@
-"""The whole pipeline: pixels, partners and targets depend on (seed, epoch, sample) only; bad settings are refused."""
+"""The pipeline: pixels, partners and targets depend only on (seed, epoch, sample). Bad settings are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_loader(flags: tuple[str, ...], rank: int, ranks: int) -> Loader:
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_ranks_have_together_what_one_rank_has(epoch: int) -> None:
+def test_all_ranks_together_have_the_samples_of_one_rank(epoch: int) -> None:
     batches = {}
     for ranks in (1, 2, 4):
         parts = [
@@ -61,12 +61,12 @@ def test_ranks_have_together_what_one_rank_has(epoch: int) -> None:
             assert torch.equal(inputs, one)
             assert torch.equal(targets, alone)
     targets = torch.cat([targets for _, targets in batches[1]])
-    assert torch.allclose(targets.sum(1), torch.ones(96))  # shares of float32: their sum is rounded
+    assert torch.allclose(targets.sum(1), torch.ones(96))  # float32 shares: their sum is rounded
     is_mixed = targets.max(1).values < 1
     assert is_mixed.any() == (epoch == 0)  # --mix-epochs 1
 
 
-def test_everything_at_once_has_the_same_bits_on_any_number_of_ranks_and_after_a_stop(tmp_path: Path) -> None:
+def test_all_augmentations_have_the_same_bits_on_any_number_of_ranks_and_after_a_stop(tmp_path: Path) -> None:
     flags = ("--exact", "--lanes", "4", *EVERYTHING)
     for ranks in (1, 2, 4):
         run_ranks(ranks, train_in, str(tmp_path / str(ranks)), flags)
@@ -77,7 +77,7 @@ def test_everything_at_once_has_the_same_bits_on_any_number_of_ranks_and_after_a
     assert step_losses(tmp_path / "1") == step_losses(tmp_path / "4")
 
 
-def test_boxes_are_inside_and_have_the_shares_and_ratios_that_were_asked_for() -> None:
+def test_boxes_are_inside_and_have_the_requested_areas_and_ratios() -> None:
     boxes = random_boxes(draw_bits(torch.arange(4000), 5), 40, 60, 0.08, 4 / 3)
     top, left, height, width = boxes.double().unbind(1)
     assert (top >= 0).all()
@@ -124,7 +124,7 @@ def test_cutmix_pastes_a_box_of_the_partner_and_targets_have_its_area() -> None:
         (["--policy-magnitude", "31"], "policy_magnitude"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_starts(flags: list[str], field: str) -> None:
+def test_impossible_settings_are_refused_at_the_start(flags: list[str], field: str) -> None:
     with pytest.raises(UserError) as caught:
         check(flags)
     assert caught.value.where == f"flag --{field.replace('_', '-')}"
@@ -136,7 +136,7 @@ def check(flags: list[str]) -> None:
     check_world(loaded, 2)
 
 
-def test_vectors_have_no_pictures_to_change() -> None:
+def test_augmentations_of_pictures_are_refused_for_vectors() -> None:
     info = DatasetInfo("made", 96, 0, tuple("abcd"), (20,))
     for flag in ("--policy=trivial", "--mixup-alpha=0.2", "--erase=0.5"):
         config = load_config("shapes-cnn", ["--augment=none", flag]).config

@@ -1,4 +1,4 @@
-"""CIFAR-10: the binary layout read strictly, and fetched, unpacked and explained when absent."""
+"""CIFAR-10: the binary layout is read strictly. Missing files are fetched and unpacked, or explained."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def config(data_dir: Path) -> DataConfig:
 
 
 def records(number: int, count: int = RECORDS) -> bytes:
-    """Record i of file `number` has label i % 10 and every pixel byte equal to `number`."""
+    """Record i of file `number` has label i % 10, and every pixel byte is `number`."""
     return b"".join(bytes([i % 10]) + bytes([number]) * 3072 for i in range(count))
 
 
@@ -66,7 +66,7 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small: None) -> Iterator[Path]:
-    """An archive behind a local server; the folder that is served."""
+    """An archive on a local server. Yields the served folder."""
     site = tmp_path / "site"
     site.mkdir()
     make_archive(site / "c.tar.gz", extra=("../../escape", "readme.html"))
@@ -132,7 +132,7 @@ def test_fetched_and_unpacked(served: Path, tmp_path: Path) -> None:
     assert not list(data_dir.glob(".unpack*"))
 
 
-def test_a_deleted_file_comes_back_without_the_network(served: Path, tmp_path: Path) -> None:
+def test_a_deleted_file_is_restored_without_the_network(served: Path, tmp_path: Path) -> None:
     load_dataset(config(tmp_path), 0)
     (served / "c.tar.gz").unlink()
     (tmp_path / cifar10.FOLDER / "test_batch.bin").unlink()
@@ -157,7 +157,7 @@ def test_a_bad_archive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
 
 @pytest.mark.usefixtures("no_network")
-def test_without_network_the_remedy_is_told(tmp_path: Path) -> None:
+def test_without_network_the_message_names_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(DataError) as caught:
         load_dataset(config(tmp_path), 0)
     screen = caught.value.screen()
@@ -166,7 +166,7 @@ def test_without_network_the_remedy_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.shared
-def test_the_real_thing() -> None:
+def test_the_real_data() -> None:
     data = load_dataset(config(real_cifar10()), 0)
     assert data.train.labels.bincount().tolist() == [5000] * 10
     assert data.test.labels.bincount().tolist() == [1000] * 10

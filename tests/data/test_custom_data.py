@@ -1,4 +1,4 @@
-"""A user's own data set: every accepted form fits, every other one is explained."""
+"""A user's own data set: every accepted form works, every other form is explained."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_every_form_of_a_half(
     assert len(data.train) == data.info.num_train == len(data.train.labels)
 
 
-def test_pixels_survive(tmp_path: Path) -> None:
+def test_pixels_are_unchanged(tmp_path: Path) -> None:
     data = loaded(tmp_path, returning("(images.permute(0, 2, 3, 1), labels), Map([(images[i], 0) for i in (2, 3)])"))
     images = torch.arange(4 * 3 * 8 * 9, dtype=torch.int64).to(torch.uint8).reshape(4, 3, 8, 9)
     assert torch.equal(data.train.read(torch.tensor([3, 1])), images[[3, 1]])
@@ -124,8 +124,8 @@ def test_a_validation_set(tmp_path: Path, key: str) -> None:
 @pytest.mark.parametrize(
     ("labels", "shown"), [("[0, 10, 20, 0]", "0, 10, 20"), ("[1, 2, 1, 2]", "1, 2"), ("[3, 3, 3, 3]", "3")]
 )
-def test_labels_that_leave_out_numbers_are_refused(tmp_path: Path, labels: str, shown: str) -> None:
-    """They would silently become as many classes as the largest label says."""
+def test_labels_with_gaps_are_refused(tmp_path: Path, labels: str, shown: str) -> None:
+    """Otherwise there would silently be as many classes as the largest label."""
     screen = refused(tmp_path, returning(f"(images, {labels}), (images, {labels})"))
     assert shown in screen
     assert "return_inverse" in screen
@@ -147,7 +147,7 @@ def test_classes_without_samples_can_be_declared(tmp_path: Path) -> None:
 
 
 def test_pictures_of_a_function_follow_the_rules_for_all_pictures(tmp_path: Path) -> None:
-    """EXIF turns them, 16 bits are scaled, floats beyond 1 are refused."""
+    """EXIF rotates them, 16 bits are scaled, floats above 1 are refused."""
     turned = """
         def make_dataset():
             image = Image.fromarray(np.arange(8 * 9 * 3, dtype=np.uint8).reshape(8, 9, 3))
@@ -224,7 +224,7 @@ def test_described_and_loaded_with_one_call(tmp_path: Path) -> None:
         ("(images, labels), (images, labels), 'ab'", "at least 2 names"),
     ],
 )
-def test_wrong_returns_are_explained(tmp_path: Path, expression: str, said: str) -> None:
+def test_wrong_return_values_are_explained(tmp_path: Path, expression: str, said: str) -> None:
     assert said in refused(tmp_path, returning(expression))
 
 
@@ -235,17 +235,17 @@ def test_samples_that_differ_in_shape_are_named(tmp_path: Path) -> None:
     assert "sample 2" in caught.value.screen()
 
 
-def test_a_fault_inside_is_shown_at_its_line(tmp_path: Path) -> None:
+def test_an_exception_in_the_function_is_shown_with_its_line(tmp_path: Path) -> None:
     screen = refused(tmp_path, "def make_dataset():\n    return 1 / 0\n")
     assert "line 5" in screen
     assert "ZeroDivisionError" in screen
 
 
-def test_a_fault_while_importing(tmp_path: Path) -> None:
+def test_an_exception_during_the_import(tmp_path: Path) -> None:
     assert "No module named 'absent_thing'" in refused(tmp_path, "import absent_thing\ndef make_dataset(): pass\n")
 
 
-def test_an_argument_nobody_can_give(tmp_path: Path) -> None:
+def test_a_required_unknown_argument_is_explained(tmp_path: Path) -> None:
     assert "colour" in refused(tmp_path, "def make_dataset(colour): pass\n")
 
 
@@ -274,7 +274,7 @@ def test_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (":f", "FILE.py:FUNCTION"),
     ],
 )
-def test_names_are_checked_without_running_anything(tmp_path: Path, name: str, said: str) -> None:
+def test_names_are_checked_without_executing_code(tmp_path: Path, name: str, said: str) -> None:
     written(tmp_path, "raise SystemExit('ran')\ndef make_dataset(): pass\n")
     (tmp_path / "broken.py").write_text("def f(:\n")
     check_dataset_name(f"{tmp_path}/mine.py:make_dataset")

@@ -1,4 +1,4 @@
-"""`paceline data check` of the sets with a name: every byte that can be compared is, and nothing is downloaded."""
+"""`paceline data check` of the named data sets compares every byte that it can, and downloads nothing."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def change(path: Path, place: int) -> None:
 
 def test_cifar10_is_compared_with_its_archive(cifar: Path) -> None:
     assert "every byte" in check_known("cifar10", cifar).proof
-    change(cifar / cifar10.FOLDER / "data_batch_3.bin", 777)  # a pixel: sizes and labels cannot tell
+    change(cifar / cifar10.FOLDER / "data_batch_3.bin", 777)  # a pixel: sizes and labels do not show it
     with pytest.raises(DataError, match="damaged") as failure:
         check_known("cifar10", cifar)
     assert "data_batch_3.bin" in failure.value.screen()
@@ -54,7 +54,7 @@ def test_a_damaged_archive_is_named(cifar: Path) -> None:
     assert cifar10.ARCHIVE_NAME in failure.value.screen()
 
 
-def test_absent_files_are_not_downloaded(cifar: Path) -> None:
+def test_missing_files_are_not_downloaded(cifar: Path) -> None:
     (cifar / cifar10.FOLDER / "test_batch.bin").unlink()
     with pytest.raises(DataError, match="not there") as failure:
         check_known("cifar10", cifar)
@@ -77,7 +77,7 @@ def test_fashion_mnist_is_compared_with_its_checksums(tmp_path: Path, monkeypatc
         monkeypatch.setitem(FASHION_MNIST_MD5, name, md5)
     assert check_known("fashion-mnist", tmp_path).proof == "MD5 of all files agree"
     victim = folder / "train-images-idx3-ubyte.gz"
-    change(victim, 5)  # the time in its header: it still unpacks to the same pictures
+    change(victim, 5)  # the time in its header: the unpacked pictures are the same
     with pytest.raises(DataError, match="damaged") as failure:
         check_known("fashion-mnist", tmp_path)
     assert victim.name in failure.value.screen()

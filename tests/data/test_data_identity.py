@@ -1,4 +1,4 @@
-"""The data is a part of a run's identity: a resume meets the data the run was trained with, or says what differs."""
+"""The data is part of a run's identity: a resume has the data of the training, or an error names the difference."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FLAGS = ("--dataset=harness.changing_data:load", "--augment=none", "--global-bat
 
 def change(folder: Path, **variant: Any) -> None:
     (folder / "variant.json").write_text(json.dumps(variant))
-    custom.load.cache_clear()  # a new process would call the function again
+    custom.load.cache_clear()  # only a new process would call the function again
 
 
 def flags_for(folder: Path, *more: str) -> tuple[str, ...]:
@@ -51,7 +51,7 @@ def flags_for(folder: Path, *more: str) -> tuple[str, ...]:
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that has stopped in its first epoch."""
+    """A run that stopped in its first epoch."""
     folder = tmp_path_factory.mktemp("begun")
     custom.load.cache_clear()
     train_in(make_world(0, 1), str(folder / "run"), flags_for(folder, "--max-steps=4"))
@@ -60,13 +60,13 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(begun: Path, tmp_path: Path) -> Path:
-    """A copy of it, whose data may be changed."""
+    """A copy of it, for changes of its data."""
     shutil.copytree(begun / "run", tmp_path / "run", symlinks=True)
     change(tmp_path)
     return tmp_path
 
 
-def go_on(folder: Path, *more: str, world: World | None = None) -> dict[str, Any]:
+def resume_run(folder: Path, *more: str, world: World | None = None) -> dict[str, Any]:
     return train_in(world or make_world(0, 1), str(folder / "run"), flags_for(folder, "--max-steps=8", *more), True)
 
 
@@ -76,8 +76,8 @@ def newest_state(folder: Path) -> dict[str, Any]:
 
 
 def test_the_same_data_is_the_same_run(run: Path) -> None:
-    """Neither another folder nor other file times make other data, and the run folder says what it is."""
-    go_on(run)
+    """Another folder or other file times are the same data. The run folder records the data."""
+    resume_run(run)
     said = json.loads((run / "run" / "data.json").read_text())
     assert said["fingerprint"] == newest_state(run)["data"]["fingerprint"]
     assert said["fingerprint"]["train"]["samples"] == changing_data.SAMPLES
@@ -93,35 +93,35 @@ def test_the_same_data_is_the_same_run(run: Path) -> None:
     ids=lambda variant: next(iter(variant)),
 )
 def test_other_data_is_refused(run: Path, variant: dict[str, Any]) -> None:
-    """Labels, order, length, one bit of one picture, class names, the test set: each alone."""
+    """Labels, order, length, one bit of one picture, class names, the test set: each one separately."""
     change(run, **variant)
     before = sorted(path.name for path in (run / "run" / "checkpoints").iterdir())
     with pytest.raises(CheckpointError) as caught:
-        go_on(run)
+        resume_run(run)
     assert "this is not the data" in caught.value.what
     assert caught.value.got
     assert "--accept-new-data" in str(caught.value.hint)
     assert sorted(path.name for path in (run / "run" / "checkpoints").iterdir()) == before
 
 
-def test_accepted_data_is_written_down_and_stays_accepted(run: Path) -> None:
-    """The next resume needs the flag no more."""
+def test_accepted_data_is_recorded_and_stays_accepted(run: Path) -> None:
+    """The next resume does not need the flag."""
     change(run, labels=True)
-    go_on(run, "--accept-new-data")
+    resume_run(run, "--accept-new-data")
     accepted = newest_state(run)["data"]["accepted"]
     assert [entry["step"] for entry in accepted] == [4]
     assert accepted == json.loads((run / "run" / "data.json").read_text())["accepted"]
-    go_on(run, "--max-steps=10")
+    resume_run(run, "--max-steps=10")
 
 
 @pytest.mark.parametrize("variant", [{"order": 3}, {"front": 40}, {"fewer": 16}], ids=lambda v: next(iter(v)))
-def test_samples_trained_on_never_become_validation_samples(run: Path, variant: dict[str, Any]) -> None:
-    """Whatever the new order and length, and also at the resume after the next."""
+def test_trained_samples_never_become_validation_samples(run: Path, variant: dict[str, Any]) -> None:
+    """For any new order and length, and also at a later resume."""
     config = quick_config(*flags_for(run))
     before = parts_of(build_components(config, make_world(0, 1)))
     change(run, **variant)
     for steps in (8, 12):
-        go_on(run, "--accept-new-data", f"--max-steps={steps}")
+        resume_run(run, "--accept-new-data", f"--max-steps={steps}")
         data = newest_state(run)["data"]
         assert data["split"] == "keys"
         train, validation = parts_again(run, data)
@@ -138,7 +138,7 @@ def parts_of(components: Components) -> tuple[set[int], set[int]]:
 
 
 def parts_again(folder: Path, data: dict[str, Any]) -> tuple[set[int], set[int]]:
-    """Of components that continue from the newest checkpoint."""
+    """The parts of components that resume from the newest checkpoint."""
     from paceline.checkpoints.store import open_checkpoint
 
     newest = open_checkpoint(max((folder / "run" / "checkpoints").glob("step-*")))
@@ -155,16 +155,16 @@ def everything(folder: Path) -> set[int]:
     return set(keys.tolist())
 
 
-def test_data_without_any_known_validation_sample_is_refused_even_if_accepted(run: Path) -> None:
-    """There would be nothing left to validate with that is known to be new to the run."""
+def test_data_without_a_known_validation_sample_is_refused_even_if_accepted(run: Path) -> None:
+    """No sample would be left that the run has surely not trained on."""
     change(run, all=True)
     with pytest.raises(CheckpointError) as caught:
-        go_on(run, "--accept-new-data")
+        resume_run(run, "--accept-new-data")
     assert "validation" in caught.value.what
 
 
 def test_a_checkpoint_without_a_fingerprint_is_accepted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an earlier version; from then on it has one."""
+    """It is from an earlier version. The next checkpoint has a fingerprint."""
     original = Components.state_json
 
     def without(self: Components, *arguments: Any, **more: Any) -> dict[str, Any]:
@@ -175,7 +175,7 @@ def test_a_checkpoint_without_a_fingerprint_is_accepted(run: Path, monkeypatch: 
         patch.setattr(Components, "state_json", without)
         train_in(make_world(0, 1), str(run / "run"), flags_for(run, "--max-steps=4"))
     assert "data" not in newest_state(run)
-    go_on(run)
+    resume_run(run)
     assert newest_state(run)["data"]["held_out"]
 
 
@@ -183,8 +183,8 @@ def test_a_checkpoint_without_a_fingerprint_is_accepted(run: Path, monkeypatch: 
     "damage",
     [None, 3, [], {}, {"fingerprint": {}}, {"split": "x"}, {"held_out": "%"}, {"held_out": "AAAA"}, {"accepted": 1}],
 )
-def test_what_cannot_be_read_is_an_error_of_ours(damage: Any) -> None:
-    """A forged state ends with a screen, not with a traceback."""
+def test_an_unreadable_state_is_our_own_error(damage: Any) -> None:
+    """A forged state gives a screen, not a traceback."""
     data = load_dataset(DataConfig(dataset="shapes", num_samples=40), 1)
     good = RunData(fingerprint_of(data)).to_json()
     with pytest.raises(CheckpointError):
@@ -201,8 +201,8 @@ def resident(samples: torch.Tensor, labels: torch.Tensor) -> LoadedData:
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 5), (7,)])
-def test_every_value_counts(shape: tuple[int, ...]) -> None:
-    """Also in the last bytes of a sample, and in vectors."""
+def test_every_value_changes_the_fingerprint(shape: tuple[int, ...]) -> None:
+    """Also the last bytes of a sample, and vectors."""
     samples = torch.arange(20 * int(np.prod(shape))).reshape(20, *shape)
     samples = samples.to(torch.uint8) if len(shape) == 3 else samples.float()
     labels = torch.arange(20) % 2
@@ -235,8 +235,8 @@ def fingerprint_in(folder: Path) -> dict[str, Any]:
     return fingerprint_of(load_dataset(DataConfig(dataset="folder", data_dir=str(folder), image_size=8), 0))
 
 
-def test_pictures_in_folders_are_known_by_names_and_sizes(tmp_path: Path) -> None:
-    """Wherever the folder lies and whatever its times; a picture more, another name or another size is seen."""
+def test_pictures_in_folders_are_identified_by_names_and_sizes(tmp_path: Path) -> None:
+    """The path of the folder and its times do not matter. A new picture, another name or another size is detected."""
     make_pictures(tmp_path / "one")
     first = fingerprint_in(tmp_path / "one")
     shutil.copytree(tmp_path / "one", tmp_path / "elsewhere" / "two")
@@ -259,8 +259,8 @@ def test_pictures_in_folders_are_known_by_names_and_sizes(tmp_path: Path) -> Non
         assert differences(first, fingerprint_in(copy)), number
 
 
-def test_a_picture_keeps_its_key_when_others_come(tmp_path: Path) -> None:
-    """Its name decides, so the side it is on can be kept."""
+def test_a_picture_keeps_its_key_when_others_are_added(tmp_path: Path) -> None:
+    """The key depends on its name, so it can stay in its split."""
     make_pictures(tmp_path)
 
     def keys() -> list[int]:
@@ -275,8 +275,8 @@ def test_a_picture_keeps_its_key_when_others_come(tmp_path: Path) -> None:
     assert set(before) <= set(after)
 
 
-def test_data_that_augments_by_itself_is_known_by_its_labels() -> None:
-    """Else every start would be refused."""
+def test_data_with_its_own_augmentation_is_identified_by_its_labels() -> None:
+    """Otherwise every start would be refused."""
 
     class Noisy:
         labels = torch.arange(30) % 3
@@ -297,20 +297,20 @@ def test_data_that_augments_by_itself_is_known_by_its_labels() -> None:
     assert differences(found(Noisy.labels), found(Noisy.labels.flip(0)))
 
 
-# --- A validation set of the data's own -------------------------------------------------------------------------------
+# --- A separate validation set ----------------------------------------------------------------------------------------
 
 OWN = {"validation": [7000, 7040]}
 
 
 @pytest.fixture
 def own_run(tmp_path: Path) -> Path:
-    """A run that has stopped, with a validation set of its own."""
+    """A stopped run with its own validation set."""
     change(tmp_path, **OWN)
     train_in(make_world(0, 1), str(tmp_path / "run"), flags_for(tmp_path, "--max-steps=4"))
     return tmp_path
 
 
-def test_a_validation_set_is_validated_with_and_nothing_is_held_out(own_run: Path) -> None:
+def test_a_validation_set_is_used_and_nothing_is_held_out(own_run: Path) -> None:
     components = build_components(quick_config(*flags_for(own_run)), make_world(0, 1))
     assert (components.plan.num_train, components.plan.num_validation) == (changing_data.SAMPLES, 40)
     expected, _ = changing_data._samples(np.arange(*OWN["validation"]))
@@ -319,31 +319,31 @@ def test_a_validation_set_is_validated_with_and_nothing_is_held_out(own_run: Pat
     assert torch.equal(validation.read(components.validation_data.ids), torch.from_numpy(expected))
     labels = [label for batch in components.validation_data.evaluation_batches(16) for label in batch.labels.tolist()]
     assert labels == [number % len(changing_data.CLASSES) for number in range(*OWN["validation"])]
-    go_on(own_run)
+    resume_run(own_run)
 
 
 @pytest.mark.parametrize("now", [{}, {"validation": [7000, 7041]}, {"validation": [7001, 7041]}], ids=str)
 def test_another_validation_set_is_refused(own_run: Path, now: dict[str, Any]) -> None:
     change(own_run, **now)
     with pytest.raises(CheckpointError) as caught:
-        go_on(own_run)
+        resume_run(own_run)
     assert "validation samples" in str(caught.value.got)
 
 
 @pytest.mark.parametrize(
     ("now", "kept"),
     [
-        ({"validation": [7010, 7060]}, set(range(7010, 7040))),  # some gone, some new
-        ({"validation": [7000, 7040], "front": 32}, set(range(7000, 7040))),  # more to train on
+        ({"validation": [7010, 7060]}, set(range(7010, 7040))),  # some removed, some new
+        ({"validation": [7000, 7040], "front": 32}, set(range(7000, 7040))),  # more training samples
     ],
     ids=str,
 )
-def test_of_a_changed_validation_set_only_old_samples_are_validated_with(
+def test_only_old_samples_of_a_changed_validation_set_are_used(
     own_run: Path, now: dict[str, Any], kept: set[int]
 ) -> None:
-    """New ones may have been trained on."""
+    """The run may have trained on the new ones."""
     change(own_run, **now)
-    go_on(own_run, "--accept-new-data")
+    resume_run(own_run, "--accept-new-data")
     data = newest_state(own_run)["data"]
     assert data["split"] == "keys"
     for _ in range(2):
@@ -358,22 +358,22 @@ def test_of_a_changed_validation_set_only_old_samples_are_validated_with(
 def test_trained_samples_do_not_become_a_validation_set(own_run: Path, now: dict[str, Any]) -> None:
     change(own_run, **now)
     with pytest.raises(CheckpointError) as caught:
-        go_on(own_run, "--accept-new-data")
+        resume_run(own_run, "--accept-new-data")
     assert "validation" in caught.value.what
 
 
 def test_trained_samples_do_not_become_a_validation_set_of_a_run_without_one(run: Path) -> None:
-    """The run has held some out; only those may be validated with."""
+    """The run has held some samples out. Only those may be used for validation."""
     held_out = build_components(quick_config(*flags_for(run)), make_world(0, 1)).validation_data.ids.tolist()
     change(run, validation=[0, 100])
-    go_on(run, "--accept-new-data")
+    resume_run(run, "--accept-new-data")
     newest = open_checkpoint(max((run / "run" / "checkpoints").glob("step-*")))
     components = build_components(quick_config(*flags_for(run)), make_world(0, 1), checkpoint=newest)
     assert components.validation_data.ids.tolist() == [number for number in held_out if number < 100]
     assert not set(components.train_data.ids.tolist()) & set(held_out)
 
 
-def test_a_val_folder_counts_in_the_fingerprint(tmp_path: Path) -> None:
+def test_a_val_folder_is_part_of_the_fingerprint(tmp_path: Path) -> None:
     make_pictures(tmp_path)
     first = fingerprint_in(tmp_path)
     shutil.copytree(tmp_path / "test", tmp_path / "val")
@@ -384,8 +384,8 @@ def test_a_val_folder_counts_in_the_fingerprint(tmp_path: Path) -> None:
     assert differences(second, fingerprint_in(tmp_path))
 
 
-def test_pictures_that_are_decoded_by_other_rules_are_other_data(tmp_path: Path) -> None:
-    """Checkpoints of the first rules do not name them. The same samples keep their part."""
+def test_pictures_decoded_by_other_rules_are_other_data(tmp_path: Path) -> None:
+    """Checkpoints of the first rules do not name them. The same samples stay in their split."""
     make_pictures(tmp_path)
     now = fingerprint_in(tmp_path)
     old = json.loads(json.dumps(now))
@@ -397,7 +397,7 @@ def test_pictures_that_are_decoded_by_other_rules_are_other_data(tmp_path: Path)
     assert not differences(now, fingerprint_in(tmp_path))
 
 
-# --- Data with other epochs -------------------------------------------------------------------------------------------
+# --- Data with another epoch length -----------------------------------------------------------------------------------
 
 WHOLE = ("--train-split=0.9", "--save-steps=0")
 
@@ -409,8 +409,8 @@ def finish_epochs(folder: Path, epochs: int, *more: str, resume: bool = True) ->
 
 
 @pytest.mark.parametrize("variant", [{"front": 320}, {"fewer": 160}], ids=lambda v: next(iter(v)))
-def test_epochs_go_on_counting_after_data_with_other_epochs(tmp_path: Path, variant: dict[str, Any]) -> None:
-    """No epoch is recorded twice or left out, and the next resume counts in the same way."""
+def test_epochs_are_counted_further_after_the_epoch_length_changed(tmp_path: Path, variant: dict[str, Any]) -> None:
+    """No epoch is recorded twice or skipped, and the next resume counts in the same way."""
     change(tmp_path)
     first = finish_epochs(tmp_path, 2, resume=False)
     change(tmp_path, **variant)
@@ -427,10 +427,10 @@ def test_epochs_go_on_counting_after_data_with_other_epochs(tmp_path: Path, vari
 
 
 @pytest.mark.parametrize("variant", [{"front": 320}, {"fewer": 160}], ids=lambda v: next(iter(v)))
-def test_the_best_checkpoint_is_kept_after_data_with_other_epochs(
+def test_the_best_checkpoint_is_kept_after_the_epoch_length_changed(
     tmp_path: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also at the resume after the next, which knows only the new number of steps per epoch."""
+    """Also at a later resume, which knows only the new number of steps per epoch."""
     change(tmp_path)
     finish_epochs(tmp_path, 2, resume=False)
     best = (tmp_path / "run" / "checkpoints" / "best").readlink()
@@ -443,15 +443,15 @@ def test_the_best_checkpoint_is_kept_after_data_with_other_epochs(
     assert last["best_epoch"] <= 2
 
 
-def test_a_checkpoint_without_the_step_of_the_best_points_at_it_all_the_same(tmp_path: Path) -> None:
+def test_the_best_of_a_checkpoint_without_its_step_is_found(tmp_path: Path) -> None:
     """Checkpoints of older versions have the best epoch and the steps per epoch."""
     state = TrainState(step=27, best_epoch=2, best_step=18).to_json()
     del state["best_step"]
     assert TrainState.from_json({**state, "steps_per_epoch": 9}).best_step == 18
 
 
-def test_a_header_names_the_samples_that_are_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """After data was accepted, the checkpoint decides which they are: also at the resume after the next."""
+def test_the_header_names_the_training_samples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """After new data was accepted, the checkpoint names them, also at a later resume."""
     change(tmp_path)
     finish_epochs(tmp_path, 1, resume=False)
     change(tmp_path, front=320)
@@ -462,8 +462,8 @@ def test_a_header_names_the_samples_that_are_trained_on(tmp_path: Path, capsys: 
         assert "608 train, 32 validation" in line
 
 
-def test_an_epoch_that_has_begun_keeps_its_position_when_its_length_changes() -> None:
-    """Where the new epoch is shorter than the position, one step is left of it."""
+def test_a_started_epoch_keeps_its_position_when_its_length_changes() -> None:
+    """If the new epoch is shorter than the position, one step of it is left."""
     clock = EpochClock(10)
     assert clock.at_other_length(24, 15).locate(24) == (2, 4)
     assert clock.at_other_length(24, 15).end_of(3) == 35

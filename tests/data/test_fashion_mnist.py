@@ -1,4 +1,4 @@
-"""Fashion-MNIST: IDX files parsed to the last byte, found in either layout, fetched when absent."""
+"""Fashion-MNIST: IDX files are parsed strictly, found in both layouts, and fetched if missing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_damaged_gzip_is_named(tmp_path: Path, content: bytes) -> None:
         load_dataset(config(tmp_path), 0)
 
 
-def test_without_network_the_remedy_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_network_the_message_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(fashion_mnist, "BASE_URL", "http://127.0.0.1:1/")
     with pytest.raises(DataError) as caught:

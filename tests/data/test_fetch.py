@@ -1,4 +1,4 @@
-"""Downloads: whole and verified or absent, once per machine, and explained when they fail."""
+"""Downloads: complete and verified or absent, once per machine, with an explanation if they fail."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_a_prefix_of_the_digest_is_enough(server: str, tmp_path: Path) -> None:
     assert (tmp_path / "x").exists()
 
 
-def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
+def test_an_existing_file_is_not_fetched(tmp_path: Path) -> None:
     target = tmp_path / "file"
     target.write_bytes(b"mine")
     fetch_file("http://nowhere.invalid/", target, checksum="00", algorithm="md5", what="a file")
@@ -80,7 +80,7 @@ def test_what_is_there_is_not_fetched(tmp_path: Path) -> None:
         ("/file", "ab" * 32, "expected abab"),
     ],
 )
-def test_a_failure_leaves_nothing_and_says_what_to_do(
+def test_a_failure_leaves_no_file_and_names_a_remedy(
     server: str, tmp_path: Path, path: str, checksum: str, reason: str
 ) -> None:
     with pytest.raises(DataError) as caught:
@@ -104,7 +104,7 @@ def test_a_folder_that_cannot_be_written_is_explained(server: str, tmp_path: Pat
         fetch_file(f"{server}/f", tmp_path / "file" / "f", checksum=SHA256, algorithm="sha256", what="it")
 
 
-def test_many_at_once_download_once(server: str, tmp_path: Path) -> None:
+def test_several_processes_download_once(server: str, tmp_path: Path) -> None:
     def fetch(_: int) -> Path:
         return fetch_file(f"{server}/f", tmp_path / "f", checksum=SHA256, algorithm="sha256", what="it")
 

@@ -1,4 +1,4 @@
-"""Float images: augmented like bytes, without normalisation, and refused where bytes are needed."""
+"""Float images: augmented like bytes, without normalisation, and refused if bytes are needed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.errors import UserError
 from paceline.settings.schema import DataConfig
 from paceline.training.export import describe_preprocessing
 
-# Mean 0 and standard deviation 1/255 leave the values of bytes as they are.
+# Mean 0 and standard deviation 1/255 do not change the values of bytes.
 BYTES = DatasetInfo("made", 8, 8, ("a", "b"), (5, 16, 16), (0.0,) * 5, (1 / 255,) * 5)
 FLOATS = replace(BYTES, mean=(), std=())
 
@@ -30,7 +30,7 @@ def test_floats_are_augmented_like_bytes(augment: str, extras: dict[str, object]
             for info, given in ((BYTES, samples), (FLOATS, floats))
         ]
         assert torch.equal(*made)
-    assert torch.equal(floats, before)  # nothing is written into the data
+    assert torch.equal(floats, before)  # the data itself is not modified
     assert torch.equal(build_pipeline(config, FLOATS, 7).for_evaluation(floats), floats)
 
 
@@ -43,7 +43,7 @@ def test_floats_are_augmented_like_bytes(augment: str, extras: dict[str, object]
         DataConfig(color_jitter=0.1),
     ],
 )
-def test_what_needs_bytes_is_refused(config: DataConfig) -> None:
+def test_operations_that_need_bytes_are_refused(config: DataConfig) -> None:
     with pytest.raises(UserError, match="uint8"):
         build_pipeline(config, FLOATS, 0)
     if config.augment == "light":

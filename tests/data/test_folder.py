@@ -1,4 +1,4 @@
-"""Folders of pictures: layouts, the stable split, equal pixels on any number of threads, named faults."""
+"""Folders of pictures: layouts, the stable split, equal pixels on any number of threads, errors with names."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_pixels_do_not_depend_on_threads(tmp_path: Path) -> None:
     assert torch.equal(alone, together)
 
 
-def test_one_folder_is_split_and_adding_moves_nothing(tmp_path: Path) -> None:
+def test_one_folder_is_split_and_new_pictures_move_no_other(tmp_path: Path) -> None:
     one_half(tmp_path)
 
     def held_names() -> set[str]:
@@ -89,12 +89,12 @@ def test_the_central_square_is_scaled(tmp_path: Path) -> None:
     wide.paste((0, 255, 0), (100, 0, 200, 100))
     wide.save(tmp_path / "wide.png")
     pixels = read_picture(tmp_path / "wide.png", 50)
-    assert pixels[1, :, 1:-1].min() == 255  # the outermost columns blend with what lies beyond
+    assert pixels[1, :, 1:-1].min() == 255  # the outermost columns blend with pixels outside
     assert pixels[0, :, 1:-1].max() == 0
     assert pixels[1].min() > 200
 
 
-def test_close_to_scaling_first_and_cutting_afterwards(tmp_path: Path) -> None:
+def test_the_result_is_close_to_scaling_before_cropping(tmp_path: Path) -> None:
     ramp = np.linspace(0, 255, 90 * 120).reshape(90, 120).astype(np.uint8)
     image = Image.fromarray(ramp).convert("RGB")
     image.save(tmp_path / "p.png")
@@ -189,8 +189,8 @@ def test_a_validation_folder_is_no_test_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", [("val", "test"), ("Training", "testing"), ("part1", "part2")])
-def test_folders_above_the_classes_are_no_classes(tmp_path: Path, names: tuple[str, str]) -> None:
-    """Their pictures would be two classes of that name."""
+def test_parent_folders_of_classes_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    """Otherwise their names would be two classes."""
     two_halves(tmp_path)
     (tmp_path / "train").rename(tmp_path / names[0])
     (tmp_path / "test").rename(tmp_path / names[1])
@@ -217,8 +217,8 @@ def test_folders_below_a_class_folder_and_all_extensions_are_read(tmp_path: Path
     assert data.train.read(torch.arange(10)).shape == (10, 3, 32, 32)
 
 
-def test_what_is_skipped_is_counted_by_reason(tmp_path: Path) -> None:
-    """Folders that an operating system makes end nothing, empty or not."""
+def test_skipped_files_are_counted_by_reason(tmp_path: Path) -> None:
+    """Folders of an operating system cause no error, empty or not."""
     two_halves(tmp_path)
     (tmp_path / "__MACOSX").mkdir()
     (tmp_path / "train" / "__MACOSX" / "ant").mkdir(parents=True)

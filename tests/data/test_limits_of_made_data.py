@@ -1,4 +1,4 @@
-"""Data sets that are made here have a limit of memory. It is checked before any memory is allocated."""
+"""Generated data sets have a memory limit. It is checked before memory is allocated."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def arrays(num_train: int = 40) -> LoadedData:
     )
 
 
-def test_equal_samples_in_training_and_test_are_found_and_others_are_not() -> None:
+def test_only_equal_samples_in_training_and_test_are_reported() -> None:
     data = arrays()
     assert isinstance(data.train, ResidentDataset)
     assert isinstance(data.test, ResidentDataset)
@@ -71,7 +71,7 @@ def test_mean_and_deviation_are_those_of_the_training_samples() -> None:
 
 
 @pytest.mark.parametrize("mixed", [{}, {"mixup_alpha": 0.4, "cutmix_alpha": 1.0}], ids=["plain", "mixed"])
-def test_a_shown_input_is_the_input_of_the_loader(mixed: dict[str, float]) -> None:
+def test_a_shown_input_equals_the_input_of_the_loader(mixed: dict[str, float]) -> None:
     data = arrays()
     config = DataConfig(augment="light", policy="trivial", **mixed)  # type: ignore[arg-type]
     pipeline = build_pipeline(config, data.info, 7)

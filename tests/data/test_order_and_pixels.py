@@ -21,7 +21,7 @@ SEED, EPOCH, BATCH = 5, 3, 24
 
 
 def test_draws_are_the_published_constants() -> None:
-    # Frozen: another value here would silently change every run ever made.
+    # Fixed: another value here would silently change every run.
     assert draw_bits(torch.arange(3), 1, 2).tolist() == [
         7646902884856827076,
         -4166906618116523787,
@@ -41,7 +41,7 @@ def test_draws_depend_on_every_key_and_are_even() -> None:
     assert counts.max() < 10_300
 
 
-def test_epoch_order_is_a_permutation_of_its_own() -> None:
+def test_each_epoch_has_its_own_permutation() -> None:
     order = epoch_order(1000, SEED, EPOCH)
     assert sorted(order.tolist()) == list(range(1000))
     assert torch.equal(order, epoch_order(1000, SEED, EPOCH))
@@ -65,7 +65,7 @@ def test_even_shares_cover_everything_once(items: int, shares: int) -> None:
 
 
 def global_batches(data: LoadedData, config: DataConfig, world_size: int, first_step: int = 0) -> list[Batch]:
-    """All ranks' batches of an epoch, put together again to global ones."""
+    """The global batches of an epoch, assembled from all ranks."""
     pipeline = build_pipeline(config, data.info, SEED)
     train_ids, _ = split_train_validation(len(data.train), config.train_split)
     loaders = [Loader(data.train, train_ids, pipeline, make_world(r, world_size)) for r in range(world_size)]
@@ -124,7 +124,7 @@ def test_same_pixels_with_any_number_of_workers(tmp_path: Path, workers: int) ->
     assert_same(batches(workers, 2), batches(0, 1))
 
 
-def test_an_epoch_can_be_entered_at_any_step() -> None:
+def test_an_epoch_can_start_at_any_step() -> None:
     config = DataConfig(dataset="shapes", num_samples=120)
     data = load_dataset(config, SEED)
     assert_same(global_batches(data, config, 2, first_step=3), global_batches(data, config, 1)[3:])
@@ -172,7 +172,7 @@ def window(sample: torch.Tensor, row: int, column: int, flip: bool) -> torch.Ten
 
 @pytest.mark.parametrize("kind", ["light", "gentle"])
 def test_an_epoch_is_drawn_at_once_or_batch_by_batch(kind: str) -> None:
-    """On a GPU all choices of an epoch are drawn together: they must be those of its batches."""
+    """On a GPU all choices of an epoch are drawn together. They must equal those of its batches."""
     pipeline = Pipeline(kind, 7, (3, 32, 32), 224, flip=True, cutout=4, mean=(0.0,) * 3, std=(1.0,) * 3)
     ids, keys = torch.randperm(60).view(5, 12), pipeline.keys_of(3)
     together = pipeline.draw(ids, keys)
@@ -190,15 +190,15 @@ def test_epochs_differ_and_flip_can_be_switched_off() -> None:
     assert not torch.equal(unflipped[:50], unflipped[50:])
 
 
-def test_cutout_blanks_one_square() -> None:
+def test_cutout_erases_one_square() -> None:
     samples = torch.full((40, 3, 32, 32), 200, dtype=torch.uint8)
     out = pipeline(kind="none", cutout=8).for_training(samples, torch.arange(40), 0)
     blank = (out == 0).all(1).flatten(1).sum(1)
     assert blank.max() == 64
-    assert blank.min() >= 16  # a square half outside both edges
+    assert blank.min() >= 16  # a square half outside of both edges
 
 
-def test_evaluation_takes_the_centre_of_the_resized_image() -> None:
+def test_evaluation_uses_the_centre_of_the_resized_image() -> None:
     samples = torch.randint(0, 256, (4, 3, 32, 32), dtype=torch.uint8)
     out = pipeline(kind="imagenet", image_size=28).for_evaluation(samples)
     assert torch.equal(out, samples[:, :, 2:30, 2:30].float())

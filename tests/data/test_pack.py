@@ -1,4 +1,4 @@
-"""Packed pictures: the same pixels, the same bytes after an interruption, damage found, memory bounded."""
+"""Packed pictures: the same pixels, the same bytes after an interruption, damage is detected, memory is limited."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SHARD_BYTES = 20 * 3 * SIDE * SIDE  # 20 pictures
 
 
 class Silent:
-    """A progress bar for nobody; it can pull the plug after some pictures."""
+    """A progress bar without output. It can raise after some pictures."""
 
     def __init__(self, stop_after: int | None = None) -> None:
         self.total = self.done = 0
@@ -89,7 +89,7 @@ def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def packed(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Packed once; tests that change it take a copy."""
+    """Packed once. Tests that change it use a copy."""
     target = tmp_path_factory.mktemp("data") / "packed"
     progress = Silent()
     result = pack(request(pictures, target, workers=2), progress)
@@ -112,14 +112,14 @@ def assert_equal(mine: LoadedData, theirs: LoadedData) -> None:
         assert torch.equal(ours.read(order), other.read(order))
 
 
-def test_packed_pictures_are_the_pixels_training_would_decode(pictures: Path, packed: Path) -> None:
+def test_packed_pictures_have_the_pixels_of_the_folder(pictures: Path, packed: Path) -> None:
     mine, theirs = load_dataset(config(packed), 0), load_dataset(config(pictures), 0)
     assert_equal(mine, theirs)
     assert describe_dataset(config(packed), 0) == theirs.info
     assert len(open_packed(packed).shards_of("train")) > 2
 
 
-def test_train_and_test_folders_stay_what_they_are(tmp_path: Path) -> None:
+def test_train_and_test_folders_keep_their_samples(tmp_path: Path) -> None:
     for half in ("train", "test"):
         make_pictures(tmp_path / "pictures" / half, count=3 if half == "train" else 2)
     pack(request(tmp_path / "pictures", tmp_path / "packed"), Silent())
@@ -146,10 +146,10 @@ def test_a_validation_folder_is_packed(tmp_path: Path) -> None:
     assert not list((tmp_path / "packed").glob("validation-*"))
 
 
-def test_a_packing_of_format_1_is_trained_on_as_it_is_and_packed_again_by_pack(
+def test_a_packing_of_format_1_is_used_for_training_and_replaced_by_pack(
     pictures: Path, packed: Path, copied: Path
 ) -> None:
-    """Its pixels are of the first decoder: other data than the pictures, or than a new packing of them."""
+    """The first decoder made its pixels: they are other data than the pictures or a new packing of them."""
     body = json.loads((copied / FINISHED).read_text())
     del body["decoder"], body["crc32"]
     body["paceline_packed"] = 1
@@ -165,7 +165,7 @@ def test_a_packing_of_format_1_is_trained_on_as_it_is_and_packed_again_by_pack(
     assert files_of(copied) == files_of(packed)
 
 
-def test_the_number_of_processes_changes_no_byte_and_packing_again_nothing(
+def test_the_number_of_processes_and_a_second_packing_change_no_byte(
     pictures: Path, packed: Path, tmp_path: Path
 ) -> None:
     pack(request(pictures, tmp_path / "packed", workers=1), Silent())
@@ -176,7 +176,7 @@ def test_the_number_of_processes_changes_no_byte_and_packing_again_nothing(
 
 
 @pytest.mark.parametrize("stop_after", [0, 64])
-def test_an_interrupted_packing_goes_on_to_the_same_bytes(
+def test_an_interrupted_packing_continues_to_the_same_bytes(
     pictures: Path, packed: Path, tmp_path: Path, stop_after: int
 ) -> None:
     target = tmp_path / "packed"
@@ -207,7 +207,7 @@ def test_a_changed_picture_is_packed_again_and_the_others_are_not(pictures: Path
     assert_equal(load_dataset(config(target), 0), load_dataset(config(source), 0))
 
 
-def test_unreadable_pictures_are_named_all_at_once_and_grey_where_allowed(pictures: Path, tmp_path: Path) -> None:
+def test_all_unreadable_pictures_are_named_and_grey_if_allowed(pictures: Path, tmp_path: Path) -> None:
     source, target = Path(shutil.copytree(pictures, tmp_path / "pictures")), tmp_path / "packed"
     broken = ["ant/004.jpg", "bee/010.jpg"]
     for name in broken:
@@ -219,7 +219,7 @@ def test_unreadable_pictures_are_named_all_at_once_and_grey_where_allowed(pictur
     assert all(name in screen for name in [*broken, "--unreadable 2"])
     assert not (target / FINISHED).exists()
     result = pack(request(source, target, unreadable=2), Silent())
-    assert (result.made, result.packed.unreadable) == (0, broken)  # what was packed before counts
+    assert (result.made, result.packed.unreadable) == (0, broken)  # earlier packed pictures count
     assert_equal(load_dataset(config(target), 0), load_dataset(config(source, unreadable=2), 0))
     unreadable = check_pictures(source, 2, Silent()).unreadable
     assert unreadable is not None
@@ -232,7 +232,7 @@ def flip_a_bit(path: Path, place: int) -> None:
     path.write_bytes(bytes(content))
 
 
-def test_a_flipped_bit_is_found_by_check_and_mended_by_packing_again(
+def test_a_changed_bit_is_found_by_check_and_repaired_by_packing_again(
     pictures: Path, packed: Path, copied: Path
 ) -> None:
     assert "CRC-32 agree" in check_packed(copied, Silent()).proof
@@ -259,7 +259,7 @@ def test_a_damaged_shard_is_named_before_training_starts(copied: Path, damage: s
     assert re.search(r"test-00000\.u8: (\S+ bytes instead of|no such file)", failure.value.screen())
 
 
-def test_every_bit_of_the_description_counts(copied: Path) -> None:
+def test_any_changed_bit_of_the_description_is_detected(copied: Path) -> None:
     description = copied / FINISHED
     whole = description.read_bytes()
     for place in range(0, len(whole), 41):
@@ -273,7 +273,7 @@ def test_every_bit_of_the_description_counts(copied: Path) -> None:
         open_packed(copied)
 
 
-def test_a_description_with_a_foreign_path_is_refused(copied: Path) -> None:
+def test_a_description_with_a_path_outside_is_refused(copied: Path) -> None:
     found = open_packed(copied)
     foreign = Shard("../../etc/passwd", 20, "0" * 8, "")
     text = Packed(
@@ -304,7 +304,7 @@ def test_two_packings_at_once_are_refused(pictures: Path, copied: Path) -> None:
             pack(request(pictures, copied), Silent())
 
 
-def test_a_full_disk_by_a_faked_free_space_is_told_before_anything_is_written(
+def test_a_full_disk_with_fake_free_space_is_reported_before_the_first_write(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", "total used free")
@@ -314,7 +314,7 @@ def test_a_full_disk_by_a_faked_free_space_is_told_before_anything_is_written(
     assert files_of(tmp_path / "packed") == {}
 
 
-# ---- training from it ----
+# --- Training from packed pictures
 
 
 def batches_of(folder: Path, world: World) -> list[tuple[list[int], torch.Tensor]]:
@@ -325,7 +325,7 @@ def batches_of(folder: Path, world: World) -> list[tuple[list[int], torch.Tensor
     return [(batch.ids.tolist(), batch.inputs) for batch in batches]
 
 
-def test_two_ranks_read_what_one_reads(packed: Path) -> None:
+def test_two_ranks_read_the_samples_of_one(packed: Path) -> None:
     alone = batches_of(packed, make_world(0, 1))
     left, right = (batches_of(packed, make_world(rank, 2)) for rank in range(2))
     assert len(alone) == 3
@@ -347,7 +347,7 @@ def test_training_from_packed_pictures_gives_the_bits_of_training_from_the_folde
 
 
 def write_shards(folder: Path, count: int, per_shard: int) -> None:
-    """As packing would leave them, without pictures."""
+    """Shards as packing creates them, without pictures."""
     folder.mkdir()
     shards = []
     for half, pictures in (("train", count), ("test", 2)):
@@ -375,17 +375,17 @@ def test_memory_does_not_grow_with_the_data_set(tmp_path: Path, monkeypatch: pyt
     for ids in order.split(1000):
         train.read(ids)
         now_anonymous, now_mapped = memory_mb()
-        # Room for a batch, and for what other parts of the process load meanwhile.
+        # Space for a batch, and for other imports of the process.
         assert now_mapped < mapped + 32
         assert now_anonymous < anonymous + 32
 
 
-# ---- reading that is too slow ----
+# --- Slow reading
 
 
 @pytest.fixture
 def shown(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
-    monkeypatch.setattr(logging.getLogger("paceline"), "propagate", True)  # a run in this process may have cut it off
+    monkeypatch.setattr(logging.getLogger("paceline"), "propagate", True)  # a run in this process may have replaced it
     return caplog
 
 
@@ -395,7 +395,7 @@ def look_at(dataset: Any, waits: list[float]) -> None:
         watch.look(waited_s, 1.0)
 
 
-def test_a_folder_that_holds_up_the_loop_is_told_once_with_what_helps(
+def test_a_slow_folder_gets_one_warning_with_a_remedy(
     pictures: Path, packed: Path, shown: pytest.LogCaptureFixture
 ) -> None:
     folder = load_dataset(config(pictures, num_workers=3), 0).train
@@ -424,7 +424,7 @@ class _Failing:
         return torch.full((len(indices), 1, 2, 2), int(indices[0]), dtype=torch.uint8)
 
 
-def test_what_fails_while_reading_ahead_is_raised_in_its_turn() -> None:
+def test_an_error_while_reading_ahead_is_raised_at_its_batch() -> None:
     shares = list(torch.arange(8).split(2))
     coming = ahead.read_ahead(_Failing(), shares, "cpu", ReadingWatch(_Failing()))
     assert [int(next(coming)[1].max()) for _ in range(2)] == [0, 2]

@@ -60,7 +60,7 @@ def write_binary(folder: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("given", ["", "cifar-10-batches-py"])
 def test_the_same_data_as_in_the_binary_files(form: str, given: str, tmp_path: Path) -> None:
-    """Every pixel and label in the same order, in all forms; also the same identity, so that runs can go on."""
+    """Every pixel and label in the same order, in all forms. The identity is the same, so that runs can resume."""
     write_binary(tmp_path / "binary" / cifar10.FOLDER)
     write_pickled(tmp_path / "pickled" / CIFAR10_PICKLED_FOLDER, form)
     assert_equal(load(tmp_path / "binary"), load(tmp_path / "pickled" / given))
@@ -74,8 +74,8 @@ def assert_equal(binary: LoadedData, pickled: LoadedData) -> None:
     assert fingerprint_of(binary) == fingerprint_of(pickled)
 
 
-def test_the_official_form_is_what_python_reads() -> None:
-    """The generator of these tests writes what Python's own unpickler reads as torchvision does."""
+def test_the_official_form_is_readable_by_python() -> None:
+    """Python's own unpickler reads the generated files as torchvision does."""
     batch = pickle.loads(pickle_batch(LABELS[0], PIXELS[0]), encoding="latin1")
     assert batch["labels"] == LABELS[0]
     assert np.array_equal(batch["data"], PIXELS[0])
@@ -83,7 +83,7 @@ def test_the_official_form_is_what_python_reads() -> None:
 
 
 class Command:
-    """Runs a command when Python's own unpickler opens it."""
+    """Executes a command when Python's own unpickler opens it."""
 
     def __init__(self, marker: Path) -> None:
         self.marker = marker
@@ -118,7 +118,7 @@ def _long(text: str) -> bytes:
 
 @pytest.mark.parametrize("case", list(hostile_files(Path("x"))))
 def test_a_hostile_file_is_refused_and_not_executed(case: str, tmp_path: Path) -> None:
-    """A file that asks for a call ends with a DataError that names the file; its command does not run."""
+    """A file that contains a call gives a DataError with the file's name. Its command is not executed."""
     marker = tmp_path / "executed"
     folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER)
     (folder / "data_batch_2").write_bytes(hostile_files(marker)[case])
@@ -128,8 +128,8 @@ def test_a_hostile_file_is_refused_and_not_executed(case: str, tmp_path: Path) -
     assert not marker.exists()
 
 
-def test_the_hostile_file_of_these_tests_does_run_elsewhere(tmp_path: Path) -> None:
-    """Python's own unpickler runs the command: the tests above can fail."""
+def test_the_hostile_file_of_these_tests_works_with_pickle(tmp_path: Path) -> None:
+    """Python's own unpickler executes the command, so the tests above can fail."""
     marker = tmp_path / "executed"
     pickle.loads(hostile_files(marker)["beside the data"])
     assert marker.exists()
@@ -140,9 +140,9 @@ def nested(depth: int) -> bytes:
 
 
 def doubled(times: int) -> bytes:
-    """A list of two lists of two lists ...: 2**times elements, if something printed or compared it."""
+    """A list of two lists of two lists ...: 2**times elements if it is printed or compared."""
     layers = b"".join(b"](h" + bytes([n]) + b"h" + bytes([n]) + b"eq" + bytes([n + 1]) for n in range(times))
-    return b"\x80\x02]q\x00" + layers + b"]\x93."  # used as the name of a function
+    return b"\x80\x02]q\x00" + layers + b"]\x93."  # used as a function name
 
 
 LIES: dict[str, Callable[[], bytes]] = {
@@ -177,8 +177,8 @@ LIES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("case", list(LIES))
-def test_a_damaged_or_lying_file_is_named(case: str, tmp_path: Path) -> None:
-    """Our error with the file's name; no other exception, no crash, no memory without limit."""
+def test_a_damaged_or_forged_file_is_named(case: str, tmp_path: Path) -> None:
+    """Our error with the file's name. No other exception, no crash, limited memory."""
     folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER)
     (folder / "data_batch_2").write_bytes(LIES[case]())
     with pytest.raises(DataError) as caught:
@@ -187,7 +187,7 @@ def test_a_damaged_or_lying_file_is_named(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["official", "4 text"])
-def test_any_damage_ends_in_our_error_or_in_data(form: str, tmp_path: Path) -> None:
+def test_any_damage_gives_our_error_or_valid_data(form: str, tmp_path: Path) -> None:
     """A file that is cut or changed at random places gives a DataError, or data of the right size."""
     folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER, form)
     whole = (folder / "test_batch").read_bytes()
@@ -202,7 +202,7 @@ def test_any_damage_ends_in_our_error_or_in_data(form: str, tmp_path: Path) -> N
 
 
 def test_binary_files_are_preferred_and_an_incomplete_folder_is_explained(tmp_path: Path) -> None:
-    """A complete binary folder is read; of incomplete pickles the missing ones are named."""
+    """A complete binary folder is read. For incomplete pickles the missing files are named."""
     folder = write_pickled(tmp_path / CIFAR10_PICKLED_FOLDER)
     (folder / "data_batch_4").unlink()
     with pytest.raises(DataError) as caught:
@@ -215,8 +215,8 @@ def test_binary_files_are_preferred_and_an_incomplete_folder_is_explained(tmp_pa
 
 @pytest.mark.shared
 @pytest.mark.slow
-def test_the_real_thing(tmp_path: Path) -> None:
-    """Real CIFAR-10 in the pickled form: the same bytes, and `data check` proves it; one changed pixel is named."""
+def test_the_real_data(tmp_path: Path) -> None:
+    """Real CIFAR-10 in the pickled form: the same bytes, and `data check` passes. One changed pixel is named."""
     binary = real_cifar10()
     pickled = tmp_path / CIFAR10_PICKLED_FOLDER
     pickle_binary_folder(binary / cifar10.FOLDER, pickled)

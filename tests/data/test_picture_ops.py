@@ -1,4 +1,4 @@
-"""Picture operations: each equals torchvision's on the same parameters, and no sample depends on its batch."""
+"""Picture operations: each equals torchvision's with the same parameters, and no sample depends on its batch."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def difference(mine: Tensor, theirs: Tensor) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_a_box_is_resized_like_torchs_own_antialiased_interpolation(interpolation: str) -> None:
+def test_a_box_is_resized_like_torchs_antialiased_interpolation(interpolation: str) -> None:
     samples = pictures(count=7)
     boxes = torch.tensor(
         [[0, 0, 33, 40], [3, 5, 20, 30], [10, 10, 8, 8], [0, 0, 1, 1], [5, 0, 28, 17], [2, 3, 5, 37], [1, 1, 31, 38]]
@@ -120,7 +120,7 @@ def test_an_operation_equals_torchvisions(operation: int, space: Any) -> None:
             )
             largest, share = difference(mine, theirs)
             if operation in GEOMETRIC:
-                # Nearest pixels: where a place falls between two pixels, float32 and float64 may choose differently.
+                # Nearest pixels: between two pixels, float32 and float64 may choose differently.
                 assert share < 0.02, (strength, is_negative)
             else:
                 # One level: both truncate, and a value at the edge of two levels has other last bits there.
@@ -145,7 +145,7 @@ def test_hue_blur_and_gray_equal_torchvisions() -> None:
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_a_sample_does_not_depend_on_its_batch(channels: int) -> None:
-    """The same bits alone, in a part of the batch, and in the whole batch."""
+    """The same bits alone, in a part of the batch, and in the complete batch."""
     samples = pictures(count=40, channels=channels)
     bits = draw_bits(torch.arange(40), 3)
     policies = [
@@ -175,7 +175,7 @@ def test_every_operation_is_drawn_and_choosing_on_the_device_gives_the_same(monk
     assert torch.equal(apply_operation(samples, operation, strength, is_negative, RAND_AUGMENT), plain)
 
 
-def test_rotating_by_nothing_changes_nothing() -> None:
+def test_a_rotation_by_zero_changes_nothing() -> None:
     samples = pictures()
     identity = torch.eye(2, 3).expand(len(samples), 2, 3)
     assert torch.equal(ops.affine(samples, identity), samples)

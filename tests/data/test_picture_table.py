@@ -1,4 +1,4 @@
-"""Pictures that CSV files list: labels of every task, splits, and mistakes with the line they are in."""
+"""Pictures listed in CSV files: labels of every task, splits, and errors with their line."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_one_label_per_picture(tmp_path: Path) -> None:
     assert data.train.labels.tolist() == [0, 1, 0]
     assert data.test.labels.tolist() == [1]
     assert data.validation is None
-    assert data.train.read(torch.arange(3)).shape == (3, 3, 9, 9)  # as folders: 8 of 9 pixels are cut out
+    assert data.train.read(torch.arange(3)).shape == (3, 3, 9, 9)  # like folders: the crop has 8 of 9 pixels
     keys = sample_keys(data.train)
     assert keys is not None
     assert len(keys.unique()) == 3

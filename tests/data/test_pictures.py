@@ -1,4 +1,4 @@
-"""One rule for every kind of picture, compared with what Pillow gives for the same picture."""
+"""The same rules for every kind of picture, compared with Pillow's result."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_every_format(tmp_path: Path, extension: str) -> None:
     Image.new("RGB", (50, 40), (250, 10, 10)).save(path, form)
     pixels = read_pixels(path, SIDE)
     assert pixels.shape == (3, SIDE, SIDE)
-    assert pixels[0].min() > 230  # some formats lose a little
+    assert pixels[0].min() > 230  # some formats are lossy
     assert pixels[1:].max() < 30
 
 
@@ -64,7 +64,7 @@ def test_every_extension_is_one_that_pillow_knows() -> None:
 
 @pytest.mark.parametrize("form", ["EPS", "PDF", "ICO"])
 def test_other_formats_are_refused_under_the_name_of_a_picture(tmp_path: Path, form: str) -> None:
-    """EPS would start another program."""
+    """Pillow would start another program for EPS."""
     path = tmp_path / "p.jpg"
     with path.open("wb") as file:
         noise().save(file, form)
@@ -85,12 +85,12 @@ def test_exif_orientation_is_applied(tmp_path: Path, orientation: int, extension
     assert [note.startswith("turned") for note in notes] == [True] * (2 <= orientation <= 8)
 
 
-def test_a_picture_that_a_camera_has_turned_is_upright(tmp_path: Path) -> None:
-    """Red above, blue below; the file has it lying on its side."""
+def test_a_picture_with_exif_rotation_is_upright(tmp_path: Path) -> None:
+    """Red above, blue below. The stored picture is rotated."""
     upright = Image.new("RGB", (32, 32), "red")
     upright.paste("blue", (0, 16, 32, 32))
     exif = Image.Exif()
-    exif[0x0112] = 6  # a viewer turns it by 90 degrees clockwise
+    exif[0x0112] = 6  # a viewer rotates it by 90 degrees clockwise
     upright.transpose(Image.Transpose.ROTATE_90).save(tmp_path / "p.png", exif=exif)
     assert np.array_equal(read_pixels(tmp_path / "p.png", SIDE), by_pillow(upright))
 
@@ -110,7 +110,7 @@ def test_other_colours_are_converted_by_pillow(tmp_path: Path, mode: str) -> Non
 
 @pytest.mark.parametrize("kind", ["RGBA", "LA", "palette", "colour"])
 def test_transparent_parts_are_white(tmp_path: Path, kind: str) -> None:
-    """Whatever colour the file has there; here it is black."""
+    """For any colour in the file. Here it is black."""
     path = tmp_path / "p.png"
     black = Image.new("RGB", (SIDE, SIDE))
     if kind in ("RGBA", "LA"):
@@ -144,8 +144,8 @@ def test_16_bits_are_their_high_byte(tmp_path: Path, extension: str) -> None:
     assert look_at_picture(tmp_path / f"p.{extension}").notes == []
 
 
-def test_16_bit_colours_are_their_high_byte_too(tmp_path: Path) -> None:
-    """Pillow reads them so; grey pictures follow the same rule."""
+def test_16_bit_colours_are_their_high_byte(tmp_path: Path) -> None:
+    """Pillow reads them in this way. Grey pictures follow the same rule."""
     values = np.random.default_rng(1).integers(0, 65536, (SIDE, SIDE, 3)).astype(">u2")
     rows = b"".join(b"\0" + row.tobytes() for row in values)
 
@@ -179,7 +179,7 @@ def test_a_file_that_states_its_range_is_scaled_by_it(tmp_path: Path) -> None:
         assert look_at_picture(tmp_path / "p.pgm").notes == []
 
 
-def test_whole_numbers_of_32_bits_have_no_known_range(tmp_path: Path) -> None:
+def test_integers_of_32_bits_have_no_known_range(tmp_path: Path) -> None:
     path = tmp_path / "p.tif"
     values = np.random.default_rng(1).integers(0, 65536, (30, 40), dtype=np.int32)
     Image.fromarray(values).save(path)
@@ -222,7 +222,7 @@ def test_truncated_pictures_are_refused(tmp_path: Path, extension: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_huge_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few kilobytes of file, hundreds of megabytes of pixels. Also where the limit of Pillow was taken off."""
+    """A few kilobytes of file, hundreds of megabytes of pixels. Also if Pillow's limit was removed."""
     path = tmp_path / "p.png"
     Image.new("1", (20_000, 10_000)).save(path)
     assert "pixels" in refused(path)
@@ -231,7 +231,7 @@ def test_huge_pictures_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_open_picture_follows_the_same_rules() -> None:
-    """As predictions from Python get it."""
+    """For predictions in Python."""
     file = io.BytesIO()
     exif = Image.Exif()
     exif[0x0112] = 3

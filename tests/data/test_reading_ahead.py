@@ -1,4 +1,4 @@
-"""Data that is streamed to a GPU: the right samples, in order, copied beside its work. Run with `pytest -m gpu`."""
+"""Data streamed to a GPU: the right samples, in order, copied during its work. Run with `pytest -m gpu`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FLAGS = ["--dataset=folder", "--image-size=56", "--global-batch-size=64", "--epo
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Pictures, and the same ones packed."""
+    """Pictures, and the same pictures packed."""
     home = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
     for name in ("ant", "bee"):
@@ -55,7 +55,7 @@ def test_folder_packed_and_packed_on_the_gpu_give_the_same_losses(
 
     from_folder = train("folder", folders[0])
     assert train("resident", folders[1]) == from_folder
-    # Ranks are processes of their own: what they may hold on the GPU is decided in this one.
+    # Ranks are separate processes: this process decides how much they may keep on the GPU.
     data = load_dataset(_config(folders[1]), 0).train
     assert isinstance(_make_resident(data, "cuda"), ResidentDataset)
     no_room(monkeypatch)
@@ -69,9 +69,7 @@ def _config(data: Path):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("kind", ["packed", "folder", "too large for the GPU"])
-def test_streamed_samples_are_the_samples(
-    folders: tuple[Path, Path], kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_streamed_samples_are_correct(folders: tuple[Path, Path], kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data = load_dataset(_config(folders[0] if kind == "folder" else folders[1]), 0).train
     everything = data.read(torch.arange(len(data)))
     if kind.startswith("too large"):
@@ -84,7 +82,7 @@ def test_streamed_samples_are_the_samples(
     sums = []
     for number, (ids, samples) in enumerate(read_ahead(data, shares, "cuda", ReadingWatch(data))):
         assert torch.equal(ids, shares[number])
-        # The GPU falls behind the host, so that memory handed out too early would be overwritten under its eyes.
+        # The GPU is slower than the host, so that memory that is reused too early would be overwritten before its use.
         for _ in range(8):
             heavy = (heavy @ heavy).clamp_(-1, 1)
         sums.append(
@@ -96,8 +94,8 @@ def test_streamed_samples_are_the_samples(
     assert torch.stack(sums).tolist() == expected
 
 
-def test_copies_overlap_with_computing() -> None:
-    """Timed on the GPU; a margin of a third, because other work may share the machine."""
+def test_copies_overlap_with_computation() -> None:
+    """Measured on the GPU, with a margin of a third, because other work may share the machine."""
     samples = torch.zeros(64, 3 * 1024, 1024, dtype=torch.uint8)  # 201 MB
     data = _OnHost(ResidentDataset(samples.view(64, 3, 1024, 1024), torch.zeros(64)))
     shares = [torch.arange(64)] * 12
@@ -115,7 +113,7 @@ def test_copies_overlap_with_computing() -> None:
 
     seconds(reads=True, products=12)
     read_s, some_s = seconds(reads=True, products=0), seconds(reads=False, products=12)
-    as_long = max(1, round(12 * read_s / some_s))  # computing and reading: only then can the one hide in the other
+    as_long = max(1, round(12 * read_s / some_s))  # computation and reading: only then can they overlap
     compute_s, both_s = seconds(reads=False, products=as_long), seconds(reads=True, products=as_long)
     print(f"reading and copying {read_s:.3f} s, computing {compute_s:.3f} s, both {both_s:.3f} s")
     assert both_s < max(read_s, compute_s) + min(read_s, compute_s) * 2 / 3

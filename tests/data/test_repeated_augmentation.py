@@ -41,7 +41,7 @@ def rank(number: int, ranks: int) -> World:
 
 
 def batches(repeats: int, ranks: int = 1, epoch: int = 2, dataset: Dataset | None = None) -> list[Batch]:
-    """The global batches of an epoch, put together from the shares of the ranks."""
+    """The global batches of an epoch, assembled from the shares of the ranks."""
     config = DataConfig(augment="light", policy="trivial", mixup_alpha=0.4, repeat_augment=repeats)
     pipeline = build_pipeline(config, INFO, 5)
     data = dataset or ResidentDataset(SAMPLES, LABELS)
@@ -75,7 +75,7 @@ def test_any_number_of_ranks_and_both_kinds_of_data_give_the_same_batches(repeat
             assert torch.equal(batch.ids, other.ids)
 
 
-def test_a_batch_holds_each_of_its_samples_as_often_as_asked_and_partners_differ() -> None:
+def test_a_batch_has_the_requested_repeats_of_each_sample_and_partners_differ() -> None:
     for epoch in range(3):
         keys = Sampling(100).batches(torch.arange(100), 5, epoch, 24, 3)
         assert keys.shape == (4, 24)
@@ -93,7 +93,7 @@ def test_without_repeats_nothing_changes() -> None:
     assert keys.max() < 100
 
 
-def test_the_first_repeat_has_the_pixels_of_a_run_without_and_the_others_have_their_own() -> None:
+def test_the_first_repeat_has_the_pixels_of_a_run_without_repeats() -> None:
     pipeline: Pipeline = build_pipeline(DataConfig(augment="light", policy="trivial", repeat_augment=2), INFO, 5)
     ids = torch.arange(40)
     first, second = (

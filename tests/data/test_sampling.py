@@ -31,7 +31,7 @@ def test_an_epoch_is_a_function_of_seed_and_epoch(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["uniform", "balanced", "weighted"])
 def test_repetitions_number_the_visits_of_a_sample(kind: str) -> None:
-    """Augmentation draws from (sample, repetition): no two visits of an epoch may be the same."""
+    """Augmentation draws from (sample, repetition). All visits of an epoch must differ."""
     found = sampling(kind, 450).visits(1, 0)
     assert found.repetitions is not None
     visits = list(zip(found.positions.tolist(), found.repetitions.tolist(), strict=True))
@@ -40,7 +40,7 @@ def test_repetitions_number_the_visits_of_a_sample(kind: str) -> None:
     assert all({r for p, r in visits if p == position} == set(range(n)) for position, n in times.items())
 
 
-def test_uniform_without_a_length_is_the_order_of_an_epoch() -> None:
+def test_uniform_without_a_length_gives_the_order_of_an_epoch() -> None:
     found = sampling("uniform").visits(5, 2)
     assert torch.equal(found.positions, epoch_order(100, 5, 2))
     assert found.repetitions is None
@@ -65,7 +65,7 @@ def test_weighted_visits_follow_the_weights() -> None:
     times = torch.bincount(found.positions, minlength=100).double()
     assert times[0] == 0  # its weight is 0
     expected = 200_000 * torch.arange(100) / 4950
-    # Five standard deviations of a binomial count; the draws are fixed, so the test cannot fail by chance.
+    # Five standard deviations of a binomial count. The draws are fixed, so the test cannot fail by chance.
     assert bool(((times - expected).abs() <= 5 * expected.sqrt() + 1e-9).all())
 
 

@@ -1,4 +1,4 @@
-"""The shapes: a pure function of the seed, balanced, quick, and neither trivial nor hopeless."""
+"""The shapes data set: a pure function of the seed, balanced, fast to make, and neither trivial nor too hard."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_constants_describe_the_pictures() -> None:
     torch.testing.assert_close(pixels.std((0, 2, 3)), torch.tensor(STD), atol=0.02, rtol=0)
 
 
-def test_the_middle_of_a_shape_stands_out_from_the_ground() -> None:
+def test_the_middle_of_a_shape_differs_from_the_background() -> None:
     images, labels = make_shapes(2000, 3, stream=0)
     discs = images[labels == CLASSES.index("disc")].float().mean(1)
     assert (discs.amax((1, 2)) - discs.median(2).values.median(1).values > 20).all()
@@ -70,10 +70,10 @@ def test_described_as_loaded() -> None:
     assert tuple(data.test.read(torch.tensor([0])).shape[1:]) == info.sample_shape
 
 
-def test_quick_to_make() -> None:
+def test_the_data_set_is_fast_to_make() -> None:
     start = time.process_time()
     make_shapes(5000, 0, stream=0)
-    # A quarter of the default set: about 0.3 s on an idle core; the rest is for busy machines.
+    # A quarter of the default set: about 0.3 s on an idle core. The rest is a margin for busy machines.
     assert time.process_time() - start < 2.0
 
 
@@ -109,15 +109,15 @@ def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, lr: flo
 
 
 @pytest.fixture(scope="module")
-def halves() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+def train_and_test() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     return make_shapes(18_000, 42, stream=0), make_shapes(2000, 42, stream=1)
 
 
-# A small CNN learns them in the first recipe: tests/training/test_whole_runs.py.
+# A small CNN learns them with the first recipe: tests/training/test_whole_runs.py.
 @pytest.mark.slow
-def test_a_linear_model_fails(halves: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+def test_a_linear_model_fails(train_and_test: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         linear = nn.Sequential(nn.Flatten(), nn.Linear(3072, 10))
-        train(linear, *halves[0], epochs=5, lr=0.002)
-    assert accuracy(linear, *halves[1]) < LINEAR_CEILING
+        train(linear, *train_and_test[0], epochs=5, lr=0.002)
+    assert accuracy(linear, *train_and_test[1]) < LINEAR_CEILING

@@ -1,4 +1,4 @@
-"""Synthetic data and the early checks of the data flags."""
+"""Synthetic data, and the early checks of the data flags."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_absurd_sizes_are_refused_before_any_work(size: str) -> None:
 
 @pytest.mark.parametrize("num_samples", [2**31, 2**62])
 def test_absurd_numbers_of_shapes_are_refused_before_any_work(num_samples: int) -> None:
-    """By the check of a start, and by an evaluation, whose config comes from a checkpoint."""
+    """In the check at the start, and in an evaluation, whose config is from a checkpoint."""
     for check in (check_data_config, lambda absurd: describe_dataset(absurd, 0)):
         with pytest.raises(UserError, match="too large"):
             check(config(dataset="shapes", num_samples=num_samples))
@@ -86,7 +86,7 @@ def test_unknown_names_get_a_suggestion(name: str, meant: str) -> None:
     assert "folder" in caught.value.screen()
 
 
-def test_a_missing_folder_is_found_early(tmp_path: Path) -> None:
+def test_a_missing_folder_is_reported_early(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         check_data_config(DataConfig(dataset="folder", data_dir=str(tmp_path / "absent")))
 

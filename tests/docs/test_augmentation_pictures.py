@@ -1,4 +1,4 @@
-"""The pictures of the augmentation guide are those that the code makes, and the guide shows all of them."""
+"""The pictures of the augmentation guide equal those that the code makes, and the guide shows all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paceline.data.augment import Extras
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PICTURES = REPOSITORY / "docs" / "images" / "augmentation"
-# Fields that change how others work, and have no row of their own.
+# Fields that change how others work, and have no own row.
 PARTS = {"crop_scale", "crop_ratio", "interpolation", "policy_ops", "policy_magnitude", "policy_std", "mix_epochs"}
 
 

@@ -1,4 +1,4 @@
-"""Links lead somewhere, the reference says what the program does, and the site knows its pages."""
+"""Links work, the reference matches the program, and the site has all pages."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.documents import REPOSITORY, name_of
 
 
 @pytest.mark.parametrize("page", documents.pages(), ids=name_of)
-def test_every_link_and_anchor_leads_somewhere(page: Path) -> None:
+def test_every_link_and_anchor_exists(page: Path) -> None:
     broken = [f"{name_of(page)}:{line}: {target}" for line, target in documents.links(page) if _is_broken(page, target)]
 
     assert not broken
@@ -31,7 +31,7 @@ def _is_broken(page: Path, target: str) -> bool:
     return bool(anchor) and to.suffix == ".md" and anchor not in documents.anchors(to)
 
 
-def test_broken_links_would_be_found() -> None:
+def test_broken_links_are_detected() -> None:
     page = REPOSITORY / "docs" / "index.md"
 
     assert _is_broken(page, "guides/nowhere.md")
@@ -65,7 +65,7 @@ def test_the_site_has_every_page_and_no_other() -> None:
 
     assert len(listed) == len(set(listed))
     assert set(listed) - staged == {"results/index.md"}  # written when pages are staged
-    # Reached from a page of their own, by links.
+    # Linked from other pages.
     below = ("decisions/", "results/", "examples/")
     assert {page for page in staged if not page.startswith(below)} <= set(listed)
 
@@ -127,7 +127,7 @@ def test_every_python_file_a_page_runs_exists() -> None:
         for number, line in documents.shell_lines(page):
             words = [word for word in line.split() if "=" not in word]
             if len(words) > 1 and words[0].endswith("python") and words[1].endswith(".py"):
-                # Pages about an example say `cd` before.
+                # Pages about an example have a `cd` before.
                 places = [REPOSITORY / words[1], *REPOSITORY.glob(f"examples/*/{words[1]}")]
                 is_there = words[1] in shown or any(map(Path.exists, places))
                 missing += [] if is_there else [f"{name_of(page)}:{number}: {line}"]

@@ -28,7 +28,7 @@ from paceline.runs.folder import RunFolder
 pytestmark = [pytest.mark.docs]
 
 SMALL = ["--num-samples", "640", "--global-batch-size", "64"]
-# The beginning of a command, and what makes it quick. The first that fits counts.
+# The beginning of a command, and flags that make it fast. The first match is used.
 QUICKLY: list[tuple[str, list[str]]] = [
     ("train shapes-cnn --json", ["--epochs", "1", *SMALL]),
     ("train folder-resnet50", ["--global-batch-size", "4", "--dry-run"]),
@@ -42,7 +42,7 @@ QUICKLY: list[tuple[str, list[str]]] = [
     ("find-lr", ["--steps", "10", *SMALL]),
     ("bench --profile", ["--seconds-per-size", "0.02", *SMALL]),
     ("bench --what", ["--sizes", "4KB:8KB", "--seconds-per-size", "0.02", *SMALL]),
-    # What is left of a bench without them is its data.
+    # Without them, only the data part of bench is left.
     ("bench", ["--what", "data", "--seconds-per-size", "0.02", *SMALL]),
     ("equivalence", ["--world-sizes", "1,2", "--max-steps", "2", *SMALL]),
 ]
@@ -53,7 +53,7 @@ FOR_REAL = {
     "train shapes-cnn --dataset my_data.py:make_dataset --epochs 2",
     "train shapes-cnn --dataset my_angles.py:make_dataset --task regression --epochs 2",
 }
-# Where another ending than 0 is the right one.
+# Commands with another correct exit code than 0.
 ENDINGS = {
     "course check": 1,  # an exercise with gaps
 }
@@ -85,7 +85,7 @@ NOT_EXECUTED = {
     "train cifar10-timm --data-dir data": _EXTRA,
     "train cifar10-timm --model-name timm:convnext_tiny --data-dir data": _EXTRA,
 }
-# Words that stand for something of the reader's.
+# Placeholders for the reader's own values.
 STAND_INS = {
     "RUN": "runs/first",
     "RUN/config.yaml": "runs/first/config.yaml",
@@ -108,7 +108,7 @@ STAND_INS = {
 
 
 def _documented() -> list[Command]:
-    """Each command once, at its first place."""
+    """Each command once, at its first occurrence."""
     first: dict[str, Command] = {}
     for page in documents.pages():
         for command in documents.commands(page):
@@ -147,7 +147,7 @@ def desk(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 (folder / title[1]).write_text(block.text)
     drawn = subprocess.run([sys.executable, "make_pictures.py"], cwd=folder, check=False, timeout=60)
     assert drawn.returncode == 0
-    # The times of a course, in its own columns.
+    # The times of a course, in the columns of that course.
     times = {1: 7.4, 2: 4.6, 4: 2.2}
     rows = [f"ddp,{gpus},{epoch},{time},0.9,70,100" for gpus, time in times.items() for epoch in (1, 2)]
     table = "\n".join(["method,gpus,epoch,time,val_loss,acc,peak_mem", *rows]) + "\n"
@@ -168,7 +168,7 @@ def test_a_command_of_a_page_works(command: Command, desk: Path, monkeypatch: py
     expected = next((code for start, code in ENDINGS.items() if command.text.startswith(start)), 0)
 
     if (words[0] == "train" and "--dry-run" not in words) or words[0] in ("bench", "equivalence", "doctor", "course"):
-        answer = paceline(*words, cwd=where)  # has processes of its own
+        answer = paceline(*words, cwd=where)  # starts its own processes
         code, said = answer.code, answer.out + answer.err
     else:
         monkeypatch.chdir(where)
@@ -194,7 +194,7 @@ def _with_stand_ins(words: list[str]) -> list[str]:
 
 
 def _here(words: list[str]) -> tuple[int, str]:
-    """In this process: torch is loaded once."""
+    """Run in this process, because torch is imported already."""
     said = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         code = main(words)

@@ -1,4 +1,4 @@
-"""The built site: search finds common terms, lessons lead to each other, and the start page keeps its promises."""
+"""The built site: search finds common terms, lessons link to each other, and the commands of the start page work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.site import build_site, search_index
 
 pytestmark = pytest.mark.docs
 
-# What people type into a search field. Each has a section of its own in docs/find-it.md.
+# Common search terms. Each has a section in docs/find-it.md.
 TERMS = [
     *("pip install", "docker", "notebook", "colab", "windows", "macos", "mps", "tpu", "rocm"),
     *("image classification", "detection", "segmentation", "multi-label", "regression", "self-supervised"),
@@ -55,7 +55,7 @@ def test_search_finds_a_section_about_every_common_term(site: Path) -> None:
     assert missing == []
 
 
-def test_a_missing_feature_names_something_else_or_a_way_to_do_it(site: Path) -> None:
+def test_a_missing_feature_names_an_alternative(site: Path) -> None:
     """More words must follow "not available"."""
     bare = [
         item["title"]
@@ -67,7 +67,7 @@ def test_a_missing_feature_names_something_else_or_a_way_to_do_it(site: Path) ->
     assert bare == []
 
 
-def test_lessons_are_in_the_sidebar_and_lead_to_the_lessons_beside_them(site: Path) -> None:
+def test_lessons_are_in_the_sidebar_and_link_to_their_neighbours(site: Path) -> None:
     lessons = sorted(path.name for path in (REPOSITORY / "course").glob("[0-9][0-9]-*"))
     assert len(lessons) == 10
     for number, lesson in enumerate(lessons):
@@ -90,7 +90,7 @@ def test_tutorials_are_in_order(site: Path) -> None:
         ]
 
 
-def test_every_row_of_the_comparison_has_all_answers() -> None:
+def test_every_row_of_the_comparison_is_complete() -> None:
     page = REPOSITORY / "docs" / "comparison.md"
     rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("|")]
 
@@ -107,7 +107,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_five_lines_of_python_train_as_a_shorter_run(tmp_path: Path) -> None:
-    """The lines of the start page; only the run is shorter."""
+    """The lines of the start page, with a shorter run."""
     (block,) = [block for block in documents.blocks(REPOSITORY / "docs" / "index.md") if block.language == "python"]
     assert len([line for line in block.text.splitlines() if line]) == 5
     script = block.text.replace("epochs=5", "epochs=1, num_samples=640, global_batch_size=64")

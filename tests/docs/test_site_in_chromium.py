@@ -1,4 +1,4 @@
-"""Every page of the documentation in a real browser, on a desk and on a phone: no code block or table is cut off."""
+"""Every page of the documentation in a real browser, wide and narrow: no code block or table is cut off."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from harness.browser import Browser
 from harness.site import build_site
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
-# Elements whose content is wider than they are, or that end beyond the window. Two pixels: widths are rounded.
+# Elements with content wider than themselves, or beyond the window. Two pixels are allowed, because widths are rounded.
 CUT_OFF = """(() => {
   const width = document.documentElement.clientWidth;
   const found = [...document.querySelectorAll(
@@ -57,7 +57,7 @@ def test_a_table_that_is_too_wide_becomes_lists_and_back(browser: Browser, site:
     page.close()
 
 
-def test_a_cut_off_line_and_table_would_be_found(browser: Browser, site: Path) -> None:
+def test_a_cut_off_line_and_table_are_detected(browser: Browser, site: Path) -> None:
     page = browser.open_page(site / "index.html", width=400)
     assert page.evaluate(CUT_OFF) == []
     page.evaluate("document.querySelector('.md-content pre code').style.whiteSpace = 'pre'")

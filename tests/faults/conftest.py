@@ -1,4 +1,4 @@
-"""A finished run with several checkpoints, for the tests that do something to it."""
+"""A finished run with several checkpoints, for tests that damage or resume it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.settings.load import to_yaml
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run of 18 steps with checkpoints of its steps 9, 12, 16 and 18."""
+    """A finished run of 18 steps with checkpoints at steps 9, 12, 16 and 18."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     run_ranks(1, train_in, str(folder), FLAGS)
     (folder / "config.yaml").write_text(to_yaml(quick_config(*FLAGS)))
@@ -27,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(undisturbed: Path, tmp_path: Path) -> Path:
-    """A copy of that run. What no test damages is shared: hard links."""
+    """A copy of that run. Files that no test damages are hard links."""
 
     def copy(source: str, target: str) -> None:
         (shutil.copy2 if NEWEST in source or "checkpoints" not in source else os.link)(source, target)

@@ -1,4 +1,4 @@
-"""What can happen to a checkpoint: accidents, and forgers who know the format and can seal a manifest."""
+"""Damage to a checkpoint: accidents, and forgeries that follow the format and have a valid manifest seal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
 
 
-# --- Accidents: every one of these is done to the newest checkpoint ---------------------------------------------------
+# --- Accidents: each one is applied to the newest checkpoint ----------------------------------------------------------
 
 
 def cut(name: str, keep: Callable[[int], int], folder: Path) -> None:
@@ -57,11 +57,11 @@ ACCIDENTS = accidents()
 assert len(ACCIDENTS) == 54
 
 
-# --- Forgers: they know the format and can seal a manifest ------------------------------------------------------------
+# --- Forgeries: the forger knows the format and seals the manifest ----------------------------------------------------
 
 
 class Canary:
-    """Unpickled, it leaves a file behind."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,12 +71,12 @@ class Canary:
 
 
 def seal(text: bytes) -> bytes:
-    """As docs/checkpoints.md describes it, written a second time."""
+    """Seal a manifest as docs/checkpoints.md describes it. A second implementation, independent of the source."""
     return text.removesuffix(b"\n}") + b',\n "crc32": "%08x"\n}\n' % zlib.crc32(text)
 
 
 def forge(folder: Path, change: Callable[[dict[str, Any]], object] = lambda body: None) -> None:
-    """Give a folder the manifest that belongs to its files, then change it and seal it again."""
+    """Write the manifest that belongs to the files of a folder, change it, and seal it again."""
     body = json.loads((folder / "manifest.json").read_bytes())
     del body["crc32"]
     for name, entry in body["files"].items():
@@ -176,8 +176,8 @@ FORGERIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "pickle listed as optimizer.pt": (partial(canary_listed_as, "optimizer.pt"), "'optimizer.pt'"),
     "pickle listed as the generators' state": (partial(canary_listed_as, "rng_state.pkl"), "'rng_state.pkl'"),
     "pickle listed as the data set's index": (partial(canary_listed_as, "data/index.npy"), "'data/index.npy'"),
-    "name that climbs": (partial(listed_as, "../model.safetensors"), "'../model.safetensors'"),
-    "name that begins at the root": (partial(listed_as, "/etc/passwd"), "'/etc/passwd'"),
+    "name with ..": (partial(listed_as, "../model.safetensors"), "'../model.safetensors'"),
+    "absolute name": (partial(listed_as, "/etc/passwd"), "'/etc/passwd'"),
     "linked payload": (linked_payload, "a link or folder"),
     "linked state": (linked_state, "a link or folder"),
     "10 GB claimed": (ten_gigabytes_claimed, "10,000,000,000 bytes"),

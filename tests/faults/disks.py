@@ -1,8 +1,8 @@
-"""Real small disks, and what may happen to them: tmpfs mounts, for processes in a mount namespace of their own.
+"""Real small disks and their faults: tmpfs mounts, for processes in their own mount namespace.
 
     unshare -rm python disks.py FOLDER SCENARIO
 
-runs a command-line training on one and prints as JSON how it ended.
+runs a command-line training on such a disk and prints the result as JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def mount_disk(folder: Path, size_mb: int) -> None:
 
 
 def fill(disk: Path) -> None:
-    """To the last byte."""
+    """Fill the disk completely."""
     with (disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         for size in (2**16, 1):
             with contextlib.suppress(OSError):
@@ -46,13 +46,13 @@ def is_full(disk: Path) -> bool:
 
 
 def make_read_only(folder: Path) -> None:
-    """A read-only view comes to lie over the folder; a disk with files open for writing cannot be remounted."""
+    """Mount a read-only view over the folder. A disk with files open for writing cannot be remounted."""
     subprocess.run(["mount", "--bind", str(folder), str(folder)], check=True)
     subprocess.run(["mount", "-o", "remount,bind,ro", str(folder)], check=True)
 
 
 def train_while(disk: Path, happens: Callable[[], object]) -> dict[str, object]:
-    """The command as a person runs it; something happens to its disk soon after its fifth step."""
+    """Run the command like a user. The fault comes soon after its fifth step."""
     errors = disk.parent / "stderr.txt"
     with (
         errors.open("w") as stderr,

@@ -1,4 +1,4 @@
-"""The run that `conftest.py` trains, in the words its tests use."""
+"""Constants of the run that `conftest.py` trains."""
 
 from __future__ import annotations
 

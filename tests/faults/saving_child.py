@@ -1,4 +1,4 @@
-"""What a process does that will be killed while it saves. It tells its parent over a pipe how far it is.
+"""A process that is killed while it saves. It reports its progress to its parent through a pipe.
 
 All values of a checkpoint are its step, so a mixture of two checkpoints is detected.
 """
@@ -28,7 +28,7 @@ def save(manager: CheckpointManager, payload: Payload, step: int, parent: Connec
     for part in payload.values():
         for tensor in part.values():
             tensor.fill_(step)
-    # Every third is better than all before: `best` moves too, and old ones are dropped.
+    # Every third checkpoint is the best so far: `best` moves too, and old checkpoints are dropped.
     validation = {"accuracy": float(step), "loss": 1.0} if step % 3 == 0 else None
     state = {"step": step, "keep": False, "validation": validation}
     parent.send(("saving", step))
@@ -44,14 +44,14 @@ def open_manager(folder: str, *, is_async: bool) -> CheckpointManager:
 
 
 def save_for_ever(folder: str, is_async: bool, first_step: int, parent: Connection) -> None:
-    """One checkpoint after the other, 20 MB each."""
+    """Save one checkpoint after the other, 20 MB each."""
     manager, payload = open_manager(folder, is_async=is_async), make_payload(1_250_000)
     for step in count(first_step):
         save(manager, payload, step, parent)
 
 
 def save_when_asked_to_stop(folder: str, is_async: bool, first_step: int, parent: Connection) -> None:
-    """Train until SIGTERM, then save 64 MB and end: what a polite stop comes down to."""
+    """Train until SIGTERM, then save 64 MB and end, like a stop request."""
     asked = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: asked.set())
     manager, payload = open_manager(folder, is_async=is_async), make_payload(4_000_000)

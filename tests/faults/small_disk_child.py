@@ -1,8 +1,8 @@
-"""Whole runs on real small disks: tmpfs mounts in a mount namespace of our own.
+"""Complete runs on real small disks: tmpfs mounts in a separate mount namespace.
 
     unshare -rm python small_disk_child.py FOLDER
 
-Prints one JSON object: for each scenario how its run ended, what was said, and what was on the disk afterwards.
+Prints one JSON object. For each scenario: how its run ended, its output, and the files on the disk.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MB = 2**20
 
 
 def at_steps(actions: dict[int, Callable[[], object]]) -> Callable[..., None]:
-    """A Recorder.step that does something to the disk right before these steps are recorded."""
+    """A Recorder.step that changes the disk right before these steps are recorded."""
     record = Recorder.step
 
     def step(self: Recorder, number: int, **values: float) -> None:
@@ -48,26 +48,26 @@ def at_steps(actions: dict[int, Callable[[], object]]) -> Callable[..., None]:
     return step
 
 
-def run_story(folder: Path, actions: dict[int, Callable[[], object]]) -> dict[str, Any]:
-    """Train in a folder while things happen to it; how it ended and what it said."""
+def run_scenario(folder: Path, actions: dict[int, Callable[[], object]]) -> dict[str, Any]:
+    """Train in a folder while its disk has a fault. Returns how the run ended and its output."""
     out, record = io.StringIO(), Recorder.step
     handler = logging.StreamHandler(out)
     logger = logging.getLogger("paceline")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    story: dict[str, Any] = {"code": 0, "screen": "", "weights": None}
+    result: dict[str, Any] = {"code": 0, "screen": "", "weights": None}
     Recorder.step = at_steps(actions)  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-            story["weights"] = train_in(make_world(0, 1), str(folder), FLAGS)["weights_sha256"]
+            result["weights"] = train_in(make_world(0, 1), str(folder), FLAGS)["weights_sha256"]
     except PacelineError as error:
-        story |= {"code": error.exit_code, "screen": error.screen()}
+        result |= {"code": error.exit_code, "screen": error.screen()}
     except Exception:
-        story |= {"code": 70, "screen": traceback.format_exc()}
+        result |= {"code": 70, "screen": traceback.format_exc()}
     finally:
         Recorder.step = record  # type: ignore[method-assign]
         logger.removeHandler(handler)
-    return {**story, "out": out.getvalue(), **look_at(folder)}
+    return {**result, "out": out.getvalue(), **look_at(folder)}
 
 
 def look_at(folder: Path) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def look_at(folder: Path) -> dict[str, Any]:
 
 def enough_room(base: Path) -> dict[str, Any]:
     mount_disk(base, 64)
-    return run_story(base / "run", {})
+    return run_scenario(base / "run", {})
 
 
 def full_for_a_while(base: Path) -> dict[str, Any]:
@@ -97,27 +97,27 @@ def full_for_a_while(base: Path) -> dict[str, Any]:
         fill(base)
         was_full.append(is_full(base))
 
-    # A disk gives out whole pages: with these rows the metrics need a second one while there is none to be had.
+    # A disk allocates whole pages. These rows need a second page for the metrics while none is free.
     (base / "run").mkdir()
     (base / "run" / "metrics.jsonl").write_text(60 * (json.dumps({"kind": "step", "step": 0, "loss": 0.0}) + "\n"))
-    story = run_story(base / "run", {5: fill_it, 10: (base / "filler").unlink})
-    return {**story, "was_full": was_full == [True]}
+    result = run_scenario(base / "run", {5: fill_it, 10: (base / "filler").unlink})
+    return {**result, "was_full": was_full == [True]}
 
 
 def full_for_good(base: Path) -> dict[str, Any]:
     mount_disk(base, 24)
-    story = run_story(base / "run", {5: lambda: fill(base)})
-    return {**story, "was_full": is_full(base)}
+    result = run_scenario(base / "run", {5: lambda: fill(base)})
+    return {**result, "was_full": is_full(base)}
 
 
 def eight_megabytes(base: Path) -> dict[str, Any]:
-    """Room for one checkpoint of this run and not for two."""
+    """Room for one checkpoint of this run but not for two."""
     mount_disk(base, 8)
-    return run_story(base / "run", {})
+    return run_scenario(base / "run", {})
 
 
 def full_while_writing(base: Path) -> dict[str, Any]:
-    """Somebody else takes the room that was there when the save began: here, the look at the disk is a fake."""
+    """Another process uses the free space after the save began. The check of the free space is a fake."""
     mount_disk(base, 8)
     manager = CheckpointManager(
         base / "checkpoints", make_world(0, 1), is_sharded=False, retention=Retention(), is_async=False
@@ -141,24 +141,24 @@ def full_while_writing(base: Path) -> dict[str, Any]:
 def read_only(base: Path) -> dict[str, Any]:
     mount_disk(base, 24)
     folder = base / "run"
-    story = run_story(folder, {5: lambda: make_read_only(folder)})
+    result = run_scenario(folder, {5: lambda: make_read_only(folder)})
     try:
         (folder / "probe").touch()
     except OSError as error:
-        story["is_read_only"] = error.errno == errno.EROFS
-    return story
+        result["is_read_only"] = error.errno == errno.EROFS
+    return result
 
 
 def read_only_when_saving(base: Path) -> dict[str, Any]:
-    """Only the checkpoints' folder: noticed by the save, not by the status."""
+    """Only the folder of the checkpoints. The save detects it, the status does not."""
     mount_disk(base, 24)
-    return run_story(base / "run", {5: lambda: make_read_only(base / "run" / "checkpoints")})
+    return run_scenario(base / "run", {5: lambda: make_read_only(base / "run" / "checkpoints")})
 
 
 def deleted(base: Path) -> dict[str, Any]:
     mount_disk(base, 24)
     folder = base / "run"
-    return run_story(folder, {5: lambda: shutil.rmtree(folder)})
+    return run_scenario(folder, {5: lambda: shutil.rmtree(folder)})
 
 
 SCENARIOS = (
@@ -168,8 +168,8 @@ SCENARIOS = (
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    os.environ[PATIENCE] = "0"  # the third failure in a row ends a run
-    stories = {scenario.__name__: scenario(Path(sys.argv[1]) / scenario.__name__) for scenario in SCENARIOS}
-    sys.stdout.write(json.dumps(stories))
+    os.environ[PATIENCE] = "0"  # the third consecutive failure ends a run
+    scenarios = {scenario.__name__: scenario(Path(sys.argv[1]) / scenario.__name__) for scenario in SCENARIOS}
+    sys.stdout.write(json.dumps(scenarios))
     sys.stdout.flush()
-    os._exit(0)  # nothing to tidy up: the mounts go with the namespace
+    os._exit(0)  # no cleanup: the mounts end with the namespace

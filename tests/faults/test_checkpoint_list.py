@@ -1,4 +1,4 @@
-"""`paceline checkpoints`: what a run has saved, and whether it is whole."""
+"""`paceline checkpoints` lists what a run has saved, and whether it is complete."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from harness.cli import command, paceline
 from paceline.cli.command import run_verb
 
 
-def test_the_list_says_what_there_is(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_shows_every_checkpoint(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_verb("checkpoints", [str(run), "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     assert (listed["verified"], listed["set_aside"]) == (False, [])
@@ -36,7 +36,7 @@ def test_the_list_says_what_there_is(run: Path, capsys: pytest.CaptureFixture[st
     assert [line.split()[-1] for line in table[1:]] == ["whole"] * 4
 
 
-def test_without_verify_a_size_is_checked_and_a_bit_is_not(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_verify_only_sizes_are_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flip_a_bit("model.safetensors", 0.9, 0, run / "checkpoints" / NEWEST)
     assert run_verb("checkpoints", [str(run)]) == 0
     cut("model.safetensors", lambda size: size - 1, run / "checkpoints" / NEWEST)
@@ -50,7 +50,7 @@ def test_the_list_needs_no_torch(run: Path, tmp_path: Path) -> None:
     assert answer.out.splitlines()[-1] == "0 False", answer
 
 
-def test_a_run_without_checkpoints_and_what_is_no_run(tmp_path: Path) -> None:
+def test_a_run_without_checkpoints_and_a_folder_without_a_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").touch()
     empty = paceline("checkpoints", "run", cwd=tmp_path)

@@ -27,7 +27,7 @@ SKEW_S = 300.0
 
 
 def jump(shifts: Iterator[float]) -> list[float]:
-    """From now on every look at the wall clock is off by the next of these; returns what was given out."""
+    """Shift every later reading of the wall clock by the next of these. Returns the values that were read."""
     real, given = time.time, []
 
     def shifted() -> float:
@@ -39,7 +39,7 @@ def jump(shifts: Iterator[float]) -> list[float]:
 
 
 def train_while_the_clock_jumps(world: World, folder: str) -> int:
-    """Two attempts of one run; the clock goes an hour back and forth all the time. Returns how often it was asked."""
+    """Two attempts of one run while the clock jumps by an hour in both directions. Returns the number of readings."""
     given = jump(cycle([0.0, -HOUR_S, HOUR_S]))
     train_in(world, folder, (*FLAGS, "--max-steps=13"))
     train_in(world, folder, FLAGS, resume=True)
@@ -71,7 +71,7 @@ def check_no_negative_value(folder: Path) -> None:
     assert len(found) > 200
     assert min(found) >= 0
     for row in rows:
-        assert 0 < row["throughput"] < 10**7  # an hour back or forth would make it absurd
+        assert 0 < row["throughput"] < 10**7  # a jump of an hour would make it far too large
         assert row.get("seconds", 1.0) < 100
     assert read_results(folder)["training_seconds"] < 100
     assert read_results(folder)["samples_per_second"] > 0
@@ -79,7 +79,7 @@ def check_no_negative_value(folder: Path) -> None:
 
 def test_fake_jumps_of_an_hour_change_nothing(tmp_path: Path, undisturbed: Path) -> None:
     (asked,) = run_ranks(1, train_while_the_clock_jumps, str(tmp_path))
-    assert asked > 18  # it did jump: rows carry the time
+    assert asked > 18  # the fault took effect: rows contain the time
     check_no_negative_value(tmp_path)
     assert read_results(tmp_path)["weights_sha256"] == read_results(undisturbed)["weights_sha256"]
     assert step_of(step_folders(tmp_path / "checkpoints")[0]) == 18
@@ -97,37 +97,37 @@ def test_fake_skew_of_five_minutes_between_two_ranks_changes_nothing(tmp_path: P
 
 
 @pytest.mark.parametrize("shift_s", [-HOUR_S, HOUR_S])
-def test_the_newest_is_told_by_its_step_and_never_by_its_time(tmp_path: Path, shift_s: float) -> None:
+def test_the_newest_checkpoint_is_found_by_its_step_not_by_its_time(tmp_path: Path, shift_s: float) -> None:
     manager = CheckpointManager(
         tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(keep_last=3), is_async=False
     )
     for step in (1, 2, 3, 4):
         state = {"step": step, "keep": False, "validation": None}
         manager.save({"model": {"w": torch.zeros(2)}}, state, {"step": step}, is_best=False)
-        # Each one looks an hour older (or younger) than the one before, and so do its files.
+        # Each checkpoint and its files look an hour older (or younger) than the one before.
         for path in (tmp_path / f"step-{step:08}").rglob("*"):
             os.utime(path, (time.time() + step * shift_s,) * 2)
         os.utime(tmp_path / f"step-{step:08}", (time.time() + step * shift_s,) * 2)
     by_time = sorted(step_folders(tmp_path), key=lambda path: path.stat().st_mtime, reverse=True)
     by_step = [step_of(path) for path in step_folders(tmp_path)]
-    assert [step_of(path) for path in by_time] == (by_step if shift_s > 0 else by_step[::-1])  # the fault fired
+    assert [step_of(path) for path in by_time] == (by_step if shift_s > 0 else by_step[::-1])  # the fault took effect
     assert by_step == [4, 3, 2]  # the oldest by step was dropped
     newest, _ = find_newest(tmp_path)
     assert newest is not None
     assert newest.step == 4
 
 
-def test_fake_jump_back_between_runs_never_gives_two_runs_one_folder(
+def test_fake_clock_jump_back_between_runs_gives_separate_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(time, "strftime", lambda _: "20261115-031810")  # the same second, again and again
+    monkeypatch.setattr(time, "strftime", lambda _: "20261115-031810")  # always the same second
     names = [claim_run_folder("shapes-cnn").name for _ in range(11)]
     assert len(set(names)) == 11
     assert names == sorted(names)
 
 
-def test_how_long_a_save_took_does_not_depend_on_the_wall_clock(
+def test_the_duration_of_a_save_does_not_depend_on_the_wall_clock(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shifts = cycle([HOUR_S, -HOUR_S])

@@ -1,4 +1,4 @@
-"""Faults 7, 8 and 9: damaged and forged checkpoints are found before use, and the run goes on from the one before."""
+"""Faults 7, 8 and 9: damaged and forged checkpoints are detected, and the run resumes from the one before."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from paceline.metrics.recorder import read_rows
 
 MOST_CPU_S = 1.0
 MOST_DETECTION_S = 0.1
-MOST_MEMORY = 2**30  # address space, of which Python itself takes a part
+MOST_MEMORY = 2**30  # address space, including Python's own
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +42,7 @@ def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def open_manager(run: Path) -> CheckpointManager:
-    """The owner of a run's checkpoints."""
+    """A manager that owns the checkpoints of a run."""
     world = make_world(0, 1)
     return CheckpointManager(
         run / "checkpoints", world, is_sharded=False, retention=store.Retention(keep_last=4), is_async=False
@@ -53,14 +53,14 @@ def open_manager(run: Path) -> CheckpointManager:
 
 
 @pytest.mark.parametrize("case", ACCIDENTS)
-def test_damage_is_found_and_the_one_before_is_used(
+def test_damage_is_detected_and_the_checkpoint_before_is_used(
     case: str, run: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, damage = ACCIDENTS[case]
     newest = run / "checkpoints" / NEWEST
     original = (newest / name).read_bytes()
     damage(newest)
-    assert not (newest / name).exists() or (newest / name).read_bytes() != original  # it did happen
+    assert not (newest / name).exists() or (newest / name).read_bytes() != original  # the damage changed the file
 
     assert run_verb("checkpoints", [str(run), "--verify"]) == DAMAGED
     out = capsys.readouterr().out
@@ -78,12 +78,12 @@ def test_damage_is_found_and_the_one_before_is_used(
     assert not newest.exists()
     assert (run / "checkpoints" / f"damaged-{NEWEST}").is_dir()
 
-    assert run_verb("checkpoints", [str(run), "--verify"]) == 0  # set-aside ones do not count
+    assert run_verb("checkpoints", [str(run), "--verify"]) == 0  # set-aside checkpoints do not count
     assert f"set aside: damaged-{NEWEST}" in capsys.readouterr().out
 
 
-def test_every_bit_of_a_manifest_counts(run: Path) -> None:
-    # Most flips also break the JSON; those in a version or a hash are found by the seal alone.
+def test_any_changed_bit_of_a_manifest_is_detected(run: Path) -> None:
+    # Most changed bits also break the JSON. Those in a version or a hash are detected only by the seal.
     path = run / "checkpoints" / NEWEST / "manifest.json"
     original = path.read_bytes()
     with path.open("r+b") as file:
@@ -106,7 +106,7 @@ RESUMED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks) for case, marks in RESUMED.items()])
-def test_the_run_goes_on_from_the_one_before_to_the_same_end(case: str, run: Path, undisturbed: Path) -> None:
+def test_a_run_resumed_from_the_checkpoint_before_has_the_same_result(case: str, run: Path, undisturbed: Path) -> None:
     (run / "results.json").unlink()
     ACCIDENTS[case][1](run / "checkpoints" / NEWEST)
     assert run_verb("checkpoints", [str(run), "--verify"]) == DAMAGED
@@ -122,7 +122,7 @@ def test_the_run_goes_on_from_the_one_before_to_the_same_end(case: str, run: Pat
 
 
 def row_times(folder: Path) -> dict[int, float]:
-    """When each step was recorded."""
+    """The time at which each step was recorded."""
     return {row["step"]: row["time"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"}
 
 
@@ -131,7 +131,7 @@ def metrics_without_time(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("case", ["truncated to half", "last 100 bytes cut", "deleted"])
-def test_what_sizes_tell_is_told_without_reading_a_tensor(case: str, run: Path) -> None:
+def test_wrong_sizes_are_detected_without_reading_a_tensor(case: str, run: Path) -> None:
     ACCIDENTS[case][1](run / "checkpoints" / NEWEST)
     started = time.process_time()
     with pytest.raises(DamagedCheckpoint):
@@ -140,18 +140,18 @@ def test_what_sizes_tell_is_told_without_reading_a_tensor(case: str, run: Path) 
 
 
 @pytest.mark.faults
-def test_verifying_reads_a_gigabyte_in_a_second_of_one_core(tmp_path: Path) -> None:
+def test_verify_reads_a_gigabyte_per_second_on_one_core(tmp_path: Path) -> None:
     path = tmp_path / "payload"
     path.write_bytes(bytes(range(256)) * 2**20)  # 256 MB
     seconds = []
-    for _ in range(5):  # the quickest counts: a busy machine has slow moments
+    for _ in range(5):  # use the fastest: other programs may slow down single runs
         started = time.process_time()
         checksum_of(path)
         seconds.append(time.process_time() - started)
     assert path.stat().st_size / min(seconds) >= 10**9
 
 
-def test_with_every_one_damaged_the_run_starts_over_only_if_asked(run: Path) -> None:
+def test_if_all_checkpoints_are_damaged_the_run_restarts_only_on_request(run: Path) -> None:
     """Exit code 4 and no change on the disk, unless the user asks for a start at step 0."""
     folder = run / "checkpoints"
     for path in step_folders(folder):
@@ -168,13 +168,13 @@ def test_with_every_one_damaged_the_run_starts_over_only_if_asked(run: Path) -> 
     manager.begin_at_zero(run, may_drop_damaged=True)
     assert step_folders(folder) == []
     assert len(list_damaged(folder)) == 4
-    with pytest.raises(CheckpointError, match="does not start at step 0"):  # set aside, and still the run's work
+    with pytest.raises(CheckpointError, match="does not start at step 0"):  # set aside, not deleted
         manager.begin_at_zero(run, may_drop_damaged=False)
 
 
 @pytest.mark.parametrize("may_drop_damaged", [False, True])
-def test_beside_a_whole_checkpoint_no_run_starts_at_zero(run: Path, may_drop_damaged: bool) -> None:
-    """Whole checkpoints are resumed or left alone: no flag makes a start delete them."""
+def test_a_run_with_a_complete_checkpoint_never_starts_at_step_0(run: Path, may_drop_damaged: bool) -> None:
+    """Complete checkpoints are resumed or left alone. No flag deletes them."""
     before = everything_below(run)
     for source in (run, None):
         with pytest.raises(CheckpointError, match="holds checkpoints"):
@@ -182,7 +182,7 @@ def test_beside_a_whole_checkpoint_no_run_starts_at_zero(run: Path, may_drop_dam
     assert everything_below(run) == before
 
 
-def test_a_damaged_best_gives_way_to_the_newest(run: Path) -> None:
+def test_a_damaged_best_checkpoint_is_replaced_by_the_newest(run: Path) -> None:
     folder = run / "checkpoints"
     point(folder, "best", folder / NEWEST)
     flip_a_bit("model.safetensors", 0.5, 0, folder / NEWEST)
@@ -192,8 +192,8 @@ def test_a_damaged_best_gives_way_to_the_newest(run: Path) -> None:
     assert len(reports) == 1
 
 
-def test_the_best_of_a_resumed_state_is_pointed_at_again(run: Path) -> None:
-    # Killed between the naming of a checkpoint and the pointing of the link, or gone back to an earlier step.
+def test_resume_restores_the_best_link(run: Path) -> None:
+    # The process was killed between the commit of a checkpoint and the update of the link, or the run was rewound.
     folder = run / "checkpoints"
     for stale in (BEFORE, NEWEST):
         point(folder, "best", folder / stale)
@@ -205,7 +205,7 @@ def test_the_best_of_a_resumed_state_is_pointed_at_again(run: Path) -> None:
 
 # --- Fault 9: forgeries -----------------------------------------------------------------------------------------------
 
-# One process for all of them, with little memory; each is the whole command, up to its exit code.
+# One process with little memory runs all forgeries. Each is the complete command, including its exit code.
 REFUSE = """
 import contextlib, io, json, resource, sys, time
 from paceline.cli.main import main
@@ -255,17 +255,17 @@ def test_forged_checkpoints_are_refused_at_once_and_nothing_is_executed(undistur
         assert cpu_s < MOST_CPU_S, name
         assert not has_torch
     assert not list(tmp_path.rglob("canary"))
-    assert everything_below(tmp_path) == before  # nothing written, in or out
+    assert everything_below(tmp_path) == before  # no file written, inside or outside of the run
 
 
 @pytest.mark.parametrize("case", FORGERIES)
-def test_a_forged_newest_is_passed_over(case: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_forged_newest_checkpoint_is_skipped(case: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = run / "checkpoints"
     FORGERIES[case][0](folder / NEWEST)
     assert run_verb("checkpoints", [str(run)]) == DAMAGED
     assert run_verb("checkpoints", [str(run), "--json"]) == DAMAGED
     capsys.readouterr()
-    if case == "newer schema":  # whole, and perhaps the work of a week: not ours to move aside
+    if case == "newer schema":  # complete, and useful for a newer version: it is not set aside
         with pytest.raises(CheckpointError, match="newer Paceline"):
             find_newest(folder)
         assert (folder / NEWEST).is_dir()
@@ -287,20 +287,20 @@ def test_a_forged_newest_is_passed_over(case: str, run: Path, capsys: pytest.Cap
         "[" * 100_000,
     ],
 )
-def test_slices_that_lie_about_their_place_are_refused(places: str, tmp_path: Path) -> None:
+def test_slices_with_wrong_offsets_are_refused(places: str, tmp_path: Path) -> None:
     save_file({"w": torch.zeros(4)}, tmp_path / "model.safetensors", {"paceline_slices": places})
     with pytest.raises(CheckpointError):
         PayloadReader(tmp_path, ["model.safetensors"]).read("w")
 
 
-def test_the_canary_sings(tmp_path: Path) -> None:
-    # Else its silence would show nothing.
+def test_the_canary_works(tmp_path: Path) -> None:
+    # Otherwise the tests above could not detect that a pickle was executed.
     pickle.loads(pickle.dumps(Canary(tmp_path / "canary")))
     assert (tmp_path / "canary").exists()
 
 
 def test_a_forged_seal_without_changes_is_accepted(run: Path) -> None:
-    # Else every forgery above might be refused for its seal alone.
+    # Otherwise the forgeries above might be refused only because of their seal.
     newest = run / "checkpoints" / NEWEST
     original = (newest / "manifest.json").read_bytes()
     forge(newest)
@@ -312,7 +312,7 @@ def test_a_forged_seal_without_changes_is_accepted(run: Path) -> None:
         read_manifest(newest)
 
 
-def test_pickles_beside_a_checkpoint_are_never_opened(run: Path) -> None:
+def test_pickles_in_a_checkpoint_folder_are_never_opened(run: Path) -> None:
     newest = run / "checkpoints" / NEWEST
     for name in (".metadata", "optimizer.pt", "model.pkl"):
         (newest / name).write_bytes(pickle.dumps(Canary(run.parent / "canary")))

@@ -1,7 +1,7 @@
-"""Fault 13: the reading of data fails.
+"""Fault 13: reading data fails.
 
-Paceline reads with threads, not with worker processes, so there is no worker to be killed by itself: what a dying
-worker would do to a rank, an exception in its data phase does here.
+Paceline reads with threads, not with worker processes, so no worker can be killed on its own. An exception in the
+data phase of a rank has the effect of a killed worker.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import pytest
 from PIL import Image
 
 from harness.cli import command, paceline
-from harness.short_run import FLAGS, faults_struck, outcome, read_failures, run_undisturbed
+from harness.short_run import FLAGS, injected_faults, outcome, read_failures, run_undisturbed
 from paceline.data.sources.shapes import CLASSES, make_shapes
 
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two classes of small pictures; one of them is cut short."""
+    """Two classes of small pictures. One picture is truncated."""
     folder = tmp_path_factory.mktemp("pictures")
     samples, labels = make_shapes(60, seed=1, stream=0)
     for name in CLASSES[:2]:
@@ -53,7 +53,7 @@ def test_a_broken_picture_is_named_with_its_file_sample_and_reader(pictures: Pat
 
 # Fault 13
 @pytest.mark.faults
-def test_a_broken_picture_is_counted_and_replaced_where_that_is_allowed(pictures: Path, tmp_path: Path) -> None:
+def test_a_broken_picture_is_counted_and_replaced_if_allowed(pictures: Path, tmp_path: Path) -> None:
     answer = paceline(*folder_run(pictures, tmp_path, "--unreadable=1"), cwd=tmp_path)
     assert answer.code == 0, answer
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").iterdir())
@@ -62,13 +62,13 @@ def test_a_broken_picture_is_counted_and_replaced_where_that_is_allowed(pictures
 
 # Fault 13
 @pytest.mark.faults
-def test_a_reader_that_fails_once_costs_no_sample(tmp_path: Path) -> None:
+def test_a_reader_that_fails_once_loses_no_sample(tmp_path: Path) -> None:
     for name in ("disturbed", "undisturbed"):
         (tmp_path / name).mkdir()
     undisturbed = run_undisturbed(tmp_path / "undisturbed")
     answer = paceline(*FLAGS, "--inject=raise rank=1 step=12 phase=data", cwd=tmp_path / "disturbed")
     assert answer.code == 0, answer
-    assert faults_struck(tmp_path / "disturbed" / "run") == ["raise (rank 1, step 12, data)"]
+    assert injected_faults(tmp_path / "disturbed" / "run") == ["raise (rank 1, step 12, data)"]
     (failure,) = read_failures(tmp_path / "disturbed" / "run")
     assert (failure["rank"], failure["step"], failure["phase"]) == (1, 12, "data")
     assert outcome(tmp_path / "disturbed" / "run") == undisturbed
@@ -76,10 +76,10 @@ def test_a_reader_that_fails_once_costs_no_sample(tmp_path: Path) -> None:
 
 # Fault 13
 @pytest.mark.faults
-def test_memory_that_runs_out_is_named(tmp_path: Path) -> None:
+def test_out_of_memory_while_reading_data_is_named(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "paceline", *FLAGS, "--max-restarts=0", "--inject='leak rank=1 step=12 phase=data'"]
     answer = command("bash", "-c", f"ulimit -v 4000000; exec {' '.join(run)}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert faults_struck(tmp_path / "run") == ["leak (rank 1, step 12, data)"]
+    assert injected_faults(tmp_path / "run") == ["leak (rank 1, step 12, data)"]
     assert "out of memory" in answer.err
     assert "data of step 12" in answer.err

@@ -1,4 +1,4 @@
-"""Faults 10 and 24: the disk is full, the run folder turns read-only, the run folder is deleted."""
+"""Faults 10 and 24: the disk is full, the run folder becomes read-only, the run folder is deleted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.runs import folder as folder_module
 from paceline.runs.folder import RankLog, RunFolder
 
 MOST_LINES = 12
-Story = dict[str, Any]
+ScenarioResult = dict[str, Any]
 
 
 def can_mount() -> bool:
@@ -40,13 +40,13 @@ def can_mount() -> bool:
 
 
 @pytest.fixture(scope="module")
-def stories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Story]:
-    """What came of every scenario; all of them in one process, since torch takes longer to start than they to run."""
+def scenarios(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ScenarioResult]:
+    """The result of every scenario. One process runs all of them, because importing torch takes longest."""
     return in_own_namespace(small_disk_child.__file__, str(tmp_path_factory.mktemp("disks")))
 
 
-def in_own_namespace(script: str, *arguments: str) -> Story:
-    """What a script says that may mount disks, where the machine allows it."""
+def in_own_namespace(script: str, *arguments: str) -> ScenarioResult:
+    """The output of a script that may mount disks, if the machine allows it."""
     if not can_mount():
         pytest.skip("this machine does not let us mount a tmpfs (unshare -rm)")
     done = subprocess.run(
@@ -58,15 +58,15 @@ def in_own_namespace(script: str, *arguments: str) -> Story:
         timeout=100,
     )
     assert done.returncode == 0, done.stderr
-    found: Story = json.loads(done.stdout)
+    found: ScenarioResult = json.loads(done.stdout)
     return found
 
 
-def assert_stopped_in_one_screen(story: Story, *parts: str) -> None:
-    assert story["code"] == EXIT_CHECKPOINT, story
-    screen = story["screen"]
+def assert_stopped_in_one_screen(result: ScenarioResult, *parts: str) -> None:
+    assert result["code"] == EXIT_CHECKPOINT, result
+    screen = result["screen"]
     assert screen.startswith("error: ")
-    assert "Traceback" not in screen + story["out"]
+    assert "Traceback" not in screen + result["out"]
     assert len(screen.splitlines()) <= MOST_LINES
     for part in parts:
         assert part in screen
@@ -76,53 +76,51 @@ def assert_stopped_in_one_screen(story: Story, *parts: str) -> None:
 
 
 @pytest.mark.faults
-def test_a_disk_that_is_full_for_a_while_costs_nothing_but_checkpoints(stories: dict[str, Story]) -> None:
-    story, undisturbed = stories["full_for_a_while"], stories["enough_room"]
-    assert story["was_full"]
-    assert (story["code"], undisturbed["code"]) == (0, 0), story
-    assert story["weights"] == undisturbed["weights"]  # steps lost: 0
-    lines = [line for line in story["out"].splitlines() if line.startswith(("warning: ", "note: "))]
+def test_a_disk_that_is_full_for_a_while_loses_only_checkpoints(scenarios: dict[str, ScenarioResult]) -> None:
+    result, undisturbed = scenarios["full_for_a_while"], scenarios["enough_room"]
+    assert result["was_full"]
+    assert (result["code"], undisturbed["code"]) == (0, 0), result
+    assert result["weights"] == undisturbed["weights"]  # steps lost: 0
+    lines = [line for line in result["out"].splitlines() if line.startswith(("warning: ", "note: "))]
     failed = [line for line in lines if "a checkpoint could not be saved" in line]
     assert ["failure 1 in a row" in failed[0], "failure 2 in a row" in failed[1], len(failed)] == [True, True, 2]
-    # Once, and once when it is over. The status is written four times a second, and may have missed it all.
+    # One message at the start and one at the end. The status is written four times a second and may not notice it.
     for name, times in (("metrics.jsonl", {1}), ("status.json", {0, 1})):
         shown = sum(f"warning: {name} cannot be written: No space left on device" in line for line in lines)
         assert shown in times
         assert lines.count(f"note: {name} can be written again") == shown
-    assert story["rows"] == list(range(1, 19))  # they waited in memory
-    assert (story["steps"], story["leftovers"]) == ([18], [])
+    assert result["rows"] == list(range(1, 19))  # they were kept in memory
+    assert (result["steps"], result["leftovers"]) == ([18], [])
     assert "warning" not in undisturbed["out"]
 
 
 @pytest.mark.faults
-def test_three_saves_on_a_full_disk_end_the_run(stories: dict[str, Story]) -> None:
-    story = stories["full_for_good"]
-    assert story["was_full"]
-    assert_stopped_in_one_screen(story, "3 checkpoints in a row", "make room, then --resume auto")
-    assert story["out"].count("could not be saved") == 3
-    assert "step 12/18" in story["out"]  # training went on until then
-    assert (story["steps"], story["leftovers"]) == ([3], [])
+def test_three_failed_saves_on_a_full_disk_end_the_run(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["full_for_good"]
+    assert result["was_full"]
+    assert_stopped_in_one_screen(result, "3 checkpoints in a row", "make room, then --resume auto")
+    assert result["out"].count("could not be saved") == 3
+    assert "step 12/18" in result["out"]  # training continued until then
+    assert (result["steps"], result["leftovers"]) == ([3], [])
 
 
 @pytest.mark.faults
-def test_too_small_a_disk_is_told_before_the_first_step(stories: dict[str, Story]) -> None:
-    story = stories["eight_megabytes"]
-    warning = story["out"].index("warning: two checkpoints of 4 MB do not fit on the disk")
-    assert warning < story["out"].index("step 1/18")
-    assert_stopped_in_one_screen(story, "3 checkpoints in a row", "no room for")
-    assert (story["steps"], story["leftovers"]) == ([3], [])
+def test_a_disk_that_is_too_small_is_reported_before_the_first_step(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["eight_megabytes"]
+    warning = result["out"].index("warning: two checkpoints of 4 MB do not fit on the disk")
+    assert warning < result["out"].index("step 1/18")
+    assert_stopped_in_one_screen(result, "3 checkpoints in a row", "no room for")
+    assert (result["steps"], result["leftovers"]) == ([3], [])
 
 
 @pytest.mark.faults
-def test_a_disk_that_fills_up_while_a_save_writes_keeps_nothing_of_it(stories: dict[str, Story]) -> None:
-    story = stories["full_while_writing"]
-    assert story["failures"] == 1
-    assert (story["steps"], story["leftovers"], story["bytes_left_behind"]) == ([1], [], 0)
+def test_a_save_on_a_disk_that_becomes_full_leaves_no_files(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["full_while_writing"]
+    assert result["failures"] == 1
+    assert (result["steps"], result["leftovers"], result["bytes_left_behind"]) == ([1], [], 0)
 
 
-def test_a_quota_by_rlimit_fsize_at_half_of_a_file_keeps_nothing_of_it(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_over_a_quota_by_rlimit_fsize_leaves_no_files(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     manager = CheckpointManager(tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(), is_async=False)
     payload = {"model": {"w": torch.zeros(2**20)}}
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -140,7 +138,7 @@ def test_a_quota_by_rlimit_fsize_at_half_of_a_file_keeps_nothing_of_it(
     verify(tmp_path / "step-00000003")
 
 
-def test_metrics_by_rlimit_fsize_wait_in_memory_and_never_tear_a_line(
+def test_metrics_over_a_quota_by_rlimit_fsize_are_kept_in_memory_without_partial_lines(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, logger="paceline")
@@ -153,7 +151,7 @@ def test_metrics_by_rlimit_fsize_wait_in_memory_and_never_tear_a_line(
     try:
         for step in (2, 3):
             recorder.step(step, loss=0.5)
-        assert folder.metrics_jsonl.stat().st_size == size  # half of row 2 was written, and taken back
+        assert folder.metrics_jsonl.stat().st_size == size  # half of row 2 was written, and removed again
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     recorder.step(4, loss=0.5)
@@ -163,7 +161,7 @@ def test_metrics_by_rlimit_fsize_wait_in_memory_and_never_tear_a_line(
     assert [message.split(":")[0] for message in caplog.messages] == ["warning", "note"]
 
 
-def test_a_log_on_a_full_device_does_not_fill_the_screen(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_log_on_a_full_device_prints_one_warning(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     handler = RankLog(tmp_path / "full")
     handler._file.close()
     handler._file = Path("/dev/full").open("ab", buffering=0)  # noqa: SIM115 - the handler closes it
@@ -177,37 +175,37 @@ def test_a_log_on_a_full_device_does_not_fill_the_screen(tmp_path: Path, capfd: 
     assert captured.out == f"warning: full cannot be written: {os.strerror(errno.ENOSPC)}\n"
 
 
-# --- Fault 24: read-only, or gone -------------------------------------------------------------------------------------
+# --- Fault 24: read-only, or deleted ----------------------------------------------------------------------------------
 
 
 @pytest.mark.faults
-def test_a_folder_that_turns_read_only_ends_the_run_in_one_screen(stories: dict[str, Story]) -> None:
-    story = stories["read_only"]
-    assert story["is_read_only"]
-    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.EROFS))
-    assert story["steps"] == [3]
-    assert "step 6/18" not in story["out"]  # at once, not after three failed saves
+def test_a_folder_that_becomes_read_only_ends_the_run_with_one_screen(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["read_only"]
+    assert result["is_read_only"]
+    assert_stopped_in_one_screen(result, "the run folder cannot be written any more", os.strerror(errno.EROFS))
+    assert result["steps"] == [3]
+    assert "step 6/18" not in result["out"]  # at once, not after three failed saves
 
 
 @pytest.mark.faults
-def test_checkpoints_that_turn_read_only_end_the_run_at_the_next_save(stories: dict[str, Story]) -> None:
-    story = stories["read_only_when_saving"]
-    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.EROFS))
-    assert story["steps"] == [3]
-    assert "step 6/18" in story["out"]
-    assert "step 7/18" not in story["out"]
+def test_checkpoints_that_become_read_only_end_the_run_at_the_next_save(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["read_only_when_saving"]
+    assert_stopped_in_one_screen(result, "the run folder cannot be written any more", os.strerror(errno.EROFS))
+    assert result["steps"] == [3]
+    assert "step 6/18" in result["out"]
+    assert "step 7/18" not in result["out"]
 
 
 @pytest.mark.faults
-def test_a_folder_that_is_deleted_ends_the_run_and_stays_deleted(stories: dict[str, Story]) -> None:
-    story = stories["deleted"]
-    assert_stopped_in_one_screen(story, "the run folder cannot be written any more", os.strerror(errno.ENOENT))
-    assert not story["exists"]
-    assert "step 6/18" not in story["out"]
+def test_a_deleted_folder_ends_the_run_and_is_not_recreated(scenarios: dict[str, ScenarioResult]) -> None:
+    result = scenarios["deleted"]
+    assert_stopped_in_one_screen(result, "the run folder cannot be written any more", os.strerror(errno.ENOENT))
+    assert not result["exists"]
+    assert "step 6/18" not in result["out"]
 
 
 @pytest.mark.parametrize("is_seen", [True, False], ids=["seen at once", "fake: seen when it writes"])
-def test_a_save_into_a_deleted_folder_does_not_bring_it_back(
+def test_a_save_into_a_deleted_folder_does_not_recreate_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_seen: bool
 ) -> None:
     manager = CheckpointManager(
@@ -222,7 +220,7 @@ def test_a_save_into_a_deleted_folder_does_not_bring_it_back(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_last_word_of_a_failed_run_never_hides_why_it_failed(
+def test_a_status_that_cannot_be_written_does_not_hide_the_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = RunFolder(tmp_path / "gone")
@@ -234,10 +232,10 @@ def test_the_last_word_of_a_failed_run_never_hides_why_it_failed(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(folder_module, "write_json", full)
-    folder.write_status("running", step=3)  # a full disk does not end it
+    folder.write_status("running", step=3)  # a full disk does not end the run
 
 
-# --- Both, as a person meets them -------------------------------------------------------------------------------------
+# --- Both, with the command -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.faults

@@ -1,4 +1,4 @@
-"""A function of the user's own that ends the process does not make a run finished."""
+"""If a user's function ends the process, the run does not count as finished."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def train(folder: Path, *flags: str) -> Answer:
 
 @pytest.mark.parametrize("flag", ["--loss=own.py:soft", "--model-name=own.py:build"])
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.faults), 2])
-def test_sys_exit_in_user_code_is_the_users_mistake(flag: str, processes: int, tmp_path: Path) -> None:
-    """SystemExit(0) of a loss or a model function: exit code 2, where it was called, and no result."""
+def test_sys_exit_in_user_code_is_a_user_error(flag: str, processes: int, tmp_path: Path) -> None:
+    """SystemExit(0) in a loss or a model function: exit code 2, the line that called it, and no result."""
     answer = train(tmp_path, flag, f"--processes={processes}")
     assert answer.code == 2, answer
     assert "own.py, line " in answer.err
@@ -70,8 +70,8 @@ def test_sys_exit_in_user_code_is_the_users_mistake(flag: str, processes: int, t
 
 
 @pytest.mark.parametrize("name", ["generator", "interrupt"])
-def test_exceptions_that_python_keeps_for_itself_are_the_users_mistake(name: str, tmp_path: Path) -> None:
-    """GeneratorExit or KeyboardInterrupt of a loss, on 2 ranks: one screen with the line, exit code 2, no restart."""
+def test_base_exceptions_in_user_code_are_a_user_error(name: str, tmp_path: Path) -> None:
+    """GeneratorExit or KeyboardInterrupt in a loss, on 2 ranks: one screen with the line, exit code 2, no restart."""
     answer = train(tmp_path, f"--loss=own.py:{name}", "--processes=2")
     assert answer.code == 2, answer
     assert answer.err.count("own.py, line ") == 1
@@ -82,7 +82,7 @@ def test_exceptions_that_python_keeps_for_itself_are_the_users_mistake(name: str
 @pytest.mark.faults
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_rank_that_exits_with_0_before_the_end_has_failed(processes: int, tmp_path: Path) -> None:
-    """os._exit(0) leaves no word: the attempt is a failure, is started again, and the run does not end with 0."""
+    """os._exit(0) leaves no report. The attempt has failed and is restarted, and the run does not end with 0."""
     answer = train(tmp_path, "--loss=own.py:hard", f"--processes={processes}", "--max-restarts=1")
     assert answer.code == 70, answer
     status = read_json(tmp_path / "run" / "status.json")
@@ -93,8 +93,8 @@ def test_a_rank_that_exits_with_0_before_the_end_has_failed(processes: int, tmp_
 
 
 @pytest.mark.faults
-def test_sys_exit_in_user_code_below_torchrun(tmp_path: Path) -> None:
-    """torchrun takes exit code 0 for finished: the rank ends with 2."""
+def test_sys_exit_in_user_code_under_torchrun(tmp_path: Path) -> None:
+    """torchrun treats exit code 0 as finished, so the rank ends with 2."""
     (tmp_path / "own.py").write_text(CODE)
     torchrun = [
         sys.executable,
@@ -114,8 +114,8 @@ def test_sys_exit_in_user_code_below_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 @pytest.mark.parametrize("processes", [1, 2])
-def test_os_exit_in_user_code_below_torchrun(processes: int, tmp_path: Path) -> None:
-    """os._exit(0) in every rank: torchrun believes exit codes, so the ranks end with 2. The run counts as failed."""
+def test_os_exit_in_user_code_under_torchrun(processes: int, tmp_path: Path) -> None:
+    """os._exit(0) in every rank: torchrun only sees exit codes, so the ranks end with 2. The run has failed."""
     (tmp_path / "own.py").write_text(CODE)
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", "-m", "paceline"]
     answer = command(sys.executable, *torchrun, *FLAGS, "--loss=own.py:hard", cwd=tmp_path)
@@ -126,8 +126,8 @@ def test_os_exit_in_user_code_below_torchrun(processes: int, tmp_path: Path) -> 
     assert not (tmp_path / "run" / "results.json").exists()
 
 
-def test_os_exit_in_a_rank_without_a_launcher_that_watches(tmp_path: Path) -> None:
-    """As srun starts it, one process per rank: exit code 2 on the process itself, and status failed."""
+def test_os_exit_in_a_rank_without_a_supervisor(tmp_path: Path) -> None:
+    """One process per rank, as with srun: the process ends with exit code 2, and the status is failed."""
     (tmp_path / "own.py").write_text(CODE)
     one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     answer = paceline(*FLAGS, "--loss=own.py:hard", cwd=tmp_path, env=one)
@@ -140,7 +140,7 @@ def test_os_exit_in_a_rank_without_a_launcher_that_watches(tmp_path: Path) -> No
 
 @pytest.mark.faults
 def test_os_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
-    """evaluate that is ended by a function of the user has not evaluated: exit code 2."""
+    """If a user's function ends `evaluate`, nothing was evaluated: exit code 2."""
     (tmp_path / "own.py").write_text(EXITS_IF_ASKED)
     answer = paceline(*FLAGS, "--epochs=1", "--processes=1", "--loss=own.py:hard", cwd=tmp_path)
     assert answer.code == 0, answer
@@ -150,7 +150,7 @@ def test_os_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
 
 @pytest.mark.faults
 def test_sys_exit_in_user_code_of_other_commands(tmp_path: Path) -> None:
-    """evaluate executes the same functions: exit code 2."""
+    """`evaluate` calls the same functions: exit code 2."""
     (tmp_path / "own.py").write_text(EXITS_IF_ASKED)
     flags = [*FLAGS, "--epochs=1", "--processes=1", "--loss=own.py:soft"]
     answer = paceline(*flags, cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Faults 12 and 22: ranks that stand still are found and ended; ranks that are slow are named and left alone."""
+"""Faults 12 and 22: ranks that hang are detected and ended; slow ranks are named and continue."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import started
-from harness.short_run import FLAGS, faults_struck, outcome, read_failures, run_undisturbed
+from harness.short_run import FLAGS, injected_faults, outcome, read_failures, run_undisturbed
 from paceline.errors import Cause
 
 DEADLINE_S = 4
@@ -36,12 +36,12 @@ def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:
         give_up_at = time.monotonic() + 20
         while not ledger.exists():
             assert time.monotonic() < give_up_at, run.err
-        struck_at = time.monotonic()
+        fault_at = time.monotonic()
         run.wait_for("resumed ", timeout_s=30)
         run.wait_for("step ", timeout_s=30)
-        recovered_s = time.monotonic() - struck_at
+        recovered_s = time.monotonic() - fault_at
         assert run.wait() == 0, run.err
-    assert len(faults_struck(folder / "run")) == 1
+    assert len(injected_faults(folder / "run")) == 1
     assert recovered_s <= DEADLINE_S + 10
     (failure,) = read_failures(folder / "run")
     assert (failure["cause"], failure["rank"], failure["phase"]) == (Cause.HANG, rank, phase), run.err
@@ -52,7 +52,7 @@ def check_hang(case: str, folder: Path, undisturbed: dict[str, object]) -> None:
 
 
 # Fault 12
-def test_a_hang_is_found_and_named(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+def test_a_hang_is_detected_and_named(tmp_path: Path, undisturbed: dict[str, object]) -> None:
     check_hang("in C, holding the lock", tmp_path, undisturbed)
 
 
@@ -65,11 +65,11 @@ def test_hangs_in_every_phase(case: str, tmp_path: Path, undisturbed: dict[str, 
 
 # Fault 12
 @pytest.mark.faults
-def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
+def test_a_hang_without_restarts_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
     flags = ["--max-restarts=0", f"--hang-timeout-s={DEADLINE_S}", "--inject=hang rank=1 step=12"]
     answer = paceline(*FLAGS, *flags, cwd=tmp_path)
     assert answer.code == 6, answer
-    assert faults_struck(tmp_path / "run") == ["hang (rank 1, step 12)"]
+    assert injected_faults(tmp_path / "run") == ["hang (rank 1, step 12)"]
     (failure,) = read_failures(tmp_path / "run")
     assert (failure["cause"], failure["rank"], failure["exit_code"]) == (Cause.HANG, 1, 6)
     assert failure["others"]["0"].startswith("reduce of step 12")
@@ -77,7 +77,7 @@ def test_a_hang_ends_the_run_with_its_own_exit_code(tmp_path: Path) -> None:
 
 # Fault 12
 @pytest.mark.faults
-def test_a_rank_under_another_launcher_has_an_alarm_of_its_own(tmp_path: Path) -> None:
+def test_a_rank_under_another_launcher_detects_its_own_hang(tmp_path: Path) -> None:
     import sys
 
     from harness.cli import command
@@ -90,7 +90,7 @@ def test_a_rank_under_another_launcher_has_an_alarm_of_its_own(tmp_path: Path) -
         timeout_s=90,
     )
     assert answer.code == 1, answer
-    assert faults_struck(tmp_path / "run") == ["hang (rank 1, step 12)"]
+    assert injected_faults(tmp_path / "run") == ["hang (rank 1, step 12)"]
     stacks = sorted((tmp_path / "run" / "stacks").glob("*.txt"))
     assert [path.name for path in stacks] == ["attempt-1-rank-0.txt", "attempt-1-rank-1.txt"]
     assert "_carry_out" in stacks[1].read_text()
@@ -102,7 +102,7 @@ def test_a_slow_rank_is_named_and_not_killed(tmp_path: Path) -> None:
     slow = "slow rank=1 step=11 steps=20 seconds=0.2"
     answer = paceline(*FLAGS, "--log-frequency=5", "--hang-timeout-s=20", f"--inject={slow}", cwd=tmp_path)
     assert answer.code == 0, answer
-    assert faults_struck(tmp_path / "run") == ["slow (rank 1, step 11)"]
+    assert injected_faults(tmp_path / "run") == ["slow (rank 1, step 11)"]
     assert re.search(r"warning: rank 1 is slow: [\d.]+ times", answer.out)
     assert "rank 0 is slow" not in answer.out
     assert not (tmp_path / "run" / "failures.jsonl").exists()

@@ -1,4 +1,4 @@
-"""`paceline.train` interrupted, and killed together with the Python it was called from: saved, and nobody left."""
+"""`paceline.train` is interrupted, or killed with its Python process: the run is saved and no process remains."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A closed terminal, a closed pipe or a reader that stops reading never ends a run, and changes nothing of it."""
+"""A closed terminal, a closed pipe or a reader that stops reading does not end or change a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from harness.short_run import FLAGS, outcome, read_json, run_undisturbed
 
 ONE_RANK = [*(flag for flag in FLAGS if "processes" not in flag), "--processes=1"]
 WAIT_S = 100
-pytestmark = pytest.mark.timeout(300)  # sessions of several runs, and a busy machine
+pytestmark = pytest.mark.timeout(300)  # several runs, on a machine that may be busy
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -39,7 +39,7 @@ def undisturbed_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, obj
 
 @contextmanager
 def piped(*arguments: str, cwd: Path, pipe_bytes: int = 65536) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
-    """A command whose standard output and error are one pipe; yields the end to read from."""
+    """A command whose standard output and error are one pipe. Yields the end to read from."""
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, pipe_bytes)
     command = [sys.executable, *arguments]
@@ -65,8 +65,8 @@ def read_until(descriptor: int, text: bytes) -> bytes:
     return seen
 
 
-def check_log_goes_on(folder: Path) -> None:
-    """What the console did not take is in the log of rank 0, and the status names the loss."""
+def check_log_continues(folder: Path) -> None:
+    """The lines that the console lost are in the log of rank 0, and the status names the loss."""
     log = (folder / "run" / "logs" / "rank-0.log").read_text()
     assert "step 40/40" in log
     assert "paceline cancel run" in log
@@ -81,25 +81,25 @@ def test_a_closed_pipe_does_not_end_a_run(tmp_path: Path, undisturbed: dict[str,
         os.close(reader)
         assert process.wait(WAIT_S) == 0
     assert outcome(tmp_path / "run") == undisturbed
-    check_log_goes_on(tmp_path)
+    check_log_continues(tmp_path)
 
 
 @pytest.mark.faults
-def test_a_closed_pipe_does_not_end_a_run_below_torchrun(tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """The same with torchrun's own ranks."""
+def test_a_closed_pipe_does_not_end_a_run_under_torchrun(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    """The same with the ranks of torchrun."""
     flags = [flag for flag in FLAGS if "processes" not in flag]
     with piped(*TORCHRUN, "-m", "paceline", *flags, cwd=tmp_path) as (process, reader):
         read_until(reader, b"step 5/")
         os.close(reader)
         assert process.wait(WAIT_S) == 0
     assert outcome(tmp_path / "run") == undisturbed
-    check_log_goes_on(tmp_path)
+    check_log_continues(tmp_path)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("moment", ["start", "restart"])
 def test_a_pipe_closed_around_the_start_of_ranks(moment: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """Before the first line, and before the supervisor tells of a failure and starts again."""
+    """Before the first line, and before the supervisor reports a failure and restarts."""
     fault = ["--inject=kill rank=1 step=12"] if moment == "restart" else []
     with piped("-m", "paceline", *FLAGS, *fault, cwd=tmp_path) as (process, reader):
         if moment == "restart":
@@ -112,8 +112,8 @@ def test_a_pipe_closed_around_the_start_of_ranks(moment: str, tmp_path: Path, un
 
 
 @pytest.mark.faults
-def test_a_reader_that_stops_neither_stalls_nor_hangs_a_run(tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """A full pipe that nobody reads (Ctrl-S, a stopped pager): no hang is declared, the run finishes."""
+def test_a_reader_that_stops_reading_does_not_block_a_run(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    """A full pipe that is not read (Ctrl-S, a stopped pager): no hang is reported, the run finishes."""
     flags = [*FLAGS, "--hang-timeout-s=20", "--max-restarts=0"]
     with piped("-m", "paceline", *flags, cwd=tmp_path, pipe_bytes=4096) as (process, reader):
         assert process.wait(WAIT_S) == 0
@@ -124,7 +124,7 @@ def test_a_reader_that_stops_neither_stalls_nor_hangs_a_run(tmp_path: Path, undi
 
 @pytest.mark.faults
 def test_a_run_without_standard_output(tmp_path: Path) -> None:
-    """`>&- 2>&-`: no file of the run takes the place of the console."""
+    """`>&- 2>&-`: no file of the run gets the descriptor of the console."""
     script = f'exec "{sys.executable}" -m paceline {" ".join(ONE_RANK)} >&- 2>&-'
     done = subprocess.run(["sh", "-c", script], cwd=tmp_path, env=environment(), timeout=WAIT_S, check=False)
     assert done.returncode == 0
@@ -133,7 +133,7 @@ def test_a_run_without_standard_output(tmp_path: Path) -> None:
 
 
 def close_terminal_of(arguments: list[str], folder: Path) -> int:
-    """Run a command as the leader of a session on a terminal, and close that in mid-run; returns the exit code."""
+    """Run a command as the leader of a session on a terminal, and close the terminal. Returns the exit code."""
     variables = {**environment(), "TERM": "xterm", "CI": ""}
     pid, master = pty.fork()
     if pid == 0:
@@ -141,7 +141,7 @@ def close_terminal_of(arguments: list[str], folder: Path) -> int:
         os.execve(sys.executable, [sys.executable, *arguments], variables)
     try:
         read_until(master, b"step 5/")
-        os.close(master)  # the kernel sends SIGHUP to the leader; every write gives EIO
+        os.close(master)  # the kernel sends SIGHUP to the leader; every write fails with EIO
         deadline = time.monotonic() + WAIT_S
         while True:
             ended, status = os.waitpid(pid, os.WNOHANG)
@@ -158,28 +158,28 @@ def close_terminal_of(arguments: list[str], folder: Path) -> int:
 def test_a_closed_terminal_does_not_end_a_run(
     ranks: int, tmp_path: Path, undisturbed: dict[str, object], undisturbed_alone: dict[str, object]
 ) -> None:
-    """A lost ssh connection: real SIGHUP, real EIO. Exit code 0, the same weights."""
+    """A lost ssh connection: a real SIGHUP and real EIO. Exit code 0, the same weights."""
     flags = FLAGS if ranks == 2 else ONE_RANK
     assert close_terminal_of(["-m", "paceline", *flags], tmp_path) == 0
     log = (tmp_path / "run" / "logs" / "supervisor.log").read_text()
     assert "SIGHUP" in log
     assert "paceline cancel run, or kill -TERM" in log
-    check_log_goes_on(tmp_path)
+    check_log_continues(tmp_path)
     assert "\x1b" not in (tmp_path / "run" / "logs" / "rank-0.log").read_text(), "no live line in a log"
     assert outcome(tmp_path / "run") == (undisturbed if ranks == 2 else undisturbed_alone)
 
 
 @pytest.mark.faults
-def test_sighup_is_a_stop_request_where_the_user_says_so(tmp_path: Path) -> None:
-    """--stop-signals SIGHUP: the run saves and leaves."""
+def test_sighup_is_a_stop_request_with_stop_signals_sighup(tmp_path: Path) -> None:
+    """--stop-signals SIGHUP: the run saves and ends."""
     flags = [*FLAGS, "--stop-signals", "SIGHUP", "SIGTERM"]
     assert close_terminal_of(["-m", "paceline", *flags], tmp_path) == 75
     assert read_json(tmp_path / "run" / "status.json")["reason"] == "SIGHUP"
 
 
 @pytest.mark.faults
-def test_a_closed_terminal_below_torchrun_saves(tmp_path: Path) -> None:
-    """torchrun itself ends on SIGHUP and kills its ranks 30 s later: they save and leave before that."""
+def test_a_closed_terminal_under_torchrun_saves(tmp_path: Path) -> None:
+    """torchrun ends on SIGHUP and kills its ranks 30 s later. They save and end before that."""
     flags = [flag for flag in FLAGS if "processes" not in flag]
     assert close_terminal_of([*TORCHRUN, "-m", "paceline", *flags, "--epochs=50"], tmp_path) != 0
     status = read_json(tmp_path / "run" / "status.json")
@@ -187,7 +187,7 @@ def test_a_closed_terminal_below_torchrun_saves(tmp_path: Path) -> None:
 
 
 def run_without_reader(arguments: list[str], folder: Path, **extra: str) -> tuple[int, str]:
-    """As with `| head -1`, whose pipe is closed from the start. The exit code, and standard error."""
+    """As with `| head -1`, whose pipe is closed from the start. Returns the exit code and standard error."""
     reader, writer = os.pipe()
     os.close(reader)
     with (folder / "err").open("wb") as errors:
@@ -204,7 +204,7 @@ READING = [["recipes"], ["runs"], ["plan", "shapes-cnn"], ["course"], ["--help"]
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("arguments", READING, ids=" ".join)
-def test_a_closed_pipe_of_a_command_that_shows_is_no_interruption(
+def test_a_closed_pipe_does_not_change_the_exit_code_of_a_listing(
     arguments: list[str], unbuffered: str, tmp_path: Path
 ) -> None:
     """`paceline recipes | head -1`: no traceback, and not Python's exit code 120."""
@@ -213,15 +213,15 @@ def test_a_closed_pipe_of_a_command_that_shows_is_no_interruption(
 
 
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
-def test_a_closed_pipe_does_not_change_an_answer(unbuffered: str, tmp_path: Path) -> None:
-    """The answer of `compare` is its exit code, and a user's mistake stays one."""
+def test_a_closed_pipe_does_not_change_the_exit_code_of_compare(unbuffered: str, tmp_path: Path) -> None:
+    """The result of `compare` is its exit code. A user error stays a user error."""
     make_log(tmp_path / "run")
     code, shown = run_without_reader(["compare", "run", "nowhere"], tmp_path, PYTHONUNBUFFERED=unbuffered)
     assert (code, "nowhere" in shown) == (2, True)
 
 
-def test_watching_without_a_reader_ends_as_with_an_interruption(tmp_path: Path) -> None:
-    """Its exit code is the run's, which is not known yet."""
+def test_watch_with_a_closed_pipe_ends_like_an_interrupt(tmp_path: Path) -> None:
+    """`watch` returns the exit code of the run, which is not known yet."""
     make_log(tmp_path / "run")
     assert run_without_reader(["watch", "run"], tmp_path) == (130, "")
 

@@ -1,4 +1,4 @@
-"""Faults 1, 21, 23: ranks that die, once or again and again, and what the supervisor makes of it."""
+"""Faults 1, 21, 23: ranks that die, once or repeatedly, and the reaction of the supervisor."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import pytest
 
 from harness.cli import paceline
 from harness.processes import started
-from harness.short_run import FLAGS, STEPS, faults_struck, outcome, read_failures, read_json, run_undisturbed
+from harness.short_run import FLAGS, STEPS, injected_faults, outcome, read_failures, read_json, run_undisturbed
 from paceline.errors import Cause
 
 RECOVERIES: list[float] = []
-PROMPT = "--no-async-save"  # written beside training, a checkpoint may not be there yet two steps later
+PROMPT = "--no-async-save"  # checkpoints are written in the background: one may be missing two steps later
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, object]]:
-    """The result of the run without faults, per strategy."""
+    """The result of the run without faults, for each strategy."""
 
     @cache
     def train(strategy: str) -> dict[str, object]:
@@ -39,7 +39,7 @@ def step_in(line: str) -> int:
 
 
 def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> list[float]:
-    """Kill a random rank, a random moment after a random step, again and again; returns seconds to the next step."""
+    """Kill a random rank several times, at a random time after a random step. Returns the seconds to the next step."""
     draw = random.Random(seed)
     recoveries = []
     with started(*FLAGS, f"--strategy={strategy}", cwd=folder) as run:
@@ -49,7 +49,7 @@ def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> lis
             seen = step_in(run.wait_for("step "))
             while seen < at:
                 seen = step_in(run.wait_for("step "))
-            time.sleep(draw.uniform(0, 0.05))  # no waiting for anything: this is the random moment
+            time.sleep(draw.uniform(0, 0.05))  # not a synchronisation: this is the random time
             victims = run.ranks()
             assert len(victims) == 2
             os.kill(draw.choice(victims), signal.SIGKILL)
@@ -63,13 +63,15 @@ def kill_random_ranks(seed: int, folder: Path, strategy: str, kills: int) -> lis
     assert len(failures) == kills
     for failure in failures:
         assert failure["cause"] == Cause.RANK_KILLED
-        # Five between two checkpoints, and a save that was under way when the rank died.
+        # Five steps between two checkpoints, and a save that was running when the rank died.
         assert failure["lost_steps"] <= 10
     return recoveries
 
 
 # Fault 1
-def test_a_killed_rank_costs_a_moment(tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]) -> None:
+def test_killed_rank_restarts_from_newest_checkpoint(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, object]]
+) -> None:
     kill_random_ranks(1, tmp_path, "ddp", kills=2)
     assert outcome(tmp_path / "run") == undisturbed("ddp")
 
@@ -92,7 +94,7 @@ def test_a_step_that_fails_three_times_ends_the_run(tmp_path: Path) -> None:
     flags = [*FLAGS, PROMPT, "--max-restarts=50"]
     answer = paceline(*flags, "--inject=raise rank=1 step=12 times=99", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert faults_struck(tmp_path / "run") == ["raise (rank 1, step 12)"] * 3
+    assert injected_faults(tmp_path / "run") == ["raise (rank 1, step 12)"] * 3
     assert [failure["is_restarted"] for failure in read_failures(tmp_path / "run")] == [True, True, False]
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["rank"], failure["step"], failure["phase"]) == (1, 12, "forward")
@@ -108,7 +110,7 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
     faults = "kill rank=0 step=7; kill rank=1 step=14; kill rank=0 step=22"
     answer = paceline(*FLAGS, "--max-restarts=2", f"--inject={faults}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert len(faults_struck(tmp_path / "run")) == 3
+    assert len(injected_faults(tmp_path / "run")) == 3
     assert [failure["step"] for failure in read_failures(tmp_path / "run")] == [7, 14, 22]
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["attempt"], failure["attempts"], failure["is_restarted"]) == (3, 3, False)
@@ -116,15 +118,15 @@ def test_restarts_are_counted(tmp_path: Path) -> None:
 
 # Fault 23
 @pytest.mark.faults
-def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
-    # The kernel's killer cannot be called here without a memory cgroup of our own; what it leaves behind can:
-    # memory that grew, and a SIGKILL nobody of us sent.
-    # Memory is looked at twice a second: pauses before and after it grows let that be seen.
+def test_a_rank_killed_for_its_memory_is_reported_as_such(tmp_path: Path) -> None:
+    # The kernel's OOM killer cannot be used here without a separate memory cgroup. Its effects can be reproduced:
+    # memory that grew, and a SIGKILL that no process of the run has sent.
+    # Memory is measured twice a second. Pauses before and after it grows make the growth visible.
     pauses = [f"slow rank=1 step={step} seconds=2" for step in (4, 12)]
     faults = [pauses[0], "leak rank=1 step=12 megabytes=1500", pauses[1], "kill rank=1 step=13"]
     answer = paceline(*FLAGS, "--max-restarts=0", f"--inject={'; '.join(faults)}", cwd=tmp_path)
     assert answer.code == 70, answer
-    assert len(faults_struck(tmp_path / "run")) == len(faults)
+    assert len(injected_faults(tmp_path / "run")) == len(faults)
     failure = read_json(tmp_path / "run" / "failure.json")
     assert (failure["cause"], failure["rank"], failure["kind"]) == (Cause.OUT_OF_MEMORY, 1, "")
     assert "--auto-microbatch" in failure["hint"]
@@ -132,11 +134,11 @@ def test_a_rank_killed_for_its_memory_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
+def test_out_of_memory_halves_the_microbatch_on_all_ranks(tmp_path: Path) -> None:
     flags = [*FLAGS, "--auto-microbatch", "--inject=oom rank=1 step=12 above=16"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
-    assert faults_struck(tmp_path / "run") == ["oom (rank 1, step 12)"]
+    assert injected_faults(tmp_path / "run") == ["oom (rank 1, step 12)"]
     (failure,) = read_failures(tmp_path / "run")
     assert (failure["cause"], failure["is_restarted"]) == (Cause.OUT_OF_MEMORY, True)
     assert "batch     64 = 2 ranks x 32 (2 microbatches of 16)" in answer.out
@@ -144,11 +146,11 @@ def test_out_of_memory_halves_the_microbatch_everywhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_a_world_shrinks_when_a_rank_keeps_failing(tmp_path: Path) -> None:
+def test_the_world_size_shrinks_if_a_rank_keeps_failing(tmp_path: Path) -> None:
     flags = [*FLAGS, PROMPT, "--processes=1:2", "--lanes=2", "--inject=kill rank=1 step=12 times=99"]
     answer = paceline(*flags, cwd=tmp_path)
     assert answer.code == 0, answer
-    assert len(faults_struck(tmp_path / "run")) == 2
+    assert len(injected_faults(tmp_path / "run")) == 2
     assert [failure["is_restarted"] for failure in read_failures(tmp_path / "run")] == [True, True]
     assert read_json(tmp_path / "run" / "results.json")["world_size"] == 1
 
@@ -160,7 +162,7 @@ def test_a_full_disk_a_damaged_checkpoint_and_a_kill_in_one_run(
     faults = "full-disk step=10; corrupt-latest step=22; kill rank=1 step=23"
     answer = paceline(*FLAGS, PROMPT, f"--inject={faults}", cwd=tmp_path)
     assert answer.code == 0, answer
-    assert len(faults_struck(tmp_path / "run")) == 3
+    assert len(injected_faults(tmp_path / "run")) == 3
     assert "a checkpoint could not be saved: No space left on device" in answer.out
     assert "resumed   at step 15" in answer.out  # 20 is damaged
     assert "step-00000020" in answer.out

@@ -1,4 +1,4 @@
-"""Fault 14: ranks that cannot meet. Started by hand, as a wrong launch script does."""
+"""Fault 14: ranks that cannot connect. They are started by hand, as by a wrong launch script."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALONE = [flag for flag in FLAGS if "processes" not in flag]
 
 @contextmanager
 def foreign_listener() -> Iterator[int]:
-    """Somebody else's server: takes connections and never says a word."""
+    """A server of another program. It accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         yield server.getsockname()[1]
 
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 
 def start_rank(rank: int, folder: Path, *, port: int, host: str = "127.0.0.1") -> tuple[int, str, float]:
-    """One of two ranks, by itself; exit code, what it said, how long it took."""
+    """Start one of two ranks alone. Returns its exit code, its output and its duration."""
     surroundings = environment(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -57,11 +57,11 @@ def start_rank(rank: int, folder: Path, *, port: int, host: str = "127.0.0.1") -
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.faults
-def test_a_port_held_by_somebody_else(rank: int, tmp_path: Path) -> None:
+def test_a_port_used_by_another_program(rank: int, tmp_path: Path) -> None:
     with foreign_listener() as port:
         code, words, seconds = start_rank(rank, tmp_path, port=port)
     assert code == 70, words
-    assert seconds <= 15 + 5  # five to load torch on a busy machine
+    assert seconds <= 15 + 5  # five seconds to import torch on a busy machine
     assert f"127.0.0.1:{port}" in words
     assert "another MASTER_PORT" in words
     assert "Traceback" not in words
@@ -77,7 +77,7 @@ def test_a_wrong_host(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "says"), [(0, "missing: rank 1"), (1, "127.0.0.1:")])
 @pytest.mark.faults
-def test_a_rank_that_never_arrives_is_named(rank: int, says: str, tmp_path: Path) -> None:
+def test_a_rank_that_never_connects_is_named(rank: int, says: str, tmp_path: Path) -> None:
     code, words, seconds = start_rank(rank, tmp_path, port=free_port())
     assert code == 70, words
     assert seconds <= 15 + 5

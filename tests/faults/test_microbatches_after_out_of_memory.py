@@ -1,4 +1,4 @@
-"""A rank that runs out of memory: the microbatches of all ranks on all nodes become smaller, the run stays the same."""
+"""After an out-of-memory error, the microbatches of all ranks on all nodes become smaller. The result is the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from harness.cli import environment, paceline
 from harness.runs import read_results, step_losses
-from harness.short_run import faults_struck
+from harness.short_run import injected_faults
 from paceline.runtime.detect import Nodes, agent_variables
 
 # Ten samples per rank: a quarter of them is not a whole number.
@@ -22,7 +22,7 @@ TRAIN = [
     *("--track", "--save-steps=5", "--output-dir=run", "--auto-microbatch"),
 ]
 MEMORY = "--inject=oom rank=1 step=7 above=3 times=9"
-# Sums of floats in another order; over 13 steps that stays below this.
+# Float sums in another order. Over 13 steps the difference stays below this.
 TOLERANCE = 1e-5
 
 
@@ -35,18 +35,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.faults
-def test_a_share_without_a_quarter_is_cut_into_fifths(tmp_path: Path, undisturbed: list[float]) -> None:
-    """Ten samples that fit three at a time become five microbatches of two, and no loss changes."""
+def test_a_batch_that_four_does_not_divide_is_split_into_five(tmp_path: Path, undisturbed: list[float]) -> None:
+    """At most three of ten samples fit into memory: five microbatches of two. No loss changes."""
     answer = paceline(*TRAIN, "--processes=2", MEMORY, cwd=tmp_path)
     assert answer.code == 0, answer
-    assert len(faults_struck(tmp_path / "run")) == 2  # of ten, and of five
+    assert len(injected_faults(tmp_path / "run")) == 2  # of ten, and of five
     assert "accumulate: 5" in (tmp_path / "run" / "config.yaml").read_text()
     assert step_losses(tmp_path / "run") == pytest.approx(undisturbed, abs=TOLERANCE)
 
 
 @pytest.mark.faults
-def test_the_ranks_of_all_nodes_take_the_smaller_microbatch(tmp_path: Path, undisturbed: list[float]) -> None:
-    """Only the node of the failed rank knows why the attempt ended; the ranks agree at the next start."""
+def test_the_ranks_of_all_nodes_use_the_smaller_microbatch(tmp_path: Path, undisturbed: list[float]) -> None:
+    """Only the node of the failed rank knows why the attempt ended. The ranks agree at the next start."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

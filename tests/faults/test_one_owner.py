@@ -44,7 +44,7 @@ def folder_in(path: Path) -> RunFolder:
 
 
 def dead_owner() -> Owner:
-    """Of a process that has really been there."""
+    """The owner record of a real process that has ended."""
     ended = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
     return replace(this_process(), pid=int(ended.stdout), process_start="1")
 
@@ -55,7 +55,7 @@ def write_owner(path: Path, owner: Owner) -> None:
 
 @pytest.fixture(params=["flock", "no flock"])
 def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file that says who owns the run folder, with and without locks. Their absence is a fake one."""
+    """The file that names the owner of the run folder, with and without flock. The missing flock is a fake."""
     folder = folder_in(tmp_path)
     if request.param == "flock":
         return folder.lock
@@ -63,18 +63,18 @@ def file(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     return folder.path / "run.owner"
 
 
-# --- Who comes first --------------------------------------------------------------------------------------------------
+# --- Several starts at once -------------------------------------------------------------------------------------------
 
 
 def contend(path: str, has_flock: bool, apart_s: float, number: int, barrier: Barrier, answers: Any) -> None:
-    """Try to own the folder in every round, a random moment after the others; hold it until all have tried."""
+    """In every round, try to own the folder at a random time. Hold it until all processes have tried."""
     if not has_flock:
         fcntl.flock = refuse_flock  # type: ignore[assignment]
     draw = random.Random(number)
     folder = RunFolder(Path(path))
     for _ in range(ROUNDS):
         barrier.wait()
-        time.sleep(draw.uniform(0, apart_s))  # no waiting for anything: this is how far apart they start
+        time.sleep(draw.uniform(0, apart_s))  # not a synchronisation: this is the random time
         started = time.monotonic()
         try:
             with folder.owned():
@@ -83,12 +83,14 @@ def contend(path: str, has_flock: bool, apart_s: float, number: int, barrier: Ba
         except UserError as refused:
             answers.put((number, str(refused.got), time.monotonic() - started))
             barrier.wait()
-        barrier.wait()  # the winner has let go
+        barrier.wait()  # the winner has released it
 
 
 @pytest.mark.parametrize("is_stale", [False, True], ids=["fresh", "stale"])
 @pytest.mark.parametrize("has_flock", [True, False], ids=["flock", "fake: no flock"])
-def test_of_near_simultaneous_starts_exactly_one_wins(tmp_path: Path, has_flock: bool, is_stale: bool) -> None:
+def test_exactly_one_of_several_simultaneous_starts_owns_the_folder(
+    tmp_path: Path, has_flock: bool, is_stale: bool
+) -> None:
     folder = folder_in(tmp_path)
     stale, apart_s = dead_owner(), 0.002 if is_stale else 0.1
     barrier, answers = _CONTEXT.Barrier(CONTENDERS + 1, timeout=30), _CONTEXT.Queue()
@@ -102,7 +104,7 @@ def test_of_near_simultaneous_starts_exactly_one_wins(tmp_path: Path, has_flock:
         process.start()
     pids = {process.pid for process in processes}
     for _ in range(ROUNDS):
-        if is_stale:  # the taking over is where two might both win
+        if is_stale:  # two processes might both win the takeover
             write_owner(folder.lock if has_flock else folder.path / "run.owner", stale)
         barrier.wait()
         barrier.wait()
@@ -122,7 +124,7 @@ def test_of_near_simultaneous_starts_exactly_one_wins(tmp_path: Path, has_flock:
     answers.close()
 
 
-def test_a_second_owner_is_refused_with_the_first_ones_name(file: Path) -> None:
+def test_a_second_owner_is_refused_and_the_first_is_named(file: Path) -> None:
     folder = RunFolder(file.parent)
     with folder.owned():
         started = time.monotonic()
@@ -132,11 +134,11 @@ def test_a_second_owner_is_refused_with_the_first_ones_name(file: Path) -> None:
         assert refused.value.exit_code == 2
         assert f"{socket.gethostname()} pid {os.getpid()} since 2" in refused.value.screen()
         assert "--output-dir" in refused.value.screen()
-    with folder.owned():  # the refused one has broken nothing
+    with folder.owned():  # the refused process has changed nothing
         pass
 
 
-def test_a_clean_release_leaves_no_name_behind(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clean_release_leaves_an_empty_lock_file(file: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="paceline")
     folder = RunFolder(file.parent)
     for _ in range(2):
@@ -165,7 +167,7 @@ def test_a_killed_owner_is_taken_over_with_a_note(file: Path, caplog: pytest.Log
     caplog.set_level(logging.INFO, logger="paceline")
     killed = subprocess.run([sys.executable, "-c", HOLDER, str(file.parent), file.name], check=False)
     assert killed.returncode == -9
-    left = json.loads(file.read_text())  # the fault fired: nobody emptied or removed it
+    left = json.loads(file.read_text())  # the fault took effect: the file was not emptied or removed
     with RunFolder(file.parent).owned():
         assert json.loads(file.read_text())["pid"] == os.getpid()
     (note,) = [record.message for record in caplog.records if "ended without releasing" in record.message]
@@ -182,7 +184,7 @@ def someone_else() -> Iterator[tuple[str, Owner, bool]]:
 
 
 @pytest.mark.parametrize(("owner", "is_dead"), [pytest.param(o, dead, id=name) for name, o, dead in someone_else()])
-def test_fake_no_flock_only_the_provably_dead_are_taken_over(
+def test_fake_no_flock_only_an_owner_that_is_surely_dead_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Owner, is_dead: bool
 ) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse_flock)
@@ -205,9 +207,7 @@ def test_fake_no_flock_only_the_provably_dead_are_taken_over(
     assert json.loads(file.read_text()) == asdict(owner)
 
 
-def test_fake_no_flock_an_owner_file_without_words_is_not_taken_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_fake_no_flock_an_empty_owner_file_is_not_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse_flock)
     folder = folder_in(tmp_path)
     (folder.path / "run.owner").touch()
@@ -218,10 +218,8 @@ def test_fake_no_flock_an_owner_file_without_words_is_not_taken_over(
     assert time.monotonic() - started < REFUSED_WITHIN_S
 
 
-def test_a_lock_file_deleted_under_its_owner_is_told_from_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Between opening and locking, the file loses its name: what would be locked is not what others will open.
+def test_a_lock_on_a_deleted_lock_file_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The file is deleted between open and lock. Other processes open a new file, so the lock is useless.
     folder = folder_in(tmp_path)
     flock = fcntl.flock
     locked: list[Any] = []
@@ -238,7 +236,7 @@ def test_a_lock_file_deleted_under_its_owner_is_told_from_the_new_one(
         assert json.loads(folder.lock.read_text())["pid"] == os.getpid()
 
 
-def test_a_living_owner_is_seen_without_taking_the_lock(file: Path) -> None:
+def test_a_living_owner_is_detected_without_taking_the_lock(file: Path) -> None:
     folder = RunFolder(file.parent)
     folder.refuse_if_owned()
     write_owner(file, dead_owner())
@@ -248,14 +246,14 @@ def test_a_living_owner_is_seen_without_taking_the_lock(file: Path) -> None:
         folder.refuse_if_owned()
 
 
-def test_a_folder_that_cannot_be_written_is_a_mistake_in_words(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     folder.lock.mkdir()
     with pytest.raises(UserError, match="cannot be written"), folder.owned():
         pytest.fail("owned")
 
 
-def test_a_second_command_is_refused_before_it_starts_anything(tmp_path: Path) -> None:
+def test_a_second_command_is_refused_before_it_starts_a_process(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with folder.owned():
@@ -265,6 +263,6 @@ def test_a_second_command_is_refused_before_it_starts_anything(tmp_path: Path) -
     assert answer.code == 2
     assert answer.err.startswith("error: another process is writing to this run folder")
     assert f"{socket.gethostname()} pid {os.getpid()} since 2" in answer.err
-    # User and system time, not the clock's: other tests may keep the machine busy.
+    # CPU time, because other tests may keep the machine busy.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < REFUSED_WITHIN_S
     assert not folder.config.exists()

@@ -1,4 +1,4 @@
-"""Faults 15 and 16: a run goes on in another world with the same samples, and never as another run."""
+"""Faults 15 and 16: a run resumes with another world size and uses the same samples. Another run is refused."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from paceline.settings.fields import flatten
 MOST_REFUSAL_S = 2.0
 
 
-# --- Fault 15: other worlds, other strategies -------------------------------------------------------------------------
+# --- Fault 15: other world sizes, other strategies --------------------------------------------------------------------
 
 
 def train_noting_samples(world: World, folder: str, flags: tuple[str, ...], resume: bool = False) -> list[list[int]]:
-    """Train, and bring back the sample numbers of every batch this rank was given."""
+    """Train, and return the sample numbers of every batch of this rank."""
     train_epoch, noted = Loader.train_epoch, []
 
     def noting(self: Loader, **named: Any) -> Iterator[Batch]:
@@ -46,7 +46,7 @@ def train_noting_samples(world: World, folder: str, flags: tuple[str, ...], resu
 
 
 def train_in_worlds(folder: Path, legs: list[tuple[int, str, int]]) -> list[list[int]]:
-    """One run in several worlds (ranks, strategy, last step); the samples of every global batch in order."""
+    """One run in several parts (ranks, strategy, last step). Returns the samples of every global batch in order."""
     batches = []
     for number, (ranks, strategy, last_step) in enumerate(legs):
         flags = ("--strategy", strategy, "--max-steps", str(last_step))
@@ -57,7 +57,7 @@ def train_in_worlds(folder: Path, legs: list[tuple[int, str, int]]) -> list[list
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]], list[float]]:
-    """Samples and losses of the run that stayed in one world."""
+    """Samples and losses of the run in one part."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     return train_in_worlds(folder, [(1, "single", 18)]), step_losses(folder)
 
@@ -71,18 +71,20 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[list[int]],
     ],
     ids=["2 to 1 to 4", "ddp to fsdp and back"],
 )
-def test_another_world_and_strategy_goes_on_with_the_same_samples_and_losses(
+def test_another_world_size_and_strategy_resumes_with_the_same_samples_and_losses(
     tmp_path: Path, straight: tuple[list[list[int]], list[float]], legs: list[tuple[int, str, int]]
 ) -> None:
     batches, losses = straight
     assert len(batches) == 18
-    assert train_in_worlds(tmp_path, legs) == batches  # every sample in its place, so every epoch's multiset too
+    assert (
+        train_in_worlds(tmp_path, legs) == batches
+    )  # every sample is at its place, so each epoch has the same samples
     assert step_losses(tmp_path) == pytest.approx(losses, abs=1e-5)  # sums in another order
     steps = [row["step"] for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "step"]
     assert steps == list(range(1, 19))
 
 
-def test_a_world_the_batch_cannot_be_cut_for_is_refused_with_the_nearest(run: Path) -> None:
+def test_a_world_size_that_does_not_divide_the_batch_is_refused_with_the_nearest(run: Path) -> None:
     before = sorted(path.name for path in run.rglob("*"))
     answer = paceline("train", str(run / "config.yaml"), "--resume=auto", "--processes=3", cwd=run.parent)
     assert answer.code == 2
@@ -122,7 +124,7 @@ OTHER_RUNS = {
 
 
 @pytest.mark.parametrize("case", OTHER_RUNS)
-def test_another_run_is_refused_with_what_differs(case: str, run: Path) -> None:
+def test_another_run_is_refused_with_the_differences(case: str, run: Path) -> None:
     flags, lines = OTHER_RUNS[case]
     error = refusal(run, *flags)
     assert len(str(error.got).splitlines()) <= 3
@@ -131,13 +133,13 @@ def test_another_run_is_refused_with_what_differs(case: str, run: Path) -> None:
     assert "--init-from" in error.screen()
 
 
-def test_of_many_differences_three_are_told(run: Path) -> None:
+def test_of_many_differences_three_are_named(run: Path) -> None:
     flags = ["--seed=7", "--hidden-size=99", "--optimizer=adamw", "--model-name=mlp", "--train-split=0.8"]
     assert len(str(refusal(run, *flags).got).splitlines()) == 3
 
 
 @pytest.mark.parametrize("case", OTHER_RUNS)
-def test_another_run_is_refused_before_torch_too(case: str, run: Path) -> None:
+def test_another_run_is_refused_before_torch_is_imported(case: str, run: Path) -> None:
     flags, lines = OTHER_RUNS[case]
     for source in (run, run / "checkpoints" / "latest", run / "checkpoints"):
         started = time.process_time()
@@ -147,7 +149,7 @@ def test_another_run_is_refused_before_torch_too(case: str, run: Path) -> None:
         assert lines[0] in str(refused.value.got)
 
 
-def test_the_early_look_leaves_good_damaged_and_absent_ones_to_the_ranks(run: Path, tmp_path: Path) -> None:
+def test_the_check_before_torch_accepts_good_damaged_and_missing_checkpoints(run: Path, tmp_path: Path) -> None:
     config = flatten(quick_config(*FLAGS))
     refuse_early(run, config)
     refuse_early(run, config, prefer_best=True)
@@ -161,7 +163,7 @@ def without_a_tensor(tensors: dict[str, Any]) -> None:
 
 
 def with_another_tensor(tensors: dict[str, Any]) -> None:
-    tensors["stranger.weight"] = tensors[sorted(tensors)[0]].clone()
+    tensors["extra.weight"] = tensors[sorted(tensors)[0]].clone()
 
 
 def with_a_narrower_tensor(tensors: dict[str, Any]) -> None:
@@ -173,12 +175,12 @@ def with_a_narrower_tensor(tensors: dict[str, Any]) -> None:
     ("change", "part"),
     [
         (without_a_tensor, "missing ['"),
-        (with_another_tensor, "stranger.weight"),
+        (with_another_tensor, "extra.weight"),
         (with_a_narrower_tensor, "the model has"),
     ],
 )
 def test_other_tensors_are_refused_by_name(change: Callable[[dict[str, Any]], None], part: str, run: Path) -> None:
-    # The config says nothing of it: the user's own model file was changed, say. The manifest is sealed anew.
+    # The config is the same: for example, the user's model file was changed. The manifest is sealed again.
     newest = run / "checkpoints" / NEWEST
     tensors = load_file(newest / "model.safetensors")
     change(tensors)
@@ -190,14 +192,14 @@ def test_other_tensors_are_refused_by_name(change: Callable[[dict[str, Any]], No
     assert "--init-from" in error.screen()
 
 
-def test_a_newer_schema_is_refused_and_not_moved(run: Path) -> None:
+def test_a_newer_schema_is_refused_and_not_set_aside(run: Path) -> None:
     newer_schema(run / "checkpoints" / NEWEST)
     error = refusal(run)
     assert error.what == "the checkpoint was written by a newer Paceline"
     assert (error.got, error.allowed) == ("schema 2", "schema 1")
 
 
-def test_a_harmless_change_is_allowed_and_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_that_keeps_the_result_is_allowed_and_logged(run: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="paceline")
     shutil.rmtree(run / "logs")
     train_in(make_world(0, 1), str(run), (*FLAGS, "--log-frequency=5"), resume=True)

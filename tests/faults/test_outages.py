@@ -1,4 +1,4 @@
-"""Storage that does not answer for a while is no damage: no checkpoint is renamed, deleted or passed over for it."""
+"""An outage of the storage is not damage: no checkpoint is renamed, deleted or skipped because of it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from harness.cli import command, environment, paceline
 from harness.ranks import make_world
 from harness.runs import QUICK, read_results
 from harness.short_run import FLAGS as TRAIN
-from harness.short_run import STEPS, faults_struck, outcome, run_undisturbed
+from harness.short_run import STEPS, injected_faults, outcome, run_undisturbed
 from paceline.checkpoints import store
 from paceline.checkpoints.format import step_folders
 from paceline.checkpoints.manager import CheckpointManager
@@ -82,10 +82,8 @@ def open_manager(run: Path) -> CheckpointManager:
 
 @pytest.mark.parametrize("number", ERRORS, ids=lambda number: errno.errorcode[number])
 @pytest.mark.parametrize("file", ["manifest.json", "state.json", "model.safetensors"])
-def test_fake_error_on_a_file_is_never_damage(
-    run: Path, monkeypatch: pytest.MonkeyPatch, number: int, file: str
-) -> None:
-    """No error of the storage makes the owner rename the newest checkpoint or take an older one."""
+def test_fake_error_on_a_file_is_not_damage(run: Path, monkeypatch: pytest.MonkeyPatch, number: int, file: str) -> None:
+    """No storage error makes the owner rename the newest checkpoint or use an older one."""
     store.point(run / "checkpoints", "best", run / "checkpoints" / NEWEST)
     before = snapshot(run / "checkpoints")
     with monkeypatch.context() as patch:
@@ -107,7 +105,7 @@ def test_fake_error_on_a_file_is_never_damage(
 def test_fake_outage_of_every_call_ends_in_one_error_and_changes_nothing(
     run: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """Listing, links, sizes and contents: an outage of any of them is an outage, not an empty folder."""
+    """Listing, links, sizes and contents: an outage of any of them is not an empty folder."""
     before = snapshot(run / "checkpoints")
     with monkeypatch.context() as patch:
         FakeOutage(patch, call, errno.ETIMEDOUT, "checkpoints", times=-1)
@@ -121,7 +119,7 @@ def test_fake_outage_of_every_call_ends_in_one_error_and_changes_nothing(
 def test_fake_outage_that_ends_in_time_is_waited_for(
     run: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
 ) -> None:
-    """A read is repeated, with one line about it, and finds the newest checkpoint."""
+    """A read is retried, with one log line, and finds the newest checkpoint."""
     monkeypatch.setenv(PATIENCE, "60")
     outage = FakeOutage(monkeypatch, call, errno.ETIMEDOUT, "checkpoints", times=2)
     chosen = open_manager(run).choose(run)
@@ -133,10 +131,8 @@ def test_fake_outage_that_ends_in_time_is_waited_for(
 
 
 @pytest.mark.parametrize("match", ["run", "run/checkpoints"])
-def test_fake_unreadable_folder_does_not_count_as_one_without_checkpoints(
-    run: Path, monkeypatch: pytest.MonkeyPatch, match: str
-) -> None:
-    """Whether a run is resumed is not decided by a listing that failed."""
+def test_fake_unreadable_folder_is_not_an_empty_folder(run: Path, monkeypatch: pytest.MonkeyPatch, match: str) -> None:
+    """A failed listing does not decide whether a run is resumed."""
     assert has_checkpoint(run)
     for name in ("listdir", "scandir"):
         FakeOutage(monkeypatch, name, errno.EACCES, match, times=-1)
@@ -145,7 +141,7 @@ def test_fake_unreadable_folder_does_not_count_as_one_without_checkpoints(
 
 
 def test_a_damaged_checkpoint_behind_an_unreadable_one_stays(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As long as it is not known which checkpoint is taken, nothing is set aside."""
+    """Nothing is set aside before it is known which checkpoint is used."""
     os.truncate(run / "checkpoints" / NEWEST / "model.safetensors", 10)
     before = snapshot(run / "checkpoints")
     with monkeypatch.context() as patch:
@@ -156,8 +152,8 @@ def test_a_damaged_checkpoint_behind_an_unreadable_one_stays(run: Path, monkeypa
 
 
 @pytest.mark.parametrize("prefix", ["", "superseded-"])
-def test_what_cannot_be_read_is_not_dropped(run: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
-    """Of a checkpoint whose state cannot be read it is not known whether it must be kept."""
+def test_an_unreadable_checkpoint_is_not_dropped(run: Path, monkeypatch: pytest.MonkeyPatch, prefix: str) -> None:
+    """If the state of a checkpoint cannot be read, it is unknown whether it must be kept."""
     folder = run / "checkpoints"
     hidden = (folder / "step-00000012").rename(folder / f"{prefix}step-00000012")
     with monkeypatch.context() as patch:
@@ -190,8 +186,8 @@ RUN_FOLDER = r".*/run"
         pytest.param(RUN_FOLDER, id="run folder", marks=pytest.mark.faults),
     ],
 )
-def test_an_outage_that_lasts_ends_with_exit_code_4_and_loses_nothing(run: Path, match: str) -> None:
-    """The command says that the checkpoints cannot be read, and leaves all of them as they are."""
+def test_a_lasting_outage_ends_with_exit_code_4_and_loses_nothing(run: Path, match: str) -> None:
+    """The command reports that the checkpoints cannot be read, and does not change them."""
     (run / "results.json").unlink()
     switch = run.parent / "switch"
     switch.touch()
@@ -209,7 +205,7 @@ def test_an_outage_that_lasts_ends_with_exit_code_4_and_loses_nothing(run: Path,
 
 
 def finish_after_outage(arguments: list[str], folder: Path, switch: Path, match: str) -> str:
-    """Run a command, end the outage once the command says that it waits, and return all it has said."""
+    """Run a command, end the outage when the command reports that it waits, and return the output."""
     switch.touch()
     said = []
     with subprocess.Popen(
@@ -233,7 +229,7 @@ def finish_after_outage(arguments: list[str], folder: Path, switch: Path, match:
 @pytest.mark.faults
 @pytest.mark.parametrize("match", [FILES_OF_STEPS, CHECKPOINTS], ids=["files", "listing"])
 def test_an_outage_that_ends_delays_the_resume(run: Path, undisturbed: Path, match: str) -> None:
-    """The run goes on from its newest checkpoint when the storage is back."""
+    """The run resumes from its newest checkpoint when the storage is back."""
     shutil.rmtree(run / "checkpoints" / NEWEST)
     flags = [*QUICK, *FLAGS, "--processes=1", "--omp-num-threads=1", "--output-dir=run", "--resume=auto"]
     said = finish_after_outage(["train", "shapes-cnn", *flags], run.parent, run.parent / "switch", match)
@@ -245,20 +241,20 @@ def test_an_outage_that_ends_delays_the_resume(run: Path, undisturbed: Path, mat
 
 @pytest.mark.faults
 def test_an_outage_while_a_killed_rank_is_restarted(tmp_path: Path) -> None:
-    """The supervisor's next attempt waits for the storage too: same end as the undisturbed run."""
+    """The supervisor's next attempt waits for the storage too. The result equals that of the undisturbed run."""
     (tmp_path / "calm").mkdir()
     expected = run_undisturbed(tmp_path / "calm")
     flags = [*TRAIN, "--inject=kill rank=1 step=22"]
     said = finish_after_outage(flags, tmp_path, tmp_path / "switch", FILES_OF_STEPS)
     assert "resumed   at step 20" in said
-    assert len(faults_struck(tmp_path / "run")) == 1
+    assert len(injected_faults(tmp_path / "run")) == 1
     assert outcome(tmp_path / "run") == expected
     assert expected["steps"] == STEPS
 
 
 @pytest.mark.faults
 def test_an_outage_under_torchrun_starts_no_run_at_step_0(run: Path) -> None:
-    """Without our supervisor the ranks decide: all of them end with exit code 4, and nothing changes."""
+    """Without a supervisor the ranks decide. All end with exit code 4, and nothing changes."""
     switch = run.parent / "switch"
     switch.touch()
     before = {name: found for name, found in snapshot(run).items() if "/step-" in name}
@@ -271,13 +267,13 @@ def test_an_outage_under_torchrun_starts_no_run_at_step_0(run: Path) -> None:
     assert "checkpoints cannot be read now" in answer.err
     codes = set(re.findall(r"exitcode\s*: (-?\d+)", answer.err))
     assert "4" in codes, answer.err
-    assert codes <= {"4", "-15"}, answer.err  # torchrun ends the slower one
+    assert codes <= {"4", "-15"}, answer.err  # torchrun ends the slower rank
     assert {name: found for name, found in snapshot(run).items() if "/step-" in name} == before
 
 
 @pytest.mark.faults
-def test_all_damaged_ends_with_exit_code_4_and_starts_over_when_asked(run: Path) -> None:
-    """--resume auto does not start at step 0 by itself, neither at the first try nor at the next."""
+def test_all_damaged_ends_with_exit_code_4_and_restarts_on_request(run: Path) -> None:
+    """--resume auto does not start at step 0 by itself, neither at the first attempt nor at the next."""
     (run / "results.json").unlink()
     folder = run / "checkpoints"
     for path in step_folders(folder):

@@ -1,4 +1,4 @@
-"""Commands that only read a run leave its checkpoints alone, whatever they find: only the owner sets one aside."""
+"""Commands that only read a run do not change its checkpoints. Only the owner sets a damaged one aside."""
 
 from __future__ import annotations
 
@@ -48,10 +48,10 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_readers_change_nothing_in_a_run_with_a_damaged_newest(
+def test_readers_change_nothing_in_a_run_with_a_damaged_newest_checkpoint(
     run: Path, monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
-    """Inode, size and time of every file stay, and the reader uses the checkpoint before."""
+    """Inode, size and time of every file stay the same, and the reader uses the checkpoint before."""
     monkeypatch.setattr(store, "RETRY_PAUSE_S", 0.0)
     store.point(run / "checkpoints", "best", run / "checkpoints" / NEWEST)
     DAMAGES[damage](run / "checkpoints" / NEWEST)
@@ -61,7 +61,7 @@ def test_readers_change_nothing_in_a_run_with_a_damaged_newest(
     threads = torch.get_num_threads()
     for name, command in COMMANDS.items():
         assert command(run, picture) == (DAMAGED if name == "checkpoints" else 0), name
-        (run / "evaluation.json").unlink(missing_ok=True)  # what `evaluate` is asked to write
+        (run / "evaluation.json").unlink(missing_ok=True)  # the output of `evaluate`
         after = {name: found for name, found in snapshot(run).items() if name != str(run)}
         assert after == before, name
     torch.set_num_threads(threads)
@@ -73,12 +73,12 @@ def test_readers_change_nothing_in_a_run_with_a_damaged_newest(
     assert (newest.path.name, [item.path.name for item in rejected]) == (BEFORE, [NEWEST])
 
 
-def test_a_file_that_is_short_for_a_moment_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second look decides: a network file system may show an old size for a moment."""
+def test_a_file_with_a_wrong_size_is_read_again(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second read decides: a network file system may show an old size for a moment."""
     victim = run / "checkpoints" / NEWEST / "model.safetensors"
     content = victim.read_bytes()
     os.truncate(victim, len(content) // 2)
-    monkeypatch.setattr(store.time, "sleep", lambda _: victim.write_bytes(content))  # between the two looks
+    monkeypatch.setattr(store.time, "sleep", lambda _: victim.write_bytes(content))  # between the two reads
     newest, rejected = store.find_newest(run / "checkpoints")
     assert newest is not None
     assert (newest.path.name, rejected) == (NEWEST, [])

@@ -1,4 +1,4 @@
-"""Restarts by torchrun before the first checkpoint: they find their own run, and no other."""
+"""Restarts by torchrun before the first checkpoint find their own run and no other."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def torchrun(folder: Path, *flags: str, restarts: int = 1) -> Answer:
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run of the recipe, by name newer than all that follow."""
+    """A folder with a finished run of the recipe. Its name sorts after all later ones."""
     folder = tmp_path_factory.mktemp("finished")
     answer = paceline("train", *QUICK, "--processes=1", "--output-dir=runs/shapes-cnn-29990101-000000", cwd=folder)
     assert answer.code == 0, answer
@@ -50,7 +50,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.faults
 def test_a_restart_before_the_first_checkpoint_leaves_an_older_finished_run_alone(finished: Path) -> None:
-    """The second attempt goes on in the folder of the first; the finished run keeps its results."""
+    """The second attempt continues in the folder of the first. The finished run keeps its results."""
     old = finished / "runs" / "shapes-cnn-29990101-000000"
     before = contents(old)
     answer = torchrun(finished, "--inject=raise rank=0 step=2")
@@ -64,7 +64,7 @@ def test_a_restart_before_the_first_checkpoint_leaves_an_older_finished_run_alon
 
 @pytest.mark.faults
 def test_a_refused_first_attempt_is_refused_again(finished: Path) -> None:
-    """A folder that holds another run is refused at every attempt: the restart does not take it for its own."""
+    """A folder with another run is refused at every attempt. The restart does not use it."""
     old = finished / "runs" / "shapes-cnn-29990101-000000"
     before = contents(old)
     answer = torchrun(finished, f"--output-dir={old}")
@@ -72,8 +72,8 @@ def test_a_refused_first_attempt_is_refused_again(finished: Path) -> None:
     assert contents(old) == before
 
 
-def test_a_job_is_one_agent_or_one_run_id_or_one_step() -> None:
-    """Two jobs never share an identity; two attempts of one always do."""
+def test_a_job_is_identified_by_agent_run_id_or_job_step() -> None:
+    """Two jobs never share an identity. Two attempts of one job always do."""
     one_node = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"}
     assert identify_job(one_node) == identify_job({**one_node, "TORCHELASTIC_RESTART_COUNT": "1"})
     assert str(os.getppid()) in identify_job(one_node)
@@ -87,7 +87,7 @@ def test_a_job_is_one_agent_or_one_run_id_or_one_step() -> None:
 
 
 def test_only_an_unfinished_run_of_the_job_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a finished run of the same job nor an unfinished one of another job is gone on with."""
+    """A finished run of the same job and an unfinished run of another job are not continued."""
     monkeypatch.chdir(tmp_path)
     loaded = load_config("shapes-cnn", [])
     for name, job, state in (

@@ -57,7 +57,7 @@ def test_other_data_is_named() -> None:
 
 @pytest.mark.parametrize("is_same", [True, False])
 def test_another_file_with_functions_is_named(is_same: bool, tmp_path: Path) -> None:
-    """The stored source is that of the primary; every rank must have trained with it."""
+    """The run stores the source of the primary rank, so every rank must use the same source."""
     text = "def hit(logits, labels):\n    return (logits.argmax(1) == labels).float()\n"
     for rank in range(2):
         (tmp_path / str(rank)).mkdir()

@@ -1,4 +1,4 @@
-"""Faults 5 and 6: a save that is killed at any moment, or cut short in another way, leaves no torn checkpoint."""
+"""Faults 5 and 6: a save that is killed or interrupted at any time leaves no partial checkpoint."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from paceline.errors import EXIT_PREEMPTED
 from paceline.runtime.detect import World
 
 Child = Callable[..., None]
-FORKSERVER = multiprocessing.get_context("forkserver")  # as harness.ranks has set it up, with torch preloaded
+FORKSERVER = multiprocessing.get_context("forkserver")  # set up by harness.ranks, with torch preloaded
 
 
 @dataclass
 class Kill:
-    """What a killed saver had said, and what it left on the disk."""
+    """The reports of a killed saver, and the files that it left."""
 
-    announced: int  # the step whose save it began last
+    announced: int  # the step of its last save
     newest: int
     has_leftovers: bool
 
@@ -49,7 +49,7 @@ class Kill:
 
 
 def kill_a_saver(folder: Path, child: Child, is_async: bool, first_step: int, draw: random.Random) -> Kill:
-    """Start a saver, kill it at a random moment, and look at every checkpoint it left."""
+    """Start a saver, kill it at a random time, and check every checkpoint that it left."""
     reader, writer = FORKSERVER.Pipe(duplex=False)
     process = FORKSERVER.Process(target=child, args=(str(folder), is_async, first_step, writer))
     process.start()
@@ -64,7 +64,7 @@ def kill_a_saver(folder: Path, child: Child, is_async: bool, first_step: int, dr
     assert process.pid is not None
     if child is save_when_asked_to_stop:
         os.kill(process.pid, signal.SIGTERM)
-    time.sleep(delay_s)  # no waiting for anything: this is the random moment
+    time.sleep(delay_s)  # not a synchronisation: this is the random time
     process.kill()
     process.join()
     while True:
@@ -80,7 +80,7 @@ def kill_a_saver(folder: Path, child: Child, is_async: bool, first_step: int, dr
 
 
 def check_every_checkpoint(folder: Path) -> int:
-    """Whatever is visible is whole and of one step; returns the newest one's."""
+    """Every visible checkpoint is complete and of one step. Returns the newest step."""
     for path in step_folders(folder):
         verify(path)
     newest, reports = find_newest(folder)
@@ -100,11 +100,11 @@ def check_kills(folder: Path, child: Child, is_async: bool, *, times: int, seed:
     draw = random.Random(f"{is_async} {seed}")
     kills: list[Kill] = []
     step = 1
-    # A kill strikes at a random moment: some more of them, until one has struck inside of a save.
+    # The time of a kill is random. Continue until one kill was inside a save.
     while len(kills) < times or (not any(kill.has_leftovers for kill in kills) and len(kills) < 10 * times):
         kills.append(kill_a_saver(folder, child, is_async, step, draw))
         open_manager(folder)
-        assert not list(folder.glob(".tmp-*"))  # cleared away at the next start
+        assert not list(folder.glob(".tmp-*"))  # removed at the next start
         assert {path.name for path in folder.iterdir()} >= {"latest", f"step-{kills[-1].newest:08}"}
         step = kills[-1].newest + (child is save_for_ever)
     inside = sum(kill.is_inside_a_save for kill in kills)
@@ -119,12 +119,12 @@ def open_manager(folder: Path) -> CheckpointManager:
     return CheckpointManager(folder, make_world(0, 1), is_sharded=False, retention=Retention(), is_async=False)
 
 
-# Fault 5: the grace after SIGTERM is too short for the save it asks for.
+# Fault 5: the grace after SIGTERM is too short for the save.
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_ten_saves_killed_within_their_grace_leave_the_one_before(tmp_path: Path, is_async: bool) -> None:
+def test_ten_saves_killed_within_the_grace_keep_the_checkpoint_before(tmp_path: Path, is_async: bool) -> None:
     check_kills(tmp_path / "checkpoints", save_when_asked_to_stop, is_async, times=10, seed=5)
 
 
@@ -132,13 +132,13 @@ def test_ten_saves_killed_within_their_grace_leave_the_one_before(tmp_path: Path
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_save_killed_at_a_few_moments_is_never_torn(tmp_path: Path, is_async: bool) -> None:
+def test_a_save_killed_at_a_few_times_is_never_partial(tmp_path: Path, is_async: bool) -> None:
     check_kills(tmp_path / "checkpoints", save_for_ever, is_async, times=3, seed=3)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_save_killed_at_twelve_more_moments_is_never_torn(tmp_path: Path, is_async: bool) -> None:
+def test_a_save_killed_at_twelve_more_times_is_never_partial(tmp_path: Path, is_async: bool) -> None:
     check_kills(tmp_path / "checkpoints", save_for_ever, is_async, times=12, seed=6)
 
 
@@ -150,7 +150,7 @@ def save_once(manager: CheckpointManager, step: int) -> None:
     manager.save({"model": {"w": torch.full((3,), float(step))}}, state, {"step": step}, is_best=False)
 
 
-def test_an_interrupt_inside_a_save_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_inside_a_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -162,10 +162,10 @@ def test_an_interrupt_inside_a_save_is_an_interrupt(tmp_path: Path, monkeypatch:
 
 
 @pytest.mark.parametrize("step", [2, 1])
-def test_a_drop_that_is_cut_short_leaves_no_half_of_a_checkpoint(
+def test_an_interrupted_prune_leaves_no_partial_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    # The older one is dropped after the newer was committed; one of the same step, in its stead.
+    # An older checkpoint is dropped after the commit of a newer one, or of one of the same step that replaces it.
     def delete_one_file(path: Path, **_: object) -> None:
         cut_short.append(path)
         (path / "model.safetensors").unlink()
@@ -185,7 +185,7 @@ def test_a_drop_that_is_cut_short_leaves_no_half_of_a_checkpoint(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", f"step-{step:08}"]
 
 
-def test_what_reads_back_differently_is_not_committed(
+def test_a_checkpoint_that_reads_back_differently_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = open_manager(tmp_path)
@@ -228,27 +228,27 @@ def fail_to_write(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-def test_a_failure_on_another_rank_is_heard_at_once(tmp_path: Path) -> None:
-    # At once: the primary would otherwise wait for that rank's note longer than the harness waits for an answer.
+def test_a_failure_on_another_rank_is_reported_at_once(tmp_path: Path) -> None:
+    # Otherwise the primary would wait for that rank longer than the time limit of the harness.
     assert run_ranks(2, fail_on_the_second_rank, str(tmp_path)) == [[0, 1, 0], [0, 1, 0]]
     assert [step_of(path) for path in step_folders(tmp_path)] == [3]
     assert not list(tmp_path.glob(".tmp-*"))
 
 
-def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path: Path) -> None:
+def test_a_rewound_run_leaves_no_later_checkpoint_to_resume_from(tmp_path: Path) -> None:
     manager = CheckpointManager(
         tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(keep_last=9), is_async=False
     )
     for step in (2, 4, 6, 8):
         save_once(manager, step)
     manager.rewind_to(4)
-    save_once(manager, 5)  # as a run does that was resumed from step 4
+    save_once(manager, 5)  # like a run that was resumed from step 4
     assert [step_of(path) for path in step_folders(tmp_path)] == [5, 4, 2]
     save_once(manager, 8)
     manager.rewind_to(4)
     newest, reports = find_newest(tmp_path)
     assert newest is not None
-    assert (newest.step, reports) == (4, [])  # a restart before the next save goes on from there as well
+    assert (newest.step, reports) == (4, [])  # a restart before the next save also resumes from there
     assert [path.name for path in list_set_aside(tmp_path)] == ["superseded-step-00000005", "superseded-step-00000008"]
     save_once(manager, 6)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
@@ -256,19 +256,19 @@ def test_a_run_that_went_back_leaves_no_later_checkpoint_to_go_on_from(tmp_path:
     ]
 
 
-# Fault 5, as a scheduler does it: to a whole command, again and again, and it goes on from where each left it.
+# Fault 5 with complete commands: each is killed within its grace, and the next one resumes.
 
 
 @pytest.mark.faults
 @pytest.mark.timeout(300)
-def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on_from(tmp_path: Path) -> None:
+def test_commands_killed_within_their_grace_always_leave_a_complete_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     reached, codes = 0, []
     for moment, grace in ((8, 0.0), (14, 0.05), (20, 0.15), (26, 0.4)):
         with started(*FLAGS, "--resume=auto", cwd=tmp_path) as run:
             run.wait_for(f"step {moment}/")
             os.kill(run.process.pid, signal.SIGTERM)
-            time.sleep(grace)  # no waiting for anything: this is the grace
+            time.sleep(grace)  # not a synchronisation: this is the grace
             kill_all_in(tmp_path)
             codes.append(run.wait())
         for path in step_folders(folder):
@@ -276,10 +276,10 @@ def test_commands_killed_within_their_grace_always_have_something_whole_to_go_on
         newest, reports = find_newest(folder)
         assert newest is not None
         assert reports == []
-        # The save of five steps earlier was waited for when the next one began.
+        # Each save waits for the save before it, five steps earlier.
         assert max(reached, moment - 9) <= newest.step
         reached = newest.step
-    assert codes[0] == -signal.SIGKILL  # no grace at all is too short on any machine; the others fall where they fall
+    assert codes[0] == -signal.SIGKILL  # zero grace is always too short; the others may be long enough
     assert set(codes) <= {-signal.SIGKILL, EXIT_PREEMPTED}
     answer = paceline(*FLAGS, "--resume=auto", cwd=tmp_path)
     assert answer.code == 0, answer

@@ -1,4 +1,4 @@
-"""Fault 18: storage as slow and as moody as a network file system. A fake one: the calls are real and come late."""
+"""Fault 18: storage with the delays and errors of a network file system. A fake: real calls with added delays."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def save(manager: CheckpointManager, step: int) -> None:
 
 
 class FakeNetwork:
-    """Real system calls that take their time, or fail once; what was called is written down in order."""
+    """Real system calls with delays or single failures. Calls are recorded in order."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls: list[str] = []
         self.delays: dict[str, float] = {}
         self.gates: dict[str, threading.Event] = {}  # a call waits until its gate is opened
-        self.failures: dict[str, list[int]] = {}  # errors still to come
+        self.failures: dict[str, list[int]] = {}  # pending errors
         self.fired: list[str] = []
-        self.done_first: set[str] = set()  # calls that do their work and then report a failure, as NFS may
+        self.done_first: set[str] = set()  # calls that succeed but report a failure, as NFS may
         self._patch = monkeypatch
         for name in ("rename", "replace", "fsync", "write", "scandir"):
             monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
@@ -55,7 +55,7 @@ class FakeNetwork:
             self.calls.append(f"{name} {target}".strip())
             if name in self.gates:
                 self.gates[name].wait()
-            time.sleep(self.delays.get(name, 0.0))  # not waiting for anything: this is the slowness
+            time.sleep(self.delays.get(name, 0.0))  # not a synchronisation: this is the delay
             if self.failures.get(name):
                 number = self.failures[name].pop(0)
                 self.fired.append(name)
@@ -77,7 +77,7 @@ def quick_retry(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "RETRY_PAUSE_S", 0.01)
 
 
-def check_that_the_newest_is(folder: Path, step: int) -> None:
+def check_newest(folder: Path, step: int) -> None:
     newest, reports = find_newest(folder)
     assert newest is not None
     assert (newest.step, reports) == (step, [])
@@ -97,33 +97,33 @@ def check_stall(network: FakeNetwork, folder: Path, rename_s: float, most_stall_
     save(manager, 2)
     stall_s = manager.stall_s - before
     assert 0 < stall_s <= min(most_stall_s, time.monotonic() - started)
-    newest, _ = find_newest(folder)  # a reader meanwhile sees the one before
+    newest, _ = find_newest(folder)  # meanwhile, a reader sees the checkpoint before
     assert newest is not None
     assert newest.step == 1
     network.gates["rename"].set()
     while manager.is_saving:
         time.sleep(0.01)
     took_s = time.monotonic() - started
-    assert took_s >= rename_s  # it was slow
+    assert took_s >= rename_s  # the storage was slow
     assert rename_s <= manager.last_save_s <= took_s
     manager.wait()
     assert manager.stall_s - before <= most_stall_s
-    check_that_the_newest_is(folder, 2)
+    check_newest(folder, 2)
 
 
-def test_fake_slow_rename_does_not_hold_up_training(network: FakeNetwork, tmp_path: Path) -> None:
+def test_fake_slow_rename_does_not_block_training(network: FakeNetwork, tmp_path: Path) -> None:
     check_stall(network, tmp_path, 0.6, MOST_STALL_S)
 
 
 @pytest.mark.faults
-def test_fake_rename_of_three_seconds_and_flush_of_one_do_not_hold_up_training(
+def test_fake_rename_of_three_seconds_and_flush_of_one_do_not_block_training(
     network: FakeNetwork, tmp_path: Path
 ) -> None:
     network.delays["fsync"] = FSYNC_S
     check_stall(network, tmp_path, RENAME_S, MOST_STALL_S)
 
 
-def test_a_save_that_waits_for_the_one_before_counts_as_a_stall(network: FakeNetwork, tmp_path: Path) -> None:
+def test_a_save_that_waits_for_the_save_before_counts_as_a_stall(network: FakeNetwork, tmp_path: Path) -> None:
     manager = open_manager(tmp_path, is_async=True)
     network.delays["rename"] = 0.3
     save(manager, 1)
@@ -131,10 +131,10 @@ def test_a_save_that_waits_for_the_one_before_counts_as_a_stall(network: FakeNet
     assert manager.stall_s >= 0.3
     manager.wait()
     assert manager.stall_s >= 0.6
-    check_that_the_newest_is(tmp_path, 2)
+    check_newest(tmp_path, 2)
 
 
-def test_nothing_is_named_before_it_is_on_the_disk(network: FakeNetwork, tmp_path: Path) -> None:
+def test_a_checkpoint_is_flushed_before_it_gets_its_name(network: FakeNetwork, tmp_path: Path) -> None:
     manager = open_manager(tmp_path)
     for step in (1, 2, 3):
         network.calls.clear()
@@ -146,13 +146,13 @@ def test_nothing_is_named_before_it_is_on_the_disk(network: FakeNetwork, tmp_pat
         *("replace latest", "fsync"),
         *("rename .tmp-old-step-00000001", "fsync"),  # only now
     ]
-    check_that_the_newest_is(tmp_path, 3)
+    check_newest(tmp_path, 3)
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE], ids=["EIO", "ESTALE"])
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync", "write", "scandir"])
 @pytest.mark.usefixtures("quick_retry")
-def test_fake_storage_that_stumbles_once_is_asked_again(
+def test_fake_storage_that_fails_once_is_retried(
     network: FakeNetwork, tmp_path: Path, caplog: pytest.LogCaptureFixture, call: str, number: int
 ) -> None:
     manager = open_manager(tmp_path)
@@ -163,12 +163,12 @@ def test_fake_storage_that_stumbles_once_is_asked_again(
     assert manager._failures_in_a_row == 0
     (warning,) = caplog.messages
     assert f"{os.strerror(number)}; trying once more in" in warning
-    check_that_the_newest_is(tmp_path, 2)
+    check_newest(tmp_path, 2)
 
 
 @pytest.mark.parametrize("is_again", [False, True], ids=["new step", "same step"])
 @pytest.mark.usefixtures("quick_retry")
-def test_fake_rename_that_is_done_and_reported_as_failed(network: FakeNetwork, tmp_path: Path, is_again: bool) -> None:
+def test_fake_rename_that_succeeds_but_reports_a_failure(network: FakeNetwork, tmp_path: Path, is_again: bool) -> None:
     manager = open_manager(tmp_path)
     save(manager, 1)
     step = 1 if is_again else 2
@@ -177,11 +177,11 @@ def test_fake_rename_that_is_done_and_reported_as_failed(network: FakeNetwork, t
     save(manager, step)
     assert network.fired == ["rename"]
     assert manager._failures_in_a_row == 0
-    check_that_the_newest_is(tmp_path, step)
+    check_newest(tmp_path, step)
 
 
 @pytest.mark.usefixtures("quick_retry")
-def test_fake_storage_that_fails_twice_costs_one_checkpoint(
+def test_fake_storage_that_fails_twice_loses_one_checkpoint(
     network: FakeNetwork, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = open_manager(tmp_path)
@@ -190,13 +190,13 @@ def test_fake_storage_that_fails_twice_costs_one_checkpoint(
     save(manager, 2)
     assert network.fired == ["fsync", "fsync"]
     assert "a checkpoint could not be saved" in caplog.messages[-1]
-    check_that_the_newest_is(tmp_path, 1)
+    check_newest(tmp_path, 1)
     save(manager, 3)
-    check_that_the_newest_is(tmp_path, 3)
+    check_newest(tmp_path, 3)
 
 
 @pytest.mark.usefixtures("quick_retry")
-def test_fake_storage_that_cannot_drop_an_old_one_has_still_saved_the_new(
+def test_fake_storage_that_cannot_drop_an_old_checkpoint_saves_the_new_one(
     network: FakeNetwork, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> None:
@@ -208,11 +208,11 @@ def test_fake_storage_that_cannot_drop_an_old_one_has_still_saved_the_new(
         save(manager, 1)
     assert "older checkpoints could not be dropped: Input/output error" in caplog.text
     assert manager._failures_in_a_row == 0
-    check_that_the_newest_is(tmp_path, 1)
+    check_newest(tmp_path, 1)
 
 
 @pytest.mark.usefixtures("quick_retry")
-def test_a_reader_asks_again_before_it_calls_a_checkpoint_damaged(
+def test_a_reader_reads_again_before_it_reports_damage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     manager = open_manager(tmp_path)
@@ -229,7 +229,7 @@ def test_a_reader_asks_again_before_it_calls_a_checkpoint_damaged(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", stale_once)
-        check_that_the_newest_is(tmp_path, 2)  # not moved aside
+        check_newest(tmp_path, 2)  # not set aside
     assert len(fired) == 1
     assert "Stale file handle; trying again" in caplog.text
 
@@ -238,7 +238,7 @@ def test_a_reader_asks_again_before_it_calls_a_checkpoint_damaged(
 
 
 class StaleListing:
-    """Answers with the names of a while ago."""
+    """Returns the names of an earlier time."""
 
     def __init__(self, names: list[os.DirEntry[str]]) -> None:
         self._names = names
@@ -257,14 +257,14 @@ class StaleListing:
 
 
 def list_from_memory(monkeypatch: pytest.MonkeyPatch, folder: Path, stale_s: float) -> list[float]:
-    """Listings of this folder are up to `stale_s` old from now on; returns the ages that were given out."""
+    """Listings of this folder are up to `stale_s` old from now on. Returns the ages of the listings."""
     scandir = os.scandir
     remembered: tuple[float, list[os.DirEntry[str]]] | None = None
     ages: list[float] = []
 
     def scan(path: Any = ".") -> Any:
         nonlocal remembered
-        if isinstance(path, int) or Path(path) != folder:  # a number: an open folder that is being removed
+        if isinstance(path, int) or Path(path) != folder:  # a descriptor: an open folder that is being removed
             return scandir(path)
         now = time.monotonic()
         if remembered is None or now - remembered[0] > stale_s:
@@ -277,12 +277,12 @@ def list_from_memory(monkeypatch: pytest.MonkeyPatch, folder: Path, stale_s: flo
     return ages
 
 
-def test_fake_stale_listing_a_reader_finds_the_newest_all_the_same(
+def test_fake_stale_listing_a_reader_finds_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     manager = open_manager(tmp_path)
     ages = list_from_memory(monkeypatch, tmp_path, STALE_S)
-    for step in range(1, 9):  # many saves within one listing's age: what is dropped is still listed, the new one not
+    for step in range(1, 9):  # saves within the age of a listing: it shows dropped checkpoints, and not the new one
         save(manager, step)
         assert manager._failures_in_a_row == 0
         newest, reports = find_newest(tmp_path)
@@ -291,22 +291,22 @@ def test_fake_stale_listing_a_reader_finds_the_newest_all_the_same(
     assert max(ages) > 0.0
     monkeypatch.undo()
     assert step_of(step_folders(tmp_path)[0]) == 8
-    save(manager, 9)  # with eyes open again, what was overlooked is dropped
-    check_that_the_newest_is(tmp_path, 9)
+    save(manager, 9)  # with current listings, the remaining old ones are dropped
+    check_newest(tmp_path, 9)
     assert [step_of(path) for path in step_folders(tmp_path)] == [9, 8]
 
 
 @pytest.mark.parametrize("is_rewound", [False, True])
-def test_fake_stale_listing_what_is_gone_already_is_passed_over(
+def test_fake_stale_listing_missing_checkpoints_are_ignored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_rewound: bool
 ) -> None:
     manager = open_manager(tmp_path)
     for step in (2, 4, 6):
         save(manager, step)
-    if is_rewound:  # a run that went back has set step 6 aside already, to be dropped with its next save
+    if is_rewound:  # the rewind has set step 6 aside; the next save drops it
         manager.rewind_to(4)
     list_from_memory(monkeypatch, tmp_path, STALE_S)
-    for _ in range(2):  # at the second one the listing still shows what the first has dropped or renamed
+    for _ in range(2):  # the second save still lists what the first has dropped or renamed
         save(manager, 5)
     save(manager, 7)
     assert (manager._failures_in_a_row, caplog.messages) == (0, [])
@@ -316,7 +316,7 @@ def test_fake_stale_listing_what_is_gone_already_is_passed_over(
     assert newest.step == 7
 
 
-def test_a_rank_waits_until_it_sees_what_another_one_has_verified(
+def test_a_rank_waits_until_it_sees_a_checkpoint_that_another_rank_has_verified(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(open_manager(tmp_path), 1)
@@ -324,7 +324,7 @@ def test_a_rank_waits_until_it_sees_what_another_one_has_verified(
     hidden = final.rename(tmp_path / "not seen yet")
     looks = []
 
-    def appear(_: float) -> None:  # in place of the pause between two looks
+    def appear(_: float) -> None:  # replaces the pause between two reads
         looks.append(final.exists())
         if len(looks) == 3:
             hidden.rename(final)
@@ -334,7 +334,7 @@ def test_a_rank_waits_until_it_sees_what_another_one_has_verified(
     assert looks == [False, False, False]
 
 
-def test_a_rank_that_never_sees_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_never_sees_the_checkpoint_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_SIGHT_S", 0.05)
     with pytest.raises(CheckpointError, match="damaged and was not used"):
         read_verified(tmp_path / "step-00000001")

@@ -1,4 +1,4 @@
-"""A stop request ends a run within one batch, wherever it comes, and the resumed run ends as an undisturbed one."""
+"""A stop request in any phase ends a run within one batch. The resumed run equals an undisturbed one."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ BATCHNORM = (*FLAGS, "--model-name", "harness.batchnorm_model:build", "--global-
 def train_until_asked(
     world: World, folder: str, flags: tuple[str, ...], phase: str, step: int, nth: int, resume: bool = False
 ) -> dict[str, Any]:
-    """Train; the last rank is asked to stop when it enters a phase of a step for the n-th time."""
+    """Train. The last rank gets a stop request when it enters a phase of a step for the n-th time."""
     path = Path(folder)
     RunFolder(path).create()
     guards = Guards()
     seen: Counter[tuple[str, int]] = Counter()
-    after: list[str] = []  # phases that this rank enters after the last rank was asked
+    after: list[str] = []  # phases of this rank after the stop request
 
     def on_phase(now: str, at: int) -> None:
         seen[now, at] += 1
@@ -80,7 +80,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     [
         ("evaluate", STEPS_PER_EPOCH, 2),  # the first validation
         pytest.param("evaluate", 2 * STEPS_PER_EPOCH, 2, marks=pytest.mark.faults),  # the last one
-        pytest.param("update", STEPS_PER_EPOCH - 1, 1, marks=pytest.mark.faults),  # agreed at an epoch's last step
+        pytest.param("update", STEPS_PER_EPOCH - 1, 1, marks=pytest.mark.faults),  # at an epoch's last step
         ("evaluate", 2 * STEPS_PER_EPOCH, 5),  # the test
     ],
     ids=["first-validation", "last-validation", "last-step", "test"],
@@ -88,13 +88,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 def test_a_stop_ends_an_evaluation_at_the_next_batch(
     phase: str, step: int, nth: int, tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
-    """One rank is asked: all ranks stop at the same next batch, save, and the resumed run is bit-equal."""
+    """One rank gets the request: all ranks stop at the same next batch and save. The resumed run is bit-equal."""
     folder = tmp_path / "run"
     answers = run_ranks(2, train_until_asked, str(folder), FLAGS, phase, step, nth)
     at = step if phase == "evaluate" else step + 1
     for answer in answers:
         assert answer["what"] == f"stopped at step {at} and saved (SIGTERM)", answers
-        # The batch in which the request came, at most one more, and the save.
+        # The batch of the request, at most one more, and the save.
         assert answer["after"].count("evaluate") <= (2 if phase == "evaluate" else 0), answers
     status = json.loads((folder / "status.json").read_text())
     assert (status["status"], status["step"]) == ("preempted", at)
@@ -105,7 +105,7 @@ def test_a_stop_ends_an_evaluation_at_the_next_batch(
 
 @pytest.mark.faults
 def test_a_stop_in_validation_keeps_each_ranks_statistics(tmp_path: Path) -> None:
-    """Three ranks with BatchNorm, stopped twice in one validation: it is repeated from the same statistics."""
+    """Three ranks with BatchNorm, stopped twice in one validation. It is repeated from the same statistics."""
     run_ranks(3, train_in, str(tmp_path / "whole"), BATCHNORM)
     cut = str(tmp_path / "cut")
     step = json.loads((tmp_path / "whole" / "checkpoints" / "latest" / "state.json").read_text())["steps_per_epoch"]
@@ -115,7 +115,7 @@ def test_a_stop_in_validation_keeps_each_ranks_statistics(tmp_path: Path) -> Non
         buffers = load_file(tmp_path / "cut" / "checkpoints" / "latest" / "statistics.safetensors")
         means = [rows for name, rows in buffers.items() if name.endswith("running_mean")]
         assert means
-        # Those of before the validation, which are each rank's own.
+        # The statistics from before the validation, which differ between ranks.
         assert not any(torch.equal(rows[0], rows[1]) for rows in means)
     run_ranks(3, train_in, cut, BATCHNORM, True)
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
@@ -123,7 +123,7 @@ def test_a_stop_in_validation_keeps_each_ranks_statistics(tmp_path: Path) -> Non
 
 @pytest.mark.faults
 def test_a_stop_under_fsdp(tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """Sharded models exchange weights in each batch of an evaluation, so all ranks must stop at the same one."""
+    """Sharded models exchange weights in each batch of an evaluation, so all ranks must stop at the same batch."""
     flags = (*FLAGS, "--strategy", "fsdp")
     run_ranks(2, train_in, str(tmp_path / "whole"), flags)
     cut = str(tmp_path / "cut")
@@ -132,8 +132,8 @@ def test_a_stop_under_fsdp(tmp_path: Path, undisturbed: dict[str, object]) -> No
     assert outcome(tmp_path / "cut") == outcome(tmp_path / "whole")
 
 
-def test_a_stop_during_a_save_finishes_it_and_saves_no_second_time(tmp_path: Path) -> None:
-    """The step being saved is the one the run stops at: the next batch is given up."""
+def test_a_stop_during_a_save_finishes_it_and_does_not_save_again(tmp_path: Path) -> None:
+    """The run stops at the step of this save. The next batch is discarded."""
     flags = (*FLAGS, "--save-steps", "4")
     run_ranks(2, train_in, str(tmp_path / "whole"), flags)
     cut = tmp_path / "cut"
@@ -144,8 +144,8 @@ def test_a_stop_during_a_save_finishes_it_and_saves_no_second_time(tmp_path: Pat
     assert outcome(cut) == outcome(tmp_path / "whole")
 
 
-def test_a_stop_before_the_first_step_claims_no_checkpoint(tmp_path: Path) -> None:
-    """Asked while the run was being built: nothing is trained, nothing is saved, and the status says so."""
+def test_a_stop_before_the_first_step_reports_no_checkpoint(tmp_path: Path) -> None:
+    """A stop request while the run is set up: no training, no save, and the status says so."""
     answers = run_ranks(2, train_until_asked, str(tmp_path / "run"), FLAGS, "start", 0, 1)
     assert {answer["what"] for answer in answers} == {"stopped at step 0 without a checkpoint of it (SIGTERM)"}
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "failed"

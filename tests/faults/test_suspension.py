@@ -1,4 +1,4 @@
-"""A suspended run is not a hung one: it goes on where it stood, with no restart, and ends as an undisturbed one."""
+"""A suspended run is not a hang. It continues without a restart, and its result equals that of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from paceline.runtime.pulse import Beat, Pulse, read_pulse
 from paceline.runtime.running_clock import GAP_S, HangClock, RunningClock
 from paceline.runtime.watchdog import Watchdog
 
-pytestmark = pytest.mark.timeout(300)  # a busy machine
-DEADLINE_S = 20.0  # saves and imports of a busy machine fit
-PAUSE_S = DEADLINE_S + 3  # what stopping needs: longer than the deadline
+pytestmark = pytest.mark.timeout(300)  # for a busy machine
+DEADLINE_S = 20.0  # long enough for saves and imports on a busy machine
+PAUSE_S = DEADLINE_S + 3  # the time to stop: longer than the deadline
 LIMITS = [f"--hang-timeout-s={DEADLINE_S:g}", "--max-restarts=0"]
 
 
@@ -35,7 +35,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def suspend(pids: list[int]) -> None:
-    """Stop processes for longer than the deadline, and let them go on."""
+    """Stop processes for longer than the deadline, and continue them."""
     handles = [ProcessHandle(pid) for pid in pids]
     for handle in handles:
         handle.send(signal.SIGSTOP)
@@ -56,8 +56,8 @@ WHO: dict[str, Callable[[Started], list[int]]] = {
 
 @pytest.mark.faults
 @pytest.mark.parametrize("who", WHO)
-def test_a_suspended_run_goes_on(who: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """SIGSTOP of the whole job, or of parts of it, for longer than --hang-timeout-s: no restart, the same bits."""
+def test_a_suspended_run_continues(who: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    """SIGSTOP of all or some processes, for longer than --hang-timeout-s: no restart, the same bits."""
     with started(*FLAGS, *LIMITS, cwd=tmp_path) as run:
         run.wait_for("step 12/")
         suspend(WHO[who](run))
@@ -70,8 +70,8 @@ def test_a_suspended_run_goes_on(who: str, tmp_path: Path, undisturbed: dict[str
 
 @pytest.mark.faults
 @pytest.mark.parametrize("who", ["everything", "one rank"])
-def test_a_suspended_run_below_torchrun_goes_on(who: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """Ranks of another launcher are watched by a process of their own, which is suspended with them or sees it."""
+def test_a_suspended_run_under_torchrun_continues(who: str, tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    """A separate process watches the ranks of another launcher. It is suspended with them, or detects it."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "paceline"]
     flags = [flag for flag in FLAGS if "processes" not in flag]
     with started(*flags, *LIMITS, cwd=tmp_path, launcher=torchrun) as run:
@@ -88,14 +88,14 @@ def beat(since_s: float, allowed_s: float) -> Beat:
 
 
 def make_clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """A clock that the test moves."""
+    """A clock that the test advances."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     return now
 
 
-def test_a_gap_between_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The watch did not run: its ranks' deadlines move by that time, once, and only for the phase of that time."""
+def test_a_gap_between_two_checks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watchdog did not run. The deadlines of its ranks move by that time, once, and only for the current phase."""
     now = make_clock(monkeypatch)
     clock = HangClock()
     found = []
@@ -110,8 +110,8 @@ def test_a_gap_between_looks_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert clock.find_late({0: beat(now[0], 10.0)}, is_any_stopped=False) == []
 
 
-def test_time_in_which_a_rank_is_stopped_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank is stopped and the other waits for it: neither is late until both run again for long enough."""
+def test_the_time_of_a_stopped_rank_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank is stopped and the other waits for it. Neither is late until both have run for long enough."""
     now = make_clock(monkeypatch)
     clock = HangClock()
     beats = {0: beat(100.0, 2.0), 1: beat(100.0, 2.0)}
@@ -126,8 +126,8 @@ def test_time_in_which_a_rank_is_stopped_is_not_counted(monkeypatch: pytest.Monk
     assert look == 1000 + 2 * 16
 
 
-def test_a_running_clock_leaves_out_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What waits for peers or for a save does not count a suspension."""
+def test_a_running_clock_skips_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waits for peers or for a save do not count a suspension."""
     now = make_clock(monkeypatch)
     clock = RunningClock()
     for seconds in (1.0, GAP_S * 10, 0.5):
@@ -136,8 +136,8 @@ def test_a_running_clock_leaves_out_gaps(monkeypatch: pytest.MonkeyPatch) -> Non
     assert clock.seconds == 1.5
 
 
-def test_nothing_is_learned_from_a_suspended_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of an hour in suspension must not allow the next ones twenty hours."""
+def test_a_suspended_step_does_not_change_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of an hour, suspended, must not give the next steps a limit of twenty hours."""
     now = make_clock(monkeypatch)
     watchdog = Watchdog(Pulse(tmp_path / "pulse"), is_supervised=True)
 
@@ -156,7 +156,7 @@ def test_nothing_is_learned_from_a_suspended_step(tmp_path: Path, monkeypatch: p
 
 
 def wait_longer_than_the_timeout(world: World) -> float:
-    """Rank 1 comes late, as after a suspension of the job in the middle of a collective."""
+    """Rank 1 is late, as after a suspension of the job during a collective."""
     import torch
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _set_pg_timeout
@@ -173,12 +173,12 @@ def wait_longer_than_the_timeout(world: World) -> float:
 
 
 def test_a_collective_of_a_suspended_job_does_not_time_out() -> None:
-    """gloo counts the time of a suspension; from the first step on its own limit does not end a run."""
+    """gloo counts the time of a suspension. After the first step its own limit does not end a run."""
     assert run_ranks(2, wait_longer_than_the_timeout) == [2.0, 2.0]
 
 
-def test_ctrl_z_would_stop_all_processes_of_a_run(tmp_path: Path) -> None:
-    """A terminal suspends a process group: supervisor, fork server and ranks are in one."""
+def test_all_processes_of_a_run_are_in_one_process_group(tmp_path: Path) -> None:
+    """Ctrl-Z suspends a process group. Supervisor, fork server and ranks are in the same group."""
     with started(*FLAGS, cwd=tmp_path) as run:
         run.wait_for("step 5/")
         groups = {os.getpgid(pid) for pid in processes_in(tmp_path)}
@@ -187,7 +187,7 @@ def test_ctrl_z_would_stop_all_processes_of_a_run(tmp_path: Path) -> None:
 
 
 def send_to_another_thread(pid: int, number: signal.Signals) -> None:
-    """What the kernel may do with a signal that was sent while all threads were stopped."""
+    """The kernel may deliver a signal to another thread if all threads were stopped when it was sent."""
     other = max(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir())
     assert other != pid, "it has one thread only"
     libc = ctypes.CDLL(None, use_errno=True)
@@ -195,7 +195,7 @@ def send_to_another_thread(pid: int, number: signal.Signals) -> None:
 
 
 def test_a_stop_that_reaches_another_thread_of_the_supervisor_is_not_lost(tmp_path: Path) -> None:
-    """Ctrl-Z, `paceline cancel`, `fg`: the main thread waits for ranks, and the handler runs all the same."""
+    """Ctrl-Z, `paceline cancel`, `fg`: the main thread waits for ranks. The handler must still run."""
     with started(*FLAGS, "--epochs=200", cwd=tmp_path) as run:
         run.wait_for("step 5/")
         send_to_another_thread(run.process.pid, signal.SIGTERM)
@@ -203,8 +203,8 @@ def test_a_stop_that_reaches_another_thread_of_the_supervisor_is_not_lost(tmp_pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stop_that_reaches_another_thread_of_the_guard_is_passed_on(number: signal.Signals, tmp_path: Path) -> None:
-    """The notebook's and the flow's command waits in the same way."""
+def test_a_stop_that_reaches_another_thread_of_the_guard_is_forwarded(number: signal.Signals, tmp_path: Path) -> None:
+    """The command for notebooks and flows waits in the same way."""
     script = "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); print('ready', flush=True); signal.pause()"
     guard = [sys.executable, "-m", "paceline.launch.child_guard", sys.executable, "-c", script]
     with subprocess.Popen(

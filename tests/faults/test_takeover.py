@@ -1,4 +1,4 @@
-"""A killed supervisor, its orphan ranks, and the next start, which comes at once."""
+"""A supervisor is killed, its ranks are orphans, and the next start follows at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 @contextmanager
 def killed_supervisor(folder: Path, *flags: str, at: str = "step 12/") -> Iterator[list[int]]:
-    """Its ranks live on for a while; these are their numbers."""
+    """Kill a supervisor. Returns the process ids of its ranks, which live for a while."""
     with started(*FLAGS, *flags, cwd=folder) as run:
         run.wait_for(at)
         ranks = wait_for_ranks(run)
@@ -46,12 +46,12 @@ def wait_for_ranks(run: Started) -> list[int]:
     return ranks
 
 
-def test_a_start_after_a_killed_one_waits_for_the_last_save_of_its_ranks(
+def test_a_start_after_a_killed_supervisor_waits_for_the_last_save_of_its_ranks(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
-    """The orphans save at their next step while they still own the run. The new start goes on from there, alone."""
+    """The orphans still own the run and save at their next step. The new start resumes from there, alone."""
     with killed_supervisor(tmp_path, "--inject=slow rank=1 step=13 seconds=7") as ranks:
-        assert set(ranks) <= set(processes_in(tmp_path))  # the fault fired: they are there
+        assert set(ranks) <= set(processes_in(tmp_path))  # the fault took effect: the orphans exist
         answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
         assert answer.code == 0, answer
         assert set(ranks).isdisjoint(processes_in(tmp_path))
@@ -62,7 +62,7 @@ def test_a_start_after_a_killed_one_waits_for_the_last_save_of_its_ranks(
 
 
 def test_a_copy_of_a_live_run_starts_under_torchrun_and_leaves_the_original_alone(tmp_path: Path) -> None:
-    """The copy has the records of the original's processes, which are no members of the copy: none is ended."""
+    """The copy contains the records of the original's processes. They are not members of the copy and not ended."""
     live = tmp_path / "live"
     live.mkdir()
     with started(*FLAGS, "--inject=hang rank=1 step=13", cwd=live) as run:
@@ -85,7 +85,7 @@ def test_a_copy_of_a_live_run_starts_under_torchrun_and_leaves_the_original_alon
 
 
 def test_a_live_run_whose_lock_file_was_deleted_is_not_taken_over(tmp_path: Path) -> None:
-    """A second start is refused by the records, and the first run goes on."""
+    """A second start is refused because of the process records, and the first run continues."""
     with started(*FLAGS, "--inject=slow rank=1 step=13 seconds=10", cwd=tmp_path) as run:
         run.wait_for("step 12/")
         (tmp_path / "run" / "run.lock").unlink()
@@ -96,12 +96,12 @@ def test_a_live_run_whose_lock_file_was_deleted_is_not_taken_over(tmp_path: Path
     assert read_results(tmp_path / "run")["status"] == "finished"
 
 
-def test_ranks_that_stand_still_are_ended_by_the_next_start(tmp_path: Path, undisturbed: dict[str, object]) -> None:
-    """Suspended ranks cannot save. They are gone before the new start begins, and never write again."""
+def test_suspended_orphans_are_ended_by_the_next_start(tmp_path: Path, undisturbed: dict[str, object]) -> None:
+    """Suspended ranks cannot save. They are ended before the new start begins, and never write again."""
     with killed_supervisor(tmp_path, "--inject=hang rank=1 step=13") as ranks:
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
-        newest = step_folders(tmp_path / "run" / "checkpoints")[0]  # step 10 may still have been on its way
+        newest = step_folders(tmp_path / "run" / "checkpoints")[0]  # the save of step 10 may not be complete
         answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
         assert answer.code == 0, answer
         assert set(ranks).isdisjoint(processes_in(tmp_path))
@@ -111,7 +111,7 @@ def test_ranks_that_stand_still_are_ended_by_the_next_start(tmp_path: Path, undi
 
 
 def test_an_interrupt_ends_a_start_that_waits_for_orphans(tmp_path: Path) -> None:
-    """It owns nothing yet: the orphans and their owner's words stay as they are."""
+    """The start owns nothing yet, so the orphans and their owner record stay unchanged."""
     with killed_supervisor(tmp_path, "--inject=hang rank=1 step=13") as ranks:
         for rank in ranks:
             os.kill(rank, signal.SIGSTOP)
@@ -135,7 +135,7 @@ def test_an_interrupt_ends_a_start_that_waits_for_orphans(tmp_path: Path) -> Non
 def test_a_second_start_during_a_long_save_of_orphans_loses_no_checkpoint(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
-    """Orphans that outlive the grace lose the run: their save changes nothing of the new one's."""
+    """Orphans that outlive the grace lose the run. Their save changes nothing of the new run."""
     with killed_supervisor(tmp_path, "--inject=slow rank=0 step=13 seconds=60") as ranks:
         answer = paceline(*FLAGS, "--inject=", "--resume=auto", cwd=tmp_path)
         assert answer.code == 0, answer

@@ -22,7 +22,7 @@ def run_torchrun(folders: Sequence[Path]) -> list[tuple[int, str, str]]:
 
 
 def test_ranks_of_torchrun_on_two_nodes_stop_before_the_first_step(tmp_path: Path) -> None:
-    """The same without a supervisor of ours."""
+    """The same check without our supervisor."""
     folders = [tmp_path / "a", tmp_path / "b"]
     ends = run_torchrun(folders)
     assert all(end[0] != 0 for end in ends), ends

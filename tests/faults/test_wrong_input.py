@@ -1,7 +1,7 @@
-"""Fault 17: every mistake in a flag or a recipe ends in a moment, on one screen, before torch is imported.
+"""Fault 17: every mistake in a flag or a recipe is reported on one screen, before torch is imported.
 
-All of them in one process, since Python takes longer to start than they take to be found; each is the whole command.
-A few are started as a person starts them.
+One process runs all of them, because Python takes longer to start than to find a mistake. Each is the complete
+command. A few run in a separate process, like a user's.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from paceline.settings.rules import check_config
 
 USER, DATA = 2, 3
 MOST_LINES = 12
-# The quickest of a few counts: a busy machine has moments in which a core does half its work.
+# Use the fastest of a few: on a busy machine single runs are slow.
 TRIES = 3
-MOST_CPU_S = 0.6  # beside Python's start and imports
+MOST_CPU_S = 0.6  # without Python's start and imports
 MOST_CPU_WITH_START_S = 1.0
 
 FLAGS = {
@@ -144,7 +144,7 @@ def assert_one_screen(said: str, parts: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Exit code, words, CPU seconds, whether torch was imported, and what was left behind, for every mistake."""
+    """For every mistake: exit code, output, CPU seconds, whether torch was imported, and new files."""
     folders, requests = {}, {}
     for number, (kind, name) in enumerate([("flag", n) for n in FLAGS] + [("recipe", n) for n in RECIPES]):
         folders[kind, name] = folder = tmp_path_factory.mktemp(f"mistake-{number}")
@@ -160,7 +160,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_there_are_thirty_and_more() -> None:
+def test_there_are_at_least_thirty_mistakes() -> None:
     assert len(FLAGS) + len(RECIPES) >= 50
 
 
@@ -169,7 +169,7 @@ def test_wrong_flags(case: str, answers: dict[str, Any]) -> None:
     code, said, cpu_s, has_torch, left = answers[f"flag {case}"]
     assert code == (DATA if case == "weights missing" else USER), said
     assert_one_screen(said, FLAGS[case][1])
-    assert left == []  # nothing was started, nothing is left behind
+    assert left == []  # no process was started, no file was written
     assert cpu_s < MOST_CPU_S
     assert not has_torch
 
@@ -185,7 +185,7 @@ def test_wrong_recipes(case: str, answers: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("case", ["unknown flag", "indivisible batch", "unknown data set"])
-def test_wrong_flags_as_a_person_gives_them(case: str, tmp_path: Path) -> None:
+def test_wrong_flags_in_a_separate_process(case: str, tmp_path: Path) -> None:
     flags, parts = FLAGS[case]
     answers = [paceline("train", "shapes-cnn", *flags, cwd=tmp_path) for _ in range(TRIES)]
     for answer in answers:
@@ -194,7 +194,7 @@ def test_wrong_flags_as_a_person_gives_them(case: str, tmp_path: Path) -> None:
     assert min(answer.cpu_s for answer in answers) < MOST_CPU_WITH_START_S
 
 
-def test_a_number_that_yaml_takes_for_words_is_a_number(tmp_path: Path) -> None:
+def test_a_number_that_yaml_reads_as_text_is_a_number(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("base_lr: 3e-4\n")
     loaded = load_config(str(tmp_path / "mine.yaml"), [])
     check_config(loaded)

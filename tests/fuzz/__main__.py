@@ -1,4 +1,4 @@
-"""`python -m fuzz FORMAT [CASES] [SEED]`: one format by hand, from tests/, in this process."""
+"""`python -m fuzz FORMAT [CASES] [SEED]`: fuzz one format by hand, from tests/, in this process."""
 
 from __future__ import annotations
 

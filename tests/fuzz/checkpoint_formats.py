@@ -1,4 +1,4 @@
-"""A checkpoint's files. A forger knows CRC-32: most mutations get fitting sizes and checksums again."""
+"""A checkpoint's files. A forger knows CRC-32: most mutations get correct sizes and checksums again."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _build(samples: Path, folder: Path) -> None:
 
 
 def mutate_manifest(data: bytes, draw: Random) -> bytes:
-    """The body of a manifest, with its checksum made to fit in three of four cases."""
+    """The body of a manifest, with a correct checksum in three of four cases."""
     from paceline.checkpoints.format import _SEAL_BYTES, _seal
 
     body = data[:-_SEAL_BYTES] + b"\n}"
@@ -54,7 +54,7 @@ def _rig() -> Any:
 
 
 def _resume(folder: Path) -> None:
-    """What a rank does when it goes on: choose, compare with the config, restore every tensor and the counters."""
+    """Like a rank that resumes: select, compare with the config, restore every tensor and the counters."""
     from paceline.checkpoints.resume import choose_checkpoint
     from paceline.training.components import build_components
 
@@ -100,7 +100,7 @@ def _newest(folder: Path) -> None:
     from paceline.checkpoints.store import find_newest
 
     found, _ = find_newest(folder / ONE / "checkpoints")
-    assert found is not None, "an older checkpoint is whole"
+    assert found is not None, "an older checkpoint is complete"
 
 
 def _early(folder: Path) -> None:
@@ -155,7 +155,7 @@ READERS = (
 
 
 def _mutate_record(data: bytes, draw: Random) -> bytes:
-    """Only the record of the model, which is a small part of the state. Half of the time two of its parts."""
+    """Only the record of the model, a small part of the state. In half of the cases two of its parts."""
     values = json.loads(data)
     record = values["record"]
     for name in draw.sample(sorted(record), draw.choice((1, 2))):
@@ -170,7 +170,7 @@ def _mutate_record(data: bytes, draw: Random) -> bytes:
 
 
 def _build_slices(samples: Path, folder: Path) -> None:
-    """Two ranks' halves of a matrix, a vector in a type that safetensors does not have, and a whole scalar."""
+    """Two ranks' halves of a matrix, a vector in a type that safetensors does not have, and a complete scalar."""
     import torch
 
     from paceline.checkpoints.payload import Box, Piece, write_pieces
@@ -186,7 +186,7 @@ def _build_slices(samples: Path, folder: Path) -> None:
 
 
 def _read_slices(folder: Path) -> None:
-    """Every value comes from a file: memory that was not written would show as anything."""
+    """Every value comes from a file: uninitialized memory would be detected."""
     from paceline.checkpoints.payload import PayloadReader
 
     reader = PayloadReader(folder, ["model-0.safetensors", "model-1.safetensors"])
@@ -195,7 +195,7 @@ def _read_slices(folder: Path) -> None:
 
 
 def _mutate_slices(data: bytes, draw: Random) -> bytes:
-    """Half of the time only the places that a rank claims, which are JSON in the header's JSON."""
+    """In half of the cases only the slices of a rank, which are JSON in the header's JSON."""
     if draw.randrange(2):
         return mutate_safetensors(data, draw)
     length = int.from_bytes(data[:8], "little")

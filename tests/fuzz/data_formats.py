@@ -1,4 +1,4 @@
-"""Data sets, pictures and weights: files that are downloaded, unpacked or sent by others."""
+"""Data sets, pictures and weights: files that are downloaded, unpacked or sent by other users."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _build_packed(samples: Path, folder: Path) -> None:
 
 
 def _mutate_index(data: bytes, draw: Random) -> bytes:
-    """With its checksum made to fit in three of four cases."""
+    """With a correct checksum in three of four cases."""
     from paceline.data.pack_format import _seal
 
     mutated = mutate_json(data, draw)
@@ -119,7 +119,7 @@ def _check_packed(folder: Path) -> None:
 
 
 def _build_fashion(samples: Path, folder: Path) -> None:
-    """The labels of the test half: the smallest file of the set, in the form in which it is published."""
+    """The labels of the test set: the smallest file, in its published form."""
     content = bytes((0, 0, 8, 1)) + (10_000).to_bytes(4, "big") + bytes(n % 10 for n in range(10_000))
     (folder / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(content))
 
@@ -130,7 +130,7 @@ def _bomb() -> bytes:
 
 
 def _mutate_gzip(data: bytes, draw: Random) -> bytes:
-    """The file, what is packed in it, or a bomb: more than a gigabyte of zeros."""
+    """The file, its unpacked content, or a bomb: more than a gigabyte of zeros."""
     action = draw.randrange(50)
     if action == 0:
         return _bomb()

@@ -38,7 +38,7 @@ def _frame(text: bytes) -> bytes:
 
 
 def _mutate_frame(data: bytes, draw: Random) -> bytes:
-    """The frame itself, or its text with the signature of somebody who knows the secret."""
+    """The frame itself, or its text with a signature by the right secret."""
     return mutate_bytes(data, draw) if draw.randrange(3) else _frame(mutate_json(data[_HEADER.size :], draw))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 Mutate = Callable[[bytes, Random], bytes]
 
-OUTSIDE = "outside/secret.txt"  # lies beside the folder of a case; nothing may open it
+OUTSIDE = "outside/secret.txt"  # is next to the folder of a case; no reader may open it
 _NUMBERS: tuple[float, ...] = (
     0,
     -1,
@@ -154,7 +154,7 @@ def mutate_safetensors(data: bytes, draw: Random) -> bytes:
 
 
 def _mutate_offsets(header: bytes, draw: Random) -> bytes:
-    """Shapes, types and places that contradict each other, the values of a header that count most."""
+    """Shapes, types and offsets that contradict each other: the most important values of a header."""
     entries = json.loads(header)
     entry = entries[draw.choice([name for name in entries if name != "__metadata__"])]
     start, end = entry["data_offsets"]
@@ -191,7 +191,7 @@ def _mutate_json_text(data: bytes, draw: Random) -> bytes:
 
 
 def change_value(value: Any, draw: Random) -> Any:
-    """Change something inside of a value, or the value itself."""
+    """Change a part of a value, or the value itself."""
     places = list(_places(value))
     if not places or draw.randrange(40) == 0:
         return _any(draw)
@@ -319,13 +319,13 @@ def _insert(data: bytes, draw: Random) -> bytes:
 
 
 def _splice(data: bytes, draw: Random) -> bytes:
-    """A piece of the file, once more at another place."""
+    """Copy a part of the file to another place."""
     start, place = draw.randrange(len(data) + 1), draw.randrange(len(data) + 1)
     return data[:place] + data[start : start + draw.choice((4, 32, 256))] + data[place:]
 
 
 def _word(data: bytes, draw: Random) -> bytes:
-    """A number of four or eight bytes that is a size, in either order, becomes an extreme one."""
+    """Replace a size of four or eight bytes, in either byte order, by an extreme one."""
     form = draw.choice(("<I", ">I", "<Q", ">Q", "<H", ">H"))
     width = struct.calcsize(form)
     value = draw.choice((0, 1, 2 ** (8 * width) - 1, 2 ** (8 * width - 1), 2 ** (8 * width - 1) - 1))
@@ -362,7 +362,7 @@ def _yaml_nested(name: str, value: str, draw: Random) -> list[str]:
 
 
 def _yaml_bomb(name: str, value: str, draw: Random) -> list[str]:
-    """Aliases of aliases: ten lines that stand for a billion values."""
+    """Aliases of aliases: ten lines that expand to a billion values."""
     lines = ["x0: &x0 [a, a, a, a, a, a, a, a, a]"]
     lines += [f"x{n}: &x{n} [{', '.join([f'*x{n - 1}'] * 9)}]" for n in range(1, 10)]
     return [*lines, f"{name}: *x9"] if draw.randrange(2) else [f"{name}: &a [*a, *a]"]

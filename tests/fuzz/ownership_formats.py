@@ -1,4 +1,4 @@
-"""Records of who owns a run and its checkpoints. A forged one may name any process: none of them gets a signal."""
+"""Records of the owner of a run and its checkpoints. A forged one may name any process: none gets a signal."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _RECORD = f"{ONE}/{MEMBERS}/rank.json"
 
 
 class _Watched(Machine):
-    """This machine, with a clock that only sleeping moves. A signal is an error."""
+    """This machine with a clock that only sleep advances. A signal is an error."""
 
     def __init__(self) -> None:
         self._passed_s = 0.0
@@ -41,7 +41,7 @@ class _Watched(Machine):
 
 
 def _build_members(samples: Path, folder: Path) -> None:
-    """A rank of an owner that has died, and it died with it."""
+    """A dead rank of a dead owner."""
     build_running(samples, folder)
     rank = replace(this_process(), process_start="1", id="before")
     (folder / _RECORD).parent.mkdir()
@@ -71,7 +71,7 @@ def _build_ledger(samples: Path, folder: Path) -> None:
 
 
 def _read_ledger(folder: Path) -> None:
-    """As a rank and the supervisor read it."""
+    """Like a rank and the supervisor read it."""
     for row in read_ledger(RunFolder(folder / ONE).path / "faults.jsonl"):
         assert {row["rank"], row["fault"], row["attempt"]}
 
@@ -101,7 +101,7 @@ FORMATS = (
         ),
     ),
     Format(
-        "run/faults that struck",
+        "run/injected faults",
         _build_ledger,
         f"{ONE}/faults.jsonl",
         mutate_json_lines,

@@ -26,12 +26,12 @@ ONE = "runs/one"
 
 def build_finished(samples: Path, folder: Path) -> None:
     copy_runs(samples, folder)
-    # Without a job: asking a cluster takes long, and other cases have one.
+    # Without a job: a query to a cluster takes long, and other cases have one.
     (folder / ONE / "job.json").unlink()
 
 
 def build_running(samples: Path, folder: Path) -> None:
-    """Its owner is a process of another start of this machine."""
+    """Its owner is a process of an earlier boot of this machine."""
     build_finished(samples, folder)
     run = RunFolder(folder / ONE)
     run.write_status("running", step=3, last_step=6, eta_s=2.5)
@@ -61,7 +61,7 @@ def _inherit(folder: Path) -> None:
 
 
 def _evaluate_pages_json(folder: Path) -> None:
-    """The page embeds its figures as JSON, which a browser reads: no NaN, no infinity."""
+    """The page embeds its figures as JSON for a browser: no NaN, no infinity."""
     page = write_run_page(folder / ONE).read_text(encoding="utf-8")
     for part in page.split('<script type="application/json"')[1:]:
         json.loads(part.partition(">")[2].partition("</script>")[0], parse_constant=_refuse)
@@ -107,7 +107,7 @@ REQUEUE = Reader("requeue", lambda folder: returns_without_progress(folder / ONE
 TAG = Reader("runs tag", lambda folder: run_verb("runs", ["tag", ONE, "new"]), changes_folder=True, every=5)
 LOGS = Reader("logs", lambda folder: run_verb("logs", [ONE]))
 
-_SLURM = ("squeue", "scontrol", "sacct")  # asked about a job; not found in the sandbox
+_SLURM = ("squeue", "scontrol", "sacct")  # queries a job; not found in the sandbox
 Build = Callable[[Path, Path], None]
 
 

@@ -18,7 +18,7 @@ _SMALL = ("--model-name", "mlp", "--hidden-size", "4", "--test-batch-size", "500
 
 
 def make_samples(root: Path) -> None:
-    """Two runs that finished, one of them after a failure: `runs/one` and `runs/two`."""
+    """Two finished runs, one of them after a failure: `runs/one` and `runs/two`."""
     failure = ("--inject", "raise step=2", "--save-steps", "2", "--ema-decay", "0.9", "--optimizer", "adamw")
     _train(root, "one", *failure)
     _train(root, "two", "--seed", "5", "--ema-decay", "0.9", "--optimizer", "adamw")
@@ -31,7 +31,7 @@ def _train(root: Path, name: str, *flags: str) -> None:
 
 
 def _add_what_clusters_leave(folder: RunFolder) -> None:
-    """Files that a run has after tags, a store and Slurm, without a store and Slurm."""
+    """Files of a run with tags, a store and Slurm, created without a store and Slurm."""
     write_notes(folder.path, Notes(("good", "keep"), "the one for the paper"))
     MirrorNote("s3://bucket/run", token="t", says="in step 8").write(folder.path)
     record = JobRecord("123", "", str(folder.path / "job.sbatch"), ["paceline", "train"], earlier=["99"])

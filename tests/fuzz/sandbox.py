@@ -1,7 +1,7 @@
-"""Runs many cases in one process with limits: what a reader raises, how long it takes, and what it touches.
+"""Runs many cases in one process with limits: checks the errors, the time and the file access of a reader.
 
-Audit events of the interpreter tell which files are opened, changed or executed. A file that a library opens without
-Python (safetensors) is not seen by them; the checks before it are.
+Audit events of the interpreter show which files are opened, changed or executed. A file that a library opens without
+Python (safetensors) causes no events. The checks before it do.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from fuzz.mutations import OUTSIDE, Mutate
 from paceline.checkpoints import store as checkpoint_store
 from paceline.errors import PacelineError
 
-CPU_LIMIT_S = 5.0  # of one reader on one file; a usual one takes milliseconds
-WALL_LIMIT_S = 60.0  # a reader that waits uses no CPU; generous, because the machine may be busy
-MEMORY_LIMIT_BYTES = 1 << 30  # beyond what the process has when it starts
+CPU_LIMIT_S = 5.0  # for one reader and one file; usually milliseconds
+WALL_LIMIT_S = 60.0  # a blocked reader uses no CPU; the limit has a margin for a busy machine
+MEMORY_LIMIT_BYTES = 1 << 30  # in addition to the memory at the start
 LOOPBACK = "a connection to this machine"  # in Format.may_run
 TOO_LONG = "it takes too long"
-_MOST_FINDINGS = 8  # different ones; more are seen after these are mended
+_MOST_FINDINGS = 8  # different ones; fixing these shows more
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Something a person does that reads the file. `every`: a slow one takes one of so many cases."""
+    """An action of a user that reads the file. `every`: a slow reader gets one of this number of cases."""
 
     name: str
     call: Callable[[Path], object]
@@ -46,7 +46,7 @@ class Reader:
 
 @dataclass(frozen=True)
 class Format:
-    """One kind of file: how a valid one comes to be, how it is mutated, and everything that reads it."""
+    """One kind of file: how a valid one is made, how it is mutated, and all its readers."""
 
     name: str
     build: Callable[[Path, Path], None]  # (samples, folder): a folder with a valid file, by the code that writes it
@@ -54,12 +54,12 @@ class Format:
     mutate: Mutate
     readers: tuple[Reader, ...]
     prepare: Callable[[Path], None] = lambda folder: None  # after the mutation: for example new checksums
-    may_run: tuple[str, ...] = ()  # programs a reader starts on purpose
+    may_run: tuple[str, ...] = ()  # programs that a reader starts on purpose
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A case that broke a promise."""
+    """A case that violated a rule."""
 
     format: str
     reader: str
@@ -82,9 +82,9 @@ class _Touched(BaseException):
 def run_cases(
     form: Format, samples: Path, work: Path, *, seed: int, cases: range, by_all_readers: bool = True
 ) -> list[Finding]:
-    """Mutate and read; returns what went wrong. Call it in a process of its own: the limits stay.
+    """Mutate and read. Returns the findings. Call it in a separate process, because the limits stay.
 
-    by_all_readers: each case goes to every reader whose turn it is, otherwise to one of them. The second is many
+    by_all_readers: each case goes to every reader that is due, otherwise to one of them. The second is many
     times faster, so it tries many more mutations in the same time.
     """
     template, folder = work / "template", work / "case"
@@ -125,14 +125,14 @@ def _choose_readers(form: Format, case: int, draw: Random, by_all_readers: bool)
 
 
 def _leave_home(folder: Path) -> None:
-    """No settings, caches or programs of the person who runs this."""
+    """Hide settings, caches and programs of the user."""
     for name in [name for name in os.environ if name.startswith(("PACELINE_", "XDG_", "SLURM", "KUBE", "AWS_"))]:
         del os.environ[name]
     os.environ.update(HOME=str(folder), PATH="/nowhere", PACELINE_CACHE=str(folder / "cache"))
 
 
 def _read_again_at_once() -> None:
-    """A damaged checkpoint is read again after a pause. Files do not change here meanwhile."""
+    """A damaged checkpoint is read again after a pause. Skip the pause: files do not change here."""
     checkpoint_store.RETRY_PAUSE_S = 0.0
 
 
@@ -150,7 +150,7 @@ def _put(folder: Path, form: Format, content: bytes) -> None:
 
 
 def _require_valid_is_read(form: Format, folder: Path) -> None:
-    """A sample that no reader accepts would make every mutation harmless. Also imports what readers import late."""
+    """If no reader accepted the sample, every mutation would pass. Also runs the late imports of the readers."""
     form.prepare(folder)
     for reader in form.readers:
         with _silence():
@@ -169,7 +169,7 @@ def _run_case(form: Format, reader: Reader, folder: Path, case: int, watch: _Wat
         return Finding(form.name, reader.name, case, str(error), _last_frames(error))
     except BaseException as error:
         return Finding(form.name, reader.name, case, type(error).__name__, _last_frames(error))
-    if watch.violation:  # somebody caught it on its way
+    if watch.violation:  # a reader caught it
         return Finding(form.name, reader.name, case, watch.violation, "")
     return None
 
@@ -208,7 +208,7 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-# --- What a reader touches --------------------------------------------------------------------------------------------
+# --- File access of a reader ------------------------------------------------------------------------------------------
 
 _EXECUTED = ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "pty.spawn")
 _NETWORK = ("socket.connect", "socket.bind", "socket.sendto", "urllib.Request")
@@ -220,7 +220,7 @@ _PARTS_OF_THE_PROGRAM = (
 
 
 class _Watch:
-    """Raises where a reader leaves the folder it was given. An audit hook cannot be removed: one per process."""
+    """Raises if a reader leaves its folder. An audit hook cannot be removed: one per process."""
 
     def __init__(self, folder: Path, may_run: tuple[str, ...]) -> None:
         self._folder = os.path.realpath(folder)
@@ -240,7 +240,7 @@ class _Watch:
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._is_on:
             return
-        self._is_on = False  # what follows opens files itself
+        self._is_on = False  # the code below opens files
         try:
             self.violation = self.violation or self._judge(event, arguments)
         finally:
@@ -267,7 +267,7 @@ class _Watch:
             return f"{event} {arguments[1:]!r}"
         if event == "exec" and isinstance(arguments[0], CodeType):
             file = arguments[0].co_filename
-            is_file = Path(file).is_absolute() or Path(file).is_file()  # else text that a library composes itself
+            is_file = Path(file).is_absolute() or Path(file).is_file()  # otherwise text that a library generates
             inside = os.path.realpath(file).startswith(self._folder + os.sep)
             return f"executes {file!r}" if is_file and inside and Path(file).name not in self._may_run else ""
         return ""

@@ -1,4 +1,4 @@
-"""What an object store holds of a run: anybody who may write there can have changed it."""
+"""The objects of a run in an object store. Any user with write access may have changed them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _POINTERS = ("latest", "best")
 
 
 def _build(samples: Path, folder: Path) -> None:
-    """A store on a disk has the files of a run folder; its pointers are text."""
+    """A store on a disk has the files of a run folder. Its pointers are text."""
     build_finished(samples, folder)
     store = folder / "store"
     (folder / ONE).rename(store)

@@ -1,7 +1,7 @@
-"""Files and messages from elsewhere: whatever bytes they hold, only our own errors appear, and nothing else happens.
+"""Files and messages from other users: for any bytes, only our own errors appear, and nothing else happens.
 
-`make test-long` gives a few mutations of each format to all of its readers. `make test-fuzz` gives each of a
-thousand, or of as many as FUZZ_CASES says, to one of them.
+`make test-long` gives a few mutations of each format to all its readers. `make test-fuzz` gives each of a
+thousand mutations (FUZZ_CASES sets the number) to one of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    """Forks children that have imported everything: a child per format costs little."""
+    """Forks children with all imports, so that a child per format is fast."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["fuzz.table", "torch"])
     return context
@@ -43,7 +43,7 @@ def server() -> Any:
 
 @pytest.fixture
 def work() -> Iterator[Path]:
-    """In memory where that is possible: thousands of cases are written, and some readers flush what they write."""
+    """In memory if possible: thousands of cases are written, and some readers call fsync."""
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if os.access(memory, os.W_OK) else None) as folder:
         yield Path(folder) / "work"
@@ -52,7 +52,7 @@ def work() -> Iterator[Path]:
 def _fuzz(
     server: Any, form: Format, samples: Path, work: Path, cases: range, limit_s: float, *, by_all_readers: bool = True
 ) -> list[Finding]:
-    """In a process of its own, whose end is awaited: a crash of it is a finding, too."""
+    """Run in a separate process. A crash of it is also a finding."""
     receiver, sender = server.Pipe(duplex=False)
     child = server.Process(target=_child, args=(form.name, samples, work, cases, by_all_readers, sender))
     child.start()
@@ -93,7 +93,7 @@ def test_only_our_own_errors_appear(form: Format, samples: Path, server: Any, wo
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 def test_only_our_own_errors_appear_in_many(form: Format, samples: Path, server: Any, work: Path) -> None:
-    """Many mutations of every format, in `make test-fuzz`; FUZZ_CASES says how many."""
+    """Many mutations of every format, in `make test-fuzz`. FUZZ_CASES sets the number."""
     findings = _fuzz(server, form, samples, work, range(ALL_CASES), 7000.0, by_all_readers=False)
     assert not findings, "\n".join(map(str, findings))
 
@@ -137,7 +137,7 @@ def _leave(folder: Path) -> None:
     if not _is_valid(folder):
         try:
             (folder.parent / OUTSIDE).read_text()
-        except BaseException:  # a reader that hides it is found all the same
+        except BaseException:  # a reader that catches it is also detected
             return
 
 
@@ -168,15 +168,15 @@ PLANTED = (
 
 
 @pytest.mark.parametrize("form", PLANTED, ids=lambda form: form.name)
-def test_a_reader_that_breaks_a_promise_is_found(form: Format, samples: Path, server: Any, work: Path) -> None:
-    """The fuzzer can fail: it finds an error of another type, a hang, memory, a foreign file, a program and a crash."""
+def test_a_reader_that_violates_a_rule_is_detected(form: Format, samples: Path, server: Any, work: Path) -> None:
+    """The fuzzer can fail: it detects wrong errors, hangs, memory use, foreign files, programs and crashes."""
     findings = _fuzz(server, form, samples, work, range(20), 100.0)
     kinds = {finding.kind for finding in findings}
     assert any(kind.startswith(form.name.partition("/")[2]) for kind in kinds), findings
 
 
-def test_mutations_depend_on_the_seed_alone() -> None:
-    """A finding can be repeated: format, seed and number of the case give the same bytes."""
+def test_mutations_depend_only_on_the_seed() -> None:
+    """A finding can be reproduced: format, seed and number of the case give the same bytes."""
     from random import Random
 
     valid = b'{"a": [1, 2, {"b": "c"}], "d": 1.5}'

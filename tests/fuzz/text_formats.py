@@ -1,4 +1,4 @@
-"""Recipes, sites, parameters, studies and the course: text that people send each other."""
+"""Recipes, sites, parameters, studies and the course: text files that users exchange."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _parameters(folder: Path) -> None:
 
 
 def _build_study(samples: Path, folder: Path) -> None:
-    """Two cells of one study: what `paceline study` leaves, with the samples as its runs."""
+    """Two cells of one study: the files of `paceline study`, with the samples as its runs."""
     from paceline.runs.folder import write_json
     from paceline.tools.study.collect import collect, write_csv
     from paceline.tools.study.grid import CELLS, StudySpec, write_spec

@@ -1,4 +1,4 @@
-"""Clones are removed as soon as nobody needs them: each has a venv of more than a gigabyte."""
+"""Clones are removed as soon as possible: each has a venv of more than a gigabyte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from harness.guides import Newcomer, newcomer
 
 @pytest.fixture
 def person(tmp_path: Path) -> Iterator[Newcomer]:
-    """With a clone for this test alone."""
+    """A user with a clone for this test only."""
     found = newcomer(tmp_path)
     yield found
     shutil.rmtree(found.clone)
@@ -21,7 +21,7 @@ def person(tmp_path: Path) -> Iterator[Newcomer]:
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Newcomer]:
-    """With one clone for all tests of a file, in their order."""
+    """A user with one clone for all tests of a file, in their order."""
     found = newcomer(tmp_path_factory.mktemp("reader"))
     yield found
     shutil.rmtree(found.clone)

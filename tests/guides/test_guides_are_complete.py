@@ -1,4 +1,4 @@
-"""Every page that has people install something is followed by a test of this folder."""
+"""Every page with an install line has a test in this folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from harness.guides import pages_that_install
 
-# Pages with a line that installs, and the test that types it.
+# Pages with an install line, and the test that runs it.
 TYPED = {
     "README.md": "test_readme_trains",
     "docs/index.md": "test_start_page_installs_and_trains",
@@ -23,8 +23,8 @@ NOT_TYPED = {
 }
 
 
-def test_every_page_that_installs_is_typed_or_has_a_reason() -> None:
-    """A new guide with an install line comes into these tests, or says why not."""
+def test_every_page_with_an_install_line_is_tested_or_has_a_reason() -> None:
+    """A new guide with an install line needs a test, or a reason."""
     tests = "".join(path.read_text() for path in Path(__file__).parent.glob("test_*.py"))
 
     assert set(pages_that_install()) == {*TYPED, *NOT_TYPED}

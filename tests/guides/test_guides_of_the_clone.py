@@ -1,6 +1,6 @@
-"""README and the guides that go on in the clone's own .venv: one clone, in the order a newcomer reads.
+"""README and the guides that use the clone's .venv: one clone, in the order of a new user.
 
-README's `make train` brings .venv by the same rule of the Makefile that `make setup` is.
+README's `make train` creates .venv by the same Makefile rule as `make setup`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def missing_files(run: Path) -> list[str]:
 
 
 def test_readme_trains(reader: Newcomer) -> None:
-    """`make train` in an empty folder: a venv, a trained model, and everything that README says is in its folder."""
+    """`make train` in an empty folder: a venv, a trained model, and all files that README names."""
     answer = reader.types(lines_of("README.md", with_text="make train", last="make train"))
 
     assert answer.code == 0, answer.out + answer.err
@@ -59,7 +59,7 @@ def test_readme_trains(reader: Newcomer) -> None:
 
 
 def test_laptop_guide_and_its_line_for_torchrun(has_venv: Newcomer) -> None:
-    """`paceline doctor` finds this machine fit, and torchrun's ranks train."""
+    """`paceline doctor` passes on this machine, and torchrun's ranks train."""
     page = "docs/guides/laptop.md"
     torchrun = lines_of(page, with_text="torchrun", last="torchrun")[-1]
 
@@ -71,7 +71,7 @@ def test_laptop_guide_and_its_line_for_torchrun(has_venv: Newcomer) -> None:
 
 
 def test_course_starts_and_grades(has_venv: Newcomer) -> None:
-    """The exercises are copied, the first lesson is shown, and its check says what is not solved yet (exit code 1)."""
+    """The exercises are copied, the first lesson is shown, and its check names the unsolved parts (exit code 1)."""
     lines = lines_of("course/README.md", with_text="course start", last="paceline course check 1")
 
     answer = has_venv.types([ACTIVATE, *lines[:-1]])
@@ -83,7 +83,7 @@ def test_course_starts_and_grades(has_venv: Newcomer) -> None:
 
 
 def test_slurm_guide_writes_its_script_as_a_dry_run_without_gpus(has_venv: Newcomer) -> None:
-    """Its first command asks for eight GPUs: --dry-run checks everything else and prints the script."""
+    """Its first command requests eight GPUs: --dry-run checks everything else and prints the script."""
     (line,) = lines_of("docs/guides/slurm.md", with_text="paceline submit slurm")
 
     answer = has_venv.types([ACTIVATE, f"{line} --dry-run"])
@@ -94,7 +94,7 @@ def test_slurm_guide_writes_its_script_as_a_dry_run_without_gpus(has_venv: Newco
 
 @pytest.fixture
 def slurm_state() -> Iterator[Path]:
-    """Where the guide's cluster lives: not in /var/lib, where a person may have one. Sockets want short paths."""
+    """The folder of the guide's cluster: not /var/lib, where a user may have one. Sockets need short paths."""
     need_slurm()
     state = Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
     try:
@@ -106,7 +106,7 @@ def slurm_state() -> Iterator[Path]:
 
 
 def test_slurm_from_nothing_trains_on_two_real_nodes(has_venv: Newcomer, slurm_state: Path, tmp_path: Path) -> None:
-    """The cluster of one machine, the first commands of its user, and a training on both of its nodes."""
+    """The cluster on one machine, the first commands of its user, and a training on both of its nodes."""
     page, before = "docs/guides/slurm-cluster.md", new_runs(has_venv, "shapes-cnn")
     lines = lines_of(page, with_text="make slurm-install")
     lines += lines_of(page, with_text="squeue ", last="srun")
@@ -126,7 +126,7 @@ def test_slurm_from_nothing_trains_on_two_real_nodes(has_venv: Newcomer, slurm_s
 
 
 def _with_sudo(folder: Path) -> dict[str, str]:
-    """Root in a container has no sudo, and needs none."""
+    """Root in a container has no sudo and does not need it."""
     if shutil.which("sudo"):
         return {}
     script = folder / "sudo"
@@ -136,9 +136,9 @@ def _with_sudo(folder: Path) -> dict[str, str]:
 
 
 def test_own_model_installs_torchvision_and_plans_without_the_data(has_venv: Newcomer) -> None:
-    """Into the .venv that is there. The first command needs CIFAR-10 and a GPU: --dry-run checks all of it.
+    """Into the existing .venv. The first command needs CIFAR-10 and a GPU: --dry-run checks all of it.
 
-    Beside a CPU build of torch, torchvision can only be imported with a little help.
+    With a CPU build of torch, torchvision can be imported only with a shim.
     """
     lines = lines_of("docs/guides/own-model.md", with_text="pip install", last="paceline train")
     comment = lines[-1].index("#")
@@ -149,7 +149,7 @@ def test_own_model_installs_torchvision_and_plans_without_the_data(has_venv: New
 
 
 def test_object_stores_install_and_plan_without_a_bucket(has_venv: Newcomer) -> None:
-    """Into the .venv that is there. The first command needs a bucket: --dry-run checks all of it."""
+    """Into the existing .venv. The first command needs a bucket: --dry-run checks all of it."""
     lines = lines_of("docs/guides/object-stores.md", with_text="pip install")
 
     answer = has_venv.types([ACTIVATE, *lines[:-1], f"{lines[-1]} --dry-run"])

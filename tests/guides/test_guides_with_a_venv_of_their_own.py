@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.guides, pytest.mark.timeout(1200)]
 
 
 def test_metaflow_trains_on_two_nodes(person: Newcomer) -> None:
-    """From the first line to a tested model; the run, the model and the cards are in Metaflow's folder."""
+    """From the first line to a tested model. The run, the model and the cards are in Metaflow's folder."""
     lines = lines_of("docs/guides/metaflow.md", with_text="pip install", last="python flow.py run")
 
     answer = person.types(lines)
@@ -51,7 +51,7 @@ def test_runnable_trains_and_fills_the_catalog(person: Newcomer) -> None:
 
 
 def test_kubernetes_writes_its_manifest_without_a_cluster(person: Newcomer) -> None:
-    """REGISTRY is the reader's own; everything else is typed as it stands."""
+    """REGISTRY is a placeholder. All other text is used unchanged."""
     lines = lines_of("docs/guides/kubernetes.md", with_text="pip install", last="paceline submit kubernetes")
     lines[-1] = lines[-1].replace("REGISTRY", "registry.example")
 

@@ -1,4 +1,4 @@
-"""The start page and the tutorials, typed as they stand and in their order, into one fresh clone."""
+"""The start page and the tutorials, followed unchanged and in order, in one fresh clone."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EXPECTED_CODES = {"paceline compare": 1}  # the runs differ
 
 
 def follow(person: Newcomer, page: str, exchange: tuple[str, str] = ("", "")) -> str:
-    """Save the files that a page shows, and type the lines of each shell block. Returns the output."""
+    """Save the files that a page shows, and run the lines of each shell block. Returns the output."""
     said = ""
     for block in documents.blocks(REPOSITORY / page):
         text = block.text.replace(*exchange)
@@ -80,7 +80,7 @@ def test_fine_tuning(reader: Newcomer) -> None:
 
 
 def test_export_and_serving_at_a_free_port(reader: Newcomer) -> None:
-    """Port 8000 of the page may be taken on this machine."""
+    """Port 8000 of the page may be used on this machine."""
     said = follow(reader, "docs/tutorials/export-and-serving.md", ("8000", str(free_port())))
 
     (answer,) = [json.loads(line) for line in said.splitlines() if line.startswith("{")]

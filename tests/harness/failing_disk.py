@@ -36,7 +36,7 @@ def failing(number: int | None, *, after: int, operations: int) -> Iterator[None
     replaced = {name: getattr(os, name) for name in _CALLS}
     real_open = io.open
 
-    def strike(path: Any) -> None:
+    def fail_if_due(path: Any) -> None:
         nonlocal count
         if _pauses:
             return
@@ -48,14 +48,14 @@ def failing(number: int | None, *, after: int, operations: int) -> Iterator[None
 
     def failing_call(name: str) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
-            strike(arguments[0] if arguments else None)
+            fail_if_due(arguments[0] if arguments else None)
             return replaced[name](*arguments, **options)
 
         return call
 
     def failing_open(file: Any, *arguments: Any, **options: Any) -> Any:
         if not isinstance(file, int) and not str(file).startswith("/proc/"):
-            strike(file)
+            fail_if_due(file)
         return real_open(file, *arguments, **options)
 
     try:

@@ -86,7 +86,7 @@ class FaultyS3:
         request = f"{environ['REQUEST_METHOD']} {environ['PATH_INFO']}"
         if "HTTP_X_TEST" in environ:
             return self._application(environ, start_response)
-        fault = self._strike(request)
+        fault = self._next_fault(request)
         if fault is None:
             return self._application(environ, start_response)
         fault.is_reached.set()
@@ -100,10 +100,10 @@ class FaultyS3:
         if fault.kind == "hold":
             fault.release.wait(60)
             environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
-            raise ConnectionError("held back until its sender was dead")
+            raise ConnectionError("held until its sender was killed")
         return self._application(_cut(environ), start_response)
 
-    def _strike(self, request: str) -> Fault | None:
+    def _next_fault(self, request: str) -> Fault | None:
         with self._lock:
             self.requests.append(request)
             for fault in self._faults:

@@ -46,7 +46,7 @@ def as_another_process() -> Iterator[None]:
 
 
 def stand_in_components(line: int) -> Any:
-    """Replaces data, model and optimizer. `line` is the branch of a run: after going back a new one starts."""
+    """Replaces data, model and optimizer. `line` is the branch of a run: a rewind starts a new one."""
 
     def payload(world: Any) -> dict[str, dict[str, torch.Tensor]]:
         return {kind: {"w": torch.full((2,), float(components.state.step))} for kind in ("model", "optimizer")}

@@ -1,4 +1,4 @@
-"""Pipelines of examples/runnable as a person runs them, each once for all test files that look at it.
+"""Pipelines of examples/runnable, run like a user runs them, once for all test files.
 
 `base` is the session's temporary folder.
 """
@@ -31,7 +31,7 @@ save_steps: 2
 log_frequency: 1
 keep_every_epochs: 2
 """
-# The same by hand: the batch of both ranks, and the rate for 256 samples.
+# The same settings for `paceline train`: the batch of both ranks, and the learning rate for 256 samples.
 TINY_FLAGS = (
     *("synthetic-mlp", "--epochs=2", "--global-batch-size=32", "--base-lr=0.032", "--hidden-size=16"),
     *("--input-size=12", "--num-classes=3", "--num-samples=200", "--train-split=0.8", "--exact"),
@@ -42,7 +42,7 @@ STEPS = 10
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What a start of the pipeline left behind."""
+    """The results of one start of the pipeline."""
 
     home: Path
     run_id: str
@@ -68,7 +68,7 @@ def copy_example(home: Path) -> Path:
 
 
 def start_pipeline(home: Path, run_id: str, **environment: str) -> Pipeline:
-    """In its own process. Runnable's own dependencies warn, so warnings are not errors there."""
+    """Run in a separate process. Runnable's dependencies warn, so warnings are not errors there."""
     clean = {"PYTHONWARNINGS": "default", "RUNNABLE_PARAMETERS_FILE": "tiny.yaml", "RUNNABLE_RUN_ID": run_id}
     answer = command(sys.executable, "pipeline.py", cwd=home, env={**clean, **environment})
     return Pipeline(home, run_id, answer)
@@ -76,7 +76,7 @@ def start_pipeline(home: Path, run_id: str, **environment: str) -> Pipeline:
 
 @functools.cache
 def undisturbed_pipeline(base: Path) -> Pipeline:
-    """Twice as large batches by the file, undone by the environment: what counts is the environment."""
+    """The file doubles the batch size and the environment sets it back. The environment has priority."""
     home = copy_example(base / "runnable-undisturbed")
     (home / "tiny.yaml").write_text(TINY.replace("batch_size: 16", "batch_size: 32"))
     pipeline = start_pipeline(home, "undisturbed", RUNNABLE_PRM_BATCH_SIZE="16")
@@ -86,7 +86,7 @@ def undisturbed_pipeline(base: Path) -> Pipeline:
 
 @functools.cache
 def plain_training(base: Path) -> Path:
-    """`paceline train` with its own launcher; returns the run folder."""
+    """Run `paceline train` with its own launcher. Returns the run folder."""
     home = base / "runnable-plain"
     home.mkdir()
     answer = paceline("train", *TINY_FLAGS, "--processes", "2", "--output-dir", "run", cwd=home)

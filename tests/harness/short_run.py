@@ -1,4 +1,4 @@
-"""The run that faults disturb: two ranks, forty steps, a checkpoint every five, a few seconds."""
+"""The run into which tests inject faults: two ranks, forty steps, a checkpoint every five, a few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STEPS = 40
 
 
 def outcome(folder: Path) -> dict[str, object]:
-    """Everything about a finished run that a fault must not change."""
+    """The results of a finished run that a fault must not change."""
     results = read_results(folder)
     lines = (folder / "metrics.csv").read_text().splitlines()
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -35,7 +35,7 @@ def run_undisturbed(folder: Path, *flags: str) -> dict[str, object]:
     return outcome(folder / "run")
 
 
-def faults_struck(folder: Path) -> list[str]:
+def injected_faults(folder: Path) -> list[str]:
     return [str(row["what"]) for row in read_ledger(folder / "faults.jsonl")]
 
 

@@ -86,7 +86,7 @@ class Terminal:
         kill_all_in(self._home)
 
     def _tmux(self, *arguments: str) -> str:
-        assert TMUX is not None, "tmux must be here"
+        assert TMUX is not None, "tmux is not installed"
         done = subprocess.run(
             [TMUX, "-S", self._socket, "-f", os.devnull, *arguments],
             cwd=self._home,

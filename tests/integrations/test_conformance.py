@@ -1,6 +1,6 @@
-"""One recipe, one seed, two ranks: whoever starts them, every loss and every bit of the weights is the same.
+"""One recipe, one seed, two ranks: every loss and every bit of the weights is the same for all launchers.
 
-Slurm's part is tests/integrations/slurm/test_srun_conformance.py.
+Slurm: tests/integrations/slurm/test_srun_conformance.py.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def by_metaflow(base: Path) -> Outcome:
 
 
 @pytest.mark.parametrize("start", [by_torchrun, by_runnable, by_metaflow])
-def test_losses_and_weights_are_those_of_paceline_train(
+def test_losses_and_weights_equal_those_of_paceline_train(
     start: Callable[[Path], Outcome], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     base = tmp_path_factory.getbasetemp()

@@ -1,4 +1,4 @@
-"""Bytecode is kept where an image or an installer has taken it from Python, and left alone everywhere else."""
+"""Bytecode is cached if Python cannot write it, for example in an image. Otherwise Python writes its own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ print(sys.pycache_prefix, os.environ.get("PYTHONDONTWRITEBYTECODE"), os.environ.
 
 @pytest.fixture
 def stand_in(tmp_path: Path) -> Path:
-    """A folder with something called torch that has no bytecode, and a module to be compiled."""
+    """A folder with a package named torch without bytecode, and a module to compile."""
     folder = tmp_path / "packages"
     (folder / "torch").mkdir(parents=True)
     (folder / "torch" / "__init__.py").write_text("")
@@ -35,25 +35,25 @@ def ask(folder: Path, cache: Path, **more: str) -> list[str]:
     return done.stdout.split()
 
 
-def test_bytecode_goes_into_our_cache_where_python_may_not_write_its_own(tmp_path: Path, stand_in: Path) -> None:
+def test_bytecode_is_in_our_cache_if_python_cannot_write_its_own(tmp_path: Path, stand_in: Path) -> None:
     kept = str(tmp_path / "cache" / "bytecode")
-    # Processes this one starts inherit it.
+    # Child processes inherit it.
     assert ask(stand_in, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1") == [kept, "None", kept]
     assert len(list(Path(kept).rglob("a_module_of_mine.*.pyc"))) == 1
     assert not list(stand_in.rglob("*.pyc"))
 
 
-def test_python_keeps_its_own_where_it_may(tmp_path: Path, stand_in: Path) -> None:
+def test_python_writes_its_own_bytecode_if_it_can(tmp_path: Path, stand_in: Path) -> None:
     assert ask(stand_in, tmp_path / "cache") == ["None", "None", "None"]
     assert len(list(stand_in.rglob("a_module_of_mine.*.pyc"))) == 1
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_installation_with_bytecode_is_left_alone(tmp_path: Path, stand_in: Path) -> None:
+def test_an_installation_with_bytecode_is_not_changed(tmp_path: Path, stand_in: Path) -> None:
     subprocess.run([sys.executable, "-m", "compileall", "-q", str(stand_in)], check=True)
     assert ask(stand_in, tmp_path / "cache", PYTHONDONTWRITEBYTECODE="1") == ["None", "1", "None"]
 
 
-def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, stand_in: Path) -> None:
+def test_a_read_only_cache_is_no_error(tmp_path: Path, stand_in: Path) -> None:
     (tmp_path / "file").write_text("")
     assert ask(stand_in, tmp_path / "file", PYTHONDONTWRITEBYTECODE="1") == ["None", "1", "None"]

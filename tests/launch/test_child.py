@@ -1,4 +1,4 @@
-"""A `paceline` command that another process of ours has started: it ends with its parent, and says why it failed."""
+"""A `paceline` command that another process of ours has started ends with its parent and reports its failure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARENTS = {
 
 @pytest.mark.parametrize("parent", PARENTS)
 def test_a_killed_parent_leaves_no_process(parent: str, tmp_path: Path) -> None:
-    """The guard stops the training, whose ranks save and exit."""
+    """The guard stops the training. Its ranks save and end."""
     command = [sys.executable, "-m", "paceline", *PARENTS[parent]]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.DEVNULL) as process:
         try:
@@ -48,10 +48,10 @@ def test_a_killed_parent_leaves_no_process(parent: str, tmp_path: Path) -> None:
         (["train", "cifar10-cnn", "--data-dir=.", "--processes=1"], DataError, 3),  # from a rank
     ],
 )
-def test_a_child_reports_its_error_in_parts(
+def test_a_child_reports_its_error_with_all_fields(
     arguments: list[str], kind: type[Exception], code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The parent gets the error with its class and its parts, also from a rank, and the child does not print it."""
+    """The parent gets the error with its class and fields, also from a rank. The child does not print it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / CIFAR10_FOLDER).mkdir()
     for name in CIFAR10_FILES:
@@ -83,7 +83,7 @@ with start_child(["train", *sys.argv[2:]], stdout=subprocess.DEVNULL) as child:
 
 @pytest.mark.parametrize("case", ["guard is killed", "parent is killed", "parent has forked and is killed"])
 def test_a_training_never_outlives_its_guard_or_its_parent(case: str, tmp_path: Path) -> None:
-    """It saves and exits, whichever of them is killed."""
+    """The run saves and ends if either of them is killed."""
     words = ["forks" if "forked" in case else "waits", *ENDLESS, "--output-dir=run"]
     command = [sys.executable, "-c", IN_PYTHON, *words]
     with subprocess.Popen(command, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE) as process:
@@ -105,7 +105,7 @@ def test_a_training_never_outlives_its_guard_or_its_parent(case: str, tmp_path: 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_guard_starts_is_not_lost(number: signal.Signals, tmp_path: Path) -> None:
-    """The parent starts it with the signal blocked; the guard then starts nothing."""
+    """The parent starts the guard with the signal blocked. The guard then starts nothing."""
     mark = tmp_path / "started"
     command = [sys.executable, "-m", "paceline.launch.child_guard", sys.executable, "-c", f"open({str(mark)!r}, 'w')"]
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])

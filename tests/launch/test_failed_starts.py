@@ -1,4 +1,4 @@
-"""Failures at the start of a run: limits of the user, and runs that failed before their config was written."""
+"""Failures at the start of a run: resource limits, and runs that failed before their config was written."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def refuse_thread(thread: threading.Thread) -> None:
 def test_a_fake_thread_limit_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As root no limit holds, so Python's own error is raised here instead."""
+    """Limits do not apply to root, so the test raises Python's own error."""
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse_thread)

@@ -1,4 +1,4 @@
-"""Requests that cannot work end with exit code 2 at the first attempt; a rehearsed fault is reported as one."""
+"""Requests that cannot work end with exit code 2 at the first attempt. An injected fault is reported as injected."""
 
 from __future__ import annotations
 
@@ -57,23 +57,23 @@ def failures(folder: Path) -> list[dict[str, object]]:
 
 
 def test_a_scalar_parameter_under_fsdp_is_refused(tmp_path: Path) -> None:
-    """torch refuses it in each attempt; the screen names the parameter."""
+    """torch refuses it in each attempt. The screen names the parameter."""
     answer = train(tmp_path, "--strategy=fsdp", "--model-name=own.py:scaled")
     assert answer.code == 2, answer
     assert "scale" in answer.err
     assert len(failures(tmp_path)) == 1
 
 
-def test_a_fault_of_a_rank_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    """It would never strike; nothing is started."""
+def test_a_fault_for_a_missing_rank_is_refused(tmp_path: Path) -> None:
+    """It would never be injected. No process is started."""
     answer = train(tmp_path, "--inject=kill rank=9 step=3")
     assert answer.code == 2, answer
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("fault", "cause"), [("kill", "rank-killed"), ("exit", "rank-exited")])
-def test_a_rehearsed_end_is_reported_as_rehearsed(fault: str, cause: str, tmp_path: Path) -> None:
-    """The report does not send anybody to dmesg for a signal that --inject has asked for."""
+def test_an_injected_end_is_reported_as_injected(fault: str, cause: str, tmp_path: Path) -> None:
+    """The report does not suggest dmesg for a signal that --inject has sent."""
     answer = train(tmp_path, f"--inject={fault} rank=1 step=3", "--max-restarts=0")
     assert answer.code == 70, answer
     (failure,) = failures(tmp_path)
@@ -84,8 +84,8 @@ def test_a_rehearsed_end_is_reported_as_rehearsed(fault: str, cause: str, tmp_pa
 @pytest.mark.parametrize(
     "flag", ["--model-name=own.py:too_few", "--model-name=own.py:wrong_input", "--loss=own.py:no_gradient"]
 )
-def test_a_model_or_loss_that_cannot_be_trained_is_the_users_mistake(flag: str, tmp_path: Path) -> None:
-    """Too few outputs, another input, a loss without a gradient: exit code 2 after one attempt, with the name."""
+def test_a_model_or_loss_that_cannot_be_trained_is_a_user_error(flag: str, tmp_path: Path) -> None:
+    """Too few outputs, a wrong input, a loss without a gradient: exit code 2 after one attempt, with the name."""
     answer = train(tmp_path, flag)
     assert answer.code == 2, answer
     assert flag.partition("=")[2] in answer.err

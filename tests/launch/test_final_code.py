@@ -1,4 +1,4 @@
-"""The exit code that a Slurm script takes instead of srun's: of a process that nobody starts again."""
+"""A Slurm script uses this exit code instead of srun's. It is from a process that is not restarted."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_the_first_final_code_counts(file: Path) -> None:
     assert file.read_text() == f"{EXIT_USER}\n"
 
 
-def test_a_rank_of_our_supervisor_leaves_it_to_the_supervisor(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The supervisor may start the ranks again, and the run may finish."""
+def test_a_rank_under_our_supervisor_writes_no_final_code(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The supervisor may restart the ranks, and the run may finish."""
     monkeypatch.setenv(OWN_LAUNCHER, "paceline")
     note_final_code(EXIT_USER)
     assert not file.exists()

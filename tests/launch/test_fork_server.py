@@ -1,4 +1,4 @@
-"""The end of the server that forks ranks."""
+"""The end of the fork server."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 from harness.cli import command
 from harness.processes import seconds_until_empty
 
-# In a process of its own, as the server is. The rank is taken off the list, as if its birth had been broken off.
-BROKEN_OFF = """
+# In a separate process, like the server. The rank is removed from the list, as if its start was interrupted.
+INTERRUPTED_START = """
 import multiprocessing, os, signal
 from multiprocessing import forkserver, process
 from paceline.launch.rank_processes import end_fork_server
@@ -28,7 +28,7 @@ end_fork_server()  # it is gone already
 """
 
 
-def test_it_takes_ranks_along_that_are_in_nobodys_list(tmp_path: Path) -> None:
-    answer = command(sys.executable, "-c", BROKEN_OFF, cwd=tmp_path, timeout_s=20)
+def test_ending_the_fork_server_kills_unregistered_ranks(tmp_path: Path) -> None:
+    answer = command(sys.executable, "-c", INTERRUPTED_START, cwd=tmp_path, timeout_s=20)
     assert (answer.code, answer.err) == (0, "")
     seconds_until_empty(tmp_path, limit_s=10)

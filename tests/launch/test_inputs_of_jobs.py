@@ -1,4 +1,4 @@
-"""Data and weights of a job are on the login node before it is submitted, and one command brings them."""
+"""Data and weights of a job must be on the login node before it is submitted. One command fetches them."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def put_files(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def hint_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The command of the screen's `try:` line, as words."""
+    """The command in the `try:` line of the screen, as words."""
     screen = capsys.readouterr().err
     line = next(line for line in screen.splitlines() if "try:" in line)
     return shlex.split(line.partition("try:")[2])
 
 
-def test_data_that_is_not_there_never_reaches_the_fake_sbatch(
+def test_a_job_with_missing_data_is_not_submitted_to_fake_slurm(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The screen names the command that fetches it, with the recipe and the folder of the request."""
+    """The screen names the command that fetches the data, with the recipe and the folder of the request."""
     code = main(["submit", "slurm", "cifar10-cnn", *JOB, "--data-dir", "my data"])
     assert code == DATA
     assert hint_of(capsys) == ["paceline", "data", "fetch", "cifar10-cnn", "--data-dir", "my data"]
@@ -64,10 +64,10 @@ def test_data_that_is_not_there_never_reaches_the_fake_sbatch(
     assert len(fake.calls("sbatch")) == 1
 
 
-def test_a_study_looks_for_its_data_before_the_fake_sbatch(
+def test_a_study_with_missing_data_is_not_submitted_to_fake_slurm(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same check, before any folder of the study is made."""
+    """The same check, before a folder of the study is created."""
     study = ["study", "cifar10-cnn", "--on", "slurm", "--world-sizes", "1,2", "--processes-per-node", "1"]
     assert main([*study, "--time", "10"]) == DATA
     assert hint_of(capsys)[:4] == ["paceline", "data", "fetch", "cifar10-cnn"]
@@ -76,10 +76,10 @@ def test_a_study_looks_for_its_data_before_the_fake_sbatch(
 
 
 @pytest.mark.parametrize("model", ["resnet18", "vgg19"])
-def test_weights_that_are_not_there_never_reach_the_fake_sbatch(
+def test_a_job_with_missing_weights_is_not_submitted_to_fake_slurm(
     model: str, fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command fetches the weights of the model that was asked for, which may not be the recipe's."""
+    """The command fetches the weights of the requested model, which may differ from the recipe's."""
     submit = ["submit", "slurm", "shapes-cnn", *JOB, "--model-name", model, "--weights", "imagenet"]
     assert main(submit) == DATA
     words = ["paceline", "data", "fetch", "shapes-cnn", "--weights", "--model-name", model]
@@ -89,8 +89,8 @@ def test_weights_that_are_not_there_never_reach_the_fake_sbatch(
     assert main(submit) == 0
 
 
-def test_a_container_brings_its_own_weights(fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its home folder is not the one of the login node, so nothing can be said about them."""
+def test_weights_are_not_checked_for_a_container(fake: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its home folder is not the one of the login node, so its weights are unknown."""
     submit = ["submit", "slurm", "shapes-cnn", *JOB, "--model-name", "vgg19", "--weights", "imagenet"]
     assert main([*submit, "--container-image", "site/image"]) == 0, capsys.readouterr().err
 
@@ -99,7 +99,7 @@ def test_a_container_brings_its_own_weights(fake: FakeSlurm, capsys: pytest.Capt
 def test_weights_of_a_fake_collection(
     answer: bool | None, code: int, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only a clear no refuses the job: the collections keep their downloads as they like."""
+    """Only missing weights refuse the job. The collections choose the place of their downloads."""
     monkeypatch.setattr("paceline.launch.inputs.is_fetched", lambda _: answer)
     monkeypatch.setattr(external, "_check_collection", lambda *_: None)
     submit = ["submit", "slurm", "shapes-cnn", *JOB, "--model-name", "timm:resnet18", "--weights", "imagenet"]
@@ -107,9 +107,9 @@ def test_weights_of_a_fake_collection(
 
 
 def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
-    """Its own rights, or those of a folder above it, make one screen. Root reads everything, so another user looks."""
+    """Missing rights for it, or for a folder above it, give one screen. Root can read it, so another user tries."""
     if os.geteuid() != 0:
-        pytest.skip("needs root, to look as another user")
+        pytest.skip("needs root, to read as another user")
     folder = tmp_path / "pictures"
     folder.mkdir()
     tmp_path.chmod(0o700)
@@ -126,8 +126,8 @@ def test_a_folder_that_cannot_be_read(tmp_path: Path) -> None:
     assert caught.value.got == "Permission denied"
 
 
-def test_every_way_a_data_set_may_lie_is_known(tmp_path: Path) -> None:
-    """Binary, pickled, the folder itself; plain, gzipped, torchvision's folder. Others are never missing."""
+def test_every_layout_of_a_data_set_is_found(tmp_path: Path) -> None:
+    """Binary, pickled, the folder itself; plain, gzipped, torchvision's folder. Other data sets are never missing."""
     assert missing_files("cifar10", tmp_path) == list(CIFAR10_FILES)
     put_files(tmp_path / "a" / CIFAR10_FOLDER, CIFAR10_FILES)
     assert missing_files("cifar10", tmp_path / "a") == []
@@ -150,7 +150,7 @@ def test_every_way_a_data_set_may_lie_is_known(tmp_path: Path) -> None:
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder in place of the publisher's server, with a small file of weights."""
+    """A folder that replaces the publisher's server, with a small file of weights."""
     clean_home(tmp_path, monkeypatch)
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
@@ -181,17 +181,17 @@ def fetched(folder: Path) -> list[str]:
 def test_weights_are_fetched_once(
     words: list[str], server: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With their checksum, into the folder where training looks for them."""
+    """With their checksum, into the folder that training reads."""
     assert main(["data", "fetch", *words]) == 0, capsys.readouterr().err
     assert "1 tensors in" in capsys.readouterr().out
     assert fetched(tmp_path) == [path.name for path in server.iterdir()]
     for path in server.iterdir():
         path.unlink()
-    assert main(["data", "fetch", *words]) == 0, "the second time needs no server"
+    assert main(["data", "fetch", *words]) == 0, "the second fetch needs no server"
 
 
-def test_without_a_way_to_the_server(server: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One screen that says where to put the file by hand."""
+def test_fetch_without_a_connection(server: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One screen that names the place for the file."""
     for path in server.iterdir():
         path.unlink()
     assert main(["data", "fetch", "--weights", "--model-name", "resnet18"]) == DATA
@@ -221,18 +221,18 @@ def test_wrong_requests(words: list[str], part: str, server: Path, capsys: pytes
     assert part in screen
 
 
-def test_a_recipe_whose_data_is_made(server: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is fetched, and that is said."""
+def test_a_recipe_with_generated_data(server: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is fetched, and the output says so."""
     assert main(["data", "fetch", "shapes-cnn"]) == 0
     assert "shapes: generated, not downloaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", [["train"], ["plan"], ["train", "--rehearse"], ["bench"]], ids=" ".join)
 @pytest.mark.parametrize("recipe", ["cifar10-cnn", "synthetic-mlp --dataset fashion-mnist"])
-def test_a_named_folder_of_data_is_never_created(
+def test_a_named_data_folder_is_never_created(
     command: list[str], recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A mistyped --data-dir would be filled with a download. The screen names the folder that was meant."""
+    """A download would fill a mistyped --data-dir. The screen suggests the right folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "disk" / "datasets").mkdir(parents=True)
     verb, *flags = command
@@ -242,7 +242,7 @@ def test_a_named_folder_of_data_is_never_created(
 
 
 @pytest.mark.parametrize("folder", ["data", "./data", "there"])
-def test_the_default_folder_and_one_that_exists_take_a_download(
+def test_a_download_goes_to_the_default_folder_or_an_existing_one(
     folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Only the name matters here: `plan` downloads nothing."""

@@ -1,4 +1,4 @@
-"""What a run on one machine listens at: nothing that another machine could reach."""
+"""A run on one machine has no listener that another machine can reach."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from harness.sockets import beyond_loopback, listening_addresses
 ENDLESS = [*FLAGS, "--epochs=100000"]
 
 
-def test_a_run_on_one_machine_listens_at_loopback_only(tmp_path: Path) -> None:
+def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
     """SECURITY.md: on one machine nothing listens beyond loopback, neither the store nor gloo."""
     with started(*ENDLESS, cwd=tmp_path) as run:
-        run.wait_for("step 2/")  # every listener of the run is open by now
+        run.wait_for("step 2/")  # all listeners of the run are open now
         assert len(run.ranks()) == 2
         addresses = listening_addresses(processes_in(tmp_path))
     assert len(addresses) >= 2  # the store, and gloo's
@@ -32,8 +32,8 @@ def test_a_run_on_one_machine_listens_at_loopback_only(tmp_path: Path) -> None:
     [("bench", "--processes=2", "--what=collectives", "--seconds-per-size=0.05"), ("doctor", "--processes=2")],
 )
 @pytest.mark.long
-def test_ranks_of_other_commands_listen_at_loopback_only(command_line: tuple[str, ...], tmp_path: Path) -> None:
-    """SECURITY.md: the same for the ranks of bench and doctor, looked at from start to end."""
+def test_ranks_of_other_commands_listen_on_loopback_only(command_line: tuple[str, ...], tmp_path: Path) -> None:
+    """SECURITY.md: the same for the ranks of bench and doctor, checked from start to end."""
     seen: set[tuple[str, int]] = set()
     with started(*command_line, cwd=tmp_path) as run:
         while run.process.poll() is None:
@@ -74,7 +74,7 @@ os._exit(0)
 
 
 def test_a_value_in_the_store_is_never_unpickled(tmp_path: Path) -> None:
-    """SECURITY.md: nothing that comes from a socket is executed."""
+    """SECURITY.md: no data from a socket is executed."""
     run_dir, executed = tmp_path / "here", tmp_path / "executed"
     run_dir.mkdir()
     with started(*ENDLESS, cwd=run_dir) as run:
@@ -88,7 +88,7 @@ def test_a_value_in_the_store_is_never_unpickled(tmp_path: Path) -> None:
             TORCH_CPP_LOG_LEVEL="FATAL",
         )
         assert attack.code == 0, attack
-        assert int(attack.out) > 0  # the store of a run on one machine is open to the users of this machine
-        os.kill(run.process.pid, signal.SIGTERM)  # a launcher that reads the key does so at the end at the latest
+        assert int(attack.out) > 0  # the users of this machine can reach the store of a run on one machine
+        os.kill(run.process.pid, signal.SIGTERM)  # a launcher reads the key before the run ends
         assert run.wait() == 75, run.err
     assert not executed.exists()

@@ -1,4 +1,4 @@
-"""What the supervisor decides after failures."""
+"""The supervisor's decisions after failures."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ def failure(step: int, saved: int, *, rank: int = 0, cause: Cause = Cause.RANK_K
     return Failure(cause, rank, step, saved, processes)
 
 
-def test_a_crash_is_worth_another_try_at_once() -> None:
+def test_a_crash_is_restarted_at_once() -> None:
     assert after(failure(12, 10)) == Decision(True, "", 2, 0.0)
 
 
-def test_what_would_fail_again_is_not_tried() -> None:
+def test_an_error_that_would_repeat_is_not_restarted() -> None:
     for cause in Cause:
         assert after(failure(12, 10, cause=cause)).restart == (cause not in FINAL_CAUSES)
 
 
 def test_exit_codes_and_causes_agree() -> None:
-    """A scheduler decides by the exit code, our supervisor by the cause."""
+    """A scheduler decides by the exit code, the supervisor by the cause."""
     for code in range(256):
         assert (code in FINAL_CODES) == (error_kind(code).cause in FINAL_CAUSES)
 
@@ -42,20 +42,20 @@ def test_without_progress_pauses_grow() -> None:
     assert after(*failures, failure(20, 15), max_restarts=9).pause_s == 0.0  # a new checkpoint is progress
 
 
-def test_one_step_three_times_is_the_end() -> None:
+def test_three_failures_at_one_step_end_the_run() -> None:
     assert after(*[failure(12, 10)] * 2, max_restarts=9).restart
     assert not after(*[failure(12, 10)] * 3, max_restarts=9).restart
     assert after(failure(12, 5), failure(12, 10), failure(12, 10), max_restarts=9).restart
 
 
-def test_restarts_run_out() -> None:
+def test_the_number_of_restarts_is_limited() -> None:
     progress = [failure(step, step - 1) for step in (10, 20, 30)]
     assert after(*progress, max_restarts=3).restart
     assert not after(*progress, max_restarts=2).restart
     assert not after(progress[0], max_restarts=0).restart
 
 
-def test_the_world_shrinks_below_a_rank_that_keeps_failing_and_grows_back() -> None:
+def test_the_world_size_shrinks_below_a_failing_rank_and_grows_back() -> None:
     once, twice = failure(12, 10, rank=3, processes=4), failure(13, 10, rank=3, processes=4)
     assert after(once, worlds=(1, 2, 4)).processes == 4
     assert after(once, twice, worlds=(1, 2, 4)).processes == 2
@@ -64,7 +64,7 @@ def test_the_world_shrinks_below_a_rank_that_keeps_failing_and_grows_back() -> N
     assert after(once, twice, later, worlds=(1, 2, 4), max_restarts=9).processes == 4
 
 
-def test_out_of_memory_halves_the_microbatch_if_asked_to() -> None:
+def test_out_of_memory_halves_the_microbatch_if_enabled() -> None:
     assert after(failure(12, 10, cause=Cause.OUT_OF_MEMORY), auto=True).halve_microbatch
     assert not after(failure(12, 10, cause=Cause.OUT_OF_MEMORY)).halve_microbatch
 
@@ -84,7 +84,7 @@ def test_out_of_memory_halves_the_microbatch_if_asked_to() -> None:
         (OSError(errno.ECONNRESET, "translated text"), Cause.PEER_LOST),
     ],
 )
-def test_causes_of_errors_of_others(error: Exception, cause: Cause) -> None:
+def test_causes_of_errors_from_other_libraries(error: Exception, cause: Cause) -> None:
     assert cause_of(error) is cause
     assert explain_error(cause, fitted=8).hint
     assert is_consequence(error) == (cause is Cause.PEER_LOST)
@@ -93,8 +93,8 @@ def test_causes_of_errors_of_others(error: Exception, cause: Cause) -> None:
     assert cause_of(wrapped) is cause
 
 
-def test_our_own_errors_carry_their_cause() -> None:
-    """Whatever they say: no pattern reads our text."""
+def test_our_own_errors_have_their_cause() -> None:
+    """No pattern reads the text of our own errors."""
     error = UserError("broken pipe, out of memory, address already in use")
     assert cause_of(error) is Cause.USER_INPUT
     lost = PacelineError("rank 1", cause=Cause.PEER_LOST)

@@ -30,7 +30,7 @@ TRAIN = [*FLAGS[:2], "--num-samples=740", "--global-batch-size=64", "--epochs=1"
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
-        return port - 1  # the first attempt takes the next one
+        return port - 1  # the first attempt uses the next port
 
 
 @contextmanager
@@ -50,12 +50,12 @@ def started_node(own: int, port: int, folder: Path, secret: str) -> Iterator[sub
             node.kill()
 
 
-def test_two_nodes_train_while_others_knock(tmp_path: Path) -> None:
-    """SECURITY.md: peers without the secret are closed and logged, and disturb neither the rendezvous nor the run."""
+def test_two_nodes_train_while_other_peers_connect(tmp_path: Path) -> None:
+    """SECURITY.md: connections without the secret are closed and logged, and do not disturb the run."""
     port, secret = free_port(), create_secret()
     with ExitStack() as stack:
         first = stack.enter_context(started_node(0, port, tmp_path, secret))
-        knock(port + 1, stack)
+        connect_without_secret(port + 1, stack)
         second = stack.enter_context(started_node(1, port, tmp_path, secret))
         said = [node.communicate(timeout=120) for node in (first, second)]
     assert (first.returncode, second.returncode) == (0, 0), said
@@ -65,8 +65,8 @@ def test_two_nodes_train_while_others_knock(tmp_path: Path) -> None:
     assert secret not in written + str(said)
 
 
-def knock(port: int, stack: ExitStack) -> None:
-    """A node without the secret, one that says the messages of a node in plain text, and ones that say nothing."""
+def connect_without_secret(port: int, stack: ExitStack) -> None:
+    """A node without the secret, one that sends the messages of a node in plain text, and silent connections."""
     while True:
         try:
             connect("127.0.0.1", port, create_secret().encode(), "rendezvous paceline attempt 1")
@@ -83,7 +83,7 @@ def knock(port: int, stack: ExitStack) -> None:
 
 
 def test_several_nodes_without_a_secret_are_refused(tmp_path: Path) -> None:
-    """A run on several nodes without a secret ends at once, with what to do."""
+    """A run on several nodes without a secret ends at once, and the screen says what to do."""
     variables = agent_variables(Nodes(2, 0, "127.0.0.1", free_port()))
     bench = ["bench", "--what=collectives", "--processes=1"]
     for command, value in ((TRAIN, ""), (TRAIN, "short"), (bench, "")):
@@ -101,7 +101,7 @@ def rendezvous(
 
 
 def port_of(part: Assignment) -> int:
-    """Of the store's listener, which is closed."""
+    """The port of the store's listener, which is closed."""
     assert part.listener is not None
     with part.listener:
         port: int = part.listener.getsockname()[1]
@@ -109,7 +109,7 @@ def port_of(part: Assignment) -> int:
 
 
 def test_ranks_follow_the_number_of_the_node(tmp_path: Path) -> None:
-    """Node 0 has rank 0, and each node as many ranks as it said."""
+    """Node 0 has rank 0, and each node has the number of ranks that it announced."""
     port, secret = free_port(), create_secret().encode()
     nodes = [rendezvous(own, port, secret) for own in range(3)]
     parts = joined(nodes)
@@ -156,8 +156,8 @@ def test_a_failed_node_is_reported_to_all_others(failed: int, how: str) -> None:
     "change",
     [{"node": 0}, {"node": 3}, {"node": "1"}, {"processes": None}, {"cores": 0}, {"host": 3}, {"extra": 1}],
 )
-def test_a_malformed_hello_is_dropped(change: dict[str, object]) -> None:
-    """Also of a peer that knows the secret. The real node then joins."""
+def test_a_malformed_hello_is_closed(change: dict[str, object]) -> None:
+    """Even from a peer that knows the secret. The real node joins afterwards."""
     port, secret = free_port(), create_secret().encode()
     leader, follower = (rendezvous(own, port, secret, count=2) for own in range(2))
     parts: list[Assignment] = []
@@ -180,8 +180,8 @@ def test_a_malformed_hello_is_dropped(change: dict[str, object]) -> None:
         node.close()
 
 
-def test_silent_connections_hold_up_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hundreds of connections that say nothing do not keep a real node out, even if none of them ever timed out."""
+def test_silent_connections_do_not_block_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of silent connections do not block a real node, even without a timeout."""
     monkeypatch.setattr(peers, "PROOF_TIMEOUT_S", 600.0)
     port, secret = free_port(), create_secret().encode()
     all_nodes = [rendezvous(own, port, secret, count=2) for own in range(2)]
@@ -208,8 +208,8 @@ def test_silent_connections_hold_up_no_node(monkeypatch: pytest.MonkeyPatch) -> 
         node.close()
 
 
-def test_a_stop_ends_the_waiting() -> None:
-    """A node that is asked to stop does not wait for the others."""
+def test_a_stop_request_ends_the_wait() -> None:
+    """A node with a stop request does not wait for the others."""
     stopped = threading.Event()
     stopped.set()
     port = free_port()

@@ -1,4 +1,4 @@
-"""A run folder that is removed when its task ends (PACELINE_TEMPORARY_FOLDER=1): no message sends people there."""
+"""A run folder that is removed with its task (PACELINE_TEMPORARY_FOLDER=1): no message names the folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FEW = ["--epochs=2", "--num-samples=256", "--global-batch-size=64", "--processes
 
 @pytest.mark.parametrize(("fails_at", "code"), [(0, 0), (3, 70)])
 def test_no_message_names_the_folder(fails_at: int, code: int, tmp_path: Path) -> None:
-    """Of a run that ends well, and of one whose traceback would otherwise be in a file."""
+    """A run that finishes, and a run whose traceback would otherwise be in a file."""
     (tmp_path / "model.py").write_text(MODEL.format(fails_at=fails_at))
     flags = [*FEW, "--model-name=model.py:build", "--output-dir=soon-gone"]
     answer = paceline("train", "shapes-cnn", *flags, cwd=tmp_path, PACELINE_TEMPORARY_FOLDER="1")

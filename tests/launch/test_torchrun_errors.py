@@ -1,4 +1,4 @@
-"""An error of a rank under torchrun: it is in the summary that torchrun prints last."""
+"""The error of a rank under torchrun is in torchrun's final summary."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def torchrun(ranks: int, *arguments: str, cwd: Path, options: tuple[str, ...] = 
 
 
 def root_cause(answer: Answer) -> str:
-    """What torchrun's summary says about the failure that it takes for the first."""
+    """The failure that torchrun's summary names as the first."""
     _, _, summary = answer.err.rpartition("Root Cause (first observed failure):")
     return summary
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_users_mistake_is_in_the_summary(ranks: int, tmp_path: Path) -> None:
-    """The whole screen - what, where, got, allowed - is in the summary, and only there."""
+def test_a_user_error_is_in_the_summary(ranks: int, tmp_path: Path) -> None:
+    """The complete screen (what, where, got, allowed) is in the summary, and only there."""
     answer = torchrun(ranks, "train", *QUICK, "--base-lr=-1", cwd=tmp_path)
     assert answer.code == 1, answer
     summary = root_cause(answer)
@@ -50,7 +50,7 @@ def test_a_users_mistake_is_in_the_summary(ranks: int, tmp_path: Path) -> None:
     [(2, 1), pytest.param(1, 0, marks=pytest.mark.faults), pytest.param(2, 0, marks=pytest.mark.faults)],
 )
 def test_an_internal_error_is_the_root_cause(ranks: int, failing: int, tmp_path: Path) -> None:
-    """The rank that raised is the root cause, with its message; the loss of a peer is a consequence."""
+    """The rank that raised is the root cause, with its message. The loss of a peer is a consequence."""
     answer = torchrun(ranks, "train", *QUICK, f"--inject=raise rank={failing} step=2", cwd=tmp_path)
     assert answer.code == 1, answer
     summary = root_cause(answer)
@@ -62,7 +62,7 @@ def test_an_internal_error_is_the_root_cause(ranks: int, failing: int, tmp_path:
 
 @pytest.mark.faults
 def test_the_error_of_the_primary_is_in_the_summary_of_every_rank(tmp_path: Path) -> None:
-    """Only the primary looks for the checkpoint. Whichever rank torchrun takes for the first, the message is there."""
+    """Only the primary looks for the checkpoint. The message is there for any rank that torchrun names first."""
     answer = torchrun(2, "train", *QUICK, "--resume=nowhere", cwd=tmp_path)
     assert answer.code == 1, answer
     for line in ("exitcode  : 2", "error: there is nothing to resume from", "where:   flag --resume"):
@@ -72,7 +72,7 @@ def test_the_error_of_the_primary_is_in_the_summary_of_every_rank(tmp_path: Path
 
 @pytest.mark.faults
 def test_a_hang_is_in_the_summary(tmp_path: Path) -> None:
-    """The guard beside the rank ends it by SIGKILL, and says so: phase, step, stacks."""
+    """The guard process ends the rank with SIGKILL and reports phase, step and stacks."""
     flags = ["--hang-timeout-s=4", "--inject=hang rank=1 step=5"]
     answer = torchrun(2, "train", *QUICK, *flags, cwd=tmp_path)
     assert answer.code == 1, answer
@@ -84,8 +84,8 @@ def test_a_hang_is_in_the_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.faults
-def test_an_attempt_that_is_started_again_prints_its_error(tmp_path: Path) -> None:
-    """torchrun's summary is about the last attempt only."""
+def test_a_restarted_attempt_prints_its_error(tmp_path: Path) -> None:
+    """torchrun's summary describes only the last attempt."""
     answer = torchrun(1, "train", *QUICK, "--base-lr=-1", cwd=tmp_path, options=("--max-restarts=1",))
     assert answer.code == 1, answer
     above, _, summary = answer.err.partition("FAILED\n")
@@ -102,8 +102,8 @@ def test_a_rank_with_its_own_output_file_writes_its_error_there_too(tmp_path: Pa
     assert "error: base_lr is out of range" in file.read_text()
 
 
-def test_the_file_is_whole_and_has_the_fields_that_torchrun_reads(tmp_path: Path) -> None:
-    """torch's own reader takes the file; a consequence has a later time than its cause."""
+def test_the_error_file_is_complete_and_has_the_fields_that_torchrun_reads(tmp_path: Path) -> None:
+    """torch's own reader accepts the file. A consequence has a later time than its cause."""
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     found = []
@@ -118,8 +118,8 @@ def test_the_file_is_whole_and_has_the_fields_that_torchrun_reads(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.json", "1.json"]
 
 
-def test_without_torchrun_or_without_a_place_nothing_is_written(tmp_path: Path) -> None:
-    """No variable, our own launcher, or a folder that is gone: the caller prints the error itself."""
+def test_without_torchrun_or_a_folder_nothing_is_written(tmp_path: Path) -> None:
+    """No variable, our own launcher, or a missing folder: the caller prints the error."""
     path = tmp_path / "gone" / "error.json"
     own = {"TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"), "PACELINE_LAUNCHER": "paceline"}
     for environment in ({}, {"TORCHELASTIC_ERROR_FILE": ""}, {"TORCHELASTIC_ERROR_FILE": str(path)}, own):
@@ -132,7 +132,7 @@ def test_without_torchrun_or_without_a_place_nothing_is_written(tmp_path: Path) 
     [("0", "0", True), ("0", "3", False), ("3", "3", True), ("", "", False), ("0", "x", False)],
 )
 def test_a_summary_is_expected_after_the_last_attempt(count: str, most: str, expected: bool, tmp_path: Path) -> None:
-    """Anything that is not clear means no: an error is printed twice rather than not at all."""
+    """In doubt the answer is no: an error is printed twice rather than not at all."""
     given = {
         "TORCHELASTIC_ERROR_FILE": str(tmp_path / "error.json"),
         "TORCHELASTIC_RESTART_COUNT": count,

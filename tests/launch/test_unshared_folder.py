@@ -1,6 +1,6 @@
-"""A run folder that the nodes do not share: found before training, and never tried again.
+"""A run folder that the nodes do not share is detected before training, and the start is not retried.
 
-Two nodes on this machine that start in different folders have two folders of one name, as nodes have without shared
+Two nodes on this machine start in different folders. They have two folders of one name, like nodes without shared
 storage.
 """
 
@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def run_nodes(commands: Sequence[Sequence[str]], folders: Sequence[Path], **extra: str) -> list[tuple[int, str, str]]:
-    """All nodes at once; each one's exit code and output."""
+    """Run all nodes at once. Returns the exit code and output of each."""
     with ExitStack() as stack:
         nodes = []
         for number, (words, folder) in enumerate(zip(commands, folders, strict=True)):
@@ -63,7 +63,7 @@ def trained(folder: Path) -> bool:
 
 
 def test_agents_of_two_nodes_stop_before_the_first_step(tmp_path: Path) -> None:
-    """Node 1 does not see node 0's folder: both end with a user's error, in the first attempt, untrained."""
+    """Node 1 does not see node 0's folder. Both end with a user error in the first attempt, untrained."""
     folders = [tmp_path / "a", tmp_path / "b"]
     first, second = run_agents(folders)
     assert (first[0], second[0]) == (EXIT_USER, EXIT_USER), (first, second)

@@ -1,4 +1,4 @@
-"""The process with torch loaded that `paceline.train` keeps between calls: one server, no state of another run."""
+"""`paceline.train` keeps a process with torch imported between calls: one server, no state of another run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_warm_and_cold_runs_are_equal_and_share_one_server(tmp_path: Path, monke
     runs = [train(tmp_path / "first")]
     first = server_pid()
     runs.append(train(tmp_path / "second"))
-    monkeypatch.setenv("PACELINE_TEST", "1")  # ours are read when they are used
+    monkeypatch.setenv("PACELINE_TEST", "1")  # our own variables are read at each run
     runs.append(train(tmp_path / "third"))
     assert server_pid() == first
     monkeypatch.setenv(warm.WARM, "off")
@@ -97,11 +97,11 @@ def test_no_state_of_a_run_reaches_the_next(tmp_path: Path, monkeypatch: pytest.
         train(tmp_path / str(number), recipe="shapes-cnn", data=f"{source}:load", augment="none")
     first, second = (line.split() for line in notes.read_text().splitlines())
     assert first[:3] == second[:3] == ["1", "None", str(Path.cwd())]
-    assert first[3] != second[3]  # random numbers without a seed are new ones
+    assert first[3] != second[3]  # random numbers without a seed differ
 
 
 @pytest.mark.long
-def test_what_libraries_read_when_they_are_loaded_gets_a_new_server(
+def test_variables_that_libraries_read_at_import_start_a_new_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(tmp_path / "first")
@@ -128,7 +128,7 @@ def test_a_killed_server_is_replaced(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [0, signal.SIGKILL])
 def test_the_server_ends_with_the_process(number: int, tmp_path: Path) -> None:
-    """Also if a forked process still holds a copy of the connection."""
+    """Even if a forked process still has a copy of the connection."""
     script = """
 import os, sys, time
 import paceline
@@ -162,8 +162,8 @@ sys.stdin.read()
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_an_error_before_the_start_has_its_screen(tmp_path: Path) -> None:
-    """The command, not the library, finds this one."""
+def test_an_error_before_the_start_prints_its_screen(tmp_path: Path) -> None:
+    """The command detects this error, not the library."""
     source = tmp_path / "own.py"
     source.write_text("def load(seed):\n    raise ValueError('mine')\n")
     with pytest.raises(paceline.errors.PacelineError) as caught:
@@ -171,7 +171,7 @@ def test_an_error_before_the_start_has_its_screen(tmp_path: Path) -> None:
     assert "mine" in caught.value.screen()
 
 
-def test_ctrl_c_while_torch_is_loaded_leaves_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_while_torch_is_imported_leaves_no_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OF_SOME_LIBRARY", "2")
     started: list[int] = []
 
@@ -186,9 +186,7 @@ def test_ctrl_c_while_torch_is_loaded_leaves_no_server(monkeypatch: pytest.Monke
     wait_for_end(started[0])
 
 
-def test_without_a_server_that_can_load_the_run_starts_by_itself(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_run_starts_without_a_server_if_it_cannot_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OF_SOME_LIBRARY", "3")
     monkeypatch.setattr(warm, "_MODULE", "paceline.launch.no_such_module")
     assert train(tmp_path / "run").status == "finished"

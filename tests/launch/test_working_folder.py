@@ -1,4 +1,4 @@
-"""A file in the working folder never takes the place of a module of Python or of ours."""
+"""A file in the working folder never replaces a module of Python or of Paceline."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ PACELINE = str(Path(sys.executable).with_name("paceline"))  # `python -m` itself
 QUICK = ["--num-samples=640", "--global-batch-size=64", "--epochs=1", "--track"]
 
 
-# An srun on one node: it starts the command.
+# A fake srun for one node: it starts the command.
 SRUN = """#!/bin/bash
 while [[ "$1" == --* ]]; do shift; done
 SLURM_NODEID=0 exec "$@"
 """
 
 
-def plant(folder: Path) -> None:
-    """Files with names of modules. Each leaves a mark when it is imported."""
+def write_modules(folder: Path) -> None:
+    """Files with names of modules. Each creates a file when it is imported."""
     for name in ("torch", "yaml", "random", "tempfile", "numpy", "multiprocessing", "paceline"):
         text = f"open({str(folder / 'imported')!r}, 'a').write({name!r})\nraise ImportError('planted')\n"
         (folder / f"{name}.py").write_text(text)
@@ -48,8 +48,8 @@ def require_none_imported(folder: Path) -> None:
     ids=lambda arguments: arguments[0],
 )
 def test_modules_in_the_working_folder_are_not_imported(arguments: list[str], tmp_path: Path) -> None:
-    """Neither by the command, nor by a process that it starts."""
-    plant(tmp_path)
+    """Not by the command, and not by its child processes."""
+    write_modules(tmp_path)
     answer = command(PACELINE, *arguments, cwd=tmp_path)
     require_none_imported(tmp_path)
     assert answer.code == 0, answer
@@ -57,7 +57,7 @@ def test_modules_in_the_working_folder_are_not_imported(arguments: list[str], tm
 
 @pytest.mark.parametrize("start", ["agent", "ranks", "torchrun"])
 def test_fake_srun_modules_in_the_working_folder_are_not_imported_by_a_job(start: Any, tmp_path: Path) -> None:
-    """Neither by the check of the nodes, nor by what the script starts, nor by the ranks."""
+    """Not by the check of the nodes, not by the processes of the script, and not by the ranks."""
     clients = tmp_path / "clients"
     clients.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", "#!/bin/sh\necho 127.0.0.1\n")):
@@ -65,7 +65,7 @@ def test_fake_srun_modules_in_the_working_folder_are_not_imported_by_a_job(start
         (clients / name).chmod(0o755)
     work_dir = tmp_path / "work"
     work_dir.mkdir()
-    plant(work_dir)
+    write_modules(work_dir)
     train = ("synthetic-mlp", *QUICK)
     spec = JobSpec(folder=tmp_path / "run", work_dir=work_dir, train=train, python=sys.executable, start=start)
     (tmp_path / "job.sbatch").write_text(write_script(replace(spec, nodes=1, ranks_per_node=1)))
@@ -79,7 +79,7 @@ def test_fake_srun_modules_in_the_working_folder_are_not_imported_by_a_job(start
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_modules_in_the_working_folder_are_not_imported_by_a_pod(nodes: int, tmp_path: Path) -> None:
-    """The command of the container, with this python. A pod of two nodes ends at once: it has no place in a gang."""
+    """The command of the container, with this python. A pod of two nodes ends at once, because it has no gang."""
     job = KubernetesJob(
         name="job",
         image="image",
@@ -89,7 +89,7 @@ def test_modules_in_the_working_folder_are_not_imported_by_a_pod(nodes: int, tmp
         train=("synthetic-mlp", *QUICK),
     )
     (container,) = build_pod(job)["containers"]
-    plant(tmp_path)
+    write_modules(tmp_path)
     words = [sys.executable, *container["command"][1:], *container["args"]]
     answer = command(*words, *(["--processes=1", "--output-dir=run"]), cwd=tmp_path)
     require_none_imported(tmp_path)

@@ -41,7 +41,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[paceline.Run]:
         return list(pool.map(train, range(3)))
 
 
-def test_threads_that_train_at_once_get_their_own_runs(runs: list[paceline.Run]) -> None:
+def test_threads_that_train_at_once_have_separate_runs(runs: list[paceline.Run]) -> None:
     assert [run.status for run in runs] == ["finished"] * 3
     assert [run.config.train.seed for run in runs] == [1, 1, 2]
     first, second, other = (run.results["weights_sha256"] for run in runs)
@@ -63,7 +63,7 @@ def test_equal_and_different_runs(runs: list[paceline.Run], tmp_path: Path) -> N
     assert "<html" in page.read_text()
 
 
-def test_the_command_prints_the_same(runs: list[paceline.Run], tmp_path: Path) -> None:
+def test_the_command_prints_the_same_result(runs: list[paceline.Run], tmp_path: Path) -> None:
     paths = [str(run.path) for run in runs]
     found = paceline.compare(runs)
     assert run_command("compare", *paths, cwd=tmp_path).out == f"{found}\n"
@@ -78,7 +78,7 @@ def test_wrong_runs_are_refused(runs: list[paceline.Run]) -> None:
 
 
 @pytest.mark.long
-def test_a_study_has_a_row_per_cell_and_goes_on(tmp_path: Path) -> None:
+def test_a_study_has_a_row_per_cell_and_continues(tmp_path: Path) -> None:
     settings: dict[str, Any] = {**SMALL, "world_sizes": [1], "repeats": 1, "output_dir": tmp_path / "study"}
     found = paceline.study(**settings)
     assert found.table.column("state") == ["finished"]

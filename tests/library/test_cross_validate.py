@@ -41,7 +41,7 @@ def test_validation_parts_are_disjoint_and_cover_the_training_set(num_samples: i
         assert torch.equal(train, train.sort().values)
 
 
-def test_the_split_depends_on_seed_and_fold_only() -> None:
+def test_the_split_depends_only_on_seed_and_fold() -> None:
     first = split_folds(100, 5, 2, seed=1)
     again = split_folds(100, 5, 2, seed=1)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
@@ -49,7 +49,7 @@ def test_the_split_depends_on_seed_and_fold_only() -> None:
     assert not torch.equal(first[1], split_folds(100, 5, 3, seed=1)[1])
 
 
-def test_the_split_of_a_run_without_folds_is_that_of_earlier_versions() -> None:
+def test_the_split_of_a_run_without_folds_equals_that_of_earlier_versions() -> None:
     info = DatasetInfo(
         name="own",
         num_train=20,

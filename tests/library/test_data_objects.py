@@ -148,7 +148,7 @@ def test_every_form_of_the_same_data_is_written_as_the_same_arrays(trained: pace
     assert len(list(tmp_path.iterdir())) == 1  # drafts are removed
 
 
-def test_labels_of_a_column_are_not_collected_sample_by_sample() -> None:
+def test_labels_of_a_column_are_read_at_once() -> None:
     x, y = made("float", 200)
     numbers = np.searchsorted(CLASSES, y)
     data = FakeHuggingFace(x, numbers)
@@ -156,7 +156,7 @@ def test_labels_of_a_column_are_not_collected_sample_by_sample() -> None:
     assert data.num_items_read < 20
 
 
-def test_labels_are_collected_once_where_the_test_set_is_held_out() -> None:
+def test_labels_are_read_once_if_the_test_set_is_held_out() -> None:
     class Counting(Pairs):
         num_items_read = 0
 
@@ -200,7 +200,7 @@ def test_a_data_function_that_ranks_cannot_import_is_called_here(tmp_path: Path)
 # --- A run on arrays
 
 
-def test_settings_that_are_not_given_are_the_defaults_of_the_schema(trained: paceline.Run) -> None:
+def test_settings_that_are_not_given_have_the_defaults_of_the_schema(trained: paceline.Run) -> None:
     given = (*QUICK, "processes", "output_dir", "dataset", "data_dir")
     found, defaults = flatten(trained.config), flatten(Config())
     assert {name for name in found if found[name] != defaults[name]} <= set(given)
@@ -285,7 +285,7 @@ def test_evaluate_and_predict_take_objects(trained: paceline.Run) -> None:
         lambda x, y: "cifar10",
     ],
 )
-def test_evaluate_refuses_data_that_does_not_fit(trained: paceline.Run, wrong: Callable[[Array, Array], Any]) -> None:
+def test_evaluate_refuses_incompatible_data(trained: paceline.Run, wrong: Callable[[Array, Array], Any]) -> None:
     with pytest.raises(UserError) as caught:
         trained.evaluate(wrong(*made("float", 12)))
     assert "run.evaluate" in str(caught.value.where) or "trained on other samples" in caught.value.what
@@ -295,7 +295,7 @@ def test_evaluate_refuses_data_that_does_not_fit(trained: paceline.Run, wrong: C
 
 
 @pytest.mark.long
-def test_a_resume_with_other_arrays_is_refused_and_leaves_nothing(trained: paceline.Run, tmp_path: Path) -> None:
+def test_a_resume_with_other_arrays_is_refused_and_writes_nothing(trained: paceline.Run, tmp_path: Path) -> None:
     shutil.copytree(trained.path, tmp_path / "run", symlinks=True)
     run, (x, y) = tmp_path / "run", made("float", 200)
     before = {path: path.read_bytes() for path in (run / "arrays").rglob("*") if path.is_file()}
@@ -367,7 +367,7 @@ NAN[3, 0, 2, 2] = np.nan
         ({"data": (X, Y), "name": "config"}, "name of a run"),
     ],
 )
-def test_bad_input_gets_one_screen_and_leaves_nothing(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_bad_input_gives_one_screen_and_leaves_no_files(given: dict[str, Any], said: str, tmp_path: Path) -> None:
     # A sample that differs from the first is an error in the data.
     with pytest.raises(DataError if isinstance(given.get("data"), Pairs) else UserError) as caught:
         paceline.train(model="cnn", processes=1, **{**QUICK, "global_batch_size": 16, **given})
@@ -377,7 +377,7 @@ def test_bad_input_gets_one_screen_and_leaves_nothing(given: dict[str, Any], sai
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refused_call_leaves_nothing_in_a_folder_that_is_named(tmp_path: Path) -> None:
+def test_a_refused_call_leaves_no_files_in_a_named_folder(tmp_path: Path) -> None:
     flags = {**QUICK, "global_batch_size": 16, "processes": 1}
     with pytest.raises(UserError):
         paceline.train(model="cnn", data=(NAN, Y), output_dir="mine", **flags)
@@ -399,7 +399,7 @@ def test_data_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_under_way_keeps_its_arrays(trained: paceline.Run, tmp_path: Path) -> None:
+def test_a_running_run_keeps_its_arrays(trained: paceline.Run, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     with folder.owned(), pytest.raises(UserError):
@@ -417,7 +417,7 @@ def test_a_plan_of_arrays_has_the_numbers_of_the_run(trained: paceline.Run, tmp_
 
 @pytest.mark.parametrize("kind", ["float", "uint8"])
 def test_an_export_of_other_channels_gives_the_runs_logits(kind: str, tmp_path: Path) -> None:
-    """The code on its card runs, too: samples of five channels are not pictures."""
+    """The code on its card also works: samples of five channels are not pictures."""
     x, y = made("float", 80)
     if kind == "uint8":
         x = (x * 20 + 100).clip(0, 255).astype(np.uint8)
@@ -451,7 +451,7 @@ print(run.config.data.dataset, run.predict(table[:1])[0].label in ("False", "Tru
 
 
 def test_a_data_function_of_a_notebook_may_use_tensors(tmp_path: Path) -> None:
-    """It cannot be written as source, so it is called in the notebook."""
+    """It cannot be written as source, so the notebook calls it."""
     (tmp_path / "cells.md").write_text(NOTEBOOK)
     code = "from harness.cells import main; main('cells.md')"
     tests = str(Path(__file__).resolve().parents[1])

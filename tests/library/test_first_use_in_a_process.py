@@ -1,4 +1,4 @@
-"""The first use of a run imports torch's own modules. The process of the caller keeps its variables and filters."""
+"""The first use of a run imports torch's own modules. The caller's process keeps its variables and warning filters."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("use", USES)
-def test_variables_and_filters_stay(use: str, folder: Path) -> None:
+def test_variables_and_filters_are_unchanged(use: str, folder: Path) -> None:
     answer = command(sys.executable, "-c", SCRIPT.replace("USE", USES[use]), cwd=folder)
     assert answer.code == 0, answer
 
 
-def test_the_text_of_an_error_is_its_whole_screen() -> None:
+def test_the_text_of_an_error_is_its_complete_screen() -> None:
     error = UserError("too large", where="flag --x", got=5, allowed="1 to 4", hint="--x 4")
     assert "error: " + str(error) == error.screen()
     assert [line.split(":")[0].strip() for line in str(error).splitlines()[1:]] == ["where", "got", "allowed", "try"]

@@ -1,4 +1,4 @@
-"""Paceline from Python: the guide, the example and the notebook run, and say what the command line says."""
+"""Paceline from Python: the guide, the example and the notebook run, and give the results of the command line."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def run_cells(path: Path, cwd: Path) -> Answer:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> paceline.Run:
-    """examples/custom_model by its script: model, data, loss and metrics of its own."""
+    """examples/custom_model by its script, with its own model, data, loss and metrics."""
     folder = tmp_path_factory.mktemp("library") / "run"
     answer = command(
         sys.executable, str(EXAMPLE / "train.py"), "--epochs", "1", "--output-dir", str(folder), cwd=folder.parent
@@ -76,7 +76,7 @@ def test_example_and_its_command_line_train_the_same_bits(trained: paceline.Run,
     assert shown in answer.out
 
 
-def test_a_metric_is_the_mean_over_every_sample_and_the_loss_is_ones_own(trained: paceline.Run) -> None:
+def test_a_metric_is_the_mean_over_every_sample_and_the_users_loss_is_used(trained: paceline.Run) -> None:
     _, labels, logits = answers_of(trained)
     likeliest = logits.topk(2).indices
     expected = (likeliest == labels[:, None]).any(1).double().mean().item()
@@ -84,19 +84,19 @@ def test_a_metric_is_the_mean_over_every_sample_and_the_loss_is_ones_own(trained
     assert trained.metrics("test")[0]["top_2"] == expected
     surprise = torch.nn.functional.cross_entropy(logits, labels, reduction="none").double()
     focal = (1 - (-surprise).exp()) ** 2 * surprise
-    # Batches of other sizes: the last bits of float32 differ.
+    # Batches of other sizes, so the last bits of float32 differ.
     assert trained.results["test_loss"] == pytest.approx(focal.mean().item(), rel=1e-5)
     assert trained.evaluate().metrics["top_2"] == expected
 
 
-def test_own_metrics_stand_on_the_runs_page(trained: paceline.Run) -> None:
+def test_a_users_metrics_are_on_the_runs_page(trained: paceline.Run) -> None:
     page = (trained.path / "report.html").read_text()
     specs = json.loads(page.partition('id="chart-specs">')[2].partition("</script>")[0])
     charts = {spec["id"]: spec for spec in specs}
     for name in ("top_2", "confidence"):
         assert charts[f"own-{name}"]["title"] == f"{name} by epoch"
         (series,) = charts[f"own-{name}"]["series"]
-        assert series["y"] == [float(f"{row[name]:.7g}") for row in trained.metrics("val")]  # as every chart is
+        assert series["y"] == [float(f"{row[name]:.7g}") for row in trained.metrics("val")]  # like every chart
         assert f"test {name}" in page
 
 
@@ -112,7 +112,7 @@ def answers_of(run: paceline.Run) -> tuple[np.ndarray, torch.Tensor, torch.Tenso
     return images, torch.tensor(labels), torch.tensor(probabilities).log()
 
 
-def test_predictions_do_not_depend_on_how_an_image_is_given(trained: paceline.Run, tmp_path: Path) -> None:
+def test_predictions_do_not_depend_on_the_form_of_an_image(trained: paceline.Run, tmp_path: Path) -> None:
     array = answers_of(trained)[0][:3]
     expected = trained.predict(array)
     assert all(answer.probabilities[answer.label] == answer.probability for answer in expected)
@@ -126,13 +126,13 @@ def test_predictions_do_not_depend_on_how_an_image_is_given(trained: paceline.Ru
     assert trained.predict(sorted(tmp_path.glob("*.png"))) == expected
     assert trained.predict(str(tmp_path / "0.png")) == expected[:1]
     assert trained.predict([]) == []
-    assert len(trained.predict(Image.new("RGB", (40, 30)))) == 1  # cut and scaled
+    assert len(trained.predict(Image.new("RGB", (40, 30)))) == 1  # cropped and scaled
     for wrong in (array / 255, array[0], 3):
         with pytest.raises(UserError, match="image"):
             trained.predict(wrong)  # type: ignore[arg-type]
 
 
-def test_model_is_ready_to_use_and_leaves_the_dice_alone(trained: paceline.Run) -> None:
+def test_the_model_is_ready_to_use_and_keeps_the_random_state(trained: paceline.Run) -> None:
     torch.manual_seed(1)
     before = torch.get_rng_state()
     model = trained.model()
@@ -148,7 +148,7 @@ def test_model_is_ready_to_use_and_leaves_the_dice_alone(trained: paceline.Run) 
     assert caught.value.allowed == "best, latest, 22"
 
 
-def test_metrics_are_rows_that_other_tables_take(trained: paceline.Run) -> None:
+def test_metrics_are_rows_that_other_tables_accept(trained: paceline.Run) -> None:
     rows = trained.metrics()
     kept = [row for row in read_rows(trained.path / "metrics.jsonl") if row["kind"] == "epoch"]
     assert list(rows) == [{name: value for name, value in row.items() if name not in ("kind", "ranks")} for row in kept]
@@ -163,7 +163,7 @@ def test_metrics_are_rows_that_other_tables_take(trained: paceline.Run) -> None:
         rows.column("top_3")
 
 
-def test_a_table_becomes_a_dataframe_where_there_is_pandas(trained: paceline.Run) -> None:
+def test_a_table_becomes_a_dataframe_if_pandas_is_installed(trained: paceline.Run) -> None:
     rows = trained.metrics()
     if importlib.util.find_spec("pandas") is None:
         with pytest.raises(UserError) as caught:
@@ -177,7 +177,7 @@ def test_a_table_becomes_a_dataframe_where_there_is_pandas(trained: paceline.Run
         assert frame["loss"].tolist() == rows.column("loss")
 
 
-def test_a_run_goes_on_with_its_own_loss_only_and_with_any_metrics(trained: paceline.Run) -> None:
+def test_a_run_resumes_only_with_its_own_loss_and_with_any_metrics(trained: paceline.Run) -> None:
     with pytest.raises(CheckpointError) as caught:
         trained.resume(loss=f"{EXAMPLE}/metric.py:confidence")
     assert "loss: saved" in caught.value.screen()
@@ -185,7 +185,7 @@ def test_a_run_goes_on_with_its_own_loss_only_and_with_any_metrics(trained: pace
     refuse_early(trained.path, now)
 
 
-def test_runs_are_found_by_the_beginning_of_their_name(trained: paceline.Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_found_by_a_prefix_of_their_name(trained: paceline.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = trained.path.parent / "runs"
     runs.mkdir()
     (runs / "first-linked").symlink_to(trained.path)
@@ -222,7 +222,7 @@ def inside() -> object:
         ({"metrics": [f"{EXAMPLE}/metric.py:top_2"] * 2}, "two columns named 'top_2'"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(
+def test_mistakes_are_reported_before_the_start(
     settings: dict[str, object], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -234,7 +234,7 @@ def test_mistakes_are_told_before_anything_starts(
 
 
 def test_a_plan_has_the_numbers_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is written, and a mistake raises the error that training would raise."""
+    """No file is written, and a mistake raises the error of the training."""
     monkeypatch.chdir(tmp_path)
     flags: dict[str, Any] = {"num_samples": 640, "global_batch_size": 64, "epochs": 3, "processes": 1}
     plan = paceline.plan("shapes-cnn", **flags)
@@ -254,7 +254,7 @@ def test_a_rank_that_imports_the_script_does_not_train_again(monkeypatch: pytest
         paceline.train()
 
 
-def test_what_a_function_returns_is_checked() -> None:
+def test_the_return_value_of_a_function_is_checked() -> None:
     logits, labels = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
     loss = Objective(loss=UserFunction("mine.py:loss", lambda logits, labels: logits.sum(0), may_be_mean=True))
     with pytest.raises(UserError, match=r"mine.py:loss returns something else") as caught:
@@ -270,7 +270,7 @@ def test_what_a_function_returns_is_checked() -> None:
     assert Path(__file__).name in str(caught.value.where)
 
 
-def test_what_the_command_refuses_is_raised_here(tmp_path: Path) -> None:
+def test_errors_of_the_command_are_raised(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.create()
     with folder.owned(), pytest.raises(UserError) as caught:
@@ -279,7 +279,7 @@ def test_what_the_command_refuses_is_raised_here(tmp_path: Path) -> None:
     assert caught.value.exit_code == 2
 
 
-def test_an_error_survives_the_way_from_a_child() -> None:
+def test_an_error_of_a_child_keeps_its_fields() -> None:
     for error in (
         UserError("all of it", where="here", got="two\nlines", allowed="one", hint="try: this"),
         DataError("nothing but what"),
@@ -294,7 +294,7 @@ def test_an_error_survives_the_way_from_a_child() -> None:
 
 
 @pytest.mark.parametrize("kind", ["link", "own file"])
-def test_functions_of_a_notebook_overwrite_nothing_of_others(kind: str, tmp_path: Path) -> None:
+def test_functions_of_a_notebook_overwrite_no_foreign_files(kind: str, tmp_path: Path) -> None:
     """Neither through a link nor a file that belongs to no run."""
     mine = tmp_path / "mine.py"
     mine.write_text("mine = 1\n")
@@ -309,7 +309,7 @@ def test_functions_of_a_notebook_overwrite_nothing_of_others(kind: str, tmp_path
     assert file.read_text() == mine.read_text() == "mine = 1\n"
 
 
-def test_a_refused_call_leaves_the_functions_of_a_run(
+def test_a_refused_call_keeps_the_functions_of_a_run(
     notebook: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restart of that run would read them."""
@@ -333,7 +333,7 @@ def test_a_refused_call_leaves_the_functions_of_a_run(
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> dict[str, object]:
-    """The namespace of a `__main__` that stands for a notebook's."""
+    """The namespace of a `__main__` that replaces a notebook's."""
     main = ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
     return vars(main)
@@ -345,7 +345,7 @@ def type_in(namespace: dict[str, object], source: str) -> None:
     exec(compile(source, name, "exec"), namespace)
 
 
-def test_functions_of_a_notebook_are_written_down_with_what_they_use(notebook: dict[str, object]) -> None:
+def test_functions_of_a_notebook_are_written_with_all_that_they_use(notebook: dict[str, object]) -> None:
     type_in(notebook, "import math as m\nfrom json import dumps as write\nWIDTH = 3\nunused = object()\n")
     type_in(notebook, "class Net:\n    unused = 1\n    def size(self):\n        return WIDTH * helper(2)\n")
     type_in(notebook, "def helper(x):\n    unused = m.floor(x)\n    return unused\n")
@@ -357,7 +357,7 @@ def test_functions_of_a_notebook_are_written_down_with_what_they_use(notebook: d
     assert "unused" not in fresh
 
 
-def test_what_cannot_be_written_down_is_refused_by_name(notebook: dict[str, object]) -> None:
+def test_functions_without_source_are_refused_by_name(notebook: dict[str, object]) -> None:
     type_in(notebook, "table = object()\ndef build():\n    return table\n")
     with pytest.raises(UserError, match="'table'") as caught:
         write_down([notebook["build"]])  # type: ignore[list-item]

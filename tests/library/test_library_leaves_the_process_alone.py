@@ -1,4 +1,4 @@
-"""The library runs in the process of its caller and leaves that process as it was, also if threads use it at once."""
+"""The library runs in its caller's process and does not change the state of that process, also with threads."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state_of_process() -> dict[str, Any]:
-    """Everything that belongs to the process and that a library could change."""
+    """The state of the process that a library could change."""
     log = logging.getLogger("paceline")
     return {
         "streams": (sys.stdout, sys.stderr, sys.stdin, sys.excepthook, threading.excepthook),
@@ -83,7 +83,7 @@ def use_run(folder: Path) -> float:
 
 
 def test_one_caller(folder: Path) -> None:
-    """Reading, building the model, evaluating, a refused request and a whole training."""
+    """Reading, building the model, evaluating, a refused request and a complete training."""
     torch.set_num_threads(2)
     before = state_of_process()
     use_run(folder)

@@ -1,4 +1,4 @@
-"""The table of epochs in a notebook, in a real IPython shell; and plain lines everywhere else."""
+"""The table of epochs in a notebook, in a real IPython shell, and plain lines everywhere else."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_real_ipython_shell_shows_one_table_that_grows(tmp_path: Path) -> None
     found = json.loads(answer.out.splitlines()[-1])
     assert found["shown"] == [[False, 2], [True, 3], [True, 4]]  # a heading, and a row per epoch
     assert found["seen"] == [1, 2, 3]
-    assert "data      synthetic" in found["out"]  # the header and the summary stay text
+    assert "data      synthetic" in found["out"]  # the header and the summary are text
     assert "test accuracy" in found["out"]
     assert "val loss" not in found["out"]
     assert "step 8/" not in found["out"]

@@ -77,7 +77,7 @@ def executed(function: Any) -> Any:
 
 
 def test_an_instance_is_trained_from_its_own_weights(tmp_path: Path) -> None:
-    """As a function that builds it, with --init-from and a file of its weights."""
+    """Like a function that builds it, with --init-from and a file of its weights."""
     torch.manual_seed(11)
     net = Net(5, slope=0.3)
     before = torch.get_rng_state()
@@ -93,7 +93,7 @@ def test_an_instance_is_trained_from_its_own_weights(tmp_path: Path) -> None:
     assert run.resume(epochs=2, quiet=True).results["steps"] == 2 * steps
 
 
-def test_a_closure_is_the_same_model_as_its_function() -> None:
+def test_a_closure_gives_the_same_model_as_its_function() -> None:
     width, slope = 5, 0.3
 
     def closed() -> nn.Module:
@@ -172,7 +172,7 @@ def captures(value: Any) -> Callable[[], Any]:
 
 
 @pytest.mark.parametrize("value", [torch.zeros(2), nn.Linear(2, 2), object(), np.zeros(3)])
-def test_what_a_closure_captures_must_have_source(value: Any, tmp_path: Path) -> None:
+def test_values_captured_by_a_closure_must_have_source(value: Any, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         paceline.train(model=captures(value), **QUICK)
     assert "'value'" in caught.value.what

@@ -1,4 +1,4 @@
-"""`paceline.train(on_epoch=...)`: a function of the caller sees every epoch, and may end the run."""
+"""`paceline.train(on_epoch=...)` calls a function of the caller after every epoch. It may end the run."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def train(folder: Path, **settings: Any) -> paceline.Run:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> paceline.Run:
-    """A run that nothing has ended early."""
+    """A run that was not ended early."""
     return train(tmp_path_factory.mktemp("whole") / "run", epochs=16)
 
 
-def test_every_epoch_is_seen_in_the_thread_of_the_caller(tmp_path: Path) -> None:
+def test_the_function_is_called_for_every_epoch_in_the_thread_of_the_caller(tmp_path: Path) -> None:
     seen: list[paceline.Epoch] = []
     places = set()
 
@@ -62,7 +62,7 @@ def test_every_epoch_is_seen_in_the_thread_of_the_caller(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_without_validation_and_with_metrics_of_ones_own(tmp_path: Path) -> None:
+def test_without_validation_and_with_a_users_metrics(tmp_path: Path) -> None:
     seen: list[paceline.Epoch] = []
     train(tmp_path / "none", epochs=1, train_split=1.0, on_epoch=seen.append)
     assert (seen[0].val_loss, seen[0].val_accuracy, seen[0].is_best, seen[0].metrics) == (None, None, False, {})
@@ -74,10 +74,10 @@ def test_without_validation_and_with_metrics_of_ones_own(tmp_path: Path) -> None
 
 @pytest.mark.long
 @pytest.mark.parametrize("notice_s", [0, 600])
-def test_stop_ends_the_run_with_results_and_a_resume_is_as_if_it_had_never_ended(
+def test_stop_ends_the_run_with_results_and_the_resumed_run_equals_an_undisturbed_one(
     notice_s: int, whole: paceline.Run, tmp_path: Path
 ) -> None:
-    """Also if the run would use a long notice: nothing is going to kill it."""
+    """Also with a long notice: no scheduler is going to kill the run."""
     seen: list[int] = []
 
     def stop_after_two(epoch: paceline.Epoch) -> Any:
@@ -125,7 +125,7 @@ def test_an_exception_stops_the_run_and_reaches_the_caller(
 
 
 @pytest.mark.parametrize("answer", [False, "stop"])
-def test_other_answers_are_refused_and_nothing_is_lost(answer: object, tmp_path: Path) -> None:
+def test_other_return_values_are_refused_and_nothing_is_lost(answer: object, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         train(tmp_path / "run", epochs=16, on_epoch=lambda epoch: answer)
     assert caught.value.got == repr(answer)
@@ -133,15 +133,15 @@ def test_other_answers_are_refused_and_nothing_is_lost(answer: object, tmp_path:
     assert paceline.load_run(tmp_path / "run").checkpoints()[0]["is_complete"]
 
 
-def test_what_is_no_function_is_refused_before_the_start(tmp_path: Path) -> None:
+def test_a_value_that_is_no_function_is_refused_before_the_start(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="on_epoch"):
         train(tmp_path / "run", on_epoch=3)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.long
-def test_after_a_restart_no_epoch_is_seen_twice(tmp_path: Path) -> None:
-    """The run saves after every fourth epoch only, so a restart trains epochs again."""
+def test_after_a_restart_the_function_gets_no_epoch_twice(tmp_path: Path) -> None:
+    """The run saves only after every fourth epoch, so a restart trains epochs again."""
     seen: list[int] = []
 
     def note(epoch: paceline.Epoch) -> None:
@@ -153,7 +153,7 @@ def test_after_a_restart_no_epoch_is_seen_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_function_may_train_too(tmp_path: Path) -> None:
+def test_the_function_may_train(tmp_path: Path) -> None:
     inner: list[paceline.Run] = []
 
     def train_another(epoch: paceline.Epoch) -> Any:
@@ -164,7 +164,7 @@ def test_a_function_may_train_too(tmp_path: Path) -> None:
     assert [run.status for run in (outer, *inner)] == ["finished", "finished"]
 
 
-def test_a_line_that_is_not_complete_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_line_is_read_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reports = EpochReports(tmp_path)
     assert reports.read_new() == []
     monkeypatch.setenv(CALLER_DIR, str(tmp_path))
@@ -178,10 +178,12 @@ def test_a_line_that_is_not_complete_waits(tmp_path: Path, monkeypatch: pytest.M
         out.write(": 2}\n")
     assert reports.read_new() == [{"epoch": 2}]
     monkeypatch.setenv(CALLER_DIR, str(tmp_path / "missing"))
-    report_epoch({"epoch": 3})  # the caller is gone: the run goes on
+    report_epoch({"epoch": 3})  # the caller has ended: the run continues
 
 
-def test_ctrl_c_in_the_function_is_not_an_error_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_in_the_function_is_not_an_error_of_the_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupted(epoch: paceline.Epoch) -> None:
         raise KeyboardInterrupt
 

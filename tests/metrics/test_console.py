@@ -1,4 +1,4 @@
-"""The live line at any width, folded lines, and what is said where. Real terminals: tests/cli/test_terminal.py."""
+"""The live line at any width, wrapped lines, and the stream of each message. See also tests/cli/test_terminal.py."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VALUES = {
 
 
 class FakeTerminal(io.StringIO):
-    """Takes what is written; the escapes are the test's to read."""
+    """Records what is written, with the escape sequences."""
 
     encoding = "utf-8"
 
@@ -52,10 +52,10 @@ def test_on_a_fake_terminal_of_any_width_the_line_fits(terminal: FakeTerminal) -
         line = re.sub(r"\x1b\[\d+m", "", painted)
         assert len(line) <= width
         if width > 12:
-            assert "step 1234/19500"[:width] in line, "the last thing to go"
+            assert "step 1234/19500"[:width] in line, "the last field that is dropped"
 
 
-def test_on_a_fake_terminal_of_eighty_columns_all_that_matters_is_there(terminal: FakeTerminal) -> None:
+def test_a_fake_terminal_of_eighty_columns_shows_all_important_fields(terminal: FakeTerminal) -> None:
     console = live_console()
     console._total_steps, console._step, console._epochs = 1950, 234, 10
     console._values = {**VALUES, "memory_mb": 412.0, "throughput": 3105.0}
@@ -67,18 +67,18 @@ def test_on_a_fake_terminal_of_eighty_columns_all_that_matters_is_there(terminal
     assert all(part in wide for part in ("loss 1.2346", "mem 412 MB", "lr 0.0125", "data wait 20%", "━", "─"))
 
 
-def test_the_last_step_of_an_epoch_belongs_to_it() -> None:
+def test_the_last_step_of_an_epoch_counts_for_that_epoch() -> None:
     console = Console(is_enabled=False, clock=EpochClock(9), epochs=2)
     assert [console._epoch_of(step) for step in (0, 1, 9, 10, 18)] == [1, 1, 1, 2, 2]
 
 
-def test_fields_go_by_weight_and_get_short_before_that() -> None:
+def test_fields_are_shortened_and_then_dropped_by_priority() -> None:
     fields = [Field("alpha 1", "a 1", 2), Field("beta 2", "b 2", 1)]
     shown = {15: "alpha 1  beta 2", 14: "a 1  b 2", 8: "a 1  b 2", 7: "alpha 1", 3: "a 1", 2: "a "}
     assert {width: fit(fields, width) for width in shown} == shown
 
 
-def test_folded_lines_stand_under_their_own_text_and_keep_paths_whole() -> None:
+def test_wrapped_lines_are_indented_and_paths_are_not_broken() -> None:
     six = "word word word word word word"
     assert fold(f"data      {six} {six}", 40) == f"data      {six}\n          {six}"
     assert fold("  where:   rank 1 on a node far away", 25) == "  where:   rank 1 on a\n           node far away"
@@ -88,7 +88,7 @@ def test_folded_lines_stand_under_their_own_text_and_keep_paths_whole() -> None:
 
 
 @pytest.mark.parametrize("variable", [("CI", "true"), ("TERM", "dumb"), ("PACELINE_OUTPUT", "quiet")])
-def test_plain_lines_on_a_fake_terminal_that_is_none(
+def test_plain_lines_if_the_output_is_no_terminal(
     variable: tuple[str, str], terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(*variable)
@@ -109,10 +109,10 @@ def test_plain_lines_on_a_fake_terminal_that_is_none(
         assert "*best" in reported.splitlines()[1]
 
 
-def test_in_brief_there_are_no_steps_and_about_ten_epochs(
+def test_brief_output_has_no_steps_and_about_ten_epochs(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PACELINE_OUTPUT=brief, for the logs of other programs' tasks: the last epoch is always there."""
+    """PACELINE_OUTPUT=brief, for the logs of other programs' tasks. The last epoch is always there."""
     monkeypatch.setenv("PACELINE_OUTPUT", "brief")
     reported = {
         epochs: [epoch for epoch in range(1, epochs + 1) if has_brief_line(epoch, epochs)] for epochs in range(1, 400)
@@ -128,7 +128,7 @@ def test_in_brief_there_are_no_steps_and_about_ten_epochs(
     assert [int(line[6:9]) for line in capsys.readouterr().out.splitlines()] == reported[100]
 
 
-def test_no_color_leaves_the_live_line_of_a_fake_terminal(
+def test_no_color_keeps_the_live_line_of_a_fake_terminal(
     terminal: FakeTerminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert paint("x", "green", terminal) == "\x1b[32mx\x1b[0m"
@@ -137,7 +137,7 @@ def test_no_color_leaves_the_live_line_of_a_fake_terminal(
     assert is_live(terminal)
 
 
-def test_whatever_is_printed_stands_above_the_line_of_a_fake_terminal(terminal: FakeTerminal) -> None:
+def test_messages_are_printed_above_the_live_line_of_a_fake_terminal(terminal: FakeTerminal) -> None:
     log = logging.getLogger("paceline-test-above")
     log.propagate = False
     log.addHandler(ScreenLog())
@@ -156,7 +156,7 @@ def test_whatever_is_printed_stands_above_the_line_of_a_fake_terminal(terminal: 
     assert terminal.getvalue() == f"{live}{erase}hello world\n{live}{erase}{warning}{live}{erase}no end\n{erase}"
 
 
-def test_a_fake_terminal_that_knows_no_stars(terminal: FakeTerminal) -> None:
+def test_a_fake_terminal_without_unicode(terminal: FakeTerminal) -> None:
     terminal.encoding = "latin-1"
     with redirect_stdout(terminal):
         console = live_console()
@@ -178,7 +178,7 @@ def test_rows_of_json(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     assert "paceline  header" in captured.err
 
 
-def test_nobody_but_the_primary_speaks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_the_primary_prints(capsys: pytest.CaptureFixture[str]) -> None:
     console = Console(is_enabled=False, clock=EpochClock(9), epochs=2)
     console.note("x")
     console.epoch(1, 9, {**VALUES, "seconds": 1.0}, VALUES, True)

@@ -1,4 +1,4 @@
-"""Trackers that are not installed: a default is left out with a note, a choice is refused."""
+"""Trackers that are not installed: a default is skipped with a note, a chosen one is refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def train(*arguments: str, cwd: Path, hidden: dict[str, str]) -> Answer:
 def test_the_config_of_a_run_is_trained_again_without_its_default_tracker(
     tmp_path: Path, hidden: dict[str, str]
 ) -> None:
-    """config.yaml carries which settings are defaults: a missing default tracker is one line, here and there."""
+    """config.yaml records which settings are defaults. A missing default tracker is one line, in both runs."""
     first = train("synthetic-mlp", *FLAGS, "--output-dir=first", cwd=tmp_path, hidden=hidden)
     assert first.code == 0, first
     again = train("first/config.yaml", "--output-dir=again", cwd=tmp_path, hidden=hidden)
@@ -38,10 +38,10 @@ def test_the_config_of_a_run_is_trained_again_without_its_default_tracker(
 
 
 @pytest.mark.parametrize("place", ["flag", "file"])
-def test_a_chosen_tracker_that_is_missing_is_refused_where_it_was_chosen(
+def test_a_chosen_tracker_that_is_missing_is_refused_with_its_origin(
     place: str, tmp_path: Path, hidden: dict[str, str]
 ) -> None:
-    """Exit code 2, before a run folder exists, and the error names the flag or the line."""
+    """Exit code 2 before a run folder exists. The error names the flag or the line."""
     recipe = "synthetic-mlp"
     choice = ["--track", "tensorboard"]
     if place == "file":

@@ -1,4 +1,4 @@
-"""Where a step's time goes, with a clock that the test moves by hand."""
+"""The phases of a step, with a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> HandClock:
 
 
 def take_step(phases: PhaseClock, clock: HandClock, unit_s: float) -> None:
-    """1 of data, 2 of forward, 4 of backward of which 1 was waited, 1 of update, 0.5 of the rest, in units."""
+    """1 of data, 2 of forward, 4 of backward with a wait of 1, 1 of update, 0.5 of the rest, in units."""
     for phase, length in (("data", 1.0), ("forward", 2.0), ("backward", 4.0), ("update", 1.0), ("other", 0.5)):
         phases.enter(phase)
         clock.now += length * unit_s
@@ -35,13 +35,13 @@ def take_step(phases: PhaseClock, clock: HandClock, unit_s: float) -> None:
             phases.waited(unit_s, 100)
 
 
-def test_phases_are_told_apart_and_add_up_and_the_first_steps_are_left_out(clock: HandClock) -> None:
+def test_phases_are_separate_and_add_up_without_the_first_steps(clock: HandClock) -> None:
     phases = PhaseClock()
     for _ in range(WARMUP_STEPS):
         take_step(phases, clock, 64.0)
     for _ in range(4):
         take_step(phases, clock, 1.0)
-        phases.enter("evaluate")  # between steps: of no step
+        phases.enter("evaluate")  # between steps: counts for no step
         clock.now += 1000.0
     shown = phases.summary()
     assert shown["steps"] == 4
@@ -53,7 +53,7 @@ def test_phases_are_told_apart_and_add_up_and_the_first_steps_are_left_out(clock
     assert shown["communicated_bytes_per_step"] == 100
 
 
-def test_a_run_without_steps_has_nothing_to_tell() -> None:
+def test_a_run_without_steps_has_no_phases() -> None:
     assert PhaseClock().summary() == {}
 
 
@@ -63,7 +63,7 @@ def test_fake_gpu_marks_are_read_a_step_later_and_none_is_lost(
     ended, waits = 0, []
 
     class Event:
-        """Knows when it was recorded, and after how many whole steps somebody waited for it."""
+        """Records its own time, and the number of complete steps until it was awaited."""
 
         def __init__(self, *, enable_timing: bool) -> None:
             assert enable_timing
@@ -86,14 +86,14 @@ def test_fake_gpu_marks_are_read_a_step_later_and_none_is_lost(
             phases.enter(phase)
             clock.now += length if number != 16 else 10 * length
     shown = phases.summary()
-    # Step 8 belongs to the warm-up. The last step is read at the end, when no step waits for it.
+    # Step 8 is part of the warm-up. The last step is read at the end, when no step waits for it.
     assert waits == [(0, 1), (8, 9), (16, 16)]
     assert shown["steps"] == 7
     assert shown["breakdown_ms"]["forward"] == 20_000
     assert shown["breakdown_ms"]["update"] == 10_000
 
 
-def test_what_is_only_launched_is_not_waited_for(clock: HandClock) -> None:
+def test_asynchronous_work_does_not_count_as_a_wait(clock: HandClock) -> None:
     exposed = Exposed(torch.device("cpu"))
     clock.now = 3.0
     exposed.exchanged(1.0, 10)

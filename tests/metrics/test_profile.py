@@ -1,4 +1,4 @@
-"""`paceline train --profile`: traces of some steps of every rank, and not one bit of the result changed."""
+"""`paceline train --profile`: traces of some steps of every rank. No bit of the result changes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_profiled(folder: Path, ranks: int) -> dict[str, Any]:
 
 
 @pytest.mark.long
-def test_supervised_ranks_leave_traces_and_the_bits_of_a_run_without(tmp_path: Path) -> None:
+def test_supervised_ranks_write_traces_and_keep_the_bits_of_a_run_without(tmp_path: Path) -> None:
     answer = paceline(
         *FLAGS, "--processes=2", "--output-dir=ours", cwd=tmp_path, PACELINE_CACHE=str(tmp_path / "cache")
     )
@@ -63,7 +63,7 @@ def test_supervised_ranks_leave_traces_and_the_bits_of_a_run_without(tmp_path: P
     limit, profile = (line for line in answer.out.splitlines() if line.startswith(("limit ", "profile ")))
     assert limit == f"limit     {ours['limits']['verdict']['text']}; next: {ours['limits']['verdict']['try']}"
     assert profile.startswith("profile   ours/profile: top.txt, and steps 11 to 20 of every rank")
-    # The steps that were recorded, and the first ones, are in no figure.
+    # The recorded steps and the first ones are not in the figures.
     assert {entry["steps"] for entry in ours["process_metrics"]} == {ours["limits"]["steps"]} == {36 - 10 - 10}
     plain, _ = run_ranks(2, train_in, str(tmp_path / "plain"), tuple(TINY))
     assert "profile" not in plain
@@ -71,7 +71,7 @@ def test_supervised_ranks_leave_traces_and_the_bits_of_a_run_without(tmp_path: P
 
 
 @pytest.mark.slow
-def test_torchruns_ranks_do_too(tmp_path: Path) -> None:
+def test_ranks_of_torchrun_write_traces(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "paceline"]
     answer = command(*torchrun, *FLAGS, "--output-dir=theirs", cwd=tmp_path, PACELINE_CACHE=str(tmp_path / "cache"))
     assert answer.code == 0, answer
@@ -80,7 +80,7 @@ def test_torchruns_ranks_do_too(tmp_path: Path) -> None:
     assert theirs["weights_sha256"] == plain["weights_sha256"]
 
 
-def test_one_process_records_what_an_epoch_leaves_room_for(tmp_path: Path) -> None:
+def test_one_process_records_the_steps_that_fit_into_an_epoch(tmp_path: Path) -> None:
     world, folder = make_world(0, 1), RunFolder(tmp_path / "run")
     folder.create()
     asked: list[int] = []
@@ -94,7 +94,7 @@ def test_one_process_records_what_an_epoch_leaves_room_for(tmp_path: Path) -> No
 
 
 def run_steps(profiler: StepProfiler, clock: PhaseClock, first: int, last: int, end: str) -> None:
-    """Phases as the loop enters them."""
+    """The phases in the order of the training loop."""
     for step in range(first, last + 1):
         for phase in ("data", "forward", "backward", "update"):
             profiler.enter(phase, step, clock)
@@ -103,7 +103,7 @@ def run_steps(profiler: StepProfiler, clock: PhaseClock, first: int, last: int, 
     clock.enter(end)
 
 
-def test_two_steps_before_the_end_of_an_epoch_are_too_few_and_tried_again(tmp_path: Path) -> None:
+def test_two_steps_before_the_end_of_an_epoch_are_too_few_and_retried(tmp_path: Path) -> None:
     folder, clock = RunFolder(tmp_path), PhaseClock()
     stale = tmp_path / "profile" / "rank-3.json.gz"
     stale.parent.mkdir()
@@ -118,7 +118,7 @@ def test_two_steps_before_the_end_of_an_epoch_are_too_few_and_tried_again(tmp_pa
     assert sorted(path.name for path in (tmp_path / "profile").iterdir()) == ["rank-0.json.gz", "top.txt"]
 
 
-def test_the_last_steps_of_a_run_are_better_than_none_and_too_short_a_run_has_none(tmp_path: Path) -> None:
+def test_the_last_steps_of_a_run_are_recorded_and_a_very_short_run_has_none(tmp_path: Path) -> None:
     short = StepProfiler(make_world(0, 1), RunFolder(tmp_path), lambda step: None)
     run_steps(short, PhaseClock(), 1, 11, "finish")
     assert short.result is not None
@@ -140,5 +140,5 @@ def test_overlapping_work_counts_once() -> None:
     assert covered([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.6)]) == 4.0
 
 
-def test_profile_is_no_part_of_what_is_computed() -> None:
+def test_profile_does_not_change_the_identity_of_a_run() -> None:
     assert hash_config(quick_config("--profile")) == hash_config(quick_config())

@@ -1,4 +1,4 @@
-"""What each rank's samples gave in an epoch, also where a resumed run does not know it."""
+"""The results of each rank's samples in an epoch, also if a resumed run does not know them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_one_column_for_each_rank() -> None:
 
 
 @pytest.mark.parametrize("ranks", [[], [[4.0, 1.0, 2.0]], [[4.0, 1.0, 2.0]] * 8], ids=["older", "fewer", "more"])
-def test_a_run_that_resumes_before_its_validation_goes_on(ranks: list[list[float]]) -> None:
-    """From an older checkpoint, or on another number of ranks: the sums of ranks are not known, and nothing fails."""
+def test_a_run_that_resumes_before_its_validation_continues(ranks: list[list[float]]) -> None:
+    """From an older checkpoint, or on another number of ranks: the sums of the ranks are unknown, and nothing fails."""
     session = session_on(4, ranks)
     assert rank_columns(session) == {}
     _log_own_samples(session, 1, 2.0)

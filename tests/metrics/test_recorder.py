@@ -1,4 +1,4 @@
-"""metrics.jsonl is the truth; what is derived from it never holds a row twice."""
+"""metrics.jsonl is the source. Derived files never have a row twice."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def record_epochs(folder: RunFolder, first: int, last: int, *, resume_step: int)
     recorder.close()
 
 
-def test_csv_has_exactly_the_promised_columns(tmp_path: Path) -> None:
+def test_csv_has_exactly_the_documented_columns(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     record_epochs(folder, 1, 2, resume_step=0)
     lines = folder.metrics_csv.read_text().splitlines()
@@ -36,7 +36,7 @@ def test_csv_has_exactly_the_promised_columns(tmp_path: Path) -> None:
     ]
 
 
-def test_resume_cuts_what_lies_after_the_resumed_step(tmp_path: Path) -> None:
+def test_resume_removes_rows_after_the_resumed_step(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     record_epochs(folder, 1, 4, resume_step=0)
     record_epochs(folder, 3, 4, resume_step=20)
@@ -50,7 +50,7 @@ def test_resume_cuts_what_lies_after_the_resumed_step(tmp_path: Path) -> None:
     ]
 
 
-def test_a_line_torn_by_a_crash_is_left_out(tmp_path: Path) -> None:
+def test_a_line_truncated_by_a_crash_is_ignored(tmp_path: Path) -> None:
     folder = folder_in(tmp_path)
     record_epochs(folder, 1, 1, resume_step=0)
     with folder.metrics_jsonl.open("a") as file:

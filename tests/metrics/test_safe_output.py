@@ -1,4 +1,4 @@
-"""The streams of a run: whatever happens to the console, writing neither raises nor waits for ever."""
+"""The streams of a run: for any fault of the console, a write neither raises nor blocks forever."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def small_pipe() -> tuple[int, int]:
     return reader, writer
 
 
-def test_a_closed_pipe_diverts_everything_to_the_log(tmp_path: Path, small_pipe: tuple[int, int]) -> None:
-    """After EPIPE all output is in the log, that of native code included."""
+def test_a_closed_pipe_redirects_all_output_to_the_log(tmp_path: Path, small_pipe: tuple[int, int]) -> None:
+    """After EPIPE all output is in the log, including that of native code."""
     reader, writer = small_pipe
     stream = SafeStream(writer, "utf-8")
     stream.keep_in(tmp_path / "log", "paceline cancel run")
@@ -41,8 +41,8 @@ def test_a_closed_pipe_diverts_everything_to_the_log(tmp_path: Path, small_pipe:
     os.close(writer)
 
 
-def test_what_was_said_before_the_log_was_known_is_in_it(tmp_path: Path, small_pipe: tuple[int, int]) -> None:
-    """A console that is lost during the start loses no line."""
+def test_output_before_the_log_was_opened_is_in_the_log(tmp_path: Path, small_pipe: tuple[int, int]) -> None:
+    """If the console is lost during the start, no line is lost."""
     reader, writer = small_pipe
     os.close(reader)
     stream = SafeStream(writer, "utf-8")
@@ -54,7 +54,7 @@ def test_what_was_said_before_the_log_was_known_is_in_it(tmp_path: Path, small_p
 
 
 def test_a_closed_terminal_is_a_lost_console(tmp_path: Path) -> None:
-    """EIO of a terminal whose other end is gone."""
+    """EIO from a terminal whose other end is closed."""
     master, slave = pty.openpty()
     stream = SafeStream(slave, "utf-8")
     stream.keep_in(tmp_path / "log", "")
@@ -68,10 +68,10 @@ def test_a_closed_terminal_is_a_lost_console(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "terminal"])
-def test_a_reader_that_stops_is_waited_for_once_and_gets_everything_later(
+def test_a_reader_that_stops_causes_one_wait_and_gets_all_lines_later(
     kind: str, tmp_path: Path, small_pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A console that takes nothing costs one pause, not one per line, and no line is lost."""
+    """A blocked console causes one pause, not one per line, and no line is lost."""
     monkeypatch.setattr(safe_output, "_PATIENCE_S", 0.2)
     reader, writer = small_pipe if kind == "pipe" else pty.openpty()
     stream = SafeStream(writer, "utf-8")
@@ -91,10 +91,10 @@ def test_a_reader_that_stops_is_waited_for_once_and_gets_everything_later(
     os.close(reader)
 
 
-def test_what_memory_does_not_hold_is_in_the_log(
+def test_output_beyond_the_memory_limit_is_in_the_log(
     tmp_path: Path, small_pipe: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory for a slow console is limited; the rest goes to the log, and the console says how much."""
+    """The memory for a slow console is limited. The rest goes to the log, and the console says how much."""
     monkeypatch.setattr(safe_output, "_PATIENCE_S", 0.01)
     monkeypatch.setattr(safe_output, "_MOST_WAITING_BYTES", 10_000)
     reader, writer = small_pipe
@@ -114,8 +114,8 @@ def test_what_memory_does_not_hold_is_in_the_log(
     os.close(writer)
 
 
-def test_a_full_disk_is_not_the_end_of_the_console(tmp_path: Path) -> None:
-    """ENOSPC passes; what could not be written is in the log."""
+def test_a_full_disk_does_not_end_the_console(tmp_path: Path) -> None:
+    """ENOSPC is temporary. Lines that could not be written are in the log."""
     descriptor = os.open("/dev/full", os.O_WRONLY)
     stream = SafeStream(descriptor, "utf-8")
     stream.keep_in(tmp_path / "log", "")
@@ -129,7 +129,7 @@ def test_a_full_disk_is_not_the_end_of_the_console(tmp_path: Path) -> None:
     os.close(descriptor)
 
 
-def test_characters_that_the_console_does_not_know_are_spelled_out(tmp_path: Path) -> None:
+def test_characters_that_the_console_cannot_encode_are_escaped(tmp_path: Path) -> None:
     """An ASCII locale, and a file name that is not UTF-8."""
     with (tmp_path / "console").open("wb") as file:
         stream = SafeStream(file.fileno(), "ascii")
@@ -138,7 +138,7 @@ def test_characters_that_the_console_does_not_know_are_spelled_out(tmp_path: Pat
 
 
 def test_a_descriptor_that_was_closed_before_the_start(tmp_path: Path) -> None:
-    """`>&-`: the number must not become that of the next file that is opened."""
+    """`>&-`: the next file that is opened must not get this descriptor."""
     reader, writer = os.pipe()
     os.close(reader)
     os.close(writer)

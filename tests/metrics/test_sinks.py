@@ -1,6 +1,6 @@
-"""The trackers, read back with their own packages: what a run writes, and that a resumed run repeats nothing.
+"""The trackers, read with their own packages: what a run writes, and that a resumed run repeats nothing.
 
-A reader may find a tail that the interrupted run wrote past its last checkpoint; no step may stand twice.
+A reader may find rows that the interrupted run wrote after its last checkpoint. No step may be there twice.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def folder(tmp_path: Path) -> Path:
 def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "WANDB_MODE", "WANDB_RUN_ID", "WANDB_PROJECT"):
         monkeypatch.delenv(name, raising=False)
-    # The sinks set these where nobody has; set here, they are undone after the test.
+    # The sinks set these variables by default. Setting them here undoes that after the test.
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
@@ -70,7 +70,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def import_or_skip(*names: str) -> None:
-    """Import what a test needs, or skip it; what the packages warn about themselves is not ours."""
+    """Import a package that a test needs, or skip the test. Warnings of the package itself are ignored."""
     need_packages(*dict.fromkeys(name.partition(".")[0] for name in names))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -82,7 +82,7 @@ def import_or_skip(*names: str) -> None:
 
 
 def read_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every tag's (step, value) as TensorBoard shows them."""
+    """(step, value) of every tag, as TensorBoard shows them."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     reader = EventAccumulator(str(folder))
@@ -123,7 +123,7 @@ def test_tensorboard_shows_every_phase(folder: Path) -> None:
 def test_tensorboard_without_its_folder_is_one_warning(
     folder: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A folder that is deleted during the run: no exception, no traceback of a thread, one line."""
+    """The folder is deleted during the run: no exception, no traceback of a thread, one line."""
     from paceline.metrics.sinks.tensorboard import TensorBoardSink
 
     sink = TensorBoardSink(folder, [])
@@ -142,7 +142,7 @@ def test_tensorboard_shows_no_epoch_twice_after_a_resume(folder: Path) -> None:
     from paceline.metrics.sinks.tensorboard import TensorBoardSink
 
     sink = TensorBoardSink(folder, [])
-    # The checkpoint is that of epoch 2; epoch 3 and a bit of 4 are lost.
+    # The checkpoint is of epoch 2. Epoch 3 and a part of 4 are lost.
     lost = [*rows_of_epoch(3, loss=9.0), step_row(14, loss=9.0)]
     write_all(sink, [*rows_of_epoch(1), *rows_of_epoch(2), *lost])
     sink.close()
@@ -163,11 +163,11 @@ def test_tensorboard_shows_no_epoch_twice_after_a_resume(folder: Path) -> None:
 
 @pytest.fixture
 def mlflow_client(folder: Path) -> Iterator[Callable[[], Any]]:
-    """Opens the package's own client on the run folder's database, once the sink has made it."""
+    """Opens the package's own client with the database in the run folder, after the sink has created it."""
     import_or_skip("mlflow.tracking", "sqlalchemy", "alembic")
     from mlflow.tracking import MlflowClient
 
-    # sqlalchemy's pooled connections close when they are collected, which Python remarks on.
+    # sqlalchemy's pooled connections close at garbage collection, and Python warns about it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield lambda: MlflowClient(tracking_uri=f"sqlite:///{folder / 'mlflow.db'}")
@@ -185,8 +185,8 @@ def only_mlflow_run(client: Any) -> Any:
     return runs[0]
 
 
-def test_mlflow_keeps_a_run_in_the_folder(folder: Path, mlflow_client: Callable[[], Any]) -> None:
-    many = {f"field_{number}": number for number in range(150)}  # more than one batch takes
+def test_mlflow_stores_a_run_in_the_folder(folder: Path, mlflow_client: Callable[[], Any]) -> None:
+    many = {f"field_{number}": number for number in range(150)}  # more than one batch can hold
     sink = MlflowSink(folder, {**CONFIG, "long": "x" * 10_000, "odd(key)": 1, **many})
     write_all(sink, [*rows_of_epoch(1), *rows_of_epoch(2), epoch_row(2, "test")])
     sink.close()
@@ -213,7 +213,7 @@ def test_mlflow_keeps_a_run_in_the_folder(folder: Path, mlflow_client: Callable[
 
 def test_mlflow_resumes_the_same_run_and_repeats_no_step(folder: Path, mlflow_client: Callable[[], Any]) -> None:
     sink = MlflowSink(folder, CONFIG)
-    # Killed (no close) between the train and the val row of epoch 3; the checkpoint is that of epoch 2.
+    # Killed (no close) between the train and the val row of epoch 3. The checkpoint is of epoch 2.
     lost = rows_of_epoch(3, loss=9.0)[:-1]
     write_all(sink, [*rows_of_epoch(1), *rows_of_epoch(2), *lost])
     sink = MlflowSink(folder, {**CONFIG, "base_lr": 0.2})  # a changed value must not stop it
@@ -225,13 +225,13 @@ def test_mlflow_resumes_the_same_run_and_repeats_no_step(folder: Path, mlflow_cl
     assert run.info.status == "FINISHED"
     assert run.data.params["base_lr"] == "0.1"
     points = read_mlflow(mlflow_client(), run.info.run_id)
-    assert points["train/loss"] == [(4, 1.0), (8, 1.0), (12, 9.0), (16, 0.5)]  # 12: its first time
+    assert points["train/loss"] == [(4, 1.0), (8, 1.0), (12, 9.0), (16, 0.5)]  # 12 for the first time
     assert points["val/loss"] == [(4, 1.0), (8, 1.0), (12, 0.5), (16, 0.5)]
     assert [step for step, _ in points["step/loss"]] == [2, 4, 6, 8, 10, 12, 14, 16]
 
 
 @pytest.mark.usefixtures("mlflow_client")
-def test_mlflow_starts_anew_where_the_store_does_not_know_the_run(
+def test_mlflow_starts_a_new_run_if_the_store_does_not_know_the_run(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from mlflow.tracking import MlflowClient
@@ -250,10 +250,10 @@ def test_mlflow_starts_anew_where_the_store_does_not_know_the_run(
 
 
 @pytest.mark.usefixtures("mlflow_client")
-def test_mlflow_without_its_server_costs_one_warning(
+def test_mlflow_without_its_server_gives_one_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")  # no server listens there
     caplog.set_level(logging.WARNING, logger="paceline")
     sink = MlflowSink(folder, CONFIG)
     write_all(sink, rows_of_epoch(1))
@@ -272,12 +272,12 @@ def wandb() -> None:
 def read_wandb(folder: Path) -> tuple[list[Any], list[tuple[int, dict[str, float]]]]:
     """The run records and the history of all offline files, oldest first.
 
-    wandb offers no reader for them; their records are its own protobuf messages, in LevelDB's log format.
+    wandb has no reader for them. Their records are its own protobuf messages, in LevelDB's log format.
     """
     import wandb
     from wandb.proto import wandb_internal_pb2
 
-    wandb.teardown()  # its service writes the files, and may still be at it after finish()
+    wandb.teardown()  # its service writes the files, and may still write after finish()
     runs, history = [], []
     for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         for content in read_leveldb_log(path.read_bytes()):
@@ -295,7 +295,7 @@ def read_wandb(folder: Path) -> tuple[list[Any], list[tuple[int, dict[str, float
 
 
 def read_leveldb_log(data: bytes) -> Iterator[bytes]:
-    """Records of a log: 32 KiB blocks of chunks, each with checksum, length and kind (whole or part)."""
+    """Records of a log: 32 KiB blocks of chunks, each with checksum, length and kind (complete or part)."""
     block, header, file_header = 32768, 7, 7
     at, record = file_header, b""
     while at + header <= len(data):
@@ -307,13 +307,13 @@ def read_leveldb_log(data: bytes) -> Iterator[bytes]:
             return
         record += data[at + header : at + header + length]
         at += header + length
-        if kind in (1, 4):  # whole, or the last part
+        if kind in (1, 4):  # complete, or the last part
             yield record
             record = b""
 
 
 @pytest.mark.usefixtures("wandb")
-def test_wandb_keeps_an_offline_run_in_the_folder(folder: Path) -> None:
+def test_wandb_stores_an_offline_run_in_the_folder(folder: Path) -> None:
     sink = WandbSink(folder, CONFIG)
     write_all(sink, [*rows_of_epoch(1), *rows_of_epoch(2), epoch_row(2, "test")])
     sink.close()
@@ -344,16 +344,16 @@ def test_wandb_resumes_the_same_run_and_repeats_no_step(folder: Path) -> None:
     points = [(key, step) for step, scalars in history for key in scalars]
     assert len(points) == len(set(points))
     losses = {step: scalars["train/loss"] for step, scalars in history if "train/loss" in scalars}
-    assert losses == {4: 1.0, 8: 1.0, 12: 9.0, 16: 0.5}  # 12: its first time
+    assert losses == {4: 1.0, 8: 1.0, 12: 9.0, 16: 0.5}  # 12 for the first time
     losses = {step: scalars["val/loss"] for step, scalars in history if "val/loss" in scalars}
     assert losses == {4: 1.0, 8: 1.0, 12: 0.5, 16: 0.5}
 
 
-# --- A tracker never ends a run
+# --- An error of a tracker never ends a run
 
 
 def fake_modules(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> None:
-    """Put stand-ins where an import would find the package; `a__b` stands for `a.b`."""
+    """Replace a package for the import. `a__b` stands for `a.b`."""
     for name, content in modules.items():
         module = types.ModuleType(name.replace("__", "."))
         module.__dict__.update(content)
@@ -361,7 +361,7 @@ def fake_modules(monkeypatch: pytest.MonkeyPatch, **modules: dict[str, Any]) -> 
 
 
 class FakeMlflowClient:
-    """Takes a run and its parameters, then fails at the second row."""
+    """Accepts a run and its parameters, then fails at the second row."""
 
     def __init__(self, tracking_uri: str) -> None:
         self.rows = 0
@@ -423,7 +423,7 @@ def fake_mlflow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("fake_mlflow")
-def test_mlflow_with_fake_package_goes_quiet_after_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_mlflow_with_fake_package_stops_after_one_warning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     sink = MlflowSink(folder, CONFIG)
     sink.write(step_row(1))
     assert warnings_of(caplog) == []
@@ -447,7 +447,7 @@ def test_mlflow_with_fake_package_that_cannot_start(
 
 
 @pytest.mark.usefixtures("fake_mlflow")
-def test_mlflow_with_fake_package_names_what_the_sqlite_store_lacks(
+def test_mlflow_with_fake_package_names_the_missing_part_of_the_sqlite_store(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI")
@@ -457,7 +457,7 @@ def test_mlflow_with_fake_package_names_what_the_sqlite_store_lacks(
     assert "sqlalchemy and alembic" in message
 
 
-def test_wandb_with_fake_package_goes_quiet_after_one_warning(
+def test_wandb_with_fake_package_stops_after_one_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What bounded a run: every kind, its words and its advice; arithmetic that is counted; a ceiling that is kept."""
+"""What limited a run: every kind with its text and advice, counted arithmetic, and the stored ceiling."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DENSE = Speed(50e12, 100e12)
 
 
 def ranks(*times: tuple[float, float, float | None]) -> list[RankTime]:
-    """Of (step, data, communication) in milliseconds."""
+    """Ranks with these (step, data, communication) times in milliseconds."""
     return [RankTime(number, f"node{number}", *values) for number, values in enumerate(times)]
 
 
@@ -39,11 +39,11 @@ def judged(times: list[RankTime], setting: Setting = GPU, speed: Speed = DENSE) 
     return judge_run(split_time(times), speed, setting)
 
 
-# --- Where the time went
+# --- Time of each part
 
 
-def test_a_slow_rank_is_told_from_slow_links() -> None:
-    """Steps of 100 ms. Rank 2 is at work for 90 of them, the others for 60: they wait for it, not for the link."""
+def test_a_slow_rank_is_distinguished_from_slow_links() -> None:
+    """Steps of 100 ms. Rank 2 works for 90 ms, the others for 60: they wait for it, not for the link."""
     shares = split_time(ranks((100, 5, 40), (100, 5, 40), (100, 5, 10)))
     assert shares.communication == pytest.approx(0.3)  # sums of decimal fractions
     assert shares.exchange == pytest.approx(0.1)
@@ -53,7 +53,7 @@ def test_a_slow_rank_is_told_from_slow_links() -> None:
     assert shares.slowest_to_fastest == 1.5
 
 
-def test_one_rank_waits_for_nobody_and_unknown_waiting_stays_unknown() -> None:
+def test_one_rank_never_waits_and_unknown_waits_stay_unknown() -> None:
     alone = split_time(ranks((100, 25, 0.0)))
     assert (alone.data, alone.communication, alone.slowest, alone.computing) == (0.25, 0.0, None, 0.75)
     sharded = split_time(ranks((100, 10, None), (100, 10, None)))
@@ -96,7 +96,7 @@ def test_straggler_is_named_with_its_host() -> None:
     assert (reading.kind, "reads its data" in reading.tip) == ("straggler", True)
 
 
-def test_overhead_is_little_arithmetic_though_nobody_waits() -> None:
+def test_low_arithmetic_without_waits_is_overhead() -> None:
     found = judged(ranks((8, 0.1, 0.2), (8, 0.1, 0.2)), replace(GPU, step_ms=8.0), Speed(9e12, 100e12))
     assert found.kind == "overhead"
     assert found.text == (
@@ -111,8 +111,8 @@ def test_overhead_is_little_arithmetic_though_nobody_waits() -> None:
     assert idle.text.endswith("and the GPU waits 40% of it for its host")
 
 
-def test_waiting_does_not_make_arithmetic_thin() -> None:
-    """24 % of the ceiling in the 70 % of the time that is computing is dense enough."""
+def test_waits_do_not_count_as_overhead() -> None:
+    """24 % of the ceiling in the 70 % of the time that is computation is enough."""
     times = ranks((100, 15, 15), (100, 15, 15))
     assert judged(times, speed=Speed(24e12, 100e12)).kind == "compute-bound"
     assert judged(times, speed=Speed(20e12, 100e12)).kind == "overhead"
@@ -124,7 +124,7 @@ def test_the_largest_loss_decides() -> None:
     assert judged(ranks((100, 19, 19), (100, 19, 19))).kind == "compute-bound"
 
 
-def test_without_a_ceiling_it_says_why_and_claims_no_overhead() -> None:
+def test_without_a_ceiling_the_reason_is_given_and_overhead_is_not_reported() -> None:
     found = judged(ranks((100, 1, 0)), speed=Speed(1e12, None, "the run was too short to measure the matrix ceiling"))
     assert found.text == (
         "compute-bound: 99% of a step is computing (the run was too short to measure the matrix ceiling), data wait 1%"
@@ -133,7 +133,7 @@ def test_without_a_ceiling_it_says_why_and_claims_no_overhead() -> None:
     assert sharded.text.endswith("data wait 1%, exchange not measured separately")
 
 
-# --- Advice is true for the run it is given to
+# --- The advice is right for the run
 
 
 def with_train(setting: Setting, **values: Any) -> Setting:
@@ -212,7 +212,7 @@ def test_advice(times: list[RankTime], setting: Setting, speed: Speed, tip: str)
 
 
 def test_the_arithmetic_of_built_in_models_is_counted() -> None:
-    """By hand: each product forward and twice backward; nobody asks for the gradient of the first layer's input."""
+    """By hand: each product once forward and twice backward. The first layer's input has no gradient."""
     first, second, third = 784 * 256, 256 * 128, 128 * 10
     mlp = count_flops(ModelConfig(model_name="mlp", hidden_size=256), (784,), 10)
     assert mlp.per_sample == 2 * (2 * first + 3 * (second + third))
@@ -260,7 +260,7 @@ def empty(num_classes, input_shape):
 """
 
 
-def test_models_of_ones_own_are_counted_where_they_can_be(tmp_path: Path) -> None:
+def test_a_users_models_are_counted_if_possible(tmp_path: Path) -> None:
     path = tmp_path / "own.py"
     path.write_text(OWN_MODEL)
     before = torch.get_rng_state()
@@ -284,7 +284,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_ceiling_is_remembered_under_its_conditions_only(cache: Path) -> None:
+def test_a_ceiling_is_stored_for_its_conditions_only(cache: Path) -> None:
     world = make_world(0, 2)
     mine = conditions_of(world, torch.float32)
     remember(mine, 5e10)
@@ -311,7 +311,7 @@ def test_a_damaged_file_is_no_ceiling(cache: Path, content: str) -> None:
     assert recall(mine) is None
 
 
-def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_read_only_disk_nothing_is_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path / "file"))
     mine = conditions_of(make_world(0, 1), torch.float32)
@@ -319,7 +319,7 @@ def test_where_nothing_can_be_written_nothing_is_remembered(tmp_path: Path, monk
     assert recall(mine) is None
 
 
-def test_the_cache_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_user_can_set_the_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mine = conditions_of(make_world(0, 1), torch.float32)
     monkeypatch.delenv("PACELINE_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -330,7 +330,7 @@ def test_the_cache_lies_where_the_user_says(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def ask_for_ceilings(world: World, folder: str, rates: list[float]) -> list[Any]:
-    """With measurements made up, so that the test knows them: unknown, measured, remembered, surpassed."""
+    """With fixed measurements: unknown, measured, stored, exceeded."""
     import os
 
     os.environ["PACELINE_CACHE"] = folder
@@ -340,18 +340,18 @@ def ask_for_ceilings(world: World, folder: str, rates: list[float]) -> list[Any]
     for may_measure, surpassed in ((False, 0.0), (True, 0.0), (True, 0.0), (False, 9.0), (True, 9.0)):
         mine = surpassed if world.rank else 0.0
         answers.append(find_ceilings(world, torch.float32, may_measure=may_measure, surpassed=mine))
-        wait_for_all(world)  # as between two runs: it is written
+        wait_for_all(world)  # like between two runs: it is written
     return answers
 
 
-def test_two_ranks_agree_on_made_up_ceilings(tmp_path: Path) -> None:
+def test_two_ranks_agree_on_fake_ceilings(tmp_path: Path) -> None:
     for answers in run_ranks(2, ask_for_ceilings, str(tmp_path), [8.0, 20.0]):
         assert answers == [None, [8.0, 8.0], [8.0, 8.0], None, [20.0, 20.0]]
     (file,) = (tmp_path / "ceilings").iterdir()
     assert json.loads(file.read_text())["flops_per_s"] == 20.0
 
 
-# --- All of it together
+# --- All parts together
 
 
 def limits_of_two_ranks(world: World, folder: str, seconds: float) -> dict[str, Any]:
@@ -372,7 +372,7 @@ def limits_of_two_ranks(world: World, folder: str, seconds: float) -> dict[str, 
     return limits
 
 
-def test_two_ranks_find_the_same_limits(tmp_path: Path) -> None:
+def test_two_ranks_report_the_same_limits(tmp_path: Path) -> None:
     first, second = run_ranks(2, limits_of_two_ranks, str(tmp_path), WORTH_MEASURING_S)
     assert first == second
     per_sample = first["flops_per_sample"]
@@ -384,7 +384,7 @@ def test_two_ranks_find_the_same_limits(tmp_path: Path) -> None:
     assert len(list(tmp_path.rglob("*.json"))) == 1
 
 
-def test_a_short_run_pays_for_nothing(tmp_path: Path) -> None:
+def test_a_short_run_measures_nothing(tmp_path: Path) -> None:
     for found in run_ranks(2, limits_of_two_ranks, str(tmp_path), 1.0):
         assert (found["flops_per_s"], found["mfu"]) == (None, None)
         assert found["note"] == "the run was too short to measure the matrix ceiling"
@@ -392,7 +392,7 @@ def test_a_short_run_pays_for_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_handful_of_steps_is_not_judged() -> None:
+def test_a_few_steps_give_no_verdict() -> None:
     components, world = build_components(quick_config(), make_world(0, 1)), make_world(0, 1)
     few = {
         "rank": 0,
@@ -406,7 +406,7 @@ def test_a_handful_of_steps_is_not_judged() -> None:
     assert find_limits(components, world, [{"rank": 0, "host": "h", "seconds": 60.0}]) == {"steps": 0, "verdict": None}
 
 
-def test_the_page_shows_them(tmp_path: Path) -> None:
+def test_the_page_shows_the_limits(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     results = json.loads(folder.results.read_text())
     limits = {"steps": 90, "mfu": 0.71, "flops_per_s": 493e12, "ceiling_flops_per_s": 694e12, "data_share": 0.01}
@@ -419,7 +419,7 @@ def test_the_page_shows_them(tmp_path: Path) -> None:
         assert words in page, words
 
 
-def test_compare_shows_them_where_a_run_has_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_shows_the_limits_of_runs_that_have_them(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verdict = {"kind": "compute-bound", "text": "", "try": ""}
     for name, limits in (("a", {"steps": 9, "mfu": 0.71, "verdict": verdict}), ("b", {"steps": 9, "verdict": None})):
         folder = write_run(tmp_path / name)

@@ -1,4 +1,4 @@
-"""Models from outside: functions of the user's own, timm and torchvision, and what can be wrong with them."""
+"""External models: a user's functions, timm and torchvision, and their possible errors."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ BUILDERS = {
 
 
 @pytest.mark.parametrize("source", BUILDERS.values(), ids=BUILDERS.keys())
-def test_a_function_gets_what_it_takes(tmp_path: Path, source: str) -> None:
+def test_a_function_gets_the_arguments_that_it_accepts(tmp_path: Path, source: str) -> None:
     path = write(tmp_path / "net.py", source)
     model = build(f"{path}:build", (12,), 5)
     assert model(torch.zeros(2, 12)).shape == (2, 5)
@@ -122,7 +122,7 @@ def test_a_file_with_a_syntax_error_is_named_with_its_line(tmp_path: Path) -> No
         ("import no_such_package\ndef build(): ...", "no_such_package"),
     ],
 )
-def test_functions_that_fail_are_a_users_mistake(tmp_path: Path, source: str, said: str) -> None:
+def test_functions_that_fail_are_a_user_error(tmp_path: Path, source: str, said: str) -> None:
     path = write(tmp_path / "net.py", source)
     with pytest.raises(UserError) as caught:
         build(f"{path}:build")
@@ -150,7 +150,7 @@ def test_a_linear_head_is_replaced_and_a_fitting_one_kept() -> None:
     assert model[0].weight.shape == (8, 4)
 
 
-def test_a_convolution_is_the_head_where_nothing_is_linear() -> None:
+def test_a_convolution_is_the_head_if_no_layer_is_linear() -> None:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 20, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
     found = find_head(model)
     assert found is not None
@@ -197,16 +197,16 @@ def test_published_weights_with_fake_constructor_are_fetched_under_a_lock(
     lock.unlink()
     build_external(f"{collection}:net", CIFAR, 10)
     assert held == [True, False]
-    assert not lock.exists(), "nothing is fetched, so nobody waits"
+    assert not lock.exists(), "nothing is fetched, so no lock is taken"
 
 
-# The collections themselves, where they are installed.
+# The collections themselves, if they are installed.
 
 
 @pytest.mark.parametrize(
     "model", ["swin_v2_b", "resnet50", "squeezenet1_1", "mobilenet_v3_small", "vit_b_16", "inception_v3"]
 )
-@pytest.mark.filterwarnings("ignore::FutureWarning")  # inception_v3 announces a faster initialisation
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # inception_v3 warns about a faster initialisation
 def test_torchvision_models_get_a_head_for_the_data(model: str) -> None:
     import_torchvision()
     shape = (3, 299, 299) if model == "inception_v3" else IMAGENET
@@ -247,7 +247,7 @@ def test_torchvision_needs_three_channels() -> None:
 
 
 @pytest.mark.parametrize("collection", ["timm", "torchvision"])
-def test_published_weights_that_cannot_be_had_are_a_data_error(
+def test_unavailable_published_weights_are_a_data_error(
     collection: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PACELINE_CACHE", str(tmp_path))
@@ -265,10 +265,10 @@ def test_published_weights_that_cannot_be_had_are_a_data_error(
     assert "--weights none" in caught.value.screen()
 
 
-def test_fake_torchvision_weights_are_found_where_torch_hub_keeps_them(
+def test_fake_torchvision_weights_are_found_in_the_folder_of_torch_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the name of the file at the end of its address."""
+    """By the file name at the end of the URL."""
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     weights = SimpleNamespace(DEFAULT=SimpleNamespace(url="https://example.org/models/net-0123.pth"))
     fake = SimpleNamespace(models=SimpleNamespace(get_model_weights=lambda _: weights))
@@ -280,7 +280,7 @@ def test_fake_torchvision_weights_are_found_where_torch_hub_keeps_them(
 
 
 def test_fake_timm_weights_are_found_in_the_cache_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the revision that the model names; a model that is not understood is not judged."""
+    """With the revision of the model. A model of unknown form is not checked."""
     cached: dict[tuple[str, str, str | None], str] = {}
     config = SimpleNamespace(file=None, url="", hf_hub_id="timm/net@v2", hf_hub_filename=None)
     hub = SimpleNamespace(try_to_load_from_cache=lambda name, file, revision: cached.get((name, file, revision)))

@@ -1,4 +1,4 @@
-"""The recipes on models of torchvision and timm: two real steps on the CPU, on small images."""
+"""The recipes with models of torchvision and timm: two real steps on the CPU, with small images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ IMAGE_SIDE, STEPS = 64, 2
 SMALL = [
     *("--dataset=synthetic", "--input-size=3x32x32", "--num-samples=40", f"--image-size={IMAGE_SIDE}"),
     *("--weights=none", "--global-batch-size=2", f"--max-steps={STEPS}", "--test-batch-size=8"),
-    # Scaled to a batch of 2 this is 1e-4; the recipes' own rates would be lost in float32's rounding.
+    # Scaled to a batch of 2 this is 1e-4. The recipes' own rates would be lost in float32 rounding.
     *("--base-lr=0.0128", "--warmup-epochs=0"),
     *("--log-frequency=1", "--device=cpu", "--track"),
 ]
@@ -57,10 +57,10 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(session, "build_components", build_and_remember)
     RunFolder(folder).create()
     with process_group(world, ALONE, needed=strategy == "fsdp"):
-        # The synthetic test set has at least 1000 samples; one batch of it shows that evaluation works.
+        # The synthetic test set has at least 1000 samples. One batch is enough to test evaluation.
         results = loop.train(loaded.config, world, RunPlace(folder, None), eval_batches=1)
         final = parameters_of(rigs[0])
-    shutil.rmtree(RunFolder(folder).checkpoints)  # a gigabyte, which pytest would keep for three runs
+    shutil.rmtree(RunFolder(folder).checkpoints)  # a gigabyte, which pytest would keep for three sessions
     assert results.steps == STEPS
     assert math.isfinite(results.test.loss)
     norms = [row["grad_norm"] for row in read_rows(folder / "metrics.jsonl") if row["kind"] == "step"]
@@ -70,21 +70,23 @@ def train_small(recipe: str, strategy: str, folder: Path, monkeypatch: pytest.Mo
 
 
 def parameters_of(components: Components) -> dict[str, Tensor]:
-    """The values themselves; in a group of one, a rank's shard is the whole parameter."""
+    """The values. In a group of one rank, its shard is the complete parameter."""
     named = components.model.module.named_parameters()
     return {name: value.to_local().detach() if isinstance(value, DTensor) else value.detach() for name, value in named}
 
 
-@pytest.mark.timeout(300)  # Swin has 87 million parameters: half a minute, a whole one on a busy machine
+@pytest.mark.timeout(300)  # Swin has 87 million parameters: half a minute, or one minute on a busy machine
 @pytest.mark.parametrize("recipe", PACKAGES)
-def test_a_recipe_trains_alike_alone_and_sharded(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_recipe_trains_alike_on_one_rank_and_sharded(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     PACKAGES[recipe]()
     alone, sharded = (
         train_small(recipe, strategy, tmp_path / strategy, monkeypatch) for strategy in ("single", "fsdp")
     )
     assert len(alone.losses) == STEPS
-    # The second loss shows the first update. Not exact: fsdp lays weights out in another memory format,
-    # for which a CPU may have another kernel. A lost update is a hundred times this.
+    # The second loss shows the first update. Not exact: fsdp uses another memory format,
+    # for which a CPU may have another kernel. A missing update would change a hundred times as much.
     assert sharded.losses == pytest.approx(alone.losses, abs=1e-3)
-    # Not none: Swin's stochastic depth passes over some branches in both steps, and their biases stay 0.
+    # Not zero: Swin's stochastic depth skips some branches in both steps, and their biases stay 0.
     assert max(alone.unmoved_share, sharded.unmoved_share) < 0.05

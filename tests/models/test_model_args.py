@@ -1,4 +1,4 @@
-"""Arguments for a model: from the command line, a recipe and Python; in the record and in the identity of a run."""
+"""Arguments of a model: from the command line, a recipe and Python. They are in the record and in a run's identity."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_users_function_gets_its_arguments(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("flags", [("--model-name", "cnn"), ("--model-name", "vit-ti16", "--model-args", "deep=3")])
-def test_an_unknown_argument_is_one_screen_and_no_run(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_an_unknown_argument_gives_one_screen_and_no_run(tmp_path: Path, flags: tuple[str, ...]) -> None:
     arguments = flags if "--model-args" in flags else (*flags, "--model-args", "depth=3")
     answer = run_paceline("train", "shapes-cnn", *arguments, cwd=tmp_path)
     assert answer.code == 2

@@ -1,4 +1,4 @@
-"""The built-in models: shapes, sizes, names and initial weights; torchvision is the measure where present."""
+"""The built-in models: shapes, sizes, names and initial weights, compared with torchvision if it is installed."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_logits_have_one_row_per_sample(name: str, input_shape: tuple[int, ...])
 
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "resnet18"])
-def test_real_models_learn_in_every_parameter(name: str) -> None:
+def test_every_parameter_of_real_models_gets_a_gradient(name: str) -> None:
     torch.manual_seed(0)
     model = build(name, CIFAR)
     logits = model(torch.randn(4, *CIFAR))
@@ -106,7 +106,7 @@ def test_dropout_is_the_configured_one(name: str, dropouts: int) -> None:
     assert [m.p for m in model.modules() if isinstance(m, nn.Dropout)] == [0.25] * dropouts
 
 
-def test_hidden_size_is_the_mlps_width() -> None:
+def test_hidden_size_is_the_width_of_the_mlp() -> None:
     model = build_on_meta("mlp", (784,), hidden_size=64)
     widths = [m.out_features for m in model.modules() if isinstance(m, nn.Linear)]
     assert widths == [64, 32, 10]
@@ -125,13 +125,13 @@ def test_cnn_compiles_into_one_graph() -> None:
 
 
 @pytest.mark.parametrize(("name", "input_shape"), [("cnn", (3, 7, 32)), ("vgg16", (1, 28, 28))])
-def test_images_that_are_too_small_are_a_users_mistake(name: str, input_shape: tuple[int, ...]) -> None:
+def test_images_that_are_too_small_are_a_user_error(name: str, input_shape: tuple[int, ...]) -> None:
     with pytest.raises(UserError, match="too small"):
         build_on_meta(name, input_shape)
 
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if name != "mlp"])
-def test_vectors_are_for_the_mlp(name: str) -> None:
+def test_only_the_mlp_accepts_vectors(name: str) -> None:
     with pytest.raises(UserError, match="needs images") as caught:
         build_on_meta(name, (784,))
     assert "mlp" in caught.value.screen()
@@ -152,7 +152,7 @@ def test_pooling_shortcuts_equal_adaptive_pooling(side: int) -> None:
 
 
 @pytest.mark.parametrize("side", [6, 7])
-def test_max_pooling_is_torchs_on_a_cpu(side: int) -> None:
+def test_max_pooling_equals_torchs_on_a_cpu(side: int) -> None:
     x = torch.randn(2, 5, side, side).contiguous(memory_format=torch.channels_last).requires_grad_()
     assert torch.equal(MaxPool2x2()(x), F.max_pool2d(x, 2))
     assert torch.equal(max_pool_2x2(x.detach()), F.max_pool2d(x, 2))
@@ -180,11 +180,11 @@ def test_vgg_pools_before_relu_and_gives_the_bits_of_the_usual_order() -> None:
 def test_resnet_convolutions_start_he_normal_over_the_fan_out() -> None:
     torch.manual_seed(0)
     weight = build("resnet18", CIFAR).layer4[1].conv2.weight
-    # 2.4 million draws: the sample's deviation is within a fraction of a percent of the rule's.
+    # 2.4 million draws: the deviation of the sample is within a fraction of a percent of the formula.
     assert weight.std().item() == pytest.approx((2 / (9 * 512)) ** 0.5, rel=0.01)
 
 
-def test_vgg_starts_by_its_rules() -> None:
+def test_vgg_has_the_documented_initial_weights() -> None:
     torch.manual_seed(0)
     model = build("vgg11", CIFAR)
     # Millions of draws in both layers, as above.
@@ -194,7 +194,7 @@ def test_vgg_starts_by_its_rules() -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED_NAMES)
-def test_names_and_shapes_are_torchvisions(name: str) -> None:
+def test_names_and_shapes_equal_torchvisions(name: str) -> None:
     torchvision = import_torchvision()
     with torch.device("meta"):
         theirs = torchvision.models.get_model(name).state_dict()
@@ -205,8 +205,8 @@ def test_names_and_shapes_are_torchvisions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PUBLISHED_NAMES)
-def test_logits_are_torchvisions(name: str) -> None:
-    """Bit for bit: one seed initialises both alike, and the forward passes are the same operations."""
+def test_logits_equal_torchvisions(name: str) -> None:
+    """Bit for bit: one seed gives both the same initial weights, and the forward passes have the same operations."""
     torchvision = import_torchvision()
     torch.manual_seed(0)
     theirs = torchvision.models.get_model(name).eval()
@@ -214,7 +214,7 @@ def test_logits_are_torchvisions(name: str) -> None:
     ours = build(name, IMAGENET, 1000, dropout=0.5).eval()
     state = ours.state_dict()
     assert all(torch.equal(tensor, state[key]) for key, tensor in theirs.state_dict().items())
-    sides = (224, 96, 32) if name.startswith("vgg") else (224, 96)  # small images get another resnet stem
+    sides = (224, 96, 32) if name.startswith("vgg") else (224, 96)  # small images use another resnet stem
     for side in sides:
         x = torch.randn(1, 3, side, side)
         with torch.no_grad():
@@ -222,14 +222,14 @@ def test_logits_are_torchvisions(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_names_pass(name: str) -> None:
+def test_built_in_names_are_accepted(name: str) -> None:
     check_model_name(name)
 
 
 @pytest.mark.parametrize(
     ("name", "hint"), [("resnet81", "resnet18"), ("vgg", "vgg"), ("net.py", "net.py:build"), ("", None)]
 )
-def test_unknown_names_are_a_users_mistake(name: str, hint: str | None) -> None:
+def test_unknown_names_are_a_user_error(name: str, hint: str | None) -> None:
     with pytest.raises(UserError) as caught:
         check_model_name(name)
     assert "resnet50" in str(caught.value.allowed)

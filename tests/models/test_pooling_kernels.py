@@ -1,4 +1,4 @@
-"""The kernels of 2x2 max-pooling against torch's own, to the bit. Run with `pytest -m gpu`; CI has no GPU."""
+"""The kernels of 2x2 max-pooling are bit-equal to torch's own. Run with `pytest -m gpu`; CI has no GPU."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(3, 64, 30, 30), (5, 24, 31, 31), (2, 3, 7, 10), (1, 384, 2, 3), (4, 1
 
 
 def make_pixels(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Of few values, so that the largest is often there twice; and here and there none."""
+    """Few different values, so that the maximum is often there twice, and some NaNs."""
     torch.manual_seed(0)
     pixels = torch.randint(-4, 4, shape, device="cuda").to(dtype)
     pixels[torch.rand(shape, device="cuda") < 0.01] = float("nan")
@@ -30,12 +30,14 @@ def make_pixels(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_values_and_gradients_are_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_values_and_gradients_equal_torchs(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     compare(lambda x: torch.ops.paceline.max_pool_2x2(x)[0], make_pixels(shape, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_so_they_are_where_the_kernels_are_used(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_of_a_compiled_model_equal_torchs(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     launched = []
     launch = pooling_kernels.launch_backward
     monkeypatch.setattr(pooling_kernels, "launch_backward", lambda *given: launched.append(launch(*given)))
@@ -56,7 +58,7 @@ def compare(pool: Callable[[Tensor], Tensor], pixels: Tensor) -> None:
     assert torch.equal(ours.grad, torchs.grad)
 
 
-def test_an_image_laid_out_otherwise_and_a_model_at_rest_take_torchs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_memory_layout_and_evaluation_use_torchs_pooling(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pooling_kernels, "launch_forward", lambda *_: pytest.fail("a kernel was used"))
     pixels = make_pixels((2, 8, 6, 6), torch.float32).nan_to_num()
     pool = torch.compile(max_pool_2x2, dynamic=False)
@@ -64,7 +66,7 @@ def test_an_image_laid_out_otherwise_and_a_model_at_rest_take_torchs_own(monkeyp
         assert torch.equal(pool(given), F.max_pool2d(pixels, 2))
 
 
-def test_torch_finds_no_fault_with_the_operators() -> None:
+def test_the_operators_pass_torchs_own_check() -> None:
     pixels = make_pixels((2, 8, 6, 7), torch.float32).nan_to_num().requires_grad_()
     tests = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(torch.ops.paceline.max_pool_2x2.default, (pixels,), test_utils=tests)

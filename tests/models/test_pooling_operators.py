@@ -32,7 +32,7 @@ def launch_backward(gradient: Tensor, places: Tensor, result: Tensor) -> None:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The stand-ins' calls, which take the kernels' place on a CPU."""
+    """The calls of the fakes that replace the kernels on a CPU."""
     seen: list[str] = []
     stand_in = SimpleNamespace(
         launch_forward=lambda *given: (seen.append("forward"), launch_forward(*given)),
@@ -45,7 +45,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [(6, 8), (7, 5)])
-def test_a_compiled_model_uses_stand_in_kernels_there_and_back(launches: list[str], size: tuple[int, int]) -> None:
+def test_a_compiled_model_uses_stand_in_kernels_forward_and_backward(
+    launches: list[str], size: tuple[int, int]
+) -> None:
     torch.manual_seed(0)
     pixels = torch.randn(3, 4, *size).contiguous(memory_format=torch.channels_last)
     ours, torchs = (pixels.clone().requires_grad_() for _ in range(2))
@@ -63,6 +65,6 @@ def test_a_compiled_model_uses_stand_in_kernels_there_and_back(launches: list[st
     assert torch.equal(ours.grad, torchs.grad)
 
 
-def test_a_plain_model_does_without(launches: list[str]) -> None:
+def test_a_plain_model_does_not_use_the_kernels(launches: list[str]) -> None:
     max_pool_2x2(torch.randn(1, 4, 6, 6, requires_grad=True)).sum().backward()
     assert launches == []

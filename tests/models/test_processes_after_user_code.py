@@ -1,4 +1,4 @@
-"""After code of the user's that changes the process, the run works, or ends once with exit code 2 and one screen."""
+"""If a user's code changes the process, the run works, or ends once with exit code 2 and one screen."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_run_works(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_one_screen(case: str, tmp_path: Path) -> None:
+def test_the_run_ends_with_one_screen(case: str, tmp_path: Path) -> None:
     answer = train(tmp_path, *REFUSED[case])
     assert answer.code == 2, answer
     assert answer.err.count("error: ") == 1, answer
@@ -80,7 +80,7 @@ def test_one_screen(case: str, tmp_path: Path) -> None:
 
 
 def test_an_unreadable_exception_in_training(tmp_path: Path) -> None:
-    """It is no mistake that the first step shows for certain, so the run is restarted; its report has a text."""
+    """The first step does not prove that it is a user error, so the run is restarted. Its report has a text."""
     answer = train(tmp_path, "IN_FORWARD", "raise Unreadable()", "--max-restarts=0")
     assert answer.code == 70, answer
     failure = json.loads((tmp_path / "run" / "failure.json").read_text())

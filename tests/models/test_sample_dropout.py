@@ -32,7 +32,7 @@ def mask(keys: Tensor, *shape: int, p: float = 0.5, layer: int = 0) -> Tensor:
 
 
 def test_masks_are_the_published_constants() -> None:
-    """Frozen: another value here changes every run with dropout."""
+    """Fixed: another value here changes every run with dropout."""
     keys = ShareKeys(1, 0, "cpu").of(7, 2)
     assert keys.tolist() == KEYS
     assert mask(keys, 10, p=0.25, layer=1).int().tolist() == MASK
@@ -40,28 +40,28 @@ def test_masks_are_the_published_constants() -> None:
 
 @pytest.mark.parametrize("features", [1, 4, 7, 256])
 def test_numpy_and_torch_draw_the_same_bits(features: int) -> None:
-    """On a CPU numpy draws the masks; on a GPU, and in a compiled model, torch does."""
+    """On a CPU numpy draws the masks. On a GPU and in a compiled model, torch does."""
     keys = torch.cat([keys_of_all(), torch.tensor([0, -1, 2**63 - 1, -(2**63)])])
     for first in (0, 3 * 2**32):
         by_torch = draw_sequence(keys[:, None], torch.arange(first, first + features))
         assert torch.equal(torch.from_numpy(draw_sequence_on_host(keys, first, features)), by_torch)
 
 
-def test_ranks_have_the_keys_of_the_one_rank() -> None:
-    """A sample's key follows from its position in the global batch, on any number of ranks."""
+def test_several_ranks_have_the_keys_of_one_rank() -> None:
+    """A sample's key depends on its position in the global batch, on any number of ranks."""
     for ranks in (2, 3, 4, 8):
         shares = [ShareKeys(SEED, rank, "cpu").of(STEP, SAMPLES // ranks) for rank in range(ranks)]
         assert torch.equal(torch.cat(shares), keys_of_all())
 
 
-def test_a_run_that_begins_at_any_step_has_the_keys_of_the_whole_run() -> None:
-    """Nothing is left over from earlier steps."""
+def test_the_keys_of_a_step_do_not_depend_on_the_first_step() -> None:
+    """Earlier steps leave no state."""
     whole = ShareKeys(SEED, 1, "cpu")
     for step in (0, 1, 31, 32, 33, 95, 64, 5):
         assert torch.equal(whole.of(step, SAMPLES), ShareKeys(SEED, 1, "cpu").of(step, SAMPLES))
 
 
-def test_seeds_steps_positions_and_layers_have_masks_of_their_own() -> None:
+def test_seeds_steps_positions_and_layers_have_different_masks() -> None:
     """No two of them share a mask."""
     others = [keys_of_all(STEP + 1), keys_of_all(seed=SEED + 1), keys_of_all().flip(0)]
     masks = [mask(keys_of_all(), 64), mask(keys_of_all(), 64, layer=1), *(mask(keys, 64) for keys in others)]
@@ -70,7 +70,7 @@ def test_seeds_steps_positions_and_layers_have_masks_of_their_own() -> None:
 
 
 @pytest.mark.parametrize("features", [1, 3, 4, 63])
-def test_parts_of_a_batch_have_the_rows_of_the_whole(features: int) -> None:
+def test_parts_of_a_batch_have_the_rows_of_the_batch(features: int) -> None:
     """A mask does not depend on the other samples."""
     keys = keys_of_all()
     parts = [mask(part, features) for part in keys.tensor_split(5)]
@@ -91,8 +91,8 @@ def test_the_mask_does_not_depend_on_the_memory_layout() -> None:
 
 @pytest.mark.parametrize("p", [0.1, 0.2, 0.5, 0.9])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_the_share_that_is_dropped_is_the_configured_one(p: float, dtype: torch.dtype) -> None:
-    """The rest is scaled so that the mean stays."""
+def test_the_dropped_fraction_is_the_configured_one(p: float, dtype: torch.dtype) -> None:
+    """The other values are scaled to keep the mean."""
     keys = ShareKeys(SEED, 0, "cpu").of(STEP, 512)
     layer, inputs = SampleDropout(p), (torch.rand(512, 512) + 1).to(dtype)
     source = share_keys(layer)
@@ -106,12 +106,12 @@ def test_the_share_that_is_dropped_is_the_configured_one(p: float, dtype: torch.
     assert dropped.double().mean(0).std() == pytest.approx((p * (1 - p) / 512) ** 0.5, rel=0.15)
     assert dropped.double().mean(1).std() == pytest.approx((p * (1 - p) / 512) ** 0.5, rel=0.15)
     factor = found[~dropped].double().mean() / inputs[~dropped].double().mean()
-    # In half precision each product is rounded; a factor that was rounded itself would be off by 1.6e-3 at p = 0.1.
+    # In half precision each product is rounded. A rounded factor would be off by 1.6e-3 at p = 0.1.
     assert factor == pytest.approx(1 / (1 - p), rel=1e-4 if dtype.itemsize > 2 else 8e-4)
 
 
-def test_in_evaluation_and_with_nothing_to_drop_it_is_the_identity() -> None:
-    """Also while keys of a step are still there."""
+def test_dropout_is_the_identity_in_evaluation_and_with_p_0() -> None:
+    """Also while keys of a step exist."""
     inputs = torch.randn(SAMPLES, 8)
     for layer in (SampleDropout(0.5).eval(), SampleDropout(0.0)):
         share_keys(layer)
@@ -119,7 +119,7 @@ def test_in_evaluation_and_with_nothing_to_drop_it_is_the_identity() -> None:
 
 
 def test_without_keys_it_is_torchs_dropout() -> None:
-    """A model that is used outside of a run works as ever."""
+    """A model works outside of a run."""
     inputs = torch.ones(4, 100)
     torch.manual_seed(0)
     found = SampleDropout(0.5)(inputs)
@@ -128,8 +128,8 @@ def test_without_keys_it_is_torchs_dropout() -> None:
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_no_model_of_ours_draws_from_a_generator(name: str) -> None:
-    """All random numbers of our models come from the samples' keys."""
+def test_our_models_do_not_use_a_generator(name: str) -> None:
+    """All random numbers of our models are drawn from the samples' keys."""
     side = 32 if name.startswith(("vgg", "vit")) else 17
     config = ModelConfig(model_name=name, dropout=0.5)
     with torch.device("meta"):
@@ -143,7 +143,7 @@ def test_no_model_of_ours_draws_from_a_generator(name: str) -> None:
 
 
 class NoGenerator(torch.utils._python_dispatch.TorchDispatchMode):
-    """Refuses operations that draw."""
+    """Refuses operations that draw random numbers."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         assert torch.Tag.nondeterministic_seeded not in func.tags, func
@@ -154,14 +154,14 @@ class NoGenerator(torch.utils._python_dispatch.TorchDispatchMode):
     ("flags", "is_stated"),
     [
         (("--model-name=harness.dropout_model:build",), True),
-        (("--model-name=harness.dropout_model:build", "--exact"), False),  # drawn per lane, a part of the run
+        (("--model-name=harness.dropout_model:build", "--exact"), False),  # drawn per lane, which is part of the run
         (("--dropout=0.5",), False),
     ],
 )
 def test_the_header_of_a_run_states_the_limit_of_external_models(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], is_stated: bool
 ) -> None:
-    """Layers that we did not write draw per rank."""
+    """Layers of other libraries draw per rank."""
     train_in(make_world(0, 1), str(tmp_path), (*flags, "--max-steps=1"))
     header = capsys.readouterr().out.partition("step 1/")[0]
     assert (PER_RANK in header) == is_stated
@@ -176,7 +176,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 
-def test_a_pass_that_is_computed_again_draws_the_same() -> None:
+def test_a_recomputed_pass_has_the_same_dropout() -> None:
     """Activation checkpointing needs no generator state."""
     model, inputs = build_mlp()
     source = share_keys(model)
@@ -190,8 +190,8 @@ def test_a_pass_that_is_computed_again_draws_the_same() -> None:
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_a_compiled_model_takes_other_keys_without_compiling_again() -> None:
-    """One graph, whatever the step; the same gradients as without compiling."""
+def test_a_compiled_model_takes_other_keys_without_recompiling() -> None:
+    """One graph for all steps, with the gradients of the model without compilation."""
     model, inputs = build_mlp()
     source = share_keys(model)
     assert source is not None

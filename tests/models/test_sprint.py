@@ -1,4 +1,4 @@
-"""What cifar10-speedrun stands on: the whitening network, Muon, gentle pixels, several views, no validation."""
+"""The parts of cifar10-speedrun: the whitening network, Muon, light augmentation, several views, no validation."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def mirrored(kind: str = "gentle") -> Pipeline:
 
 def test_the_first_layer_makes_patches_uncorrelated_and_of_equal_size() -> None:
     torch.manual_seed(0)
-    inputs = F.avg_pool2d(torch.randn(64, 3, 34, 34), 3, 1)  # neighbours resemble each other, as in pictures
+    inputs = F.avg_pool2d(torch.randn(64, 3, 34, 34), 3, 1)  # neighbours are similar, as in pictures
     model = Sprint("sprint", (3, 32, 32), 10)
     model.look_at(inputs)
     outputs = model.whiten(inputs).permute(1, 0, 2, 3).flatten(1)
     assert torch.equal(outputs[:12], -outputs[12:])
     products = outputs[:12] @ outputs[:12].T / outputs.shape[1]
-    # A direction's variance comes out as v / (v + 5e-4): just below one.
+    # The variance of a direction becomes v / (v + 5e-4): just below one.
     assert torch.allclose(products, torch.eye(12), atol=0.05)
 
 
@@ -48,7 +48,7 @@ def test_small_pictures_are_refused() -> None:
         Sprint("sprint", (3, 16, 16), 10)
 
 
-def test_the_wide_network_has_a_way_around_its_last_convolutions() -> None:
+def test_the_wide_network_has_a_shortcut_around_its_last_convolutions() -> None:
     torch.manual_seed(0)
     group: Any = Sprint("sprint-wide", (3, 32, 32), 10).groups[1].eval()
     assert [tuple(conv.weight.shape[:2]) for conv in (group.conv1, group.conv2, group.conv3)] == [
@@ -62,24 +62,24 @@ def test_the_wide_network_has_a_way_around_its_last_convolutions() -> None:
     assert torch.equal(group(inputs), F.gelu(first))
 
 
-def test_muons_updates_turn_all_directions_alike() -> None:
+def test_muons_updates_have_equal_singular_values() -> None:
     torch.manual_seed(0)
     for matrices in ([torch.randn(30, 80), torch.randn(30, 80)], [torch.randn(80, 30)]):
         values = torch.linalg.svdvals(torch.stack(orthogonal(matrices)))
-        # Three iterations bring singular values near one, as these coefficients do; before, they differed by 4 times.
+        # Three iterations with these coefficients bring singular values near one. Before, they differ by a factor of 4.
         assert values.min() > 0.6
         assert values.max() < 1.3
 
 
-def test_matrices_of_several_shapes_are_turned_together_as_they_are_alone() -> None:
+def test_matrices_of_several_shapes_in_one_group_have_the_same_updates() -> None:
     torch.manual_seed(0)
     matrices = [torch.randn(8, 20), torch.randn(30, 12), torch.randn(16, 16)]
     for together, alone in zip(orthogonal(matrices), (orthogonal([matrix])[0] for matrix in matrices), strict=True):
         assert together.shape == alone.shape
-        assert torch.allclose(together, alone, atol=1e-5)  # sums of more zeros may be added up in another order
+        assert torch.allclose(together, alone, atol=1e-5)  # sums with more zeros may be added in another order
 
 
-def test_on_a_gpu_small_matrices_are_one_group_and_large_ones_go_by_shape() -> None:
+def test_on_a_gpu_small_matrices_are_one_group_and_large_ones_are_grouped_by_shape() -> None:
     class OnGpu(torch.Tensor):
         is_cuda = True
 
@@ -89,7 +89,7 @@ def test_on_a_gpu_small_matrices_are_one_group_and_large_ones_go_by_shape() -> N
     assert _together([weight.as_subclass(OnGpu) for weight in weights]) == [[0, 2, 3, 5], [1, 4]]
 
 
-def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:
+def test_muon_normalises_filters_before_batchnorm_and_finds_the_last_layer() -> None:
     torch.manual_seed(0)
     model = Sprint("sprint", (3, 32, 32), 10)
     optimizer = Muon(model, lr=0.0, momentum=0.6, weight_decay=0.0)
@@ -103,7 +103,7 @@ def test_muon_holds_filters_before_batchnorm_and_knows_the_last_layer() -> None:
         assert float(weight.norm().detach()) == pytest.approx(len(weight) ** 0.5, rel=1e-5)
 
 
-def test_muon_goes_against_the_gradient() -> None:
+def test_muon_steps_against_the_gradient() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.Linear(4, 3))
     layers: Any = model
@@ -116,7 +116,7 @@ def test_muon_goes_against_the_gradient() -> None:
     turned = before[0] * (1 - 0.1 * 0.5) - 0.1 * orthogonal([gradients[0] * 1.6])[0]
     assert torch.allclose(hidden, turned, atol=1e-6)
     for parameter, was, gradient in zip((bias, last), before[1:], gradients[1:], strict=True):
-        # Adam's first step has one size everywhere: the rate of its group.
+        # Adam's first step has the same size everywhere: the learning rate of its group.
         rate = 0.1 * (0.125 if parameter is bias else 0.01)
         assert torch.allclose(parameter, was - rate * gradient.sign(), atol=1e-6)
 
@@ -133,7 +133,7 @@ def test_flips_alternate_from_epoch_to_epoch(kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "border"), [("gentle", 2), ("lively", 4)])
-def test_borders_continue_the_picture(kind: str, border: int) -> None:
+def test_borders_repeat_the_picture(kind: str, border: int) -> None:
     samples = torch.arange(32, dtype=torch.uint8).expand(1, 3, 32, 32).contiguous()
     rows = {
         tuple(row.tolist())
@@ -169,7 +169,7 @@ def test_linear_schedule_ends_at_zero() -> None:
     assert rates[4:] == [(12 - step) / 8 for step in range(4, 13)]
 
 
-def test_a_run_on_everything_has_no_validation_and_saves_when_told(tmp_path: Path) -> None:
+def test_a_run_on_all_samples_has_no_validation_and_saves_on_schedule(tmp_path: Path) -> None:
     results = train_in(make_world(0, 1), str(tmp_path), (*PLAIN, "--epochs=3", "--save-epochs=2", "--keep-last=9"))
     assert results["best_epoch"] == 0
     assert {row["phase"] for row in read_rows(tmp_path / "metrics.jsonl") if row["kind"] == "epoch"} == {
@@ -178,18 +178,18 @@ def test_a_run_on_everything_has_no_validation_and_saves_when_told(tmp_path: Pat
     }
     assert results["samples_seen"] == 3 * 640
     saved = sorted(folder.name for folder in (tmp_path / "checkpoints").glob("step-*"))
-    assert saved == ["step-00000020", "step-00000030"]  # the second epoch's, and the last
+    assert saved == ["step-00000020", "step-00000030"]  # the second epoch and the last
 
 
-def test_muon_on_two_ranks_follows_one(tmp_path: Path) -> None:
+def test_muon_on_two_ranks_equals_one_rank(tmp_path: Path) -> None:
     alone = train_in(make_world(0, 1), str(tmp_path / "one"), MUON)
     together = run_ranks(2, train_in, str(tmp_path / "two"), MUON)[0]
-    # Sums over ranks are in another order, and an orthogonal update lets small differences grow.
+    # Sums over ranks are in another order, and an orthogonal update amplifies small differences.
     assert together["performance"]["avg_final_loss"] == pytest.approx(alone["performance"]["avg_final_loss"], rel=1e-3)
 
 
 def test_gpus_are_counted_without_torch() -> None:
-    assert count_gpus_without_torch() is None  # torch is here: it shall tell
+    assert count_gpus_without_torch() is None  # torch is importable, so it must answer
     ask = (
         "import sys; from paceline.runtime import gpus; print(gpus.count_gpus_without_torch(), 'torch' in sys.modules)"
     )

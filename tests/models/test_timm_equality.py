@@ -1,4 +1,4 @@
-"""Our vision transformer, LAMB and layers against timm's own."""
+"""Our vision transformer, LAMB and layers compared with timm's."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_same_weights_give_the_same_logits(timm: Any) -> None:
 
 def test_layers_and_weight_decay_are_those_of_timm(timm: Any) -> None:
     ours, theirs = small_ones(timm)
-    # timm counts the last norm with the last block. Ours is with the head, like all that comes after the blocks.
+    # timm assigns the last norm to the last block. Ours is with the head, like everything after the blocks.
     assert number_layers(ours) == {**number_layers(theirs), "norm.weight": 3, "norm.bias": 3}
     assert undecayed_parameters(ours) == undecayed_parameters(theirs)
 

@@ -1,4 +1,4 @@
-"""Our vision transformer: against torch's own layers, its random numbers, its weights at another size."""
+"""Our vision transformer: compared with torch's layers, its random numbers, its weights at another size."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_published_sizes(name: str, millions: float) -> None:
     assert set(SIZES) == set(VITS)
 
 
-def test_the_light_list_of_arguments_is_the_constructors() -> None:
+def test_the_argument_list_without_torch_equals_the_constructors() -> None:
     assert set(VIT_ARGS) == set(ViT.__init__.__kwdefaults__ or {}) - {"dropout"}
 
 
@@ -98,7 +98,7 @@ def test_exact_runs_have_one_hash_on_one_and_two_ranks_and_after_a_resume(tmp_pa
     assert len({read_results(tmp_path / name)["weights_sha256"] for name in ("1", "2", "stopped")}) == 1
 
 
-def test_fsdp_trains_it_too(tmp_path: Path) -> None:
+def test_fsdp_trains_a_vision_transformer(tmp_path: Path) -> None:
     run_ranks(1, train_in, str(tmp_path / "one"), FLAGS)
     run_ranks(2, train_in, str(tmp_path / "two"), (*FLAGS, "--strategy", "fsdp"))
     # Sums of floats in another order.

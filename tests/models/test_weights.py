@@ -1,4 +1,4 @@
-"""Initial weights: what loads, what is skipped, and what is refused - without running anything."""
+"""Initial weights: which are loaded, skipped and refused, without executing code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def save(state: dict[str, Tensor], path: Path) -> Path:
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pth", ".pt"])
-def test_weights_come_back_bit_for_bit(tmp_path: Path, suffix: str) -> None:
+def test_weights_are_loaded_bit_for_bit(tmp_path: Path, suffix: str) -> None:
     saved = fresh_state("cnn")
     loaded = build("cnn", save(saved, tmp_path / f"model{suffix}")).state_dict()
     assert all(torch.equal(loaded[name], saved[name]) for name in saved)
@@ -115,7 +115,7 @@ def test_half_precision_files_fill_full_precision_models(tmp_path: Path) -> None
 
 
 class Hostile:
-    """A pickle that touches a canary file when it is executed."""
+    """A pickle that creates a file when it is executed."""
 
     def __init__(self, canary: Path) -> None:
         self.canary = canary
@@ -125,7 +125,7 @@ class Hostile:
 
 
 @pytest.mark.parametrize("how", ["torch", "pickle"])
-def test_code_in_a_file_is_never_run(tmp_path: Path, how: str) -> None:
+def test_code_in_a_file_is_never_executed(tmp_path: Path, how: str) -> None:
     canary, path = tmp_path / "canary", tmp_path / "hostile.pth"
     content = {"state_dict": fresh_state("mlp"), "extra": Hostile(canary)}
     with path.open("wb") as file:
@@ -172,7 +172,7 @@ def test_a_missing_file_is_a_data_error(tmp_path: Path) -> None:
         weights.read_tensors(tmp_path / "nowhere.pth")
 
 
-def test_mistyped_weights_are_a_users_mistake() -> None:
+def test_mistyped_weights_are_a_user_error() -> None:
     with pytest.raises(UserError) as caught:
         check_weights(ModelConfig(model_name="resnet18", weights="imagnet"))
     assert caught.value.hint == "did you mean imagenet?"
@@ -190,7 +190,7 @@ def test_every_published_name_has_its_file() -> None:
 
 @pytest.fixture
 def published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that stands in for torchvision's server, and an empty cache."""
+    """A folder that replaces torchvision's server, and an empty cache."""
     server = tmp_path / "server"
     server.mkdir()
     monkeypatch.setattr(weights, "PUBLISHED_AT", server.as_uri())
@@ -209,7 +209,7 @@ def test_imagenet_weights_are_fetched_verified_and_kept(
 
     loaded = build("resnet18", "imagenet").state_dict()
     skipped = {key for key in saved if not torch.equal(loaded[key], saved[key])}
-    assert skipped == {"conv1.weight", "fc.weight", "fc.bias"}, "the small stem and the head are our own"
+    assert skipped == {"conv1.weight", "fc.weight", "fc.bias"}, "the small stem and the head are initialised here"
     assert (tmp_path / "cache" / "weights" / name).is_file()
 
     (published / name).unlink()
@@ -218,7 +218,7 @@ def test_imagenet_weights_are_fetched_verified_and_kept(
 
 
 @pytest.mark.parametrize("tampered", [True, False])
-def test_imagenet_weights_that_cannot_be_had_name_the_ways_out(published: Path, tmp_path: Path, tampered: bool) -> None:
+def test_unavailable_imagenet_weights_name_the_alternatives(published: Path, tmp_path: Path, tampered: bool) -> None:
     if tampered:
         (published / PUBLISHED["resnet18"]).write_bytes(b"something else")
     with pytest.raises(DataError) as caught:
@@ -230,7 +230,7 @@ def test_imagenet_weights_that_cannot_be_had_name_the_ways_out(published: Path, 
     assert not cached.exists()
 
 
-def test_no_weights_are_fetched_for_a_model_that_is_only_counted(published: Path) -> None:
+def test_no_weights_are_fetched_to_count_parameters(published: Path) -> None:
     with torch.device("meta"):
         config = ModelConfig(model_name="vgg19", weights="imagenet")
         assert build_model(config, (3, 224, 224), 10, load_weights=False) is not None

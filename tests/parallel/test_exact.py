@@ -1,4 +1,4 @@
-"""`--exact`: the same bits on 1, 2 and 4 ranks, whatever the run is made of."""
+"""`--exact`: the same bits on 1, 2 and 4 ranks, for all settings."""
 
 from __future__ import annotations
 
@@ -47,19 +47,19 @@ def test_one_two_and_four_ranks_end_with_the_same_bits(tmp_path: Path, flags: tu
 
 
 def test_without_exact_the_bits_differ(tmp_path: Path) -> None:
-    # Else the test above would show nothing.
+    # Otherwise the test above would prove nothing.
     for size in (1, 2):
         run_ranks(size, train_in, str(tmp_path / str(size)), EXACT[3:])
     assert step_losses(tmp_path / "1") != step_losses(tmp_path / "2")
 
 
-def test_other_lanes_are_another_run(tmp_path: Path) -> None:
+def test_another_number_of_lanes_gives_other_bits(tmp_path: Path) -> None:
     for lanes in ("2", "4"):
         run_ranks(1, train_in, str(tmp_path / lanes), ("--exact", "--lanes", lanes, *EXACT[3:], "--max-steps", "4"))
     assert hashes(tmp_path / "2") != hashes(tmp_path / "4")
 
 
-def test_moving_between_world_sizes_changes_no_bit(tmp_path: Path) -> None:
+def test_changing_the_world_size_changes_no_bit(tmp_path: Path) -> None:
     run_ranks(1, train_in, str(tmp_path / "whole"), EXACT)
     moved = str(tmp_path / "moved")
     for number, (size, stop) in enumerate([(4, 4), (2, 9), (1, 13), (4, 18)]):

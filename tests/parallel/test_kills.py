@@ -1,4 +1,4 @@
-"""An exact run that is killed and goes on in another world, again and again, ends as if nothing had happened."""
+"""An exact run that is killed and resumed with other world sizes has the result of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def outcome(folder: Path) -> dict[str, object]:
 
 
 def kill_at_step(arguments: list[str], cwd: Path, step: int, delay_s: float) -> int:
-    """Start a run, kill all of it soon after a step was announced; returns how many processes died."""
+    """Start a run and kill all its processes soon after a step. Returns the number of killed processes."""
     with started(*arguments, cwd=cwd) as run:
         run.wait_for(f"step {step}/")
-        time.sleep(delay_s)  # no waiting for anything: this is the random moment
+        time.sleep(delay_s)  # not a synchronisation: this is the random time
         return kill_all_in(cwd)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_exact_with_a_kill_at_each_change_of_the_world(tmp_path: Path) -> None:
+def test_exact_with_a_kill_at_each_change_of_the_world_size(tmp_path: Path) -> None:
     model = batchnorm_model.__file__
     flags = [*QUICK, "--exact", "--lanes=4", f"--model-name={model}:build"]
     for name in ("whole", "moved"):
@@ -52,6 +52,6 @@ def test_exact_with_a_kill_at_each_change_of_the_world(tmp_path: Path) -> None:
         resumed_at.append(open_checkpoint(tmp_path / "moved" / "run" / "checkpoints" / "latest").step)
     answer = paceline(*flags, "--processes=4", "--resume=auto", cwd=tmp_path / "moved")
     assert answer.code == 0, answer
-    assert resumed_at == sorted(set(resumed_at))  # each world took it some way further
+    assert resumed_at == sorted(set(resumed_at))  # each attempt made progress
     assert outcome(tmp_path / "moved" / "run") == outcome(tmp_path / "whole" / "run")
     assert read_results(tmp_path / "moved" / "run")["optimizer_sha256"]

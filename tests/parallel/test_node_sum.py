@@ -1,4 +1,4 @@
-"""Ranks of one node that add up through shared memory: the same bits everywhere, and nobody waits for the dead."""
+"""Ranks of one node add through shared memory: the same bits on all ranks, and no rank waits for a dead one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_rank_sees_the_bits_of_the_tree(ranks: int) -> None:
     for size, turn, total, norm in answers[0]:
         expected = tree_sum(torch.stack([row_of(rank, size, turn) for rank in range(ranks)])) * (1 / ranks)
         assert total == expected.numpy().tobytes()
-        # Summed by parts here, in one go there.
+        # Here summed in parts, there at once.
         assert norm == pytest.approx(float(expected[: max(size - 2, 1)].double().norm()), rel=1e-5)
 
 
@@ -67,7 +67,7 @@ def scale(world: World) -> list[float]:
     return node_sum.total.tolist()
 
 
-def test_a_total_is_scaled_once_for_all() -> None:
+def test_a_total_is_scaled_once() -> None:
     assert run_ranks(3, scale) == [[1.5] * 40] * 3
 
 
@@ -75,7 +75,7 @@ def gather(world: World) -> list[list[list[float]]]:
     node_sum = opened(5, world)
     node_sum.mine.fill_(1.0)
     answers = []
-    for turn in range(50):  # one right after the other: nobody may overwrite what another has not read yet
+    for turn in range(50):  # directly one after the other: no rank may overwrite values that another has not read yet
         answers.append(
             node_sum.gather(torch.tensor([turn + world.rank / 7, -1e300, world.rank], dtype=torch.float64)).tolist()
         )
@@ -85,24 +85,24 @@ def gather(world: World) -> list[list[list[float]]]:
     return answers
 
 
-def test_few_numbers_of_all_ranks_reach_everybody_as_they_are() -> None:
+def test_small_values_of_all_ranks_reach_every_rank_unchanged() -> None:
     answers = run_ranks(3, gather)
     expected = [[[turn + rank / 7, -1e300, float(rank)] for rank in range(3)] for turn in range(50)]
     assert answers == [expected] * 3
 
 
-def see_a_bad_number(world: World) -> float:
+def see_a_nan(world: World) -> float:
     node_sum = opened(100, world)
     node_sum.mine.fill_(float("nan") if world.rank == 1 else 1.0)
     return node_sum.add_up(measured=100)
 
 
-def test_a_bad_number_of_one_rank_is_in_the_norm_of_all() -> None:
-    assert all(norm != norm for norm in run_ranks(2, see_a_bad_number))
+def test_a_nan_of_one_rank_is_in_the_norm_of_all() -> None:
+    assert all(norm != norm for norm in run_ranks(2, see_a_nan))
 
 
 def outlive_the_other(world: World) -> tuple[Cause | None, float, bool]:
-    """This process is the first rank of a node, its child the second; the child comes once and is killed."""
+    """This process is the first rank of a node, its child the second. The child adds once and is killed."""
     places = [make_world(rank, 2) for rank in range(2)]
     shared = share_memory(
         barrier_bytes(2), places[0], lambda text: [text], lambda memory: NodeBarrier.prepare(memory, ranks=2)
@@ -120,7 +120,7 @@ def outlive_the_other(world: World) -> tuple[Cause | None, float, bool]:
     try:
         barrier.wait()
     except PacelineError as error:
-        # Not yet waited for, the child is still in the table of processes: that must not count as life.
+        # The child is a zombie, still in the process table. It must not count as alive.
         return error.cause, time.monotonic() - began, os.waitpid(child, 0)[1] == signal.SIGKILL
     return None, 0.0, False
 
@@ -133,7 +133,7 @@ def test_a_killed_rank_ends_the_others() -> None:
 
 
 def shared_memory_of(world: World) -> tuple[list[str], list[str]]:
-    """Names in /dev/shm, and what this process maps of ours."""
+    """Names in /dev/shm, and our mappings of this process."""
     before = set(Path("/dev/shm").iterdir())
     node_sum = opened(1000, world)
     gather_texts("", world)
@@ -144,7 +144,7 @@ def shared_memory_of(world: World) -> tuple[list[str], list[str]]:
     return [name for name in names if "paceline" in name], mapped
 
 
-def test_the_memory_has_no_name_that_could_stay_behind() -> None:
+def test_the_shared_memory_has_no_name() -> None:
     for names, mapped in run_ranks(2, shared_memory_of):
         assert names == []
         assert mapped
@@ -156,8 +156,8 @@ def train_without(world: World, folder: str, flags: tuple[str, ...]) -> dict[str
 
 
 @pytest.mark.parametrize("flags", [(), ("--exact", "--lanes", "4"), ("--clip-norm", "0.1")])
-def test_two_ranks_train_to_the_bits_of_stock_ddp(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    # Two numbers have one sum, whoever adds them: another way of adding changes no bit.
+def test_two_ranks_train_with_the_bits_of_stock_ddp(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    # Two numbers have one sum in any order, so another way of adding changes no bit.
     flags = (*flags, "--max-steps", "5")
     shared = run_ranks(2, train_in, str(tmp_path / "shared"), flags)
     stock = run_ranks(2, train_without, str(tmp_path / "stock"), flags)
@@ -167,18 +167,18 @@ def test_two_ranks_train_to_the_bits_of_stock_ddp(tmp_path: Path, flags: tuple[s
         assert shared[0]["weights_sha256"] == stock[0]["weights_sha256"]
         assert step_losses(tmp_path / "shared") == step_losses(tmp_path / "stock")
     else:
-        # But for the norm: added up by parts here, by buckets there, and with it what is clipped.
+        # Except for the norm, which is added in parts here and in buckets there, and therefore clipping.
         assert step_losses(tmp_path / "shared") == pytest.approx(step_losses(tmp_path / "stock"), abs=1e-6)
 
 
-def begin_anyhow(num_classes: int, input_shape: tuple[int, ...]) -> torch.nn.Module:
-    """A model that begins otherwise in every process."""
+def start_with_different_weights(num_classes: int, input_shape: tuple[int, ...]) -> torch.nn.Module:
+    """A model with different initial weights in every process."""
     torch.seed()
     return torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(3 * 32 * 32, num_classes))
 
 
-def test_ranks_begin_alike_even_if_their_models_do_not(tmp_path: Path) -> None:
-    flags = ("--model-name", "parallel.test_node_sum:begin_anyhow", "--max-steps", "3")
+def test_ranks_start_with_equal_weights_even_if_their_models_differ(tmp_path: Path) -> None:
+    flags = ("--model-name", "parallel.test_node_sum:start_with_different_weights", "--max-steps", "3")
     first, second = run_ranks(2, train_in, str(tmp_path), flags)
     assert first["weights_sha256"] == second["weights_sha256"]
 
@@ -210,13 +210,13 @@ def load_without(world: World) -> tuple[bool, bool, str]:
     return load(world, "synthetic", "20")
 
 
-def test_without_it_every_rank_has_a_copy() -> None:
-    # Else the test above would show nothing.
+def test_without_shared_memory_every_rank_has_a_copy() -> None:
+    # Otherwise the test above would prove nothing.
     assert run_ranks(2, load_without) == [(True, True, ""), (True, False, "")]
 
 
 def load_on_uneven_nodes(world: World) -> bool:
-    """Rank 0 has a node for itself, ranks 1 and 2 share one."""
+    """Rank 0 is alone on its node, ranks 1 and 2 share one."""
     local_rank, local_ranks, host = [(0, 1, "one"), (0, 2, "other"), (1, 2, "other")][world.rank]
     place = World(world.rank, 3, local_rank, local_ranks, "the test", host, "cpu", "gloo", 1)
     config = DataConfig(dataset="synthetic", input_size="20", num_samples=1000)
@@ -230,7 +230,7 @@ def load_on_uneven_nodes(world: World) -> bool:
     return int(data.train.labels[0]) == 1234
 
 
-def test_uneven_nodes_do_not_lose_each_other() -> None:
+def test_nodes_of_different_sizes_share_data() -> None:
     assert run_ranks(3, load_on_uneven_nodes) == [False, True, True]
 
 
@@ -240,7 +240,7 @@ def own_memory_mb() -> float:
 
 
 def grow(world: World) -> float:
-    """How much of its own a rank needs for 53 MB of samples."""
+    """The private memory of a rank for 53 MB of samples."""
     exchange = partial(gather_texts, world=world)
     load_once_per_node(DataConfig(dataset="synthetic", input_size="64", num_samples=1000), 7, world, exchange)
     before = own_memory_mb()
@@ -249,23 +249,23 @@ def grow(world: World) -> float:
     return own_memory_mb() - before
 
 
-def test_more_samples_take_no_more_memory_of_a_rank() -> None:
-    # The rank that makes them gives back what it made them in, but for what its allocator keeps.
+def test_more_samples_need_no_more_private_memory() -> None:
+    # The rank that creates the samples frees its memory, except for what its allocator keeps.
     first, second = run_ranks(2, grow)
     assert first < 15
     assert second < 10
 
 
-def take_and_give_back(world: World) -> int:
+def allocate_and_free(world: World) -> int:
     for _ in range(3):
         opened(10_000, world)
         gc.collect()
-    links = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]  # one is gone: that of this list
+    links = [file for file in Path("/proc/self/fd").iterdir() if file.is_symlink()]  # one less: that of this list
     return sum("memfd:paceline" in str(link.readlink()) for link in links)
 
 
-def test_memory_that_nobody_uses_is_given_back() -> None:
-    assert run_ranks(2, take_and_give_back) == [0, 0]
+def test_unused_shared_memory_is_freed() -> None:
+    assert run_ranks(2, allocate_and_free) == [0, 0]
 
 
 def load_nothing(world: World) -> str:
@@ -278,11 +278,11 @@ def load_nothing(world: World) -> str:
     return "loaded"
 
 
-def test_a_first_rank_without_data_keeps_nobody_waiting() -> None:
+def test_a_first_rank_without_data_does_not_block_the_others() -> None:
     first, second = run_ranks(2, load_nothing)
     assert first == second == "DataError"
 
 
-def test_one_rank_or_several_nodes_share_nothing() -> None:
+def test_one_rank_or_several_nodes_use_no_shared_memory() -> None:
     assert open_node_sum(10, make_world(0, 1)) is None
     assert open_node_sum(10, World(0, 4, 0, 2, "the test", "testhost", "cpu", "gloo", 1)) is None

@@ -9,7 +9,7 @@ import pytest
 from harness.ranks import run_ranks
 from harness.runs import read_results, step_losses, train_in
 
-# Sums of floats in another order differ in their last bits; over 18 steps that stays below this.
+# Float sums in another order differ in their last bits. Over 18 steps the difference stays below this.
 TOLERANCE = 1e-5
 
 
@@ -39,7 +39,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         (2, ("--strategy", "fsdp", "--accumulate", "2")),
     ],
 )
-def test_losses_equal_the_lone_run(tmp_path: Path, alone: list[float], world_size: int, flags: tuple[str, ...]) -> None:
+def test_losses_equal_those_of_one_rank(
+    tmp_path: Path, alone: list[float], world_size: int, flags: tuple[str, ...]
+) -> None:
     assert losses_of(tmp_path, world_size, *flags) == pytest.approx(alone, abs=TOLERANCE)
 
 
@@ -57,18 +59,18 @@ def test_the_same_run_twice_gives_the_same_bits(tmp_path: Path) -> None:
     assert step_losses(tmp_path / "first") == step_losses(tmp_path / "second")
 
 
-def test_another_seed_gives_another_run(tmp_path: Path, alone: list[float]) -> None:
+def test_another_seed_gives_other_losses(tmp_path: Path, alone: list[float]) -> None:
     assert losses_of(tmp_path, 1, "--strategy", "single", "--seed", "7") != alone
 
 
 def test_synchronised_batchnorm_makes_ranks_equal_to_one(tmp_path: Path) -> None:
-    # A small rate: what is rounded differently grows with every step, and faster on larger ones.
+    # A small learning rate: rounding differences grow with every step, and faster with larger steps.
     flags = ("--model-name", "harness.batchnorm_model:build", "--max-steps", "6", "--base-lr", "0.05")
     lone = losses_of(tmp_path / "one", 1, *flags)
     without = losses_of(tmp_path / "without", 2, *flags)
     synchronised = losses_of(tmp_path / "with", 2, *flags, "--sync-bn")
     assert synchronised == pytest.approx(lone, abs=TOLERANCE)
-    assert without != pytest.approx(lone, abs=TOLERANCE)  # else the test above would show nothing
+    assert without != pytest.approx(lone, abs=TOLERANCE)  # otherwise the test above would prove nothing
 
 
 def test_clipping_and_moving_average_agree_between_ddp_and_fsdp(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ DROPOUT = ("--dropout", "0.3", "--base-lr", "0.05", "--max-steps", "6")
 
 @pytest.fixture(scope="module")
 def alone_with_dropout(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
-    """Losses of one rank, for each small model of ours that has dropout."""
+    """Losses of one rank, for each of our small models with dropout."""
     folder = tmp_path_factory.mktemp("alone-with-dropout")
     return {model: losses_of(folder / model, 1, "--model-name", model, *DROPOUT) for model in ("mlp", "cnn")}
 
@@ -110,15 +112,15 @@ def test_dropout_is_the_same_on_any_number_of_ranks(
     assert losses == pytest.approx(alone_with_dropout[model], abs=TOLERANCE)
 
 
-def test_dropout_changes_the_answer(tmp_path: Path, alone_with_dropout: dict[str, list[float]]) -> None:
-    """Without this, the test above shows nothing."""
+def test_dropout_changes_the_losses(tmp_path: Path, alone_with_dropout: dict[str, list[float]]) -> None:
+    """Otherwise the test above would prove nothing."""
     assert losses_of(tmp_path, 1, *DROPOUT, "--dropout", "0") != pytest.approx(alone_with_dropout["cnn"], abs=1e-3)
 
 
-def test_dropout_goes_on_the_same_after_a_resume_on_other_ranks(
+def test_dropout_is_the_same_after_a_resume_on_other_ranks(
     tmp_path: Path, alone_with_dropout: dict[str, list[float]]
 ) -> None:
-    """Resumed inside an epoch on another number of ranks, the run draws what the undisturbed one draws."""
+    """Resumed inside an epoch on another number of ranks, the run has the dropout of the undisturbed run."""
     for number, (size, stop) in enumerate([(2, 2), (4, 5), (1, 6)]):
         run_ranks(size, train_in, str(tmp_path), (*DROPOUT, "--max-steps", str(stop)), number > 0)
     assert step_losses(tmp_path) == pytest.approx(alone_with_dropout["cnn"], abs=TOLERANCE)

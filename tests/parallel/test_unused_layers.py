@@ -1,4 +1,4 @@
-"""Layers that are unused in some steps: every rank leaves them alone in the steps in which one process would."""
+"""Layers that some steps do not use: all ranks skip their update in the same steps as one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.training.optim import build_optimizer
 from paceline.training.recorded_step import build_step
 
 STEPS, BATCH, INPUTS, CLASSES = 8, 16, 6, 4
-# Sums of floats in another order differ in their last bits; over the steps of these tests that stays below this.
+# Float sums in another order differ in their last bits. Over the steps of these tests it stays below this.
 TOLERANCE = 1e-5
 
 
@@ -34,7 +34,7 @@ def new_model() -> Branching:
 
 
 def global_batch(step: int) -> tuple[Tensor, Tensor]:
-    """Samples for the rare layer: of one rank, of another, of all, or none at all."""
+    """Samples that use the rare layer: on one rank, on another, on all, or on none."""
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(BATCH, INPUTS, generator=generator)
     rare = {0: [1], 1: [], 2: [BATCH - 1], 3: [], 4: [], 5: range(0, BATCH, 2), 6: [BATCH // 2], 7: []}[step]
@@ -43,7 +43,7 @@ def global_batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def plain_loop(optimizer_name: str, accumulate: int) -> tuple[dict[str, Tensor], set[str], list[float]]:
-    """What one process with nothing but torch makes of it; also which parameters its optimizer knows, and norms."""
+    """The result of one process with plain torch, with the parameters in its optimizer state, and the norms."""
     config = quick_config(*flags_of(optimizer_name, accumulate))
     model = new_model()
     optimizer = build_optimizer(config.optim, model)
@@ -55,7 +55,7 @@ def plain_loop(optimizer_name: str, accumulate: int) -> tuple[dict[str, Tensor],
         inputs, labels = global_batch(step)
         if accumulate == 1:
             nn.functional.cross_entropy(model(inputs), labels).backward()
-        else:  # the first and the second half of each of two ranks' shares
+        else:  # the first and the second half of both ranks' shares
             quarters = zip(inputs.chunk(4), labels.chunk(4), strict=True)
             parts = list(quarters)
             for first, second in ((0, 2), (1, 3)):
@@ -77,7 +77,7 @@ def flags_of(optimizer_name: str, accumulate: int) -> tuple[str, ...]:
 
 
 def steps_on_rank(world: World, flags: tuple[str, ...], uses_sockets: bool) -> dict[str, Any]:
-    """The same batches, each cut into the ranks' shares."""
+    """The same batches, split into the ranks' shares."""
     if uses_sockets:
         os.environ[SWITCH] = "off"
     config = quick_config(*flags)
@@ -93,7 +93,7 @@ def steps_on_rank(world: World, flags: tuple[str, ...], uses_sockets: bool) -> d
         norms.append(report.grad_norm)
         step.update(number, 0.1, report)
     known = {name for name, parameter in model.module.named_parameters() if optimizer.state.get(parameter)}
-    # As arrays: the memory of a tensor would end with its rank.
+    # As arrays: the memory of a tensor ends with its rank.
     weights = {name: value.numpy() for name, value in gather_whole(model_tensors(model.module), world.device).items()}
     return {"weights": weights, "known": known, "norms": norms, "exchange": step.exchange}
 
@@ -116,8 +116,8 @@ def require_like_plain(answers: list[dict[str, Any]], optimizer_name: str = "sgd
         pytest.param(4, "fsdp", False, marks=pytest.mark.slow),
     ],
 )
-def test_a_layer_no_sample_used_is_left_alone(ranks: int, strategy: str, sockets: bool) -> None:
-    """Momentum and weight decay stop for it as they do on one process, and the weights are the same."""
+def test_a_layer_without_samples_is_not_updated(ranks: int, strategy: str, sockets: bool) -> None:
+    """Momentum and weight decay are not applied, as on one process, and the weights are the same."""
     flags = (*flags_of("sgd", 1), f"--strategy={strategy}")
     answers = run_ranks(ranks, steps_on_rank, flags, sockets)
     if strategy == "ddp":
@@ -126,20 +126,20 @@ def test_a_layer_no_sample_used_is_left_alone(ranks: int, strategy: str, sockets
 
 
 @pytest.mark.parametrize(("strategy", "sockets"), [("ddp", False), ("ddp", True), ("fsdp", False)])
-def test_a_layer_one_microbatch_used_has_a_gradient(strategy: str, sockets: bool) -> None:
-    """Also if the last microbatch, with which gradients are summed over ranks, did not use it."""
+def test_a_layer_used_by_one_microbatch_has_a_gradient(strategy: str, sockets: bool) -> None:
+    """Also if the last microbatch, which reduces the gradients over ranks, did not use it."""
     answers = run_ranks(2, steps_on_rank, (*flags_of("sgd", 2), f"--strategy={strategy}"), sockets)
     require_like_plain(answers, accumulate=2)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_other_optimizers_leave_it_alone_too(optimizer: str) -> None:
+def test_other_optimizers_do_not_update_unused_layers(optimizer: str) -> None:
     """Adam's step count of a layer is the number of steps that used it, on any number of ranks."""
     require_like_plain(run_ranks(2, steps_on_rank, (*flags_of(optimizer, 1), "--strategy=ddp"), False), optimizer)
 
 
 def test_sharded_microbatches_in_mixed_precision_run_with_unused_layers() -> None:
-    """What earlier microbatches left is kept in another type; a layer only the last one used is summed all the same."""
+    """Earlier microbatches accumulate in another type. A layer that only the last one used is still reduced."""
     flags = (*flags_of("sgd", 2), "--strategy=fsdp", "--amp-dtype=bf16")
     answers = run_ranks(2, steps_on_rank, flags, False)
     _, known, _ = plain_loop("sgd", 2)
@@ -147,7 +147,7 @@ def test_sharded_microbatches_in_mixed_precision_run_with_unused_layers() -> Non
 
 
 @pytest.mark.parametrize("sockets", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_exact_runs_leave_it_alone_on_any_number_of_ranks(sockets: bool) -> None:
+def test_exact_runs_do_not_update_unused_layers_on_any_number_of_ranks(sockets: bool) -> None:
     """The same bits on 1, 2 and 4 ranks, and the weights of the plain loop."""
     flags = (*flags_of("sgd", 1), "--exact", "--lanes=4")
     answers = [run_ranks(ranks, steps_on_rank, flags, sockets)[0] for ranks in (1, 2, 4)]
@@ -157,8 +157,8 @@ def test_exact_runs_leave_it_alone_on_any_number_of_ranks(sockets: bool) -> None
             np.testing.assert_array_equal(value, answers[0]["weights"][name], err_msg=name)
 
 
-def test_whole_exact_runs_with_unused_layers_end_with_the_same_bits(tmp_path: Path) -> None:
-    """Training, validation, saving and all: 1, 2 and 4 ranks give the same hashes."""
+def test_complete_exact_runs_with_unused_layers_end_with_the_same_bits(tmp_path: Path) -> None:
+    """With training, validation and saves: 1, 2 and 4 ranks give the same hashes."""
     flags = ("--exact", "--lanes=4", "--model-name", "harness.branching_model:build", "--max-steps=9")
     for ranks in (1, 2, 4):
         run_ranks(ranks, train_in, str(tmp_path / str(ranks)), flags)
@@ -167,8 +167,8 @@ def test_whole_exact_runs_with_unused_layers_end_with_the_same_bits(tmp_path: Pa
 
 
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_whole_runs_with_unused_layers_equal_the_lone_run(tmp_path: Path, strategy: str) -> None:
-    """Also after a resume in the middle: what the optimizer does not know yet stays unknown."""
+def test_complete_runs_with_unused_layers_equal_the_run_on_one_rank(tmp_path: Path, strategy: str) -> None:
+    """Also after a resume in the middle: parameters without optimizer state stay without it."""
     flags = ("--model-name", "harness.branching_model:build", "--weight-decay=0.05", "--base-lr=0.02")
     run_ranks(1, train_in, str(tmp_path / "one"), flags)
     run_ranks(2, train_in, str(tmp_path / "two"), (*flags, f"--strategy={strategy}", "--max-steps=9"))

@@ -1,4 +1,4 @@
-"""The choices of FSDP and DDP: other groups and other traffic, the same weights."""
+"""The options of FSDP and DDP: other groups and other traffic, the same weights."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def bytes_per_step(results: dict[str, Any]) -> int:
 
 
 @pytest.mark.long
-def test_the_choices_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Path) -> None:
-    """Weights that stay gathered are sent once per step and not twice; what is gathered at once changes no bit."""
+def test_the_options_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Path) -> None:
+    """Weights that stay gathered are sent once per step, not twice. The size of a gather changes no bit."""
     fsdp = ("--strategy", "fsdp")
     found = {
         "blocks": results_of(tmp_path / "blocks", *fsdp),
@@ -40,8 +40,8 @@ def test_the_choices_of_fsdp_change_the_traffic_and_not_the_weights(tmp_path: Pa
 
 
 @pytest.mark.long
-def test_an_average_that_is_validated_does_not_train(tmp_path: Path) -> None:
-    """Validation gathers the averaged weights. The step after it gathers the trained ones, whether or not one saved."""
+def test_validation_of_the_moving_average_does_not_change_training(tmp_path: Path) -> None:
+    """Validation gathers the averaged weights. The next step gathers the trained ones, with or without a save."""
     average = ("--strategy", "fsdp", "--ema-decay", "0.5", "--epochs", "3")
     choices = {"every epoch": ("--save-epochs", "1"), "never": ("--save-epochs", "100")}
     found = {
@@ -53,7 +53,7 @@ def test_an_average_that_is_validated_does_not_train(tmp_path: Path) -> None:
 
 
 class Attention(nn.Module):
-    """Has a parameter of its own, and children: one is never called."""
+    """Has its own parameter and children. One child is never called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def test_a_layer_with_parameters_and_children_is_one_group() -> None:
 
 
 def groups_of(world: World, wrap: str) -> list[str]:
-    """The layers that are groups of shards."""
+    """The layers that are FSDP groups."""
     from torch.distributed.fsdp import FSDPModule
 
     config = quick_config("--strategy", "fsdp", "--fsdp-wrap", wrap)
@@ -96,25 +96,25 @@ def small_model() -> nn.Module:
 @pytest.mark.parametrize(
     ("wrap", "groups"), [("model", [""]), ("blocks", ["", "0.0.0", "0.1"]), ("layers", ["", "0.0.0", "0.1", "1"])]
 )
-def test_the_wrapping_policy_decides_the_groups(wrap: str, groups: list[str]) -> None:
+def test_the_wrapping_policy_sets_the_groups(wrap: str, groups: list[str]) -> None:
     """A group per layer or per block, and one for the rest."""
     assert run_ranks(2, groups_of, wrap) == [groups, groups]
 
 
 def buckets_of(world: World, cap_mb: int) -> tuple[bool, int]:
-    """Whether memory is shared, and the cap of a bucket in bytes."""
+    """Whether memory is shared, and the bucket size in bytes."""
     config = quick_config("--strategy", "ddp", *(("--bucket-cap-mb", str(cap_mb)) if cap_mb else ()))
     model = parallelise(CNN((3, 32, 32), 10), config, world)
     return model.shared is not None, getattr(model.forward, "bucket_bytes_cap", 0)
 
 
 def test_the_size_of_buckets_reaches_ddp() -> None:
-    """A size that is given also turns off the exchange through shared memory, which has no buckets."""
+    """A given bucket size also disables shared memory, which has no buckets."""
     assert run_ranks(2, buckets_of, 0) == [(True, 0)] * 2
     assert run_ranks(2, buckets_of, 3) == [(False, 3 * 2**20)] * 2
 
 
-def test_other_buckets_train_the_same_weights(tmp_path: Path) -> None:
+def test_other_bucket_sizes_train_the_same_weights(tmp_path: Path) -> None:
     """With two ranks, sums do not depend on the buckets."""
     found = [results_of(tmp_path / str(cap), "--bucket-cap-mb", str(cap)) for cap in (1, 25)]
     assert found[0]["weights_sha256"] == found[1]["weights_sha256"]

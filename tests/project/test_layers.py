@@ -21,7 +21,7 @@ WITHOUT_TORCH = {
     *("errors", "settings", "runs", "reports", "launch", "integrations/slurm", "integrations/kubernetes"),
     *("tools/study", "cli"),
 }
-# Layers that hold heavy and light files: these must answer before torch is imported.
+# Layers with heavy and light files: the light ones must not import torch.
 LIGHT_FILES = {
     *("runtime/detect.py", "data/registry.py", "models/registry.py", "metrics/sinks/open.py"),
     *("library/train.py", "library/run.py", "training/export_request.py", "data/pack_format.py", "runtime/gpus.py"),
@@ -75,7 +75,7 @@ def test_light_modules_do_not_import_torch_at_the_top() -> None:
         assert not heavy, f"{path} imports {heavy}"
 
 
-def test_models_know_nothing_of_distribution() -> None:
+def test_models_do_not_import_distribution() -> None:
     for layer, path in modules():
         if layer == "models":
             assert not any(name.startswith("torch.distributed") for name in imports_of(path, top_level_only=False))

@@ -14,7 +14,7 @@ from harness.runs import read_results
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
-PAUSES_S = (5, 15, 45)  # package indexes answer "too many requests" at times
+PAUSES_S = (5, 15, 45)  # package indexes sometimes answer "too many requests"
 
 
 def install(python: Path, *arguments: str) -> None:
@@ -29,7 +29,7 @@ def install(python: Path, *arguments: str) -> None:
 
 def test_wheel_and_source_package_train_in_an_empty_environment(tmp_path: Path) -> None:
     """Everything that a run needs is in both packages, and they give the same weights."""
-    tree = tmp_path / "tree"  # a copy: building leaves folders behind
+    tree = tmp_path / "tree"  # a copy, because the build leaves folders
     tree.mkdir()
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)

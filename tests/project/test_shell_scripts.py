@@ -1,4 +1,4 @@
-"""Our shell scripts stop at the first failure, and so must not hold a success for one. All pass shellcheck."""
+"""Our shell scripts stop at the first failure, without false failures. All pass shellcheck."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from harness.shellcheck import REQUIRE, check_file, check_script, find_shellchec
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("tests", "examples", "docs", "course", ".ci")
-# grep -q and head leave before they have read everything; under pipefail whoever still writes then fails the pipe.
+# grep -q and head end before they have read everything. With pipefail, a process that still writes fails the pipe.
 _HASTY = re.compile(r"(?<!\|)\|\s*(grep\s+(-\S+\s+)*-[a-zA-Z]*q|head\b)")
 
 
@@ -28,7 +28,7 @@ def test_there_are_scripts() -> None:
 
 
 @pytest.mark.parametrize("script", find_scripts(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_no_pipe_ends_in_a_command_that_leaves_early(script: Path) -> None:
+def test_no_pipe_ends_in_a_command_that_exits_early(script: Path) -> None:
     lines = script.read_text().splitlines()
     found = [f"{script.name}:{n}: {line.strip()}" for n, line in enumerate(lines, start=1) if _HASTY.search(line)]
     assert not found, 'use a here-string: grep -q WORD <<<"$(command)"'
@@ -41,15 +41,15 @@ _BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def find_shell_files() -> list[Path]:
-    """Every file for a shell. Of the course only answers: exercises have gaps, wrong answers are wrong on purpose."""
+    """Every shell file. Of the course only answers: exercises have gaps, wrong answers are wrong on purpose."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
     shells = (b"#!/bin/bash", b"#!/bin/sh", b"#!/usr/bin/env bash")
     found = [path for path in files if path.suffix == ".sh" or path.read_bytes()[:40].startswith(shells)]
     return sorted(path for path in found if path.parts[len(ROOT.parts)] != "course" or path.stem == "solution")
 
 
-def test_shellcheck_looks_at_jobs_too() -> None:
-    """Job scripts have no ending of their own."""
+def test_shellcheck_includes_job_scripts() -> None:
+    """Job scripts have no file extension."""
     names = {path.name for path in find_shell_files()}
     assert {"first-job.sbatch", "multi-node.sh", "setup-controller", "healthcheck", "run", "solution.sbatch"} <= names
 
@@ -76,13 +76,13 @@ def test_the_guides_have_commands() -> None:
 
 @pytest.mark.parametrize("block", find_blocks(), ids=lambda block: str(block[0]))
 def test_the_commands_of_a_guide_pass_shellcheck(block: tuple[str, str]) -> None:
-    """As a person would put them into a script."""
+    """As if a user put them into a script."""
     text = block[1] if block[1].startswith("#!") else f"#!/bin/bash\n{block[1]}"
     check_script(text)
 
 
 def test_a_finding_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check itself can fail, and where it is required it does not skip."""
+    """The check can fail, and does not skip if it is required."""
     find_shellcheck()
     with pytest.raises(AssertionError, match="SC2086"):
         check_script("#!/bin/bash\necho $1\n")

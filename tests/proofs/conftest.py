@@ -13,7 +13,7 @@ from paceline.runs.machine import Machine
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where code waits, the clock moves on and no time passes. Nothing else could happen meanwhile."""
+    """Advance the clock instead of waiting. Nothing else could happen in that time."""
     passed_s = [0.0]
     monkeypatch.setattr(store, "RETRY_PAUSE_S", 0.0)
     monkeypatch.setattr(Machine, "now_s", lambda self: passed_s[0])
@@ -22,7 +22,7 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    """In memory where possible: thousands of small folders are written and read."""
+    """A folder, in memory if possible: the tests write and read thousands of small folders."""
     shared = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(prefix="paceline-", dir=shared if shared.is_dir() else None))
     yield folder

@@ -1,4 +1,4 @@
-"""A recorded save in a process of its own, for strace: python recorded_child.py FOLDER OUTPUT."""
+"""A recorded save in a separate process, for strace: python recorded_child.py FOLDER OUTPUT."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from proofs.saves import save_a_better_one, two_steps
 
 
 def calls_of(record: Record) -> list[list[str]]:
-    """What a system call trace shows of each operation: its kind, and the names or the number of bytes."""
+    """The system calls of each operation in a trace: their kind, and the names or the number of bytes."""
     calls = []
     for operation in record.operations:
         if isinstance(operation, Entries):

@@ -1,4 +1,4 @@
-"""Saves whose crash points are tried: what was there before, and what is recorded."""
+"""Saves for the tests of crash points: the state before, and the recorded operations."""
 
 from __future__ import annotations
 

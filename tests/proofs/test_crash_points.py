@@ -42,7 +42,7 @@ def test_a_kill_at_any_point_of_a_save_loses_no_reported_checkpoint(disk: Path, 
     try_all(disk, kills(record), record, check_restart).require_none(at_least=20)
 
 
-@pytest.mark.parametrize("name", [name for name in SAVES if name != "with a prune"])  # the better one prunes as well
+@pytest.mark.parametrize("name", [name for name in SAVES if name != "with a prune"])  # a better checkpoint also prunes
 def test_power_loss_at_any_point_of_a_save_loses_no_reported_checkpoint(disk: Path, name: str) -> None:
     """The same after every allowed loss of what was not fsynced."""
     record = record_life(disk, *SAVES[name])
@@ -51,7 +51,7 @@ def test_power_loss_at_any_point_of_a_save_loses_no_reported_checkpoint(disk: Pa
 
 @pytest.mark.parametrize("name", ["better than before", "same step again"])
 def test_a_second_crash_at_any_point_of_the_restart_loses_no_reported_checkpoint(disk: Path, name: str) -> None:
-    """Two crashes in a row are as harmless as one."""
+    """A second crash loses as little as one crash."""
     record = record_life(disk, *SAVES[name])
     total = Outcome()
     for number, crash in enumerate(distinct_checkpoints(kills(record))[::2]):
@@ -122,8 +122,8 @@ def check_sharded(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> Non
         assert len(found.files_of("model")) == 2
 
 
-def test_no_crash_point_of_a_sharded_save_with_stand_in_collectives_leaves_half_a_checkpoint(disk: Path) -> None:
-    """A checkpoint has the slices of all ranks, or no name."""
+def test_no_crash_point_of_a_sharded_save_with_stand_in_collectives_leaves_a_partial_checkpoint(disk: Path) -> None:
+    """A checkpoint has the slices of all ranks, or it has no name."""
     record = record_life(disk, save_by_two_ranks)
     for crashes in (kills, power_losses):
         try_all(disk, crashes(record), record, check_sharded).require_none(at_least=20)
@@ -153,19 +153,19 @@ def check_after_damage(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -
     assert life.step == 2
     aside = life.folder.checkpoints / "damaged-step-00000003"
     assert aside.is_dir()
-    assert len(list(aside.iterdir())) == 4  # for people to look at: nothing of it is lost either
+    assert len(list(aside.iterdir())) == 4  # damaged checkpoints are kept for inspection
     assert check_whole(life.folder) == {1, 2}
     life.close()
 
 
-def test_no_crash_point_of_setting_a_damaged_checkpoint_aside_loses_a_whole_one(disk: Path) -> None:
-    """The newest whole checkpoint is used, and the damaged one stays for people to look at."""
+def test_no_crash_point_of_setting_a_damaged_checkpoint_aside_loses_a_complete_one(disk: Path) -> None:
+    """The newest complete checkpoint is used, and the damaged one is kept for inspection."""
     record = record_life(disk, restart_with_damage, three_steps_one_damaged)
     for crashes in (kills, power_losses):
         try_all(disk, crashes(record), record, check_after_damage).require_none(at_least=10)
 
 
-# --- Going back
+# --- Rewind
 
 
 def three_steps(run: Path) -> None:
@@ -177,7 +177,7 @@ def three_steps(run: Path) -> None:
 
 
 def go_back(run: Path, recorder: Recorder) -> None:
-    """By decision, from step 3 to step 1; then one more step is saved."""
+    """Rewind from step 3 to step 1, then save one more step."""
     recorder.mark("saved", {"step": 3, "kept": [1, 2, 3], "best": 0, "line": 0})
     life = RunLife(run, retention=ALL_THREE, goes_back_to=1, line=1)
     recorder.mark("went back")
@@ -187,7 +187,7 @@ def go_back(run: Path, recorder: Recorder) -> None:
 
 
 def check_line(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
-    """A restart goes on in one line, with the rows of that line. After the report, in the new one."""
+    """A restart continues one branch, with the rows of that branch. After the report, it is the new branch."""
     check_whole(RunFolder(run))
     life = RunLife(run, retention=ALL_THREE)
     rows = [row["step"] for row in life.session.recorder._rows]  # type: ignore[union-attr]
@@ -199,14 +199,14 @@ def check_line(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
     life.close()
 
 
-def test_no_crash_point_of_going_back_mixes_two_lines_of_a_run(disk: Path) -> None:
-    """Before the decision is on the disk the run goes on as before; afterwards from the step it went back to."""
+def test_no_crash_point_of_a_rewind_mixes_two_branches_of_a_run(disk: Path) -> None:
+    """Before the rewind is on the disk, the run continues as before. Afterwards it continues from the rewound step."""
     record = record_life(disk, go_back, three_steps)
     for crashes in (kills, power_losses):
         try_all(disk, crashes(record), record, check_line).require_none(at_least=20)
 
 
-# --- Taking over
+# --- Takeover
 
 
 def take_over(run: Path, recorder: Recorder) -> None:
@@ -234,7 +234,7 @@ def check_lock(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
 def test_no_crash_point_of_a_takeover_locks_the_folder_for_ever(
     disk: Path, before: Any, has_flock: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The next start owns the folder, without help from a person."""
+    """The next start owns the folder, without help from a user."""
     if not has_flock:
         monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     record = record_life(disk, take_over, before)

@@ -1,5 +1,5 @@
-"""Every crash point on the way to an object store and back. The store is fsspec's, in memory: each object is replaced
-in one step and durable at once, as in S3."""
+"""Every crash point of uploads to an object store and of fetches from it. The store is fsspec's, in memory: each object
+is replaced in one step and durable at once, as in S3."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ URL = "memory://run"
 @pytest.fixture(autouse=True)
 def empty_store(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(uploader, "_JOIN_POLL_S", 0.001)
-    for module in (fetching, mirror):  # the recorded disk lies elsewhere than a working copy would
+    for module in (fetching, mirror):  # the recorded disk and a working copy are in different places
         monkeypatch.setattr(module, "read_own_note", read_note)
     MemoryFileSystem.store.clear()
     yield
@@ -54,7 +54,7 @@ def set_objects(wanted: dict[str, bytes]) -> None:
 
 @contextmanager
 def recorded_store(recorder: Recorder) -> Iterator[None]:
-    """Changes of the store become part of the record."""
+    """Record the changes of the store."""
     recorder.record.store = known = objects()
 
     def watched(name: str) -> Any:
@@ -97,7 +97,7 @@ def mirrored_run(run: Path) -> None:
 
 
 def save_and_push(run: Path, recorder: Recorder) -> None:
-    """Step 3 arrives and is the best; 1 and 2 are dropped, here and there."""
+    """Step 3 is uploaded and is the best. Steps 1 and 2 are dropped on the disk and in the store."""
     with recorded_store(recorder):
         life = RunLife(run)
         life.train(1)
@@ -112,7 +112,7 @@ def check_store(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
     set_objects(crash.store)
     sealed = steps_stored()
     assert max(sealed) == 3 if crash.last("arrived") else max(sealed) in (2, 3)
-    assert sealed >= {1, 2} or 3 in sealed  # nothing is dropped before its successor is whole
+    assert sealed >= {1, 2} or 3 in sealed  # nothing is dropped before its successor is complete
 
     other = RunFolder(run.parent / "other-machine")
     fetch_run(open_store(URL, "here"), other, "", ignore)
@@ -133,16 +133,16 @@ def check_store(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
 def test_no_crash_point_of_a_mirror_round_loses_a_checkpoint_in_the_store(
     disk: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Another machine finds the newest checkpoint that arrived, with its metrics; this one sends the rest again."""
+    """Another machine finds the newest uploaded checkpoint with its metrics. This machine uploads the rest again."""
     record = record_life(disk, save_and_push, mirrored_run)
     try_all(disk, kills(record), record, check_store).require_none(at_least=50)
 
 
 def test_power_loss_during_a_mirror_round_loses_no_checkpoint(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same after losses on this machine, with the store as it was."""
+    """The same after losses on this machine. The store loses nothing."""
     record = record_life(disk, save_and_push, mirrored_run)
     sending = [crash for crash in power_losses(record) if crash.last("saved")]
-    # Each state costs a whole mirror round: every sixteenth is tried, of some hundreds.
+    # Each state needs a complete mirror round, so the test uses every sixteenth of some hundreds.
     try_all(disk, sending[::16], record, check_store).require_none(at_least=20)
 
 
@@ -170,7 +170,7 @@ def stored_run_and_an_old_copy(run: Path) -> None:
 
 
 def check_fetch(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
-    """Fetched again, everything is there."""
+    """After another fetch, all files are there."""
     if run.is_dir():
         check_whole(RunFolder(run))
     fetch_run(open_store(URL, "here"), RunFolder(run), "", ignore)  # as every start does
@@ -185,11 +185,11 @@ def check_fetch(run: Path, crash: Crash, coming: Any, *, goes_on: bool) -> None:
 
 @pytest.mark.parametrize("before", [stored_run, stored_run_and_an_old_copy])
 @pytest.mark.parametrize("crashes", [kills, power_losses])
-def test_no_crash_point_of_a_fetch_leaves_half_a_run(
+def test_no_crash_point_of_a_fetch_leaves_a_partial_run(
     disk: Path, before: Any, crashes: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The next start fetches what is missing: checkpoints, the best one and the metrics before them."""
     record = record_life(disk, fetch, before)
     states = list(crashes(record))
-    step = 1 if crashes is kills else 3  # of the power losses every third: each costs a fetch and a restart
+    step = 1 if crashes is kills else 3  # every third power loss: each needs a fetch and a restart
     try_all(disk, states[::step], record, check_fetch).require_none(at_least=15)

@@ -1,4 +1,4 @@
-"""The proof of the proof: faults planted into a save are found by the crash points."""
+"""The crash point tests detect faults that are injected into a save."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from proofs.saves import SAVES
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(300)]  # seconds of CPU time, on machines that may be shared
 
-# --- fsyncs left out
+# --- Missing fsyncs
 
 
 def without_fsync(record: Record, inode: int) -> Record:
@@ -34,27 +34,27 @@ def key_of(crash: Crash) -> Any:
 
 
 def loses_something(disk: Path, record: Record, known: set[Any]) -> bool:
-    """Whether a restart loses something in one of the states that the whole record does not have."""
+    """Whether a restart loses data in one of the states that the complete record does not have."""
     new = (crash for crash in power_losses(record) if key_of(crash) not in known)
     return any(try_all(disk, [crash], record, check_restart).faults for crash in new)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # restarts that fail close nothing
 @pytest.mark.parametrize("name", ["first", "with a prune"])
-def test_a_file_or_folder_that_is_never_fsynced_is_found(disk: Path, name: str) -> None:
-    """Each fsync matters: without those of any one file or folder there is a power loss that loses something."""
+def test_a_missing_fsync_is_detected(disk: Path, name: str) -> None:
+    """Every fsync is necessary: without those of one file or folder, some power loss loses data."""
     record = record_life(disk, *SAVES[name])
     known = {key_of(crash) for crash in power_losses(record)}
     synced = dict.fromkeys(operation.inode for operation in record.operations if isinstance(operation, Sync))
-    # Status, data.json and the records of processes are made again; a restart only waits longer without the last.
+    # Status, data.json and process records are written again. Without the records a restart only waits longer.
     made_again = ("run/.status.json", "run/.data.json", "run/.members")
     synced = {inode: None for inode in synced if not record.names[inode].startswith(made_again)}
     spare = [record.names[inode] for inode in synced if not loses_something(disk, without_fsync(record, inode), known)]
-    # In later saves the run folder has its name already.
+    # In later saves the name of the run folder is durable.
     assert spare == ([] if name == "first" else ["."])
 
 
-# --- The wrong order
+# --- Wrong order
 
 
 def named_before_it_is_flushed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,8 +134,8 @@ PLANTS: dict[str, tuple[str, Any, Callable[[pytest.MonkeyPatch], None]]] = {
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("plant", PLANTS)
-def test_a_save_in_the_wrong_order_is_found(disk: Path, plant: str) -> None:
-    """The crash points are able to fail."""
+def test_a_save_in_the_wrong_order_is_detected(disk: Path, plant: str) -> None:
+    """The crash point tests can fail."""
     name, crashes, break_code = PLANTS[plant]
     with pytest.MonkeyPatch.context() as patch:
         story, before = SAVES[name]

@@ -1,4 +1,4 @@
-"""The recorder misses nothing, and the model of a power loss allows what it should."""
+"""The recorder records every operation, and the model of a power loss allows the right states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NAME = re.compile(r'"((?:[^"\\]|\\.)*)"')
 
 
 def read_calls(trace: str, root: Path) -> list[list[str]]:
-    """Of a trace by strace -f -y: every call that changes something below a folder, between the two marks."""
+    """From a trace by strace -f -y: every call that changes files below a folder, between the two marks."""
     calls = []
     for line in trace.split("recording-begins", 1)[1].rsplit("recording-ends", 1)[0].splitlines()[1:]:
         found = CALL.match(line)
@@ -50,8 +50,8 @@ def read_calls(trace: str, root: Path) -> list[list[str]]:
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
-def test_the_recorder_sees_what_strace_sees(disk: Path) -> None:
-    """Names, sizes and fsyncs of a whole save, in the same order."""
+def test_the_recorder_records_the_same_calls_as_strace(disk: Path) -> None:
+    """Names, sizes and fsyncs of a complete save, in the same order."""
     folder, output, trace = disk / "run-folder", disk / "record.json", disk / "trace"
     folder.mkdir()
     calls = "creat,truncate,ftruncate,fallocate,copy_file_range,sendfile,splice,fsync,fdatasync,write,pwrite64,writev"
@@ -66,7 +66,7 @@ def test_the_recorder_sees_what_strace_sees(disk: Path) -> None:
     recorded = json.loads(output.read_text())
     seen = read_calls(trace.read_text(), folder)
     created = [call for call in recorded if call[0] == "create"]
-    # A file that is opened with O_CREAT and exists is no creation.
+    # O_CREAT on an existing file does not create it.
     seen = [call for call in seen if call[0] != "create" or call in created]
     assert seen == recorded
     assert len(recorded) > 50
@@ -85,7 +85,7 @@ def states(record: Record) -> list[Tree]:
     return [crash.tree for crash in power_losses(record) if crash.point == len(record.operations)]
 
 
-def test_what_is_not_fsynced_may_be_missing_torn_or_zero(disk: Path) -> None:
+def test_data_without_fsync_may_be_missing_torn_or_zero(disk: Path) -> None:
     """Contents and names are lost independently of each other."""
 
     def write(root: Path) -> None:
@@ -97,7 +97,7 @@ def test_what_is_not_fsynced_may_be_missing_torn_or_zero(disk: Path) -> None:
 
 
 def test_fsync_of_a_file_keeps_its_contents_but_not_its_name(disk: Path) -> None:
-    """A name is durable with its folder."""
+    """A name is durable after fsync of its folder."""
 
     def write(root: Path) -> None:
         with (root / "a").open("wb") as file:
@@ -106,13 +106,13 @@ def test_fsync_of_a_file_keeps_its_contents_but_not_its_name(disk: Path) -> None
             os.fsync(file.fileno())
 
     record = record_of(disk, write)
-    assert [crash.tree for crash in power_losses(record) if crash.point == 3] == []  # nothing that was not seen before
+    assert [crash.tree for crash in power_losses(record) if crash.point == 3] == []  # no new states
     last = {tuple(tree.items()) for tree in (crash.tree for crash in power_losses(record))}
     assert () in last
 
 
 def test_any_subset_of_renames_may_be_lost_until_the_folder_is_fsynced(disk: Path) -> None:
-    """Stricter than a journal, which loses the newest first."""
+    """Stricter than a journal, which loses the newest changes first."""
     (disk / "before").mkdir()
 
     def rename_two(root: Path) -> None:

@@ -1,8 +1,8 @@
-"""Two supervisors with ranks, a store and a disk that fails for a while, in any order that hypothesis finds.
+"""Two supervisors with ranks, a store and a disk that fails for a while, in any order that hypothesis generates.
 
-Computers and processes are simulated (harness/simulated_machines.py), and data and model have a stand-in; ownership,
-checkpoints, metrics, mirror and fetch are the real ones. One writer; steps never go backwards without a decision;
-whatever was reported as saved can be loaded. PACELINE_STATE_MACHINE_EXAMPLES=2000 looks for longer.
+Computers and processes are simulated (harness/simulated_machines.py). Data and model are replaced. Ownership,
+checkpoints, metrics, mirror and fetch are real. The invariants: one writer; steps never go backwards without a rewind;
+every checkpoint that was reported as saved can be loaded. PACELINE_STATE_MACHINE_EXAMPLES=2000 runs longer.
 """
 
 from __future__ import annotations
@@ -101,10 +101,10 @@ class TwoSupervisors(RuleBasedStateMachine):
         self.disk = Path(tempfile.mkdtemp(prefix="paceline-", dir=shared if shared.is_dir() else None))
         self.run = self.disk / "run"
         self.supervisors: list[Supervisor] = []
-        self.dead: list[Any] = []  # what belonged to killed processes: collected as garbage, it would clean up
-        self.newest = 0  # reported as saved, and not given up by a decision
-        self.attempted = 0  # a save that failed or was killed may be there all the same
-        self.arrived = 0  # the newest that a whole mirror round has left in the store
+        self.dead: list[Any] = []  # objects of killed processes: garbage collection would run their cleanup
+        self.newest = 0  # reported as saved, and not discarded by a rewind
+        self.attempted = 0  # a save that failed or was killed may exist
+        self.arrived = 0  # the newest in the store after a complete mirror round
         self.is_store_down = self.is_disk_failing = False
         self.saving: Rank | None = None
         MemoryFileSystem.store.clear()
@@ -132,7 +132,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             shutil.rmtree(self.disk)
             MemoryFileSystem.store.clear()
 
-    # --- What the rules are made of
+    # --- Parts of the rules
 
     def ask_store(self, real: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def ask(question: Any) -> Any:
@@ -156,7 +156,7 @@ class TwoSupervisors(RuleBasedStateMachine):
 
     @property
     def owner(self) -> Supervisor | None:
-        """The supervisor whose id the folder carries."""
+        """The supervisor whose id is in the folder."""
         living = [supervisor for supervisor in self.supervisors if supervisor.machine.is_alive]
         return next((supervisor for supervisor in living if self.owns(supervisor)), None)
 
@@ -167,7 +167,7 @@ class TwoSupervisors(RuleBasedStateMachine):
         return False
 
     def let_others_run(self) -> None:
-        """While a new owner waits: ranks show signs of life, and orphans save and leave."""
+        """While a new owner waits, ranks write heartbeats, and orphans save and end."""
         for rank in self.living_ranks:
             self.show_life(rank)
             if rank.is_orphan and rank is not self.saving:
@@ -191,7 +191,7 @@ class TwoSupervisors(RuleBasedStateMachine):
         self.dead.append(rank.life)
 
     def save(self, rank: Rank, *, is_best: bool = False) -> None:
-        """A step, and a save that is reported or fails. A rank without its owner changes nothing."""
+        """Train a step and save. The save is reported or fails. A rank without its owner changes nothing."""
         may_write = rank.may_write
         with working():
             before = None if may_write else read_tree(self.run / "checkpoints")
@@ -204,9 +204,10 @@ class TwoSupervisors(RuleBasedStateMachine):
             assert not may_write
             self.leave(rank)
         except (OSError, PacelineError):
-            # A rank that lost its owner cannot see that while the disk fails. It changes nothing all the same.
+            # A rank that lost its owner cannot detect that while the disk fails. It still changes nothing.
             assert may_write or self.is_disk_failing
-            self.computers.end_process(rank.machine)  # as a rank whose save fails three times, or whose folder is lost
+            # Like a rank whose save fails three times, or whose folder is lost.
+            self.computers.end_process(rank.machine)
             self.end(rank)
         else:
             assert may_write
@@ -218,7 +219,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             assert before is None or read_tree(self.run / "checkpoints") == before
 
     def start(self, host: str, goes_back_to: int | None = None, *, is_second_try: bool = False) -> None:
-        """A new supervisor with one rank, as `paceline train --resume` starts them. It may be refused."""
+        """Start a supervisor with one rank, like `paceline train --resume`. It may be refused."""
         machine = self.computers.start_process(host)
         held = lock.owned(self.run / LOCK, machine)
         self.dead.append(held)
@@ -229,7 +230,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             self.computers.end_process(machine)
             is_taken = any(s.machine.is_alive for s in self.supervisors) or self.living_ranks
             if not is_taken and not self.is_disk_failing:
-                # Processes that died on another host look alive for a while. After that nothing locks the folder.
+                # Processes that died on another host look alive for a while. After that the folder is free.
                 assert not is_second_try
                 self.computers.clock_s += 2 * SILENT_S
                 self.start(host, goes_back_to, is_second_try=True)
@@ -245,7 +246,7 @@ class TwoSupervisors(RuleBasedStateMachine):
                 note = fetch_module._write_token(there, folder, MirrorNote(URL, keep_last=2))
                 supervisor.uploader = uploader_of(folder, note)
             self.start_rank(supervisor, goes_back_to)
-        except (OSError, PacelineError):  # the disk fails: nothing is lost, and the start says so
+        except (OSError, PacelineError):  # the disk fails: nothing is lost, and the start reports it
             self.kill(supervisor)
 
     def start_rank(self, supervisor: Supervisor, goes_back_to: int | None) -> None:
@@ -262,7 +263,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             self.newest = self.attempted = goes_back_to
             self.arrived = min(self.arrived, goes_back_to)
         assert self.newest <= life.step <= max(self.attempted, self.newest)
-        self.newest = life.step  # from here on it is what a person sees
+        self.newest = life.step  # from here on, it is visible to users
         check_rows(RunFolder(self.run), life.step)
 
     def kill(self, supervisor: Supervisor) -> None:
@@ -319,7 +320,7 @@ class TwoSupervisors(RuleBasedStateMachine):
     @precondition(lambda self: self.owner is not None)
     @rule(data=st.data(), host=st.sampled_from(HOSTS))
     def go_back(self, data: st.DataObject, host: str) -> None:
-        """By decision: a clean stop, and a start from an earlier checkpoint."""
+        """Rewind: a clean stop, and a start from an earlier checkpoint."""
         self.stop_supervisor()
         steps = sorted(int(path.name.removeprefix("step-")) for path in (self.run / "checkpoints").glob("step-*"))
         if steps:
@@ -391,7 +392,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             store.find_newest(self.run / "checkpoints")
         assert (read_tree(self.run) if self.run.exists() else {}) == before
 
-    # --- What always holds
+    # --- Invariants
 
     @invariant()
     def there_is_one_writer(self) -> None:
@@ -401,7 +402,7 @@ class TwoSupervisors(RuleBasedStateMachine):
             assert len(writers) <= 1
 
     @invariant()
-    def whatever_was_reported_can_be_loaded(self) -> None:
+    def every_reported_checkpoint_can_be_loaded(self) -> None:
         if hasattr(self, "computers") and self.newest:
             found = check_whole(RunFolder(self.run))
             newest, rejected = store.find_newest(self.run / "checkpoints")
@@ -412,13 +413,13 @@ class TwoSupervisors(RuleBasedStateMachine):
 
 
 TestTwoSupervisorsOnSimulatedMachines = TwoSupervisors.TestCase
-# Not made smaller: that takes minutes, and the list of steps says enough.
+# No shrinking: it takes minutes, and the list of steps is enough.
 TestTwoSupervisorsOnSimulatedMachines.settings = settings(
     max_examples=EXAMPLES, stateful_step_count=25, deadline=None, phases=[Phase.generate]
 )
 
 
-# --- The state machine is able to fail
+# --- The state machine can fail
 
 
 def ranks_outlive_a_takeover(patch: pytest.MonkeyPatch) -> None:
@@ -432,11 +433,11 @@ def saves_are_reported_before_they_are_committed(patch: pytest.MonkeyPatch) -> N
     patch.setattr(manager_module.CheckpointManager, "_settle", lambda self: setattr(self, "_failure", None))
 
 
-# Of other faults this machine sees nothing, because a second layer holds: without the owner's id, ranks are still ended
-# by a takeover; an unreadable checkpoint taken for a damaged one still ends the start. Those have tests of their own.
+# The machine cannot detect other faults, because a second layer catches them: without the owner's id, a takeover still
+# ends the ranks; if an unreadable checkpoint counts as damaged, the start still ends. Those have their own tests.
 @pytest.mark.parametrize("plant", [ranks_outlive_a_takeover, saves_are_reported_before_they_are_committed])
-def test_the_state_machine_finds_a_planted_fault(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of the invariants fails for code that breaks it."""
+def test_the_state_machine_detects_an_injected_fault(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each invariant fails for code that breaks it."""
     plant(monkeypatch)
     only_search = settings(max_examples=200, stateful_step_count=25, phases=[Phase.generate], print_blob=False)
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""Pages: everything given is text, the same input gives the same bytes, and every run leaves one."""
+"""Pages: all input is text, the same input gives the same bytes, and every run writes one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ASSETS = Path(__file__).resolve().parents[2] / "src" / "paceline" / "reports" / 
 
 
 class Reader(HTMLParser):
-    """The tags and the text of a page, as a browser's parser sees them."""
+    """The tags and the text of a page, as a browser parses them."""
 
     def __init__(self, page: str) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ def specs_in(page: str) -> list[dict[str, Any]]:
 # --- A page
 
 
-def test_nothing_that_is_given_becomes_markup() -> None:
+def test_no_input_becomes_markup() -> None:
     page = render_page(HOSTILE, every_block(), subtitle=HOSTILE, verdict=HOSTILE, footer=HOSTILE)
     read = Reader(page)
     assert len(read.all("script")) == 2  # the data and the code
@@ -76,7 +76,7 @@ def test_nothing_that_is_given_becomes_markup() -> None:
     assert specs_in(page)[0]["series"][1]["name"] == HOSTILE
 
 
-def test_a_page_asks_for_nothing_and_runs_only_its_own_script() -> None:
+def test_a_page_loads_nothing_and_runs_only_its_own_script() -> None:
     page = render_page("a page", every_block())
     read = Reader(page)
     policy = next(str(meta["content"]) for meta in read.all("meta") if "http-equiv" in meta)
@@ -95,7 +95,7 @@ def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
     assert write_run_page(folder.path).read_bytes() == first
 
 
-def test_paragraphs_know_bold_code_and_links_into_the_page() -> None:
+def test_paragraphs_support_bold_code_and_links_into_the_page() -> None:
     page = render_page("p", [Section("S", ["**b** `c < d` [w](#s) [out](https://example.org) **`x`**"])])
     assert '<p><strong>b</strong> <code>c &lt; d</code> <a href="#s">w</a> [out](https://example.org)' in page
 
@@ -105,7 +105,7 @@ def test_a_picture_must_be_in_the_page() -> None:
         render_page("p", [Section("S", [Gallery([Picture("https://example.org/x.png", "x")])])])
 
 
-def test_what_is_no_number_becomes_a_gap_in_the_data() -> None:
+def test_nan_becomes_a_gap_in_the_data() -> None:
     text = safe_json({"y": [1.0, math.nan, math.inf, 2, "</script>&"], "x": range(2)})
     assert json.loads(text) == {"y": [1.0, None, None, 2, "</script>&"], "x": [0, 1]}
     assert not set("<>&") & set(text)
@@ -124,7 +124,7 @@ def test_numbers_in_tables_are_short_and_sortable() -> None:
     assert '<table class="sortable">' in page
 
 
-def test_the_assets_are_small_and_ours_alone() -> None:
+def test_the_assets_are_small_and_only_ours() -> None:
     files = sorted(ASSETS.iterdir())
     assert [file.name for file in files] == ["bars.js", "charts.js", "page.css", "page.js"]
     assert sum(file.stat().st_size for file in files) < 60_000
@@ -149,7 +149,7 @@ def test_thin_keeps_ends_peaks_and_gaps() -> None:
     assert list(series.x) == sorted(series.x)
 
 
-def test_short_curves_stay_as_they_are_and_long_ones_go_thin_into_the_page() -> None:
+def test_short_curves_are_unchanged_and_long_ones_are_thinned() -> None:
     short = Series("a", [1.0] * MOST_POINTS)
     assert thin(short) is short
     specs = specs_in(render_page("p", [Section("S", every_chart())]))
@@ -179,7 +179,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
         "high confidence",
     ):
         assert words in read.text, words
-    # Settings that were changed come first, with their defaults.
+    # Changed settings come first, with their defaults.
     assert re.search(r"<td>epochs</td><td[^>]*>4</td><td[^>]*>10</td>", page)
     assert page.index("<td>base_lr</td>") < page.index("<td>momentum</td>")
 
@@ -187,7 +187,7 @@ def test_the_page_of_a_finished_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("state", "words"), [("failed", "Failed at step 100: the disk is full."), ("preempted", "Stopped and saved")]
 )
-def test_the_page_of_a_run_that_did_not_finish_says_so(tmp_path: Path, state: str, words: str) -> None:
+def test_the_page_of_an_unfinished_run_says_so(tmp_path: Path, state: str, words: str) -> None:
     folder = write_run(tmp_path / "run", state=state)
     page = write_run_page(folder.path).read_text()
     assert words in Reader(page).text
@@ -195,7 +195,7 @@ def test_the_page_of_a_run_that_did_not_finish_says_so(tmp_path: Path, state: st
     assert "Confusion" not in page
 
 
-def test_whatever_is_missing_or_torn_is_left_out(tmp_path: Path) -> None:
+def test_missing_or_truncated_files_are_skipped(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     names = ("config", "environment", "status", "metrics_jsonl", "results", "failures", "faults", "examples")
     for name in names:
@@ -210,7 +210,7 @@ def test_whatever_is_missing_or_torn_is_left_out(tmp_path: Path) -> None:
     assert "not known how this run ended" in Reader(write_run_page(folder.path).read_text()).text
 
 
-def test_a_run_cannot_break_its_page_by_its_name(tmp_path: Path) -> None:
+def test_the_name_of_a_run_cannot_break_its_page(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "x<script>y", name="file.py:<script>alert(1)</script>")
     read = Reader(write_run_page(folder.path).read_text())
     assert len(read.all("script")) == 2
@@ -243,7 +243,7 @@ def pictures_and_answers(
     return pipeline, raw, labels, torch.randn(count, classes, generator=generator)
 
 
-def test_examples_are_the_surest_wrong_ones_and_right_ones_of_many_classes() -> None:
+def test_examples_are_the_most_confident_wrong_ones_and_right_ones_of_many_classes() -> None:
     pipeline, raw, labels, logits = pictures_and_answers()
     examples = Examples(pipeline, 1)
     examples.collect(pipeline.for_evaluation(raw), labels, logits)
@@ -254,12 +254,12 @@ def test_examples_are_the_surest_wrong_ones_and_right_ones_of_many_classes() -> 
     surest = confidence[predicted != labels].sort(descending=True).values[: len(wrong)]
     assert [example.confidence for example in wrong] == surest.tolist()
     assert {example.true for example in chosen[len(wrong) :]} == {0, 1, 2, 3}
-    # The picture is the raw one again, to the bit.
+    # The picture is bit-equal to the raw one.
     place = int((confidence == surest[0]).nonzero())
     assert torch.equal(wrong[0].picture, raw[place])
 
 
-def test_examples_look_at_few_batches_spread_over_the_pass() -> None:
+def test_examples_use_few_batches_spread_over_the_pass() -> None:
     pipeline, raw, labels, logits = pictures_and_answers()
     inputs = pipeline.for_evaluation(raw)
     examples = Examples(pipeline, 80)
@@ -271,7 +271,7 @@ def test_examples_look_at_few_batches_spread_over_the_pass() -> None:
     assert looked == list(range(0, 80, 10))
 
 
-def test_vectors_and_numbers_that_are_none_leave_no_examples(tmp_path: Path) -> None:
+def test_vectors_and_nan_give_no_examples(tmp_path: Path) -> None:
     pipeline, raw, labels, logits = pictures_and_answers()
     examples = Examples(pipeline, 1)
     examples.collect(torch.zeros(64, 20), labels, logits)
@@ -295,7 +295,7 @@ def test_examples_do_not_change_an_evaluation() -> None:
 # --- Real runs
 
 
-def test_a_sharded_run_leaves_its_page_and_pictures(tmp_path: Path) -> None:
+def test_a_sharded_run_writes_its_page_and_pictures(tmp_path: Path) -> None:
     flags = ("--epochs=1", "--max-steps=2", "--strategy=fsdp")
     results = run_ranks(2, train_in, str(tmp_path), flags)[0]
     folder = RunFolder(tmp_path)
@@ -306,7 +306,7 @@ def test_a_sharded_run_leaves_its_page_and_pictures(tmp_path: Path) -> None:
     assert {example["true"] for example in examples} <= set(results["model_info"]["classes"])
 
 
-def test_compare_writes_a_page_if_asked(
+def test_compare_writes_a_page_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -314,7 +314,7 @@ def test_compare_writes_a_page_if_asked(
         flags = ("--epochs=1", "--max-steps=2", f"--seed={seed}")
         train_in(make_world(0, 1), name, flags)
         folder = RunFolder(Path(name))
-        folder.config.write_text(to_yaml(quick_config(*flags)))  # by a rank's own main, in a real run
+        folder.config.write_text(to_yaml(quick_config(*flags)))  # by the main function of a rank, in a real run
         folder.write_status("finished")
         assert f"everything is in {name}: report.html" in capsys.readouterr().out
     assert main(["compare", "one", "twin"]) == 0
@@ -332,7 +332,7 @@ def test_compare_writes_a_page_if_asked(
     assert main(["compare", "--html=no/such/page.html", "one", "twin"]) == 2
 
 
-def test_a_comparison_of_made_up_records(tmp_path: Path) -> None:
+def test_a_comparison_of_invented_records(tmp_path: Path) -> None:
     from paceline.metrics.recorder import read_rows
     from paceline.runs.comparison import read_record
 
@@ -344,7 +344,7 @@ def test_a_comparison_of_made_up_records(tmp_path: Path) -> None:
     assert [spec["id"] for spec in specs_in(page)] == ["loss", "val-loss", "val-accuracy", "throughput"]
 
 
-def test_the_guide_s_page_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_the_guide_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     guide = Path(__file__).resolve().parents[2] / "docs" / "guides" / "reports.md"
     blocks = re.findall(r"```python\n(.*?)```", guide.read_text(), re.DOTALL)
@@ -352,7 +352,7 @@ def test_the_guide_s_page_can_be_made(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "How it scales" in Path("page.html").read_text()
 
 
-def test_a_chart_knows_its_defaults() -> None:
+def test_a_chart_has_defaults() -> None:
     spec = Chart("a", "A", "x", "y", [Series("s", [1.0])]).as_json()
     assert spec["kind"] == "line"
     assert spec["marks"] == ()

@@ -1,4 +1,4 @@
-"""Pages in a real browser: every chart is drawn, answers the mouse and the keys, and nothing leaves the page."""
+"""Pages in a real browser: every chart is drawn, reacts to mouse and keys, and the page loads nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.reports.run_page import write_run_page
 
 pytestmark = pytest.mark.browser
 PHONE = 360
-# Whatever is drawn of a chart: how much, and how much of it lies outside of its picture.
+# The drawn elements of a chart: their number, and the number outside of its picture.
 DRAWN = """[...document.querySelectorAll('figure.chart')].map(figure => {
   const svg = figure.querySelector('.plot svg');
   if (!svg) return {id: figure.id, drawn: 0, outside: []};
@@ -99,7 +99,7 @@ def test_dark_and_light_differ_and_the_button_changes_them(page: Page) -> None:
     assert page.evaluate(look) == dark
 
 
-def test_the_mouse_brings_up_values(page: Page) -> None:
+def test_the_mouse_shows_values(page: Page) -> None:
     x, y = page.middle_of("#chart-speed .plot svg")
     assert page.evaluate("document.querySelector('#chart-speed .tip').hidden") is True
     page.mouse((x - 20, y), (x - 40, y))
@@ -115,7 +115,7 @@ def test_the_mouse_brings_up_values(page: Page) -> None:
     assert tip.split() == ["true", "disc", "predicted", "disc", "190", "of", "190", "100%"]
 
 
-def test_a_tooltip_stays_inside_a_phone(browser: Browser, page_file: Path) -> None:
+def test_a_tooltip_stays_inside_a_narrow_page(browser: Browser, page_file: Path) -> None:
     page = browser.open_page(page_file, width=PHONE)
     x, y = page.middle_of("#chart-loss .plot svg")
     for place in (60, x, PHONE - 40):
@@ -128,7 +128,7 @@ def test_a_tooltip_stays_inside_a_phone(browser: Browser, page_file: Path) -> No
     page.close()
 
 
-def test_the_legend_hides_a_series_and_brings_it_back(page: Page) -> None:
+def test_the_legend_hides_and_shows_a_series(page: Page) -> None:
     lines = "document.querySelectorAll('#chart-speed .plot path.line').length"
     pressed = "document.querySelector('#chart-speed .legend button').getAttribute('aria-pressed')"
     before = page.evaluate(lines)
@@ -136,7 +136,7 @@ def test_the_legend_hides_a_series_and_brings_it_back(page: Page) -> None:
     assert (page.evaluate(lines), page.evaluate(pressed)) == (before - 1, "false")
     page.click("#chart-speed .legend button")
     assert (page.evaluate(lines), page.evaluate(pressed)) == (before, "true")
-    for number in (1, 2, 3):  # with nothing left the axes stay
+    for number in (1, 2, 3):  # without a series the axes stay
         page.click(f"#chart-speed .legend button:nth-child({number})")
     assert page.evaluate(lines) == 0
 
@@ -152,7 +152,7 @@ def test_a_drag_zooms_and_the_button_resets(page: Page) -> None:
     assert page.evaluate(ticks) == whole
 
 
-def test_the_keys_walk_through_the_values(page: Page) -> None:
+def test_the_keys_move_through_the_values(page: Page) -> None:
     page.evaluate("document.querySelector('#chart-band .plot svg').focus()")
     said = "document.querySelector('#chart-band .tip b').textContent"
     for key, words in (
@@ -167,7 +167,7 @@ def test_the_keys_walk_through_the_values(page: Page) -> None:
     assert page.evaluate("document.querySelector('#chart-band .tip').hidden") is True
 
 
-def test_a_chart_tells_itself_to_those_who_cannot_see_it(page: Page) -> None:
+def test_a_chart_has_a_text_for_screen_readers(page: Page) -> None:
     svg = "document.querySelector('#chart-speed .plot svg')"
     assert page.evaluate(f"[{svg}.getAttribute('role'), {svg}.getAttribute('aria-label')]") == ["img", "Speed-up"]
     words = page.evaluate("document.getElementById(" + svg + ".getAttribute('aria-describedby')).textContent")
@@ -184,7 +184,7 @@ def test_tables_sort_by_their_numbers(page: Page) -> None:
         assert page.evaluate(first) == order
 
 
-def test_charts_follow_the_width_and_folds_draw_when_opened(page: Page) -> None:
+def test_charts_follow_the_width_and_closed_sections_draw_when_opened(page: Page) -> None:
     box = "document.querySelector('#chart-loss .plot svg').getAttribute('viewBox')"
     wide = page.evaluate(box)
     page.resize(700)
@@ -193,7 +193,7 @@ def test_charts_follow_the_width_and_folds_draw_when_opened(page: Page) -> None:
     assert page.evaluate("document.querySelectorAll('#chart-folded path.line').length") == 1
 
 
-def test_print_is_light_without_controls_and_whole(browser: Browser, page_file: Path, tmp_path: Path) -> None:
+def test_print_is_light_complete_and_without_controls(browser: Browser, page_file: Path, tmp_path: Path) -> None:
     page = browser.open_page(page_file, dark=True)
     page.emulate(dark=True, media="print")
     style = "(selector, name) => getComputedStyle(document.querySelector(selector))[name]"
@@ -214,11 +214,11 @@ def test_hostile_names_stay_text(page: Page) -> None:
     assert legend == HOSTILE
 
 
-def test_a_large_page_is_drawn_at_once(browser: Browser, page_file: Path, run_file: Path) -> None:
+def test_a_large_page_is_drawn_quickly(browser: Browser, page_file: Path, run_file: Path) -> None:
     assert page_file.stat().st_size < 2_000_000
     assert run_file.stat().st_size < 2_000_000
     page = browser.open_page(page_file)
-    # Eight charts, one of them with 1,500 points: far below what an eye notices. Generous for a busy machine.
+    # Eight charts, one with 1,500 points: too fast to notice. The limit has a margin for a busy machine.
     spent = page.evaluate(
         "(() => { const t = performance.now(); figures.forEach(f => f.redraw()); return performance.now() - t })()"
     )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 STYLE = Path(__file__).resolve().parents[2] / "src" / "paceline" / "reports" / "assets" / "page.css"
-# What is left of linear red, green and blue for an eye without one kind of cone (Machado, Oliveira, Fernandes 2009).
+# Linear red, green and blue as seen without one kind of cone (Machado, Oliveira, Fernandes 2009).
 EYES: dict[str, Any] = {
     "full": [[1, 0, 0], [0, 1, 0], [0, 0, 1]],
     "protan": [[0.152286, 1.052583, -0.204868], [0.114503, 0.786281, 0.099216], [-0.003882, -0.048116, 1.051998]],
@@ -42,7 +42,7 @@ def read_colours(dark: bool) -> dict[str, Colour]:
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
-def test_every_eye_can_tell_the_series_apart(dark: bool) -> None:
+def test_the_series_are_distinguishable_with_every_colour_vision(dark: bool) -> None:
     colours = read_colours(dark)
     card = colours.pop("card")
     assert len(colours) == 8
@@ -50,7 +50,7 @@ def test_every_eye_can_tell_the_series_apart(dark: bool) -> None:
         seen = {name: lab(through(matrix, colour)) for name, colour in colours.items()}
         for a, b in itertools.combinations(seen, 2):
             distance = sum((p - q) ** 2 for p, q in zip(seen[a], seen[b], strict=True)) ** 0.5
-            assert distance > 14, f"{a} and {b} for a {eye} eye"  # 2 is what can just be noticed
+            assert distance > 14, f"{a} and {b} with {eye} vision"  # 2 is what can just be noticed
     for name, colour in colours.items():
         levels = sorted(0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2] for c in (colour, card))
         assert (levels[1] + 0.05) / (levels[0] + 0.05) >= 3, f"{name} on its card"  # WCAG's least for graphics

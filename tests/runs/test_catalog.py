@@ -1,4 +1,4 @@
-"""The catalog reads runs off their plain files: in every state, broken ones too."""
+"""The catalog reads runs from their plain files, in every state, including broken ones."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def test_a_finished_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("state", ["finished", "failed", "preempted", "stopped"])
-def test_what_a_run_says_of_its_end_counts(state: str, tmp_path: Path) -> None:
-    hold(make_run(tmp_path / "one", state, step=7), dead_owner())  # a killed supervisor of before, say
+def test_the_status_written_at_the_end_has_priority(state: str, tmp_path: Path) -> None:
+    hold(make_run(tmp_path / "one", state, step=7), dead_owner())  # for example an earlier supervisor that was killed
     assert read_entry(tmp_path / "one").state == state
 
 
@@ -47,18 +47,18 @@ def test_a_run_with_an_owner_here_is_running_or_lost(tmp_path: Path) -> None:
     hold(folder, dead_owner())
     assert read_entry(folder.path).state == "lost"
     folder.lock.write_text("")
-    assert read_entry(folder.path).state == "lost", "somebody let go of it without a word"
+    assert read_entry(folder.path).state == "lost", "the owner released it without a final status"
 
 
-def test_an_owner_on_another_machine_is_believed_until_it_falls_silent(tmp_path: Path) -> None:
+def test_an_owner_on_another_machine_counts_as_running_until_its_status_is_old(tmp_path: Path) -> None:
     for name, age_s, state in (("new", 60, "running"), ("old", HOUR_S, "silent")):
         folder = make_run(tmp_path / name, "running", age_s=age_s, step=3)
-        # Its number is that of a dead process here, which says nothing of a process there.
+        # The same process id is dead on this machine. That is no evidence about the other machine.
         hold(folder, replace(elsewhere(), pid=dead_owner().pid, process_start="1"))
         assert read_entry(folder.path).state == state
 
 
-def test_a_job_that_has_not_begun(tmp_path: Path) -> None:
+def test_a_job_that_has_not_started(tmp_path: Path) -> None:
     (tmp_path / "queued").mkdir()
     JobRecord("4711", "", "", []).write(tmp_path / "queued")
     (entry,) = list_runs(tmp_path)
@@ -76,7 +76,7 @@ def test_a_job_that_has_not_begun(tmp_path: Path) -> None:
         ({"outcome": "FAILED", "scheduler": "kubernetes"}, "failed"),
     ],
 )
-def test_a_job_that_ended_before_its_run_wrote_anything(noted: dict[str, Any], state: str, tmp_path: Path) -> None:
+def test_a_job_that_ended_before_its_run_wrote_a_file(noted: dict[str, Any], state: str, tmp_path: Path) -> None:
     JobRecord("4711", "", "", [], **noted).write(tmp_path)
     assert read_entry(tmp_path).state == state
 
@@ -89,7 +89,7 @@ def test_restarts_and_requeues_are_counted(tmp_path: Path) -> None:
     assert read_entry(folder.path).restarts == 3
 
 
-def test_runs_in_folders_of_their_own_the_newest_first(tmp_path: Path) -> None:
+def test_runs_in_separate_folders_newest_first(tmp_path: Path) -> None:
     make_run(tmp_path / "old", age_s=3 * HOUR_S)
     make_run(tmp_path / "project" / "sweep" / "new")
     make_run(tmp_path / "array" / "task-0", age_s=2 * HOUR_S)
@@ -104,7 +104,7 @@ def test_runs_in_folders_of_their_own_the_newest_first(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["status.json", "metrics.csv", "environment.json", "notes.json", "run.lock"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[1, 2]", b"\xff\xfe\x00", b"1,val\n1,val,x,y,z\n", b'{"status": 7}'])
-def test_a_broken_file_hides_no_run(name: str, content: bytes, tmp_path: Path) -> None:
+def test_a_run_with_a_broken_file_is_listed(name: str, content: bytes, tmp_path: Path) -> None:
     make_run(tmp_path / "one-20261115-120000", "running", accuracies=(0.5,), step=3)
     (tmp_path / "one-20261115-120000" / name).write_bytes(content)
     (entry,) = list_runs(tmp_path)
@@ -112,7 +112,7 @@ def test_a_broken_file_hides_no_run(name: str, content: bytes, tmp_path: Path) -
     json.dumps(entry.to_json())
 
 
-def test_a_recipe_is_known_by_the_folders_name_where_nobody_wrote_it_down(tmp_path: Path) -> None:
+def test_a_recipe_without_a_record_is_taken_from_the_folder_name(tmp_path: Path) -> None:
     assert recipe_of(tmp_path / "cifar10-cnn-20261115-031810") == "cifar10-cnn"
     assert recipe_of(tmp_path / "cifar10-cnn-20261115-031810-2") == "cifar10-cnn"
     assert recipe_of(tmp_path / "shapes-cnn-rehearsal-20261115-031810") == "shapes-cnn"
@@ -132,7 +132,7 @@ def test_a_run_is_found_by_its_job(tmp_path: Path) -> None:
     assert find_by_job(tmp_path, "471") is None
 
 
-def test_the_newest_whole_step_row(tmp_path: Path) -> None:
+def test_the_newest_complete_step_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_last_step(path) == {}
     rows = [{"kind": "step", "step": n, "loss": 2.0} for n in range(1, 2001)]
@@ -141,7 +141,7 @@ def test_the_newest_whole_step_row(tmp_path: Path) -> None:
     assert read_last_step(path) == rows[-1]
 
 
-def test_tags_and_notes_are_a_plain_file(tmp_path: Path) -> None:
+def test_tags_and_notes_are_in_a_plain_file(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "one")
     notes = Notes(("baseline", "lr/0.1"), "the first that learns")
     write_notes(folder.path, notes)
@@ -161,18 +161,18 @@ def test_tags_and_notes_are_a_plain_file(tmp_path: Path) -> None:
             check_tag(bad)
 
 
-def test_how_far_a_stopped_run_was_is_remembered(tmp_path: Path) -> None:
+def test_the_progress_of_a_stopped_run_is_kept(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     folder.write_status("running", step=60, last_step=120)
     folder.write_status("preempted", step=60, reason="SIGTERM")
     folder.config.touch()
     assert read_entry(tmp_path).progress == 0.5
     folder.write_status("running", step=0)
-    assert "last_step" not in folder.read_status(), "a new start may have another end"
+    assert "last_step" not in folder.read_status(), "a new start may have another last step"
 
 
-def test_a_run_is_found_by_path_name_or_beginning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same names in every command that takes a run."""
+def test_a_run_is_found_by_path_name_or_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command that takes a run accepts the same names."""
     monkeypatch.chdir(tmp_path)
     run = Path("runs") / "größe eins"
     run.mkdir(parents=True)

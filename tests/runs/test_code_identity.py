@@ -1,4 +1,4 @@
-"""A run's own functions: a resume with another file warns, an evaluation uses the stored source."""
+"""A user's functions: a resume with a changed file warns, an evaluation uses the stored source."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LOSS += "    return F.cross_entropy(logits, labels)\n"
 METRIC = "def hit(logits, labels):\n    return (logits.argmax(1) == labels).float()\n"
 
 
-def go_on(home: Path, steps: int, *, resume: bool = True) -> None:
+def train_to(home: Path, steps: int, *, resume: bool = True) -> None:
     flags = (f"--loss={home}/own.py:focal", f"--metrics={home}/hit.py:hit", f"--max-steps={steps}", "--save-steps=1")
     train_in(make_world(0, 1), str(home / "run"), flags, resume)
 
@@ -35,10 +35,10 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.fixture
 def home(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Path:
-    """A run of two steps with a loss and a metric in files of their own."""
+    """A run of two steps with a loss and a metric in separate files."""
     (tmp_path / "own.py").write_text(LOSS)
     (tmp_path / "hit.py").write_text(METRIC)
-    go_on(tmp_path, 2, resume=False)
+    train_to(tmp_path, 2, resume=False)
     caplog.clear()
     return tmp_path
 
@@ -46,7 +46,7 @@ def home(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Path:
 def test_the_same_functions_resume_without_a_warning(home: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The checkpoint keeps a hash of each file."""
     assert sorted(newest_code(home)) == ["loss:focal", "metrics:hit"]
-    go_on(home, 3)
+    train_to(home, 3)
     assert warnings_in(caplog) == []
 
 
@@ -54,20 +54,20 @@ def test_the_same_functions_resume_without_a_warning(home: Path, caplog: pytest.
 def test_a_changed_file_is_named_at_the_resume(
     home: Path, caplog: pytest.LogCaptureFixture, file: str, text: str, name: str
 ) -> None:
-    """Once: the next checkpoint has the new hash."""
+    """One warning only: the next checkpoint has the new hash."""
     before = newest_code(home)
     (home / file).write_text(text + "\n# another\n")
-    go_on(home, 3)
+    train_to(home, 3)
     (warning,) = warnings_in(caplog)
     assert f"{file}:{name}" in warning
     assert newest_code(home) != before
     caplog.clear()
-    go_on(home, 4)
+    train_to(home, 4)
     assert warnings_in(caplog) == []
 
 
 def test_an_evaluation_uses_the_loss_of_the_training(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Its source is stored in the checkpoint: a change of the file, or its loss, has no effect."""
+    """The checkpoint stores its source. A changed or deleted file has no effect."""
     before = evaluate_run(open_run(home / "run/checkpoints/latest", ["--device=cpu"], trust_code=True)).loss
     (home / "own.py").write_text(LOSS.replace("return ", "return 2 * "))
     assert evaluate_run(open_run(home / "run/checkpoints/latest", ["--device=cpu"], trust_code=True)).loss == before
@@ -78,7 +78,7 @@ def test_an_evaluation_uses_the_loss_of_the_training(home: Path, caplog: pytest.
 
 
 def test_a_checkpoint_without_hashes_is_resumed(home: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Checkpoints of older versions have none, and a new function of a run has none yet."""
+    """Checkpoints of older versions have no hashes, and a new function has no hash yet."""
     from paceline.checkpoints.identity import changed_code
 
     assert changed_code({}, {"loss:focal": "a"}) == []

@@ -1,4 +1,4 @@
-"""The user's files: each is read once in a run, and what was compiled is what is stored, hashed and signed."""
+"""The user's files: each is read once in a run. The same text is compiled, stored, hashed and signed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def reference(home: Path) -> CodeReference:
 
 
 def stored(home: Path) -> dict[str, str]:
-    """The stored texts by the name of the file."""
+    """The stored texts by file name."""
     return {module.file: module.text for module in collect_sources([reference(home)]).modules.values()}
 
 
@@ -52,7 +52,7 @@ def code_hash(home: Path) -> str:
 
 
 def test_a_file_that_is_saved_after_its_import_is_stored_as_it_was_compiled(home: Path) -> None:
-    """The file of the function, a module that it imports, and one of a package. The hash does not change either."""
+    """The file of the function, a module that it imports, and one of a package. The hash stays the same."""
     before = code_hash(home)
     with source_read_once():
         build = resolve_reference(f"{home}/own.py:build", where="the test")
@@ -70,7 +70,7 @@ def test_a_file_that_is_saved_after_its_import_is_stored_as_it_was_compiled(home
 
 
 def test_a_module_that_is_imported_later_is_the_stored_one(home: Path) -> None:
-    """An import inside of a function, of a package that was not imported before. The file is not read again."""
+    """An import inside a function, of a package that was not imported before. The file is not read again."""
     (home / "own.py").write_text(LAZY)
     with source_read_once():
         build = resolve_reference(f"{home}/own.py:build", where="the test")
@@ -82,7 +82,7 @@ def test_a_module_that_is_imported_later_is_the_stored_one(home: Path) -> None:
 
 
 def test_bytecode_of_a_helper_is_not_executed(home: Path) -> None:
-    """A .pyc of other code, with the right time and size, lies beside a module that the user's file imports."""
+    """A .pyc file with other code, and the right time and size, is next to a module that the user's file imports."""
     import importlib._bootstrap_external as bootstrap
 
     helper = home / "lc_helper.py"
@@ -96,7 +96,7 @@ def test_bytecode_of_a_helper_is_not_executed(home: Path) -> None:
 
 
 def test_a_changed_helper_changes_the_hash(home: Path) -> None:
-    """A resume warns of it."""
+    """A resume warns about it."""
     before = code_hash(home)
     (home / "lc_helper.py").write_text("ONE = 100\n")
     assert code_hash(home) != before
@@ -105,7 +105,7 @@ def test_a_changed_helper_changes_the_hash(home: Path) -> None:
 
 
 def test_packages_without_init_are_followed(home: Path) -> None:
-    """Folders inside of folders, none of them imported."""
+    """Nested folders, not imported."""
     (home / "lc_outer" / "inner").mkdir(parents=True)
     (home / "lc_outer" / "inner" / "deep.py").write_text("from . import beside\n")
     (home / "lc_outer" / "inner" / "beside.py").write_text("")

@@ -1,4 +1,4 @@
-"""Which run `--resume auto` means: the newest one of the same recipe, and of no other."""
+"""The run that `--resume auto` selects: the newest run of the same recipe."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saved_run(name: str, recipe: str | None) -> Path:
 
 @pytest.mark.parametrize("recipe", ["sweep", "my[1]", "a*", "a?b", "a.b", "x-20260101-000000", "(a|b)", "{n}", "日本"])
 def test_a_recipe_finds_its_own_runs(recipe: str) -> None:
-    """Every character of a name is taken as it is."""
+    """No character of a name has a special meaning."""
     own = saved_run(f"{recipe}-20261116-101010", recipe)
     assert newest_run_folder(recipe) == own
 
@@ -48,15 +48,15 @@ def test_a_recipe_finds_its_own_runs(recipe: str) -> None:
     ],
 )
 def test_a_recipe_does_not_find_runs_of_another(recipe: str, other: str) -> None:
-    """`sweep` has no part in the runs of `sweep-3`, also when those are newer."""
+    """`sweep` ignores the runs of `sweep-3`, even if they are newer."""
     saved_run(f"{other}-20261116-111111", other)
     assert newest_run_folder(recipe) is None
     own = saved_run(f"{recipe}-20250101-000000", recipe)
     assert newest_run_folder(recipe) == own
 
 
-def test_what_a_run_recorded_counts_more_than_its_name() -> None:
-    """A folder that was named like a run of this recipe, but written by another one, is left alone."""
+def test_the_recorded_recipe_has_priority_over_the_folder_name() -> None:
+    """A folder with a name of this recipe, written by another recipe, is ignored."""
     saved_run("sweep-20261116-101010", "another")
     assert newest_run_folder("sweep") is None
     unrecorded = saved_run("sweep-20250101-000000", None)
@@ -72,13 +72,13 @@ def test_the_newest_of_one_second_has_the_highest_number() -> None:
     assert newest_run_folder("sweep") == Path("runs/sweep-20261116-101011")
 
 
-def test_a_copy_of_a_config_finds_the_runs_it_made() -> None:
-    """A run's config.yaml, used as a recipe, is named after its run; what it makes records the first recipe."""
+def test_a_copied_config_finds_its_own_runs() -> None:
+    """A run's config.yaml as a recipe is named after its run. Its runs record the original recipe."""
     made = saved_run("sweep-20261116-101010-20261117-101010", "sweep")
     assert newest_run_folder("sweep-20261116-101010") == made
 
 
-def test_resume_auto_takes_the_run_of_its_recipe(here: Path) -> None:
+def test_resume_auto_selects_the_run_of_its_recipe(here: Path) -> None:
     """The decision that `paceline train --resume auto` makes."""
     for name in ("sweep", "sweep-3", "my[1]"):
         (here / f"{name}.yaml").write_text("epochs: 3\n")

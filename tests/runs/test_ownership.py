@@ -1,4 +1,4 @@
-"""Who owns a run: an owner and its ranks, a new owner, other machines, other clocks, and processes that end late."""
+"""Ownership of a run: an owner and its ranks, a new owner, other machines, other clocks, processes that end late."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SLEEPER = "import time; print('up', flush=True); time.sleep(600)"
 
 
 class FakeTime(Machine):
-    """This machine, with a clock that only sleeping moves. The file system's clock goes with it."""
+    """This machine with a clock that only sleep advances, also for the file system."""
 
     def __init__(self) -> None:
         self.passed_s = 0.0
@@ -44,7 +44,7 @@ class FakeTime(Machine):
         return self.passed_s
 
     def sleep(self, seconds: float) -> None:
-        self.passed_s += max(seconds, 0.25)  # coarser: nothing else happens meanwhile
+        self.passed_s += max(seconds, 0.25)  # coarse steps are enough: nothing else happens meanwhile
         self.on_sleep()
 
     def file_clock_ns(self, folder: Path) -> int:
@@ -52,7 +52,7 @@ class FakeTime(Machine):
 
 
 class OtherHost(FakeTime):
-    """Another computer that sees the same folder, with locks of its own."""
+    """Another computer that sees the same folder but has separate locks."""
 
     def __init__(self, host: str = "elsewhere") -> None:
         super().__init__()
@@ -115,7 +115,7 @@ time.sleep(600)
 
 @contextmanager
 def living_member(folder: RunFolder, role: str = "rank") -> Iterator[subprocess.Popen[str]]:
-    """A process that has joined the run, as ranks and owners do."""
+    """A process that has joined the run, like ranks and owners."""
     command = [sys.executable, "-c", MEMBER, str(folder.path), role]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -144,7 +144,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def test_a_rank_whose_owner_lost_the_lock_changes_nothing(folder: RunFolder) -> None:
-    """No checkpoint, pointer, status, metrics or record of the new owner is touched; the cause is typed."""
+    """No checkpoint, pointer, status, metrics or record of the new owner changes. The error has its own class."""
     with lock.owned(folder.lock) as owner_id:
         old = RunFolder(folder.path, Member(folder.path, owner_id))
         old.require_owner()
@@ -176,8 +176,8 @@ def test_a_rank_whose_owner_lost_the_lock_changes_nothing(folder: RunFolder) -> 
         recorder.close()
 
 
-def test_a_released_run_belongs_to_no_rank_of_before(folder: RunFolder) -> None:
-    """After another owner has come and gone, ranks of the first one still write nothing."""
+def test_a_rank_of_an_earlier_owner_does_not_write_after_a_release(folder: RunFolder) -> None:
+    """After another owner has come and gone, ranks of the first owner still write nothing."""
     with lock.owned(folder.lock) as owner_id:
         member = Member(folder.path, owner_id)
         member.require()
@@ -187,8 +187,8 @@ def test_a_released_run_belongs_to_no_rank_of_before(folder: RunFolder) -> None:
         member.require()
 
 
-def test_a_deleted_lock_file_names_no_other_owner(folder: RunFolder) -> None:
-    """A run goes on when its lock file is deleted, and ends when another owner makes a new one."""
+def test_a_deleted_lock_file_is_no_loss_of_the_run(folder: RunFolder) -> None:
+    """A run continues if its lock file is deleted. It ends if another owner creates a new one."""
     with folder.owned() as member:
         folder.lock.unlink()
         member.require()
@@ -196,8 +196,8 @@ def test_a_deleted_lock_file_names_no_other_owner(folder: RunFolder) -> None:
             member.require()
 
 
-def test_a_lock_file_that_cannot_be_read_now_is_no_loss(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error while reading is passed on as an error: it says nothing about the owner."""
+def test_an_unreadable_lock_file_is_no_loss_of_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read error is raised as an error. It is no evidence about the owner."""
     with folder.owned() as member:
 
         def fail(*_: object) -> bytes:
@@ -211,8 +211,8 @@ def test_a_lock_file_that_cannot_be_read_now_is_no_loss(folder: RunFolder, monke
         member.require()
 
 
-def test_the_beat_tells_of_the_loss(folder: RunFolder) -> None:
-    """A member that waits for something else hears of the new owner at its next sign of life."""
+def test_the_heartbeat_reports_the_loss(folder: RunFolder) -> None:
+    """A waiting member learns about the new owner at its next heartbeat."""
     with lock.owned(folder.lock) as owner_id:
         member = Member(folder.path, owner_id)
         member.join(beats=False)
@@ -224,14 +224,14 @@ def test_the_beat_tells_of_the_loss(folder: RunFolder) -> None:
 
 
 def test_a_rank_that_starts_after_the_takeover_does_not_join(folder: RunFolder) -> None:
-    """A rank has the id of the supervisor that started it, and not the one it finds in the folder."""
+    """A rank has the id of its supervisor, not the id in the folder."""
     with folder.owned(), pytest.raises(OwnerLost):
         Member(folder.path, "id of a killed supervisor").join()
     assert not (folder.path / MEMBERS).exists()
 
 
-def test_an_owner_that_lost_the_run_leaves_the_new_owners_words(folder: RunFolder) -> None:
-    """A release empties only one's own lock file."""
+def test_an_owner_that_lost_the_run_keeps_the_new_owners_record(folder: RunFolder) -> None:
+    """A release empties only its own lock file."""
     with folder.owned():
         words = new_owner(OtherHost()).to_json()
         folder.lock.write_text(words)
@@ -242,19 +242,19 @@ def test_an_owner_that_lost_the_run_leaves_the_new_owners_words(folder: RunFolde
 
 
 def test_ranks_of_a_dead_owner_are_ended_before_the_new_one_begins(folder: RunFolder) -> None:
-    """They get time to save. Then they are killed; the record goes with them."""
+    """They get time to save. Then they are killed, and their records are removed."""
     machine = FakeTime()
     with living_member(folder) as rank:
         assert len(read_members(folder.path)) == 1
         with lock.owned(folder.lock, machine):
-            # Its files are closed by now. The kernel may need a moment until the process can be reaped.
+            # Its files are closed now. The kernel may need a moment until the process can be reaped.
             assert rank.wait(60) == -9
             assert read_members(folder.path) == {}
     assert machine.passed_s >= 10
 
 
-def test_ranks_that_save_and_leave_by_themselves_are_not_killed(folder: RunFolder) -> None:
-    """Until they are gone the lock file carries the id of their owner, so that their last save counts."""
+def test_ranks_that_save_and_end_by_themselves_are_not_killed(folder: RunFolder) -> None:
+    """Until they end, the lock file has the id of their owner, so that their last save counts."""
     machine = FakeTime()
     dead = replace(this_process(), pid=2**22 + 1, process_start="1", id="before")
     folder.lock.write_text(dead.to_json())
@@ -275,28 +275,28 @@ def test_ranks_that_save_and_leave_by_themselves_are_not_killed(folder: RunFolde
     assert len(seen) == 4
 
 
-def test_a_number_that_was_given_to_another_process_is_left_alone(folder: RunFolder) -> None:
-    """A record names a process by its number and its start. A later process with the number is not killed."""
-    with sleeper() as stranger:
-        record = write_record(folder, replace(named(stranger), process_start="17"))
+def test_a_reused_process_id_is_not_killed(folder: RunFolder) -> None:
+    """A record names a process by its id and its start time. A later process with the same id is not killed."""
+    with sleeper() as other:
+        record = write_record(folder, replace(named(other), process_start="17"))
         with folder.owned():
-            assert stranger.poll() is None
+            assert other.poll() is None
             assert not record.exists()
 
 
-def test_a_process_that_cannot_be_told_apart_is_not_killed(folder: RunFolder) -> None:
-    """Without a start time the number alone is no proof: the start is refused."""
-    with living_member(folder) as stranger:
+def test_a_process_without_a_start_time_is_not_killed(folder: RunFolder) -> None:
+    """Without a start time the process id is no proof. The start is refused."""
+    with living_member(folder) as other:
         (record,) = read_members(folder.path)
-        record.write_text(replace(named(stranger), process_start=None).to_json())
+        record.write_text(replace(named(other), process_start=None).to_json())
         with pytest.raises(UserError, match="previous owner") as refused, lock.owned(folder.lock, FakeTime()):
             pytest.fail("owned")
-        assert stranger.poll() is None
+        assert other.poll() is None
         assert refused.value.exit_code == 2
 
 
-def test_a_silent_rank_on_another_machine_is_waited_for_and_then_left_behind(folder: RunFolder) -> None:
-    """It counts as dead when its record has not changed for a while."""
+def test_a_silent_rank_on_another_machine_is_ignored_after_a_wait(folder: RunFolder) -> None:
+    """It counts as dead if its record has not changed for a while."""
     record = write_record(folder, this_process(OtherHost(), "before"))
     machine = FakeTime()
     with lock.owned(folder.lock, machine):
@@ -304,8 +304,8 @@ def test_a_silent_rank_on_another_machine_is_waited_for_and_then_left_behind(fol
     assert SILENT_S <= machine.passed_s <= 1.5 * SILENT_S
 
 
-def test_a_living_rank_on_another_machine_keeps_a_new_owner_out(folder: RunFolder) -> None:
-    """Its record keeps changing: the start is refused, with its name, after a limited time."""
+def test_a_living_rank_on_another_machine_refuses_a_new_owner(folder: RunFolder) -> None:
+    """Its record keeps changing. The start is refused after a limited time, and the rank is named."""
     record = write_record(folder, this_process(OtherHost("node7"), "before"))
     machine = FakeTime()
     machine.on_sleep = lambda: os.utime(record, ns=(0, machine.file_clock_ns(folder.path)))
@@ -316,8 +316,8 @@ def test_a_living_rank_on_another_machine_keeps_a_new_owner_out(folder: RunFolde
     assert record.exists()
 
 
-def test_a_rank_elsewhere_that_sees_the_new_id_ends_and_the_owner_goes_on(folder: RunFolder) -> None:
-    """The new id is in the lock file while the new owner waits; a member elsewhere finds it there."""
+def test_a_rank_on_another_machine_ends_when_it_sees_the_new_owner(folder: RunFolder) -> None:
+    """The lock file has the new id while the new owner waits. The rank reads it there and ends."""
     other = OtherHost()
     folder.lock.write_text(replace(this_process(), pid=2**22 + 1, process_start="1", id="before").to_json())
     member = Member(folder.path, "before", machine=other)
@@ -336,8 +336,8 @@ def test_a_rank_elsewhere_that_sees_the_new_id_ends_and_the_owner_goes_on(folder
     assert machine.passed_s < 1
 
 
-def test_records_of_this_machines_dead_processes_are_dropped(folder: RunFolder) -> None:
-    """Killed ranks leave records. Each node drops its own, so that no other node waits for them."""
+def test_records_of_dead_processes_of_this_machine_are_removed(folder: RunFolder) -> None:
+    """Killed ranks leave records. Each node removes its own, so that no other node waits for them."""
     dead = write_record(folder, replace(this_process(), pid=2**22 + 1, process_start="1", id="before"))
     far = write_record(folder, this_process(OtherHost(), "before"))
     drop_dead_members(folder.path)
@@ -364,16 +364,16 @@ def test_a_forked_child_does_not_keep_the_lock(folder: RunFolder) -> None:
         os.killpg(process.pid, 9)
 
 
-# --- Records that prove nothing, and owners without a lock file -------------------------------------------------------
+# --- Records without proof, and owners without a lock file ------------------------------------------------------------
 
 
-def test_a_record_of_any_process_is_no_proof(folder: RunFolder) -> None:
-    """A record that another person wrote ends no process, and keeps nobody waiting."""
+def test_a_forged_record_of_a_process_is_no_proof(folder: RunFolder) -> None:
+    """A record that another user wrote ends no process and delays no start."""
     machine = FakeTime()
-    with sleeper() as stranger:
-        record = write_record(folder, named(stranger))
+    with sleeper() as other:
+        record = write_record(folder, named(other))
         with lock.owned(folder.lock, machine):
-            assert stranger.poll() is None
+            assert other.poll() is None
             assert not record.exists()
     assert machine.passed_s == 0
 
@@ -383,7 +383,7 @@ def test_a_record_of_any_process_is_no_proof(folder: RunFolder) -> None:
 def test_a_copy_of_a_live_run_ends_no_process_of_the_original(
     folder: RunFolder, tmp_path: Path, copy: str, role: str
 ) -> None:
-    """The records in the copy are about another folder."""
+    """The records in the copy belong to another folder."""
     machine = FakeTime()
     with living_member(folder, role) as member:
         link = os.link if copy == "hard links" else shutil.copy2
@@ -396,7 +396,7 @@ def test_a_copy_of_a_live_run_ends_no_process_of_the_original(
 
 
 def test_a_process_that_only_reads_a_record_is_no_member(folder: RunFolder) -> None:
-    """Any person can get a process to read a file: only a record open for writing is a proof."""
+    """Any user can make a process read a file. Only a record that is open for writing is a proof."""
     record = write_record(folder, this_process())
     program = f"import time; file = open({str(record)!r}); print('up', flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as reader:
@@ -411,7 +411,7 @@ def test_a_process_that_only_reads_a_record_is_no_member(folder: RunFolder) -> N
 
 
 def test_fake_no_proc_a_living_process_without_a_proof_is_a_refusal(folder: RunFolder) -> None:
-    """Where the system does not say which files a process has open, it gets no signal, and the start is refused."""
+    """If the system does not show the open files of a process, it gets no signal, and the start is refused."""
 
     class Silent(FakeTime):
         def has_open(self, pid: int, path: Path) -> bool | None:
@@ -427,7 +427,7 @@ def test_fake_no_proc_a_living_process_without_a_proof_is_a_refusal(folder: RunF
 def test_a_living_owner_is_not_taken_over_after_its_lock_file_was_deleted(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch, has_flock: bool
 ) -> None:
-    """It is refused as with the lock, and leaves no lock file that would tell the owner of a loss."""
+    """The start is refused as with a lock, and creates no lock file that the owner would see as a loss."""
     if not has_flock:
 
         def no_locks(*_: object) -> None:
@@ -448,8 +448,8 @@ def test_a_living_owner_is_not_taken_over_after_its_lock_file_was_deleted(
 
 
 @pytest.mark.parametrize("kind", ["link to a folder", "file", "link to nothing"])
-def test_records_are_kept_in_a_real_folder_only(folder: RunFolder, tmp_path: Path, kind: str) -> None:
-    """Behind a link nothing is written and nothing is removed: exit code 2."""
+def test_records_are_written_only_in_a_real_folder(folder: RunFolder, tmp_path: Path, kind: str) -> None:
+    """Behind a link, nothing is written or removed: exit code 2."""
     other = tmp_path / "other"
     other.mkdir()
     (other / "a.json").write_text("{}")
@@ -475,8 +475,8 @@ def test_records_are_kept_in_a_real_folder_only(folder: RunFolder, tmp_path: Pat
 # --- Locks that other hosts do not see --------------------------------------------------------------------------------
 
 
-def test_fake_host_local_locks_a_recent_status_keeps_a_second_host_out(folder: RunFolder) -> None:
-    """The lock is free here, but names another host, and the run was written lately: refused, words untouched."""
+def test_fake_host_local_locks_a_recent_status_refuses_a_second_host(folder: RunFolder) -> None:
+    """The lock is free here but names another host, and the run wrote recently: refused, the record unchanged."""
     words = this_process(OtherHost("node7")).to_json()
     folder.lock.write_text(words)
     folder.write_status("running", step=3)
@@ -490,7 +490,7 @@ def test_fake_host_local_locks_a_recent_status_keeps_a_second_host_out(folder: R
 
 
 def test_fake_host_local_locks_an_old_status_is_taken_over(folder: RunFolder) -> None:
-    """An owner elsewhere that has been silent for long is dead."""
+    """An owner on another host without a sign of life for long is dead."""
     folder.lock.write_text(this_process(OtherHost()).to_json())
     folder.write_status("running", step=3)
     set_age(folder.status, 3600)
@@ -501,8 +501,8 @@ def test_fake_host_local_locks_an_old_status_is_taken_over(folder: RunFolder) ->
 
 
 @pytest.mark.parametrize("ahead_s", [-120.0, 120.0], ids=["behind", "ahead"])
-def test_fake_host_local_locks_clocks_that_differ_do_not_decide(folder: RunFolder, ahead_s: float) -> None:
-    """A status stamped by another clock tells nothing; one that changes while we watch does."""
+def test_fake_host_local_locks_do_not_depend_on_equal_clocks(folder: RunFolder, ahead_s: float) -> None:
+    """The time of a status is from another clock and proves nothing. A change during the wait does."""
     folder.lock.write_text(this_process(OtherHost()).to_json())
     folder.write_status("running", step=3)
     set_age(folder.status, -ahead_s)
@@ -516,7 +516,7 @@ def test_fake_host_local_locks_clocks_that_differ_do_not_decide(folder: RunFolde
 
 
 def test_fake_host_local_locks_two_hosts_never_own_at_once(folder: RunFolder) -> None:
-    """The owner's own sign of life keeps the other host out, before the run has a status."""
+    """The owner's heartbeat refuses the other host, before the run has a status."""
     other = OtherHost()
     with folder.owned() as member:
         with pytest.raises(UserError, match="another process"), lock.owned(folder.lock, other):
@@ -524,8 +524,8 @@ def test_fake_host_local_locks_two_hosts_never_own_at_once(folder: RunFolder) ->
         member.require()
 
 
-def test_containers_that_share_a_name_do_not_judge_each_others_processes(folder: RunFolder) -> None:
-    """The same host and number in another process namespace: neither dead nor alive, as far as can be seen."""
+def test_containers_with_the_same_host_name_cannot_see_each_others_processes(folder: RunFolder) -> None:
+    """The same host name and process id in another namespace: it is unknown whether the process is alive."""
     owner = replace(this_process(), pid=2**22 + 1, pid_namespace="pid:[17]")
     assert (owner.is_provably_dead, owner.is_provably_alive) == (False, False)
     folder.lock.write_text(owner.to_json())
@@ -534,11 +534,11 @@ def test_containers_that_share_a_name_do_not_judge_each_others_processes(folder:
         pytest.fail("two owners")
 
 
-# --- Going back -------------------------------------------------------------------------------------------------------
+# --- Rewind -----------------------------------------------------------------------------------------------------------
 
 
-def test_later_checkpoints_are_set_aside_by_going_back_only(tmp_path: Path) -> None:
-    """Never by a save of a run that did not go back. They are deleted by the first commit of one that did."""
+def test_only_a_rewind_sets_later_checkpoints_aside(tmp_path: Path) -> None:
+    """A save without a rewind does not. The first commit after a rewind deletes them."""
     manager = CheckpointManager(
         tmp_path, make_world(0, 1), is_sharded=False, retention=Retention(keep_last=9), is_async=False
     )
@@ -548,7 +548,7 @@ def test_later_checkpoints_are_set_aside_by_going_back_only(tmp_path: Path) -> N
 
     for step in (2, 4, 6, 8):
         save(manager, step)
-    save(manager, 5)  # not this run's decision: nothing is set aside
+    save(manager, 5)  # no rewind: nothing is set aside
     assert steps() == [8, 6, 5, 4, 2]
     manager.rewind_to(4)
     assert steps() == [4, 2]

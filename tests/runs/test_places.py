@@ -1,4 +1,4 @@
-"""Which folder a start may write to: never over another run, over other files, or to a store that no one named."""
+"""The folder of a start: never over another run, over other files, or to a store that the user has not named."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def train(cwd: Path, *flags: str, **extra: str) -> Answer:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file of a folder, but for what a look at it may leave."""
+    """Every file of a folder, except those that reading may leave."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -50,7 +50,7 @@ def workplace(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("source", ["A", "A/checkpoints/latest"])
 def test_a_run_is_not_continued_into_the_folder_of_another(workplace: Path, source: str) -> None:
-    """--resume A --output-dir B, where B is another run: exit 2, and B stays as it was."""
+    """--resume A --output-dir B, where B is another run: exit code 2, and B is unchanged."""
     before = content(workplace / "B")
     answer = train(workplace, "--epochs=3", f"--resume={source}", "--output-dir=B")
     assert answer.code == 2, answer
@@ -59,7 +59,7 @@ def test_a_run_is_not_continued_into_the_folder_of_another(workplace: Path, sour
 
 
 def test_another_launcher_refuses_the_folder_of_another_run(workplace: Path) -> None:
-    """The same under torchrun, whose ranks decide on the folder themselves."""
+    """The same under torchrun, whose ranks choose the folder."""
     before = content(workplace / "B")
     answer = command(
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", "-m", "paceline"),
@@ -71,8 +71,8 @@ def test_another_launcher_refuses_the_folder_of_another_run(workplace: Path) -> 
     assert content(workplace / "B") == before
 
 
-def test_the_same_command_again_goes_on_with_its_own_run(workplace: Path) -> None:
-    """A run that was started from A is gone on with, not started from A again."""
+def test_the_same_command_again_resumes_its_own_run(workplace: Path) -> None:
+    """A run that was started from A is resumed, not started from A again."""
     first = train(workplace, "--epochs=2", "--resume=A", "--output-dir=C")
     assert first.code == 0, first
     assert steps(workplace / "C") == [16, 8]
@@ -81,21 +81,21 @@ def test_the_same_command_again_goes_on_with_its_own_run(workplace: Path) -> Non
     assert steps(workplace / "C")[0] == 24
     log = (workplace / "C/logs/rank-0.log").read_text()
     assert ("epochs was 1 when" in log, "epochs was 2 when" in log) == (True, True)
-    # After it went on with itself, it still knows what it was started from.
+    # After it has resumed itself, it still records its source.
     source = json.loads((workplace / "C/environment.json").read_text())["resumed_from"]
     assert source == str((workplace / "A").resolve())
     assert train(workplace, "--epochs=4", "--resume=B", "--output-dir=C").code == 2
 
 
-def test_a_run_named_as_source_and_as_folder_is_gone_on_with(workplace: Path) -> None:
-    """--resume A --output-dir A, however it is written."""
+def test_a_run_as_source_and_as_folder_is_resumed(workplace: Path) -> None:
+    """--resume A --output-dir A, with any spelling of the path."""
     answer = train(workplace, "--epochs=2", "--resume=A", f"--output-dir={workplace}/B/../A")
     assert answer.code == 0, answer
     assert steps(workplace / "A")[0] == 16
 
 
 def test_a_run_is_not_continued_into_the_store_of_another(workplace: Path) -> None:
-    """The same for a store: --output-dir URL --resume B, where the store holds another run."""
+    """The same for a store: --output-dir URL --resume B, where the store has another run."""
     url = f"--output-dir=file://{workplace}/store/run"
     assert train(workplace, "--epochs=1", url).code == 0
     for is_other_machine in (False, True):
@@ -108,8 +108,8 @@ def test_a_run_is_not_continued_into_the_store_of_another(workplace: Path) -> No
         assert content(workplace / "store") == before
 
 
-def test_a_rehearsal_of_a_runs_config_has_a_folder_of_its_own(workplace: Path) -> None:
-    """The config.yaml of a run names the run's folder; a rehearsal leaves that name free."""
+def test_a_rehearsal_of_a_runs_config_has_its_own_folder(workplace: Path) -> None:
+    """The config.yaml of a run names the run's folder. A rehearsal does not use that name."""
     (workplace / "gift").mkdir()
     shutil.copy(workplace / "A/config.yaml", workplace / "gift/config.yaml")
     shutil.rmtree(workplace / "A")
@@ -120,8 +120,8 @@ def test_a_rehearsal_of_a_runs_config_has_a_folder_of_its_own(workplace: Path) -
 
 
 @pytest.mark.long
-def test_a_copy_of_a_mirrored_run_leaves_the_store_alone(tmp_path: Path) -> None:
-    """Only the working copy of a URL is mirrored to it; a copy is a run of its own, and says so."""
+def test_a_copy_of_a_mirrored_run_does_not_change_the_store(tmp_path: Path) -> None:
+    """Only the working copy of a URL is mirrored. A copy is a separate run, and a message says so."""
     assert train(tmp_path, "--epochs=1", f"--output-dir=file://{tmp_path}/store/run").code == 0
     shutil.copytree(tmp_path / f"runs/file{tmp_path}/store/run", tmp_path / "exp", symlinks=True)
     before = content(tmp_path / "store")
@@ -139,8 +139,8 @@ def test_a_copy_of_a_mirrored_run_leaves_the_store_alone(tmp_path: Path) -> None
 
 
 @pytest.mark.long
-def test_a_forged_mirror_note_writes_nowhere(workplace: Path) -> None:
-    """A folder from elsewhere names a place of the user: no file goes there."""
+def test_a_forged_mirror_note_causes_no_write(workplace: Path) -> None:
+    """A folder from elsewhere names a URL of the user. No file is written there."""
     home = workplace / "home/.ssh"
     home.mkdir(parents=True)
     (workplace / "A/authorized_keys").write_text("a key\n")
@@ -156,8 +156,8 @@ def test_a_forged_mirror_note_writes_nowhere(workplace: Path) -> None:
 
 
 @pytest.mark.long
-def test_a_resume_that_fails_leaves_a_finished_run_as_it_was(tmp_path: Path) -> None:
-    """Data, model and checkpoint are looked at before the run folder says that the run goes on."""
+def test_a_failed_resume_does_not_change_a_finished_run(tmp_path: Path) -> None:
+    """Data, model and checkpoint are checked before the status of the run changes."""
     model = tmp_path / "own.py"
     build = "import math\nfrom torch import nn\ndef build(num_classes, input_shape):\n"
     model.write_text(build + "    return nn.Sequential(nn.Flatten(), nn.Linear(math.prod(input_shape), num_classes))\n")
@@ -168,7 +168,7 @@ def test_a_resume_that_fails_leaves_a_finished_run_as_it_was(tmp_path: Path) -> 
     model.write_text(build + "    raise ValueError('broken since')\n")
     answer = train(tmp_path, *flags, "--epochs=3", "--resume=B")
     assert answer.code not in (0, 75), answer
-    assert "rank 0 failed" in (tmp_path / "B/logs/rank-0.log").read_text()  # not found before the ranks started
+    assert "rank 0 failed" in (tmp_path / "B/logs/rank-0.log").read_text()  # not detected before the ranks started
     assert {name: (tmp_path / "B" / name).read_bytes() for name in names} == before
 
 
@@ -177,7 +177,7 @@ PROJECT = ("config.yaml", "data.json", "results.json", "environment.json", "repo
 
 @pytest.mark.parametrize("flags", [["--resume=auto"], ["--resume=auto", "--load-policy=eager"], []])
 def test_a_folder_with_files_of_another_program_is_refused(tmp_path: Path, flags: list[str]) -> None:
-    """Also --resume auto, which finds no run there: exit 2, and every file stays."""
+    """Also with --resume auto, which finds no run there: exit code 2, and every file stays."""
     for name in PROJECT:
         (tmp_path / "project").mkdir(exist_ok=True)
         (tmp_path / "project" / name).write_text("{}")
@@ -187,8 +187,8 @@ def test_a_folder_with_files_of_another_program_is_refused(tmp_path: Path, flags
     assert content(tmp_path / "project") == before
 
 
-def test_a_recipe_that_is_called_like_a_runs_config_is_not_overwritten(tmp_path: Path) -> None:
-    """`exp/config.yaml --resume auto`, where exp is no run folder, trains in a folder of its own."""
+def test_a_recipe_with_the_name_of_a_runs_config_is_not_overwritten(tmp_path: Path) -> None:
+    """`exp/config.yaml --resume auto`, where exp is no run folder, trains in a separate folder."""
     (tmp_path / "exp").mkdir()
     recipe = tmp_path / "exp" / "config.yaml"
     recipe.write_text("dataset: synthetic\nmodel_name: mlp\nnum_samples: 640\nglobal_batch_size: 64\nepochs: 1\n")
@@ -200,8 +200,8 @@ def test_a_recipe_that_is_called_like_a_runs_config_is_not_overwritten(tmp_path:
     assert (run / "results.json").is_file()
 
 
-def test_a_run_whose_lock_file_was_deleted_is_gone_on_with(workplace: Path) -> None:
-    """Users delete run.lock. environment.json tells that the folder is a run's, also before the first checkpoint."""
+def test_a_run_whose_lock_file_was_deleted_is_resumed(workplace: Path) -> None:
+    """Users delete run.lock. environment.json identifies a run folder, also before the first checkpoint."""
     shutil.rmtree(workplace / "A" / "checkpoints")
     (workplace / "A" / "run.lock").unlink()
     answer = train(workplace, "--epochs=1", "--output-dir=A", "--resume=auto")

@@ -1,4 +1,4 @@
-"""Signals reach the process they are meant for, and never a later process with the same number."""
+"""Signals reach the intended process, and never a later process with the same process id."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PAUSE = "import signal; print(flush=True); signal.pause()"
 
 @pytest.fixture(params=["pidfd", "start time"])
 def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """With the kernel's handle, and as on a system that has none."""
+    """With the kernel's pidfd, and as on a system without it."""
     if request.param == "start time":
         monkeypatch.delattr(os, "pidfd_open")
     return str(request.param)
@@ -49,8 +49,8 @@ def child() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_a_signal_arrives_until_the_process_is_reaped(kind: str, child: subprocess.Popen[str]) -> None:
-    """A handle signals a living process, and only it."""
+def test_a_signal_reaches_the_process_until_it_is_reaped(kind: str, child: subprocess.Popen[str]) -> None:
+    """A handle signals only its own living process."""
     handle = ProcessHandle(child.pid)
     assert (handle.is_running, handle.is_stopped) == (True, False)
     assert handle.send(signal.SIGKILL)
@@ -63,13 +63,13 @@ def test_a_signal_arrives_until_the_process_is_reaped(kind: str, child: subproce
     assert find_process(str(child.pid)) is None
 
 
-def test_a_later_process_with_the_same_number_is_not_hit(
+def test_a_later_process_with_the_same_id_gets_no_signal(
     kind: str, child: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The number of an ended process is forged onto a living one: it gets no signal."""
+    """A living process gets the forged process id of an ended one. It receives no signal."""
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         handle = ProcessHandle(ended.pid)
-    handle.pid = child.pid  # the kernel has given the number to another process
+    handle.pid = child.pid  # the kernel has reused the process id
     assert not handle.send(signal.SIGKILL)
     assert not handle.is_running
     assert handle.state is None
@@ -81,14 +81,14 @@ def test_a_later_process_with_the_same_number_is_not_hit(
 
 
 @pytest.mark.parametrize("pid", [0, -1])
-def test_a_number_that_means_a_group_is_refused(pid: int) -> None:
-    """0 and negative numbers would signal groups of processes."""
+def test_a_process_id_that_means_a_group_is_refused(pid: int) -> None:
+    """0 and negative numbers would signal process groups."""
     with pytest.raises(ProcessLookupError):
         ProcessHandle(pid)
 
 
-def test_the_watch_does_not_signal_a_recycled_number(tmp_path: Path, child: subprocess.Popen[str]) -> None:
-    """A rank was reaped by the fork server and its number belongs to a foreign process: it survives the watch."""
+def test_the_watchdog_does_not_signal_a_reused_process_id(tmp_path: Path, child: subprocess.Popen[str]) -> None:
+    """The fork server has reaped a rank, and a foreign process has its id. The foreign process survives."""
     context = multiprocessing.get_context("forkserver")
     rank = context.Process(target=os.getpid)
     rank.start()
@@ -102,7 +102,7 @@ def test_the_watch_does_not_signal_a_recycled_number(tmp_path: Path, child: subp
         pass
     if handles[0] is not None:
         handles[0].pid = child.pid
-    handles[1] = find_forked(child.pid)  # a rank that had exited before its handle was opened
+    handles[1] = find_forked(child.pid)  # a rank that ended before its handle was opened
     watch._look()
     watch._signal_all(signal.SIGKILL)
     watch.stop_all(signal.SIGKILL)
@@ -122,7 +122,7 @@ if sys.argv[1] == "stays":
 
 @pytest.mark.parametrize("leader", ["stays", "has exited"])
 def test_a_group_is_ended_before_its_leader_is_reaped(leader: str) -> None:
-    """Members that outlive the leader are killed while the leader's number is still reserved."""
+    """Members that outlive the leader are killed while the leader's process id is still reserved."""
     with subprocess.Popen(
         [sys.executable, "-c", GROUP, leader], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
@@ -158,15 +158,15 @@ def test_a_process_without_its_main_thread_is_not_dead(tmp_path: Path) -> None:
         while stat_fields(process.pid)[0] != "Z":
             time.sleep(0.001)
         assert Machine().exists(process.pid)
-        assert has_open_for_writing(process.pid, held) is None  # the system does not say
+        assert has_open_for_writing(process.pid, held) is None  # unknown on this system
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         assert not Machine().exists(process.pid)
         assert has_open_for_writing(process.pid, held) is False
 
 
-def test_only_this_module_signals_bare_numbers() -> None:
-    """os.kill and os.killpg are called for the own process, or in process_handle.py."""
+def test_only_this_module_signals_plain_process_ids() -> None:
+    """os.kill and os.killpg are called for the process itself, or in process_handle.py."""
     source = Path(paceline.__file__).parent
     found = set()
     for path in source.rglob("*.py"):
@@ -178,4 +178,4 @@ def test_only_this_module_signals_bare_numbers() -> None:
     assert found <= {
         Path(process_handle.__file__).relative_to(source).as_posix(),
         "runs/machine.py",
-    }  # the latter asks with signal 0
+    }  # the latter only checks, with signal 0

@@ -1,4 +1,4 @@
-"""Links and FIFOs in a run folder: nothing outside of it is changed, and nothing waits."""
+"""Links and FIFOs in a run folder: nothing outside of it changes, and nothing blocks."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.mark.parametrize("kind", ["link", "link to nothing", "fifo"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_name_that_is_no_plain_file_is_refused(folder: RunFolder, tmp_path: Path, name: str, kind: str) -> None:
-    """Before anything is written: the file behind a link keeps its text, and none is made."""
+def test_a_name_that_is_not_a_plain_file_is_refused(folder: RunFolder, tmp_path: Path, name: str, kind: str) -> None:
+    """Before the first write: the file behind a link is unchanged, and none is created."""
     mine = tmp_path / "mine.txt"
     if kind == "link":
         mine.write_text("mine")
@@ -66,7 +66,7 @@ def test_a_folder_in_place_of_a_file_is_refused_at_the_start(folder: RunFolder, 
 
 @pytest.mark.parametrize("name", ["logs", "stacks", "bad-batches", "tensorboard", "profile", ".mirror"])
 def test_a_folder_that_is_a_link_is_refused(folder: RunFolder, tmp_path: Path, name: str) -> None:
-    """Logs and stacks are written, and empty stacks removed, in the run folder only."""
+    """Logs and stacks are written, and empty stacks removed, only in the run folder."""
     (tmp_path / "other").mkdir()
     if (folder.path / name).exists():
         (folder.path / name).rmdir()
@@ -77,8 +77,8 @@ def test_a_folder_that_is_a_link_is_refused(folder: RunFolder, tmp_path: Path, n
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo"])
-def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, kind: str) -> None:
-    """The lock, a log and stacks are opened without following a link or waiting for a reader."""
+def test_a_link_that_appears_after_the_check_is_not_followed(tmp_path: Path, kind: str) -> None:
+    """The lock, a log and stacks are opened without following a link or blocking on a FIFO."""
     mine, path = tmp_path / "mine.txt", tmp_path / "name"
     mine.write_text("mine")
     if kind == "fifo":
@@ -97,8 +97,8 @@ def test_a_link_that_comes_after_the_look_is_not_followed(tmp_path: Path, kind: 
     assert mine.read_text() == "mine"
 
 
-def test_every_writer_leaves_a_file_behind_a_link_alone(folder: RunFolder, tmp_path: Path) -> None:
-    """Links that appear during a run: metrics, ledgers, failures, supervisor's notes and checkpoint files."""
+def test_no_writer_changes_a_file_behind_a_link(folder: RunFolder, tmp_path: Path) -> None:
+    """Links that appear during a run: metrics, ledgers, failures, the supervisor's notes and checkpoint files."""
     mine = tmp_path / "mine.txt"
     mine.write_text("mine")
     piece = {"a": Piece(torch.zeros(2), Box((0,), (2,)), (2,))}
@@ -119,15 +119,15 @@ def test_every_writer_leaves_a_file_behind_a_link_alone(folder: RunFolder, tmp_p
 
 
 def test_a_linked_folder_gets_no_checkpoint_file(folder: RunFolder, tmp_path: Path) -> None:
-    """A link under the temporary name of a save, or of a folder that is made when it is needed."""
+    """A link with the temporary name of a save, or with the name of a folder that is created later."""
     (tmp_path / "other").mkdir()
     (folder.checkpoints / ".tmp-step-00000001").symlink_to(tmp_path / "other")
     with pytest.raises(UserError):
         make_plain_folder(folder.checkpoints / ".tmp-step-00000001")
 
 
-def test_a_draft_cannot_be_expected(folder: RunFolder, tmp_path: Path) -> None:
-    """Two drafts of one process have two names, and a name that is taken is not written."""
+def test_the_name_of_a_draft_is_unpredictable(folder: RunFolder, tmp_path: Path) -> None:
+    """Two drafts of one process have two names. A name that exists is not written."""
     first, second = draft_of(folder.status), draft_of(folder.status)
     assert first != second
     mine = tmp_path / "mine.txt"
@@ -138,8 +138,8 @@ def test_a_draft_cannot_be_expected(folder: RunFolder, tmp_path: Path) -> None:
     assert mine.read_text() == "mine"
 
 
-def test_only_drafts_of_ours_are_removed(folder: RunFolder) -> None:
-    """A new owner removes what killed processes left. Files with other names, folders and links stay."""
+def test_only_our_own_drafts_are_removed(folder: RunFolder) -> None:
+    """A new owner removes the drafts of killed processes. Files with other names, folders and links stay."""
     ended = subprocess.Popen(["true"])
     ended.wait()
     ours, living = draft_of(folder.status, ended.pid), draft_of(folder.status)
@@ -155,7 +155,7 @@ def test_only_drafts_of_ours_are_removed(folder: RunFolder) -> None:
 
 
 def test_console_output_does_not_follow_a_link(tmp_path: Path) -> None:
-    """What the console does not take is dropped rather than written outside of the run folder."""
+    """Output that the console does not accept is dropped, not written outside of the run folder."""
     mine, path = tmp_path / "mine.txt", tmp_path / "rank-0.log"
     mine.write_text("mine")
     path.symlink_to(mine)

@@ -1,4 +1,4 @@
-"""Runs that start in the same second: each gets a folder of its own, whatever starts them."""
+"""Runs that start in the same second have separate folders, with any launcher."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXPECTED = [SECOND, *(f"{SECOND}-{number:02}" for number in range(2, AT_ONCE + 1
 
 
 def stop_clock(folder: Path) -> dict[str, str]:
-    """Variables with which every Python process names its run after the same second."""
+    """Variables that make every Python process name its run after the same second."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(
         "import time\nreal = time.strftime\n"
@@ -41,7 +41,7 @@ def stop_clock(folder: Path) -> dict[str, str]:
 
 
 def at_once(commands: list[list[str]], cwd: Path, variables: dict[str, str]) -> None:
-    """Run commands at the same time. Every one must finish with exit code 0."""
+    """Run commands at the same time. Each must finish with exit code 0."""
     processes = [
         subprocess.Popen(words, cwd=cwd, env=environment(**variables), stderr=subprocess.PIPE, stdout=subprocess.PIPE)
         for words in commands
@@ -56,7 +56,7 @@ def at_once(commands: list[list[str]], cwd: Path, variables: dict[str, str]) -> 
 
 
 def made(cwd: Path, name: str) -> list[str]:
-    """The stamps of all runs, each of which has finished."""
+    """The time stamps of all runs. Each run has finished."""
     folders = sorted((cwd / "runs").iterdir())
     assert all((folder / "results.json").is_file() for folder in folders), folders
     return [folder.name.removeprefix(f"{name}-") for folder in folders]
@@ -105,7 +105,7 @@ def test_fake_clock_rehearsals_in_one_second_have_one_folder_each(tmp_path: Path
 
 
 def test_fake_clock_runs_under_torchrun_in_one_second_have_one_folder_each(tmp_path: Path) -> None:
-    """The ranks of each agree on the folder that their primary has claimed."""
+    """The ranks of each run use the folder that their primary has claimed."""
     variables = stop_clock(tmp_path / "clock")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
     at_once([[*launcher, "-m", "paceline", "train", *QUICK]] * 2, tmp_path, variables)
@@ -147,7 +147,7 @@ def test_fake_slurm_jobs_submitted_in_one_second_have_one_folder_each(
     assert len({(folder / "job.json").read_text() for folder in folders}) == AT_ONCE
 
 
-def test_a_request_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_refused_request_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError):
         run_verb("equivalence", ["synthetic-mlp", "--world-sizes=1,3", "--global-batch-size=64"])
@@ -174,9 +174,7 @@ def test_runs_that_is_no_folder_is_one_screen(kind: str, tmp_path: Path, monkeyp
         claim_run_folder("sweep")
 
 
-def test_a_claimed_folder_without_a_checkpoint_is_nothing_to_go_on_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claimed_folder_without_a_checkpoint_is_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     claim_run_folder("sweep")
     assert newest_run_folder("sweep") is None

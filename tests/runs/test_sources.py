@@ -1,4 +1,4 @@
-"""The stored source of a user's functions: what is collected, and that it works without the files."""
+"""The stored source of a user's functions: which files are collected, and that it works without the files."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def collected(home: Path) -> Sources:
-    """As after the import of a training."""
+    """The state after the imports of a training."""
     import importlib
 
     importlib.import_module("stored_file")
@@ -64,7 +64,7 @@ def test_local_modules_are_stored_and_installed_ones_are_not(collected: Sources)
 
 
 def test_stored_source_works_without_the_files(collected: Sources, home: Path) -> None:
-    """Also a class, whose parameters can still be read. Afterwards nothing of it is in sys.modules."""
+    """Also a class, whose parameters are still readable. Afterwards sys.modules has none of it."""
     again = Sources.from_json(collected.to_json())
     assert again == collected
     assert again.sha256 == collected.sha256
@@ -118,7 +118,7 @@ def test_forged_values_are_refused(values: object) -> None:
 
 @pytest.mark.parametrize("file", ["net.v2.py", "my net.py", "1-2.py", "é.py"])
 def test_a_file_of_any_name_can_be_stored(file: str, tmp_path: Path) -> None:
-    """The name of a file may have dots and spaces; that of a module must not."""
+    """The name of a file may have dots and spaces. The name of a module may not."""
     (tmp_path / file).write_text("def build():\n    return 7\n")
     reference = CodeReference("model_name", str(tmp_path / file), "build")
     stored = Sources.from_json(collect_sources([reference]).to_json())

@@ -1,4 +1,4 @@
-"""A start after an owner that died says whose folder it takes over."""
+"""A start after a dead owner names that owner."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ with RunFolder(Path(sys.argv[1])).owned():
 
 
 def test_a_takeover_is_on_the_console(tmp_path: Path) -> None:
-    """The supervisor has no log of its own yet: the note goes to standard error, once, with the dead owner's pid."""
+    """The supervisor has no log yet. The note is on standard error, once, with the process id of the dead owner."""
     (tmp_path / "run").mkdir()
     dead = subprocess.Popen([sys.executable, "-c", DIES, str(tmp_path / "run")])
     assert dead.wait(60) == 0

@@ -1,4 +1,4 @@
-"""Code of a run folder is executed only if this user trained the run here, or says so."""
+"""Code of a run folder is executed only if this user trained the run here, or allows it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from paceline.settings.schema import Config
 USER = 2
 CODE = "import torch\n\ndef build(num_classes, input_shape):\n    return torch.nn.Sequential(torch.nn.Flatten(), "
 CODE += "torch.nn.Linear(input_shape[0] * input_shape[1] * input_shape[2], num_classes))\n"
-# Leaves a file behind when it is imported.
+# Creates a file when it is imported.
 HOSTILE = "from pathlib import Path\nPath({!r}).touch()\n" + CODE
 FLAGS = ["--num-samples=128", "--epochs=1", "--global-batch-size=64", "--processes=1", "--track"]
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose functions.py is in its own folder, as a notebook leaves it."""
+    """A run whose functions.py is in the run folder, as with notebooks."""
     home = tmp_path_factory.mktemp("trust")
     (home / "run").mkdir()
     (home / "run" / "functions.py").write_text(CODE)
@@ -57,20 +57,20 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def state(home: Path) -> dict[str, str]:
-    """Whose run it is: the user's state is in this folder."""
+    """The folder with the user's state, which holds the key."""
     return {"PACELINE_STATE": str(home / "state")}
 
 
 @pytest.fixture
 def mine(trained: Path, tmp_path: Path) -> Path:
-    """A copy of that run, moved: config.yaml names its functions.py where it is now."""
+    """A copy of that run in another place. config.yaml names its functions.py there."""
     shutil.copytree(trained, tmp_path / "home")
     return relocated(tmp_path / "home")
 
 
 @pytest.fixture
 def foreign(trained: Path, tmp_path: Path) -> Path:
-    """The same run as another person would send it: with code that leaves a file behind."""
+    """The same run as sent by another user, with code that creates a file."""
     shutil.copytree(trained / "run", tmp_path / "other" / "run")
     home = relocated(tmp_path / "other")
     hostile = HOSTILE.format(str(home / "executed"))
@@ -110,23 +110,23 @@ def commands(home: Path) -> list[list[str]]:
     ]
 
 
-def test_a_run_folder_of_another_person_executes_nothing(
+def test_code_of_another_users_run_folder_is_not_executed(
     foreign: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Every command refuses with one screen that names the code; nothing of it is imported."""
+    """Every command refuses with one screen that names the code. None of it is imported."""
     monkeypatch.chdir(foreign)
     monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
     for words in commands(foreign):
         assert main(words) == USER, (words, capsys.readouterr().err)
         screen = capsys.readouterr().err
-        is_stored = words[0] in ("evaluate", "predict", "export")  # they use the source in the checkpoint
+        is_stored = words[0] in ("evaluate", "predict", "export")  # these use the source in the checkpoint
         assert ("/state.json" if is_stored else f"{foreign}/run/functions.py") in screen
         assert "functions.py" in screen
         assert "--trust-code" in screen
         assert not (foreign / "executed").exists(), words
 
 
-def test_trust_code_allows_it(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trust_code_allows_execution(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With --trust-code the code is executed."""
     monkeypatch.chdir(foreign)
     monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
@@ -137,8 +137,8 @@ def test_trust_code_allows_it(foreign: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert TRUST_VARIABLE not in os.environ
 
 
-def test_own_runs_are_trusted_also_where_they_were_moved_to(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user who trained a run evaluates it without a word."""
+def test_moved_runs_of_the_same_user_are_trusted(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The user who trained a run evaluates it without a question."""
     monkeypatch.chdir(mine)
     monkeypatch.setenv("PACELINE_STATE", str(mine / "state"))
     for words in commands(mine)[:3]:
@@ -146,7 +146,7 @@ def test_own_runs_are_trusted_also_where_they_were_moved_to(mine: Path, monkeypa
 
 
 def test_changed_code_is_not_trusted(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One byte more in functions.py, another function or another field: refused."""
+    """One more byte in functions.py, another function or another field: refused."""
     monkeypatch.setenv("PACELINE_STATE", str(mine / "state"))
     run, code, config = mine / "run", mine / "run" / "functions.py", mine / "run" / "config.yaml"
     require_trusted_run(run)
@@ -165,8 +165,8 @@ def test_changed_code_is_not_trusted(mine: Path, monkeypatch: pytest.MonkeyPatch
             require_trusted_run(run)
 
 
-def test_the_library_asks_too(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """run.model(), predict, evaluate and resume refuse; trust_code=True allows."""
+def test_the_library_refuses_untrusted_code(foreign: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run.model(), predict, evaluate and resume refuse. trust_code=True allows it."""
     monkeypatch.setenv("PACELINE_STATE", str(foreign / "state"))
     run = paceline.load_run(foreign / "run")
     commands(foreign)
@@ -182,8 +182,8 @@ def test_the_library_asks_too(foreign: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert TRUST_VARIABLE not in os.environ
 
 
-def test_bytecode_beside_the_file_is_not_executed(mine: Path) -> None:
-    """functions.py is unchanged, but a .pyc of other code lies beside it, with the right time and size."""
+def test_bytecode_next_to_the_file_is_not_executed(mine: Path) -> None:
+    """functions.py is unchanged, but a .pyc file with other code is next to it, with the right time and size."""
     import importlib._bootstrap_external as bootstrap
     import importlib.util
 
@@ -215,8 +215,8 @@ def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return key_path()
 
 
-def test_the_key_is_for_its_owner_alone(tmp_path: Path, key: Path) -> None:
-    """Mode 0600 in a folder of mode 0700; a key that others can read, or a link, marks nothing."""
+def test_only_the_owner_can_read_the_key(tmp_path: Path, key: Path) -> None:
+    """Mode 0600 in a folder of mode 0700. A key that others can read, or a link, is not used."""
     (tmp_path / "model.py").write_text(CODE)
     config = config_of(tmp_path / "run", "model.py:build")
     assert sign_code(tmp_path / "run", config) == ""
@@ -239,8 +239,8 @@ def test_the_key_is_for_its_owner_alone(tmp_path: Path, key: Path) -> None:
         require_trusted_run(tmp_path / "run")
 
 
-def test_another_users_key_does_not_fit(tmp_path: Path, key: Path) -> None:
-    """The same folder, seen by another user: refused, and no key is made by looking."""
+def test_another_users_key_does_not_match(tmp_path: Path, key: Path) -> None:
+    """Another user reads the same folder: refused, and reading creates no key."""
     (tmp_path / "model.py").write_text(CODE)
     sign_code(tmp_path / "run", config_of(tmp_path / "run", "model.py:build"))
     key.unlink()
@@ -252,8 +252,8 @@ def test_another_users_key_does_not_fit(tmp_path: Path, key: Path) -> None:
         require_trusted_run(tmp_path / "run")
 
 
-def test_a_record_without_hashes_is_none(tmp_path: Path, key: Path) -> None:
-    """A forged or broken code.json is refused, whatever it holds."""
+def test_a_record_without_hashes_is_refused(tmp_path: Path, key: Path) -> None:
+    """A forged or broken code.json is refused."""
     (tmp_path / "model.py").write_text(CODE)
     config = config_of(tmp_path / "run", "model.py:build")
     sign_code(tmp_path / "run", config)
@@ -264,8 +264,8 @@ def test_a_record_without_hashes_is_none(tmp_path: Path, key: Path) -> None:
             require_trusted_run(tmp_path / "run")
 
 
-def test_a_file_of_ones_own_may_change_at_its_place(tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of the run folder a file is the user's to edit; elsewhere only the same content passes."""
+def test_the_users_own_file_may_change_at_its_place(tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the run folder the user may edit a file. At another place the content must be the same."""
     (tmp_path / "model.py").write_text(CODE)
     sign_code(tmp_path / "run", config_of(tmp_path / "run", "model.py:build"))
     (tmp_path / "model.py").write_text(CODE + "# edited\n")
@@ -279,10 +279,10 @@ def test_a_file_of_ones_own_may_change_at_its_place(tmp_path: Path, key: Path, m
         require_trusted_run(tmp_path / "run")
 
 
-def test_a_module_in_the_working_directory_is_code_too(
+def test_a_module_in_the_working_directory_is_checked(
     tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`package.module:FUNCTION` is refused before anything of the package is imported."""
+    """`package.module:FUNCTION` is refused before any of the package is imported."""
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "foreign_package").mkdir()
     (tmp_path / "foreign_package" / "__init__.py").write_text(HOSTILE.format(str(tmp_path / "executed")))
@@ -296,8 +296,8 @@ def test_a_module_in_the_working_directory_is_code_too(
     assert "foreign_package" not in sys.modules
 
 
-def test_without_a_home_training_works_and_says_what_follows(tmp_path: Path) -> None:
-    """No home folder, or one that cannot be written: the run trains, a note says that its code is not marked."""
+def test_without_a_home_folder_training_works_with_a_note(tmp_path: Path) -> None:
+    """No home folder, or a read-only one: the run trains, and a note says that its code is not signed."""
     (tmp_path / "file").touch()
     (tmp_path / "model.py").write_text(CODE)
     words = ("shapes-cnn", *FLAGS, "--model-name=model.py:build", "--output-dir=run")
@@ -308,8 +308,8 @@ def test_without_a_home_training_works_and_says_what_follows(tmp_path: Path) -> 
     assert refused.code == USER
 
 
-def test_runs_without_code_are_opened_by_everybody(tmp_path: Path, key: Path) -> None:
-    """A run that names no function needs no key and no record; timm's models are no code of a run folder."""
+def test_any_user_opens_runs_without_code(tmp_path: Path, key: Path) -> None:
+    """A run without functions needs no key and no record. Models of timm are not code of the run folder."""
     for name in ("cnn", "timm:resnet18", "torchvision:resnet50"):
         config = config_of(tmp_path / "run", name)
         assert code_references(config) == []
@@ -327,7 +327,7 @@ def test_every_reference_of_a_config_is_found() -> None:
 
 
 def test_trust_ends_with_the_command(key: Path) -> None:
-    """Trust of one command does not hold for the next one in the same process, nor for another thread."""
+    """Trust does not apply to the next command in the same process, nor to another thread."""
     with trusting_code(True):
         assert is_trusting()
         with trusting_code(False):
@@ -341,7 +341,7 @@ def test_trust_ends_with_the_command(key: Path) -> None:
 
 
 def test_two_processes_make_one_key(tmp_path: Path, key: Path) -> None:
-    """Runs that start at the same time agree on the key."""
+    """Runs that start at the same time use the same key."""
     code = "from paceline.runs.trust import _key; import sys; sys.stdout.write(_key().hex())"
 
     def ask(_: int) -> Answer:
@@ -353,10 +353,10 @@ def test_two_processes_make_one_key(tmp_path: Path, key: Path) -> None:
     assert len(answers[0].out) == 64
 
 
-def test_a_file_that_is_not_there_is_reported_as_not_found(
+def test_a_missing_file_is_reported_as_not_found(
     trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run's config as a recipe in another folder: its relative name leads nowhere. That is no question of trust."""
+    """A run's config as a recipe in another folder: the relative path does not exist. This is not an error of trust."""
     shutil.copytree(trained / "run", tmp_path / "run")
     config = tmp_path / "run" / "config.yaml"
     lines = config.read_text().splitlines()

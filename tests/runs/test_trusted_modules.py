@@ -1,4 +1,4 @@
-"""`package.module:FUNCTION` in a run's config: every file of it that would be executed must be the user's."""
+"""`package.module:FUNCTION` in a run's config: every file that it would execute must be the user's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODULE = "from tm_package import NAME\nfrom . import beside\nimport tm_helper\n\
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A run folder with a package, which is importable from there."""
+    """A run folder with an importable package."""
     monkeypatch.setenv("PACELINE_STATE", str(tmp_path / "state"))
     (tmp_path / "run" / "tm_package" / "inner").mkdir(parents=True)
     write_code(tmp_path / "run")
@@ -52,7 +52,7 @@ FILES = [
 
 @pytest.mark.parametrize("file", FILES)
 def test_a_changed_file_of_a_package_is_refused(run: Path, file: str) -> None:
-    """The module, every __init__.py on the way to it, and what these import. Nothing is imported by the check."""
+    """The module, every __init__.py of its packages, and their imports. The check imports nothing."""
     sign(run, "tm_package.inner.module:build")
     (run / file).write_text((run / file).read_text() + "# changed\n")
     with pytest.raises(UserError) as refused:
@@ -77,8 +77,8 @@ def test_packages_without_init_are_checked_too(run: Path, file: str) -> None:
         require_trusted_run(run)
 
 
-def test_an_init_that_is_new_is_refused(run: Path) -> None:
-    """It would be executed before the module, which is unchanged."""
+def test_a_new_init_is_refused(run: Path) -> None:
+    """It would be executed before the unchanged module."""
     (run / "tm_package" / "__init__.py").unlink()
     sign(run, "tm_package.inner.module:build")
     (run / "tm_package" / "__init__.py").write_text("NAME = 1\n")
@@ -95,7 +95,7 @@ def test_a_changed_helper_of_a_file_is_refused(run: Path) -> None:
 
 
 def test_own_modules_may_change_at_their_place(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outside of the run folder. A module that is imported since then is the user's, too, if it is outside."""
+    """Outside of the run folder. A newly imported module outside of it is also the user's."""
     source = tmp_path / "source"
     shutil.copytree(run, source)
     shutil.rmtree(run / "tm_package")
@@ -113,7 +113,7 @@ def test_own_modules_may_change_at_their_place(run: Path, tmp_path: Path, monkey
 
 
 def test_another_package_of_this_name_is_refused(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elsewhere only the same content passes."""
+    """At another place the content must be the same."""
     sign(run, "tm_package.inner.module:build")
     other = tmp_path / "other"
     shutil.copytree(run / "tm_package", other / "tm_package")

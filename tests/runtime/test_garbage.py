@@ -1,4 +1,4 @@
-"""Python's search for garbage rests while what stays is built, and leaves that alone afterwards."""
+"""Python's garbage collection is paused during the setup of a run, and ignores the objects of the setup afterwards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.runtime.garbage import no_search_for_garbage
 from paceline.training import session
 from paceline.training.components import build_components
 
-# In a process of its own: ranks come from the server of whoever asks first.
+# In a separate process: ranks are forked from the server of the first caller.
 A_RANK = """
 import gc, multiprocessing
 from paceline.launch.rank_processes import start_fork_server
@@ -40,7 +40,7 @@ if __name__ == "__main__":
 
 
 class Ring:
-    """Holds itself: only a search finds that nobody else does."""
+    """Refers to itself: only a collection finds that nothing else refers to it."""
 
     def __init__(self) -> None:
         self.itself = self
@@ -50,13 +50,13 @@ class Ring:
 def is_enabled(request: pytest.FixtureRequest) -> Iterator[bool]:
     before = gc.isenabled()
     (gc.enable if request.param else gc.disable)()
-    gc.collect()  # else what other tests have left would count
+    gc.collect()  # otherwise the garbage of other tests would count
     yield request.param
     (gc.enable if before else gc.disable)()
 
 
 @pytest.mark.parametrize("many", [0, 10**9])
-def test_the_search_rests_and_is_made_up_for_where_much_was_built(
+def test_collection_is_paused_and_runs_once_after_a_large_setup(
     is_enabled: bool, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(garbage, "_MANY", many)
@@ -70,7 +70,7 @@ def test_the_search_rests_and_is_made_up_for_where_much_was_built(
     try:
         with no_search_for_garbage():
             ring = weakref.ref(Ring())
-            built: list[list[Any]] = [[] for _ in range(5000)]  # more than an ordinary search waits for
+            built: list[list[Any]] = [[] for _ in range(5000)]  # more than a collection needs to start
             assert searches == []
         is_found = ring() is None
     finally:
@@ -82,13 +82,13 @@ def test_the_search_rests_and_is_made_up_for_where_much_was_built(
     assert len(built) == 5000
 
 
-def test_it_is_as_before_after_a_failure(is_enabled: bool) -> None:
+def test_collection_is_restored_after_a_failure(is_enabled: bool) -> None:
     with pytest.raises(ZeroDivisionError), no_search_for_garbage():
         _ = 1 / 0
     assert gc.isenabled() == is_enabled
 
 
-def test_of_two_rides_in_one_process_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_sessions_in_one_process_leave_no_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
 
     def open_and_note(*given: Any, **more: Any) -> Any:
@@ -108,8 +108,8 @@ def test_of_two_rides_in_one_process_nothing_stays(tmp_path: Path, monkeypatch: 
     assert [part() for parts in opened for part in parts] == [None] * 8
 
 
-def test_a_rank_looks_for_its_own_garbage_and_leaves_torch_alone(tmp_path: Path) -> None:
-    program = tmp_path / "a_rank.py"  # a file: the rank looks its function up in it
+def test_a_rank_collects_its_own_garbage_and_ignores_torch(tmp_path: Path) -> None:
+    program = tmp_path / "a_rank.py"  # a file: the rank imports its function from it
     program.write_text(A_RANK)
     answer = command(sys.executable, str(program), cwd=tmp_path, timeout_s=60)
     assert (answer.code, answer.err) == (0, "")

@@ -1,4 +1,4 @@
-"""What a step frees stays at hand for the next one, and what is given back is really gone."""
+"""Memory that a step frees is reused by the next step, and trimmed memory is returned to the kernel."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ print(usual, kept, before - own_mb())
 def test_steps_after_the_first_need_no_new_memory() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     usual, kept, returned_mb = map(int, re.findall(r"-?\d+", done.stdout))
-    assert usual > 1000  # else the next line would show nothing
+    assert usual > 1000  # otherwise the next line would prove nothing
     assert kept < 50
     assert returned_mb > 50

@@ -59,7 +59,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 
 def test_both_ends_prove_the_secret() -> None:
-    """Who knows the secret is let in, and messages go both ways."""
+    """A peer with the secret is accepted, and messages work in both directions."""
     with serving() as (port, peers):
         client = connect("127.0.0.1", port, SECRET, "test")
         server = peers.get(timeout=SOON_S)
@@ -74,15 +74,15 @@ def test_both_ends_prove_the_secret() -> None:
 
 @pytest.mark.parametrize(("is_same", "context"), [(False, "test"), (True, "another start")])
 def test_another_secret_or_another_start_is_refused(is_same: bool, context: str) -> None:
-    """Neither end talks to one with another secret, or with the same secret for another purpose."""
+    """Neither end accepts a peer with another secret, or with the same secret for another purpose."""
     with serving() as (port, peers):
         with pytest.raises(NotProved):
             connect("127.0.0.1", port, SECRET if is_same else create_secret().encode(), context)
         assert peers.empty()
 
 
-def test_a_server_that_knows_nothing_is_refused() -> None:
-    """A client says nothing to what listens in the place of its server: a proof sent back to it is no proof."""
+def test_a_server_without_the_secret_is_refused() -> None:
+    """A client sends nothing to a foreign server. Its own proof, sent back, is not accepted."""
 
     def mirror(listener: socket.socket) -> None:
         connection, _ = listener.accept()
@@ -102,7 +102,7 @@ def test_a_server_that_knows_nothing_is_refused() -> None:
 
 
 def test_proofs_differ_each_time() -> None:
-    """A recorded proof is worthless: both ends draw new numbers for each connection."""
+    """A recorded proof is useless: both ends draw new numbers for each connection."""
     recorded = []
     for _ in range(2):
         left, right = socket.socketpair()
@@ -122,18 +122,18 @@ def test_proofs_differ_each_time() -> None:
 
 
 @pytest.mark.parametrize("said", [b'{"hello":1}\n{"ended":2}\n', b"\0" * 1000, b"x" * 100_000, b"qaceline" + b"y" * 64])
-def test_a_stranger_is_dropped_and_logged(
+def test_a_client_is_dropped_and_logged(
     said: bytes, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A client without the secret is closed. The log names it, and shows nothing of what it sent."""
+    """The log names the client and shows nothing of its data."""
     monkeypatch.setattr(peers_module, "_drops", 0)
     with serving() as (port, peers):
-        with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as stranger, suppress(OSError):
-            stranger.sendall(said)
-            stranger.shutdown(socket.SHUT_WR)
-            while stranger.recv(1000):
+        with socket.create_connection(("127.0.0.1", port), timeout=SOON_S) as client, suppress(OSError):
+            client.sendall(said)
+            client.shutdown(socket.SHUT_WR)
+            while client.recv(1000):
                 continue
-        connect("127.0.0.1", port, SECRET, "test").close()  # the next one is served
+        connect("127.0.0.1", port, SECRET, "test").close()  # the next client is served
         peers.get(timeout=SOON_S).close()
         assert peers.empty()
     (line,) = capsys.readouterr().err.splitlines()
@@ -142,8 +142,8 @@ def test_a_stranger_is_dropped_and_logged(
 
 
 @pytest.mark.parametrize("change", ["text", "signature", "length", "repeated"])
-def test_a_message_that_was_changed_on_the_way_is_refused(change: str) -> None:
-    """A message that was changed, or sent a second time, is refused."""
+def test_a_changed_message_is_refused(change: str) -> None:
+    """A message that was changed, or sent twice, is refused."""
     raw, end = tcp_pair()
     wire, tap = tcp_pair()
     keys = SessionKeys(b"a" * 32, b"b" * 32)
@@ -162,7 +162,7 @@ def test_a_message_that_was_changed_on_the_way_is_refused(change: str) -> None:
         item.close()
 
 
-def test_no_text_but_an_object_is_a_message() -> None:
+def test_only_objects_are_messages() -> None:
     """Ten thousand mutated messages: each is an object, or our own error."""
     dice = random.Random(3)
     seeds = [b'{"do": "end", "code": 0, "node": -1}', b'{"hello": 1}', b'{"ended": 2}', b"[" * 5000, b'{"a":' * 5000]
@@ -186,7 +186,7 @@ def test_numbers_of_messages_are_checked(value: object) -> None:
 
 
 def test_the_secret_leaves_the_environment() -> None:
-    """Ranks run other people's code and do not see the secret."""
+    """Ranks run user code and do not see the secret."""
     surroundings = {RUN_SECRET: SECRET.decode() + "\n", "OTHER": "1"}
     taken = take_secret(surroundings)
     assert read_secret(taken) == SECRET
@@ -195,8 +195,8 @@ def test_the_secret_leaves_the_environment() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "short", "x" * 31, "x" * 5000])
-def test_a_secret_that_could_be_guessed_is_refused(text: str) -> None:
-    """The error says which variable, and not what is in it."""
+def test_a_weak_secret_is_refused(text: str) -> None:
+    """The error names the variable, not its value."""
     with pytest.raises(UserError) as refused:
         read_secret({RUN_SECRET: text})
     assert RUN_SECRET in str(refused.value.where)

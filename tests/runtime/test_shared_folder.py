@@ -1,4 +1,4 @@
-"""Before training on several nodes every node looks for a token that rank 0 wrote: real gloo ranks, one per "node"."""
+"""Before training on several nodes, every node reads a token of rank 0: real gloo ranks, one per "node"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.training.same_ranks import require_shared_folder
 
 
 def look(world: World, folders: list[str], resume_from: str, local_ranks: int, is_local: bool) -> dict[str, object]:
-    """One rank of a node that starts in its own folder; returns the error it gets."""
+    """One rank of a node that starts in its own folder. Returns its error."""
     os.chdir(folders[world.rank])
     if is_local and world.rank:
         os.environ[NODE_LOCAL] = "1"
@@ -46,13 +46,13 @@ def left_in(*folders: Path) -> list[Path]:
 
 
 def test_a_shared_folder_passes_and_keeps_no_token(tmp_path: Path) -> None:
-    """Nothing is left behind, in the run folder or among its checkpoints."""
+    """No file is left in the run folder or among its checkpoints."""
     assert nodes_in(tmp_path, tmp_path) == [{}, {}]
     assert left_in(tmp_path) == []
 
 
 def test_the_node_without_the_folder_is_named_by_both_nodes(tmp_path: Path) -> None:
-    """Rank 0 and the node itself say which node, which folder and what to do. Other ranks end without a word."""
+    """Rank 0 and the node itself name the node, the folder and a remedy. Other ranks end without a message."""
     one, other = tmp_path / "one", tmp_path / "other"
     answers = nodes_in(one, one, other, other, local_ranks=2)
     assert [answer["code"] for answer in answers] == [EXIT_USER] * 4
@@ -67,8 +67,8 @@ def test_the_node_without_the_folder_is_named_by_both_nodes(tmp_path: Path) -> N
     assert left_in(one, other) == []
 
 
-def test_checkpoints_on_a_disk_of_each_node_are_found(tmp_path: Path) -> None:
-    """The run folder is shared, but its `checkpoints` leads to another disk, which is not."""
+def test_checkpoints_on_a_separate_disk_of_each_node_are_detected(tmp_path: Path) -> None:
+    """The run folder is shared, but its `checkpoints` links to another disk, which is not shared."""
     shared = tmp_path / "shared"
     shared.mkdir()
     (shared / "checkpoints").symlink_to("/proc/self/cwd/disk")
@@ -81,8 +81,8 @@ def test_checkpoints_on_a_disk_of_each_node_are_found(tmp_path: Path) -> None:
     assert answers[0]["where"] == str(nodes[0] / "run" / "checkpoints")
 
 
-def test_a_checkpoint_to_go_on_from_must_be_on_every_node(tmp_path: Path) -> None:
-    """The run folder is shared, the run that --resume names is not."""
+def test_the_checkpoint_to_resume_from_must_be_on_every_node(tmp_path: Path) -> None:
+    """The run folder is shared, the run of --resume is not."""
     nodes, shared = [tmp_path / "one", tmp_path / "other"], tmp_path / "shared"
     shared.mkdir()
     for node in nodes:
@@ -94,17 +94,17 @@ def test_a_checkpoint_to_go_on_from_must_be_on_every_node(tmp_path: Path) -> Non
     assert nodes_in(*nodes, resume_from="before") == [{}, {}]
 
 
-def test_a_node_whose_store_brings_its_checkpoints_needs_no_shared_folder(tmp_path: Path) -> None:
+def test_a_node_that_fetches_its_checkpoints_needs_no_shared_folder(tmp_path: Path) -> None:
     """As in a Metaflow gang, where every node fetches from the datastore."""
     assert nodes_in(tmp_path / "one", tmp_path / "other", is_local=True) == [{}, {}]
 
 
-def test_ranks_of_one_node_do_not_look(tmp_path: Path) -> None:
-    """There is nothing to share."""
+def test_ranks_of_one_node_skip_the_check(tmp_path: Path) -> None:
+    """One node shares nothing."""
     assert nodes_in(tmp_path / "one", tmp_path / "other", local_ranks=2) == [{}, {}]
 
 
-def test_a_token_is_found_only_with_its_contents(tmp_path: Path) -> None:
+def test_a_token_counts_only_with_its_contents(tmp_path: Path) -> None:
     """A file system may show a name before its bytes."""
     name = write_token(tmp_path)
     assert find_token(tmp_path, name, 0) == ""
@@ -118,6 +118,6 @@ def test_a_token_is_found_only_with_its_contents(tmp_path: Path) -> None:
 
 
 def test_a_hundred_nodes_fit_on_one_screen() -> None:
-    """Not every node of a large job is listed."""
+    """Only some nodes of a large job are listed."""
     error = not_shared({f"n{number}": {"/run": "no such folder"} for number in range(2, 102)}, "n1")
     assert len(error.screen().splitlines()) <= 16

@@ -1,4 +1,4 @@
-"""A task's place, from what srun tells it."""
+"""The rank of a task, from srun's variables."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_one_agent_per_node() -> None:
         read_nodes({**STEP, "PACELINE_START": "agent"})
 
 
-def test_a_shell_in_a_job_is_a_machine_of_its_own() -> None:
+def test_a_shell_in_a_job_is_a_single_machine() -> None:
     shell = {**AGENT, "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
     shell |= {"SLURM_NODEID": "0", "SLURM_PROCID": "0"}
     del shell["PACELINE_START"]
@@ -87,7 +87,7 @@ def test_two_ranks_on_one_gpu_are_named() -> None:
     assert caught.value.got == "rank 0, 2"
 
 
-def test_half_an_environment_is_refused() -> None:
+def test_an_incomplete_environment_is_refused() -> None:
     for name in STEP:
         if name in ("SLURM_STEP_ID", "SLURM_PROCID"):
             continue
@@ -110,7 +110,7 @@ def test_cpus_that_slurm_granted(job: dict[str, str], cpus: int | None) -> None:
     assert count_granted_cpus(job) == cpus
 
 
-def test_an_allocation_counts_where_the_site_does_not_bind_tasks_to_cores() -> None:
+def test_the_allocation_counts_if_the_site_does_not_bind_tasks_to_cores() -> None:
     cores = len(os.sched_getaffinity(0))
     assert usable_cores({}) <= cores
     assert usable_cores({**STEP, "SLURM_CPUS_PER_TASK": "1"}) == 1

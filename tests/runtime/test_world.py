@@ -54,18 +54,18 @@ def test_contradictions_are_refused(change: dict[str, str]) -> None:
         read_rank_environment({**TORCHRUN, **change})
 
 
-def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_divided_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("paceline.runtime.detect.usable_cores", lambda: 8)
     assert threads_per_rank(ParallelConfig(), 2) == 4
     assert threads_per_rank(ParallelConfig(), 16) == 1
     assert threads_per_rank(ParallelConfig(omp_num_threads=5), 2) == 5
 
 
-def test_alone() -> None:
+def test_one_rank() -> None:
     assert build_world(ParallelConfig(device="cpu"), ALONE).world_size == 1
 
 
-def test_an_agent_is_told_its_place_among_the_nodes() -> None:
+def test_an_agent_gets_its_node_rank() -> None:
     nodes = Nodes(3, 1, "fd00::7", 20_032)
     assert read_nodes(agent_variables(nodes)) == nodes
     assert read_nodes({}) == Nodes()
@@ -74,8 +74,10 @@ def test_an_agent_is_told_its_place_among_the_nodes() -> None:
             read_nodes({"PACELINE_START": "agent", "PACELINE_AGENT": text})
 
 
-def test_ranks_of_one_machine_use_its_loopback_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """gloo and NCCL listen where these variables say; without them, at the address of the host's name."""
+def test_ranks_of_one_machine_use_loopback_unless_the_user_sets_another_address(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gloo and NCCL listen on the addresses of these variables. Without them, on the address of the host name."""
     from paceline.runtime.group import stay_on_loopback
     from paceline.runtime.peers import loopback_interface
 
@@ -92,11 +94,11 @@ def test_ranks_of_one_machine_use_its_loopback_unless_the_user_says_otherwise(mo
     [
         ({"LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "4"}, True),
         ({"LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, False),
-        ({"LOCAL_WORLD_SIZE": None, "WORLD_SIZE": "4"}, False),  # nobody said it: the others may be elsewhere
+        ({"LOCAL_WORLD_SIZE": None, "WORLD_SIZE": "4"}, False),  # unknown: the other ranks may be on other machines
     ],
 )
-def test_one_node_must_be_known_for_sure(change: dict[str, str | None], is_on_one_node: bool) -> None:
-    """Ranks that are wrongly taken for neighbours would not reach each other at loopback."""
+def test_one_node_must_be_certain(change: dict[str, str | None], is_on_one_node: bool) -> None:
+    """Ranks on different machines could not reach each other through loopback."""
     variables = {"RANK": "1", "LOCAL_RANK": "1", "MASTER_ADDR": "n1", "MASTER_PORT": "1"}
     variables |= {name: value for name, value in change.items() if value is not None}
     environment = read_rank_environment(variables)

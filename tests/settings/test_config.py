@@ -1,4 +1,4 @@
-"""Defaults <- recipe <- flags, and where each value came from."""
+"""Defaults, then recipe, then flags, and the origin of each value."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from paceline.settings.recipe_file import shipped_recipes
 from paceline.settings.rules import check_config, check_world, fitting_worlds, nearest_divisors
 from paceline.settings.schema import Config
 
-# Adding a flag is a decision: it must be added here too. The nine of the last line guard a run and do not change what
-# it computes. `profile` shows where the time of a real run goes; bench traces steps without a run. `accept_new_data`
+# Adding a flag is a decision: it must be added here too. The nine of the last line guard a run and do not change its
+# result. `profile` shows the times of a real run; bench traces steps without a run. `accept_new_data`
 # is the only way to continue a run whose data has changed on purpose. `fsdp_wrap`, `reshard_after_forward` and
-# `bucket_cap_mb` are the choices that the course compares. The flags from `crop_scale` to `mix_epochs` are the
+# `bucket_cap_mb` are the options that the course compares. The flags from `crop_scale` to `mix_epochs` are the
 # augmentations that published recipes of image models use. `folds` and `fold` are cross-validation: which samples a run
 # validates with is part of its identity. `task`, `sampling`, and the flags from `bce_threshold` to `distill_weight` are
-# the losses, targets and distillation of published recipes; `teacher_sha256` makes the teacher a part of the config.
-# `decay_norms_and_biases` to `unfreeze_at`, the parts of the schedule, the kinds of clipping and `stop_early` are what
-# published recipes for training and fine-tuning name.
+# the losses, targets and distillation of published recipes; `teacher_sha256` makes the teacher part of the config.
+# `decay_norms_and_biases` to `unfreeze_at`, the parts of the schedule, the kinds of clipping and `stop_early` are used
+# by published recipes for training and fine-tuning.
 FLAGS = (
     "dataset task data_dir num_samples input_size num_classes train_split folds fold augment image_size "
     "resolution_schedule test_size crop_scale crop_ratio interpolation flip cutout vertical_flip "
@@ -57,7 +57,7 @@ def test_flag_list_is_the_agreed_one() -> None:
     assert len(field_table()) <= 130
 
 
-def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+def test_flags_override_the_file_and_the_file_overrides_defaults(tmp_path: Path) -> None:
     recipe = write(tmp_path / "mine.yaml", "epochs: 3\nbase_lr: 3e-4\namp: false\ntrack: [mlflow, wandb]\n")
     loaded = load_config(recipe, ["--epochs", "5"])
     assert loaded.config.train.epochs == 5
@@ -69,7 +69,7 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("lines", range(1, 7))
-def test_the_first_wrong_setting_is_the_one_named(tmp_path: Path, lines: int) -> None:
+def test_the_first_wrong_setting_is_named(tmp_path: Path, lines: int) -> None:
     sound = ["epochs: 3", "momentum: 0.9", "seed: 1", "lanes: 2", "dropout: 0.1"][: lines - 1]
     recipe = write(tmp_path / "mine.yaml", "\n".join([*sound, "base_lr: fast", "workers: many"]) + "\n")
     with pytest.raises(UserError, match="base_lr: 'fast' is not valid") as refused:
@@ -101,17 +101,17 @@ def test_resolved_config_is_a_recipe_for_the_same_run(tmp_path: Path) -> None:
 
 
 def test_a_default_stays_a_default_in_the_resolved_config(tmp_path: Path) -> None:
-    """Written and read again, every setting has its value, and only what was chosen counts as chosen."""
+    """After writing and reading, every setting has its value, and only chosen settings count as chosen."""
     first = load_config("shapes-cnn", ["--track", "tensorboard", "--device", "auto", "--seed", "3"])
     again = load_config(write(tmp_path / "again.yaml", to_yaml(first.config, first.settings)), [])
     assert again.config == first.config
     is_chosen = {name: (first.origin(name) != "default", again.origin(name) == "file") for name in field_table()}
     assert all(before == after for before, after in is_chosen.values()), is_chosen
-    assert is_chosen["track"] == is_chosen["device"] == (True, True)  # chosen, although it is what the default would be
+    assert is_chosen["track"] == is_chosen["device"] == (True, True)  # chosen, although it equals the default
 
 
-def test_a_default_that_is_edited_in_the_resolved_config_is_a_choice(tmp_path: Path) -> None:
-    """The mark of a default holds only for the default's own value."""
+def test_an_edited_default_in_the_resolved_config_is_a_choice(tmp_path: Path) -> None:
+    """The mark of a default is valid only for the value of the default."""
     loaded = load_config("shapes-cnn", [])
     text = to_yaml(loaded.config, loaded.settings)
     edited = text.replace("track: ['tensorboard']", "track: ['mlflow']")
@@ -121,7 +121,7 @@ def test_a_default_that_is_edited_in_the_resolved_config_is_a_choice(tmp_path: P
 
 
 @pytest.mark.parametrize("name", shipped_recipes())
-def test_shipped_recipes_are_valid_and_say_what_they_are(name: str) -> None:
+def test_shipped_recipes_are_valid_and_have_a_description(name: str) -> None:
     check_config(load_config(name, []))
     header = shipped_recipes()[name].read_text().split("\n\n")[0]
     assert all(line.startswith("#") for line in header.splitlines())
@@ -149,7 +149,7 @@ def test_indivisible_world_size_names_the_nearest_valid_ones() -> None:
     assert "--processes 2 or 4" in caught.value.screen()
 
 
-def test_lanes_must_be_shared_equally() -> None:
+def test_lanes_must_divide_evenly() -> None:
     check_world(check("--lanes", "4"), 2)
     with pytest.raises(UserError, match="4 lanes"):
         check_world(check("--lanes", "4", "--global-batch-size", "255"), 3)
@@ -168,7 +168,7 @@ def test_lanes_must_be_shared_equally() -> None:
         (["--global-batch-size", "252", "--exact"], [1, 2, 4]),
     ],
 )
-def test_worlds_that_fit(flags: list[str], sizes: list[int]) -> None:
+def test_valid_world_sizes(flags: list[str], sizes: list[int]) -> None:
     config = load_config("shapes-cnn", flags).config
     assert fitting_worlds(config, ProcessRange(1, 4)) == sizes
     assert fitting_worlds(config, ProcessRange(2, 4)) == [size for size in sizes if size >= 2]
@@ -203,6 +203,6 @@ def test_config_is_frozen() -> None:
 
 
 def test_a_name_that_no_file_system_allows_is_no_recipe() -> None:
-    """A user's mistake, not an OSError."""
+    """A user error, not an OSError."""
     with pytest.raises(UserError):
         load_config("x" * 5000, [])

@@ -1,4 +1,4 @@
-"""Every number of a command, a recipe or a variable is finite, and a range says what it allows."""
+"""Every number of a command, a recipe or a variable is finite, and an error names the allowed range."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def test_alphas_of_mixing(flag: str, text: str, is_allowed: bool) -> None:
         assert caught.value.allowed == "a number, 0 or from 0.001 up to 100"
 
 
-def test_zero_besides_an_interval() -> None:
+def test_zero_next_to_an_interval() -> None:
     allowed = Range(low=1, high=2, or_zero=True)
     assert [allowed.holds(value) for value in (0, 0.5, 1, 2, 3)] == [True, False, True, True, False]

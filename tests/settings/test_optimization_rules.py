@@ -1,4 +1,4 @@
-"""Settings of the optimizer that do not go together get an error before anything starts."""
+"""Optimizer settings that exclude each other give an error before the start."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from paceline.settings.rules import check_config
         (["--optimizer", "muon", "--no-decay-norms-and-biases"], "decay_norms_and_biases"),
     ],
 )
-def test_settings_without_a_fitting_partner_are_refused(flags: list[str], name: str) -> None:
+def test_settings_without_a_required_other_setting_are_refused(flags: list[str], name: str) -> None:
     loaded = load_config("shapes-cnn", flags)
     with pytest.raises(UserError) as refused:
         check_config(loaded)
@@ -48,7 +48,7 @@ def test_numbers_out_of_range_are_refused(flag: str) -> None:
     assert refused.value.allowed
 
 
-def test_settings_that_go_together_are_accepted() -> None:
+def test_compatible_settings_are_accepted() -> None:
     flags = "--epochs 9 --schedule steps --lr-steps 3 6 --cooldown-epochs 1 --warmup-epochs 1 --warmup-start-lr 1e-6"
     more = "--min-lr 1e-5 --freeze features --unfreeze-at 2 --ema-decay 0.9 --ema-warmup-epochs 1"
     clip = "--clip-norm 0 --clip-agc 0.1"

@@ -1,4 +1,4 @@
-"""`--resolution-schedule`, `--test-size` and `--repeat-augment`: what is accepted, and one screen for the rest."""
+"""`--resolution-schedule`, `--test-size` and `--repeat-augment`: valid values, and one screen for all others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_anything_else_is_refused(text: str) -> None:
         parse_schedule(text)
 
 
-def test_sizes_follow_from_the_settings() -> None:
+def test_sizes_are_derived_from_the_settings() -> None:
     config = DataConfig(image_size=96, resolution_schedule="0:64,4:128", test_size=112)
     assert (training_sizes(config), evaluation_size(config), largest_size(config)) == (((0, 64), (4, 128)), 112, 128)
     plain = DataConfig(image_size=96)
@@ -52,18 +52,18 @@ def test_sizes_follow_from_the_settings() -> None:
         (("--repeat-augment=0",), "repeat-augment"),
     ],
 )
-def test_settings_that_do_not_fit_are_refused_by_name(flags: tuple[str, ...], where: str) -> None:
+def test_incompatible_settings_are_refused_by_name(flags: tuple[str, ...], where: str) -> None:
     with pytest.raises(UserError) as error:
         check_config(load_config("shapes-cnn", [*GOOD, *flags]))
     assert where in (error.value.where or "")
 
 
-def test_settings_that_fit_are_accepted() -> None:
+def test_compatible_resolution_settings_are_accepted() -> None:
     flags = ["--resolution-schedule=0:64,19:128", "--test-size=160", "--repeat-augment=4", "--global-batch-size=64"]
     check_config(load_config("shapes-cnn", [*GOOD, *flags]))
 
 
-def test_a_wrong_schedule_starts_nothing(tmp_path: Path) -> None:
+def test_a_wrong_schedule_starts_no_run(tmp_path: Path) -> None:
     answer = paceline("train", "shapes-cnn", *GOOD, "--resolution-schedule=3:64", cwd=tmp_path)
     assert answer.code == 2, answer
     assert answer.err.startswith("error: ")

@@ -118,7 +118,7 @@ def test_a_mistake_is_named_with_its_origin(arguments: list[str], where: str, pa
         assert part in caught.value.screen()
 
 
-def test_arguments_of_settings_give_the_same_settings() -> None:
+def test_settings_converted_to_arguments_give_the_same_settings() -> None:
     arguments = ["--count=4", "--no-fast", "--modules=x,y", "--lines=--z", "--page", "--limit=2"]
     settings = parse("a", *arguments)
     assert arguments_of(settings) == [argument.replace("--page", "--page=page.html") for argument in arguments]
@@ -126,7 +126,7 @@ def test_arguments_of_settings_give_the_same_settings() -> None:
 
 
 def test_every_source_has_the_same_conversion(tmp_path: Path) -> None:
-    """The same wrong value from each source: the same message, and the place where it was given."""
+    """The same wrong value from each source: the same message, and its origin."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text("# mine\nepochs: 0\n")
     sources = {
@@ -144,7 +144,7 @@ def test_every_source_has_the_same_conversion(tmp_path: Path) -> None:
     assert screens == {("epochs is out of range", 0, "a whole number, 1 or more")}
 
 
-def test_a_site_profile_holds_flags_of_a_job_with_their_lines(tmp_path: Path) -> None:
+def test_a_site_profile_has_flags_of_a_job_with_their_lines(tmp_path: Path) -> None:
     sites = tmp_path / "sites.yaml"
     sites.write_text("default:\n  account: proj42\n  modules: [a, b/1]\n  env:\n    A: '1'\n")
     found = read_site(None, {"PACELINE_SITES": str(sites)})
@@ -160,7 +160,7 @@ def test_a_site_profile_holds_flags_of_a_job_with_their_lines(tmp_path: Path) ->
     assert "signal_notice_s" in caught.value.screen()
 
 
-def test_a_recipe_has_to_use_new_names_and_old_runs_stay_readable(tmp_path: Path) -> None:
+def test_recipes_must_use_new_names_and_old_runs_stay_readable(tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text("save_frequency: 2\n")
     with pytest.raises(UserError) as caught:
         load_config(str(tmp_path / "mine.yaml"))
@@ -196,7 +196,7 @@ def test_every_flag_has_help(verb: str) -> None:
 
 
 def test_a_checkpoint_with_earlier_names_belongs_to_the_same_run() -> None:
-    """Only the names differ; a value that differs is reported under its new name."""
+    """Only the names differ. A value that differs is reported under its new name."""
     now = flatten(Config())
     old = {new: name for name, new in RENAMED.items()}
     saved = json.loads(json.dumps({old.get(name, name): value for name, value in now.items()}))

@@ -1,4 +1,4 @@
-"""Text from outside: what is refused, what survives a round trip, and what is safe to print."""
+"""Text from users and files: what is refused, what survives a round trip, and what is safe to print."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.settings.text import check_text, find_fault
 
 REFUSED = [*map(chr, range(0x20)), *map(chr, range(0x7F, 0xA0)), *"\u2028\u2029\u202a\u202e\u2066\u2069\ud800\udcff"]
 TEXT_FIELDS = [spec for spec in field_table().values() if spec.is_text]
-# An anchor of nine aliases, nine times: a third of a kilobyte that describes four hundred million nodes.
+# An anchor of nine aliases, nine times: a third of a kilobyte that expands to four hundred million nodes.
 ALIAS_BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)
 )
@@ -33,7 +33,7 @@ def accepted_text() -> st.SearchStrategy[str]:
 
 
 @pytest.mark.parametrize("character", REFUSED, ids=lambda character: f"U+{ord(character):04X}")
-def test_one_function_refuses_what_does_not_fit_on_one_line(character: str) -> None:
+def test_text_that_does_not_fit_on_one_line_is_refused(character: str) -> None:
     """Newlines, control characters, separators, bidirectional overrides and lone surrogates are refused."""
     with pytest.raises(UserError) as refused:
         check_text(f"a{character}b", "the name", where="flag --name")
@@ -59,7 +59,7 @@ def test_other_text_is_accepted(text: str) -> None:
 @given(values=st.fixed_dictionaries({spec.name: accepted_text() for spec in TEXT_FIELDS if not spec.is_tuple}))
 @example(values={spec.name: "x" for spec in TEXT_FIELDS if not spec.is_tuple})
 def test_a_config_survives_a_round_trip_through_yaml(values: dict[str, str]) -> None:
-    """to_yaml, then load: the same Config, for every text that is accepted in every text field."""
+    """to_yaml, then load: the same Config, for every accepted text in every text field."""
     assert_round_trip(config_with(dict(values)))
 
 
@@ -81,7 +81,7 @@ def test_a_list_of_texts_survives_a_round_trip(texts: list[str]) -> None:
     ],
 )
 def test_texts_that_yaml_reads_as_something_else(text: str) -> None:
-    """Numbers, booleans, dates, indicators and odd characters come back as the text they are."""
+    """Numbers, booleans, dates, indicators and odd characters stay text."""
     assert_round_trip(config_with({"data_dir": text, "metrics": (text, text)}))
 
 
@@ -104,7 +104,7 @@ def assert_round_trip(config: Config) -> None:
 @pytest.mark.parametrize("character", ["\n", "\0", "\x1b", "\x85", "\u2028", "\u202e", "\udcff"])
 @pytest.mark.parametrize("flag", ["--data-dir", "--output-dir", "--loss", "--metrics", "--resume"])
 def test_flags_refuse_control_characters(flag: str, character: str) -> None:
-    """Each text flag goes through the same check."""
+    """Every text flag uses the same check."""
     with pytest.raises(UserError) as refused:
         load_config("shapes-cnn", [f"{flag}=a{character}b"])
     assert refused.value.where == f"flag {flag}"
@@ -112,7 +112,7 @@ def test_flags_refuse_control_characters(flag: str, character: str) -> None:
 
 @pytest.mark.parametrize("escape", [r"\n", r"\x1b", r"\e", r"\0", r"\x85", r"\u2028", r"\u202e"])
 def test_recipes_refuse_escaped_control_characters(tmp_path: Path, escape: str) -> None:
-    """Double quotes in YAML can spell any character; it is refused at its line."""
+    """Double quotes in YAML can contain any character. It is refused with its line."""
     recipe = tmp_path / "mine.yaml"
     recipe.write_text(f'epochs: 3\ndata_dir: "a{escape}b"\n')
     with pytest.raises(UserError) as refused:
@@ -150,7 +150,7 @@ def test_the_name_of_a_recipe_is_checked(tmp_path: Path, name: str) -> None:
     ],
     ids=lambda text: text[:20].replace("\n", " "),
 )
-def test_yaml_that_asks_for_too_much_is_refused_at_once(tmp_path: Path, text: str) -> None:
+def test_yaml_that_needs_too_much_memory_is_refused_at_once(tmp_path: Path, text: str) -> None:
     """Alias bombs, deep nesting and large files end with our own error, in recipes and in site files."""
     assert len(ALIAS_BOMB) < 500
     path = tmp_path / "mine.yaml"
@@ -162,7 +162,7 @@ def test_yaml_that_asks_for_too_much_is_refused_at_once(tmp_path: Path, text: st
 
 
 def test_a_recipe_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
-    """A FIFO without a writer does not hold the command up."""
+    """A FIFO without a writer does not block the command."""
     os.mkfifo(tmp_path / "mine.yaml")
     with pytest.raises(UserError):
         load_config(str(tmp_path / "mine.yaml"), [])
@@ -171,7 +171,7 @@ def test_a_recipe_that_is_not_a_regular_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "9" * 5000, "", "[]", "nope", "\xff", "NaN"])
-def test_json_from_elsewhere_raises_value_errors_only(tmp_path: Path, text: str) -> None:
+def test_json_from_other_programs_raises_only_value_errors(tmp_path: Path, text: str) -> None:
     """Deep nesting, huge numbers, wrong types and broken encodings are all ValueError."""
     path = tmp_path / "some.json"
     path.write_bytes(text.encode("latin-1"))
@@ -191,7 +191,7 @@ def test_json_larger_than_its_limit_is_not_read(tmp_path: Path) -> None:
 @given(st.text())
 @example("\x1b]0;title\x07\x1b[2J\x9b31m\r\x08\u202e\udcff\ud800")
 def test_printed_text_contains_no_control_characters(text: str) -> None:
-    """What is printed holds newlines and tabs at most; printable text is unchanged."""
+    """Printed text has at most newlines and tabs. Printable text is unchanged."""
     for shown, kept in ((printable(text), "\n\t"), (printable_line(text), "")):
         refused = [c for c in shown if unicodedata.category(c) in ("Cc", "Zl", "Zp", "Cs") and c not in kept]
         assert refused == []
@@ -202,7 +202,7 @@ def test_printed_text_contains_no_control_characters(text: str) -> None:
 
 
 def test_error_screens_are_safe_to_print() -> None:
-    """Names from files and command lines appear in screens; their control characters are escaped."""
+    """Screens contain names from files and command lines. Their control characters are escaped."""
     screen = PacelineError("bad \x1b[31m", where="caf\udce9", got="a\x1b]0;t\x07", allowed="\x9b", hint="\r").screen()
     assert screen.split("\n")[0] == "error: bad \\x1b[31m"
     assert "caf\\xe9" in screen

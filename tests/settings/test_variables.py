@@ -20,15 +20,15 @@ NAMES = ["PACELINE_STORAGE_PATIENCE_S", "PACELINE_STORE_TIMEOUT_S", "PACELINE_ST
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_wrong_number_in_the_environment_is_refused_at_the_start(tmp_path: Path, name: str) -> None:
-    """Also one that is read only at the end of a run."""
+    """Also a number that is read only at the end of a run."""
     answer = paceline("train", "synthetic-mlp", cwd=tmp_path, env={name: "abc"})
     assert (answer.code, list(tmp_path.iterdir())) == (2, []), answer
     assert name in answer.err
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e999", "abc", "0x10", " "])
-def test_what_is_no_number_is_refused(text: str) -> None:
-    """nan would wait for ever: no time is later than it."""
+def test_a_value_that_is_not_a_number_is_refused(text: str) -> None:
+    """A limit of nan would never end."""
     with pytest.raises(UserError):
         read_number("A", 1.0, {"A": text})
     with pytest.raises(UserError):
@@ -36,21 +36,21 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 
 
 def test_numbers_are_read() -> None:
-    """An empty variable counts as one that is not set."""
+    """An empty variable counts as not set."""
     assert [read_number("A", 1.5, there) for there in ({}, {"A": ""}, {"A": "0"}, {"A": "2.5"})] == [1.5, 1.5, 0.0, 2.5]
     assert [read_whole("A", 3, there) for there in ({}, {"A": ""}, {"A": "0"}, {"A": "25"})] == [3, 3, 0, 25]
 
 
 @pytest.mark.parametrize("flag", ["--output-dir", "--resume", "--init-from"])
 @pytest.mark.parametrize("value", ["", "x" * 300, "/".join(["y" * 200] * 30)], ids=["empty", "long-name", "long-path"])
-def test_a_path_that_can_be_none_is_refused(tmp_path: Path, flag: str, value: str) -> None:
-    """An unset shell variable, or a name that no file system takes: exit 2, and nothing is started."""
+def test_an_impossible_path_is_refused(tmp_path: Path, flag: str, value: str) -> None:
+    """An unset shell variable, or a name that no file system allows: exit code 2, and nothing is started."""
     answer = paceline("train", "synthetic-mlp", flag, value, cwd=tmp_path)
     assert (answer.code, list(tmp_path.iterdir())) == (2, []), answer
 
 
-def test_working_copies_of_stores_are_listed_however_deep(tmp_path: Path) -> None:
-    """A working copy has the path of its store; elsewhere a listing looks three folders deep."""
+def test_working_copies_of_stores_are_listed_at_any_depth(tmp_path: Path) -> None:
+    """A working copy has the path of its store. Other folders are searched three levels deep."""
     names = {"file/a/b/.hidden/c/d/run", "s3/bucket/night/of/may/run", "project/sweep/run"}
     for name in (*names, "project/sweep/deep/er/run"):
         make_run(tmp_path / name)
@@ -58,7 +58,7 @@ def test_working_copies_of_stores_are_listed_however_deep(tmp_path: Path) -> Non
 
 
 def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
-    """A project with a results.json of its own is no run folder; an unknown name is no obstacle."""
+    """A project with its own results.json is no run folder. Unknown file names are allowed."""
     (tmp_path / "train.py").touch()
     (tmp_path / "stacks").mkdir()
     (tmp_path / "stacks/empty.txt").touch()
@@ -78,8 +78,8 @@ def test_other_files_are_not_overwritten(tmp_path: Path) -> None:
         *("stacks/attempt-1-rank-0.txt", "checkpoints/best", "checkpoints/latest"),
     ],
 )
-def test_folders_of_others_are_not_emptied_or_filled(tmp_path: Path, name: str) -> None:
-    """A user's own folder whose files a run would remove or overwrite is refused; an empty one is no obstacle."""
+def test_folders_of_other_programs_are_not_emptied_or_filled(tmp_path: Path, name: str) -> None:
+    """A user's folder whose files a run would remove or overwrite is refused. An empty folder is allowed."""
     (tmp_path / name).parent.mkdir()
     request = load_config("synthetic-mlp", ["--output-dir", str(tmp_path)])
     assert decide_place(request).folder == tmp_path

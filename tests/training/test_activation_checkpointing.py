@@ -1,4 +1,4 @@
-"""Activation checkpointing: the same bits with less kept for the backward pass."""
+"""Activation checkpointing: the same bits with fewer saved activations."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_fsdp_trains_the_same(tmp_path: Path, model: str) -> None:
 
 
 def kept_for_backward(model: nn.Module) -> int:
-    """Elements that autograd keeps outside of the blocks that are computed again."""
+    """Elements that autograd saves outside of the recomputed blocks."""
     kept = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def kept_for_backward(model: nn.Module) -> int:
     return sum(kept)
 
 
-def test_less_is_kept() -> None:
+def test_fewer_activations_are_saved() -> None:
     model = ViT("vit-ti16", (3, 32, 32), 3, patch_size=8, width=16, depth=8, heads=2)
     before = kept_for_backward(model)
     recompute_blocks(model, draws_from_torch=False)

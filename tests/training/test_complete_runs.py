@@ -121,7 +121,7 @@ def samples(seed: int) -> np.ndarray[Any, Any]:
 
 
 def copy_of(home: Path, target: Path) -> Path:
-    """The home of a run, to be changed."""
+    """A copy of a run's home folder, for changes."""
     return shutil.copytree(home, target / "home", symlinks=True)
 
 
@@ -152,7 +152,7 @@ def test_a_renamed_class_folder_changes_no_prediction(
 
 
 def test_overwritten_data_changes_no_prediction(functions: Path, tmp_path: Path) -> None:
-    """Mean and standard deviation are those of the training. In other processes: a data set is read once in each."""
+    """Mean and standard deviation are those of the training. New processes are used, because each reads data once."""
     home = copy_of(functions, tmp_path)
     for number, pixels in enumerate(samples(seed=3)[:5]):
         Image.fromarray(pixels.transpose(1, 2, 0)).save(home / f"{number}.png")
@@ -175,7 +175,7 @@ def exported(run: Path, output: Path, name: str) -> dict[str, torch.Tensor]:
 def test_a_run_in_an_empty_root_predicts_and_exports_the_same_bits(
     functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Neither data nor source are there. Another machine has no key, so the code must be trusted explicitly."""
+    """Data and source are missing. Another machine has no key, so the code needs --trust-code."""
     empty = tmp_path / "empty"
     empty.mkdir()
     shutil.copytree(functions / "run", empty / "run", symlinks=True)
@@ -198,16 +198,18 @@ def test_a_run_in_an_empty_root_predicts_and_exports_the_same_bits(
         assert all(torch.equal(there[key], here[key]) for key in there)
 
 
-def test_a_checkpoint_alone_is_complete(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The user who trained it needs no --trust-code: its source carries this user's mark."""
+def test_a_checkpoint_without_its_run_folder_is_complete(
+    functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user who trained it needs no --trust-code: this user's key has signed the source."""
     monkeypatch.setenv("PACELINE_STATE", str(functions / "state"))
     alone = shutil.copytree((functions / "run/checkpoints/best").resolve(), tmp_path / "alone")
     monkeypatch.chdir(tmp_path)
     assert open_run(alone, ["--device=cpu"]).classes == ("red", "green", "blue")
 
 
-def test_names_of_the_caller_are_not_replaced(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's own_layers is another module than one that the caller has imported under this name."""
+def test_modules_of_the_caller_are_not_replaced(functions: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own_layers differs from the module that the caller has imported under this name."""
     import sys
     import types
 
@@ -221,7 +223,7 @@ def test_names_of_the_caller_are_not_replaced(functions: Path, monkeypatch: pyte
 
 
 def test_tampered_source_is_refused(functions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also by the user who trained the run, whose key is there."""
+    """Even for the user who trained the run and has the key."""
     home = copy_of(functions, tmp_path)
     monkeypatch.setenv("PACELINE_STATE", str(home / "state"))
 
@@ -239,7 +241,7 @@ def test_tampered_source_is_refused(functions: Path, tmp_path: Path, monkeypatch
 
 
 def test_evaluate_refuses_other_data(pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moved data is the same data. Other pictures need --accept-new-data, other classes are always refused."""
+    """Moved data is the same data. Other pictures need --accept-new-data. Other classes are always refused."""
     home = copy_of(pictures, tmp_path)
     monkeypatch.chdir(home)
     (home / "two").rename(home / "moved")
@@ -260,7 +262,7 @@ def test_evaluate_refuses_other_data(pictures: Path, tmp_path: Path, monkeypatch
 def test_an_older_run_is_used_only_with_its_own_data(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint without a record: its data tells classes and preprocessing, if it is the same data."""
+    """A checkpoint without a record takes classes and preprocessing from its data, if it is the same data."""
     home = copy_of(pictures, tmp_path)
     monkeypatch.chdir(home)
     with_record = probabilities(home / "run", home / "picture.png")

@@ -1,4 +1,4 @@
-"""What only a GPU can show. Run with `pytest -m gpu`; CI has none."""
+"""Tests that need a GPU. Run with `pytest -m gpu`; CI has none."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_mixed_precision_learns_like_full_precision(tmp_path: Path, dtype: str, 
     mixed = train(tmp_path / "mixed", "--amp-dtype", dtype, "--strategy", strategy)
     assert len(mixed) == len(full)
     assert all(math.isfinite(loss) for loss in mixed)
-    # Half the digits: the curves stay together to about two of them over these few steps.
+    # Half the digits: over these few steps the curves agree to about two digits.
     assert mixed == pytest.approx(full, abs=0.05)
     assert read_results(tmp_path / "mixed")["distributed_training"]["precision"] != "float32"
 
 
 def test_fsdp_with_cpu_offload(tmp_path: Path) -> None:
     sharded = train(tmp_path / "offload", "--strategy", "fsdp", "--cpu-offload", "--no-amp")
-    # cuDNN picks other kernels for other layouts: by CPU trials, TF32 in one of the two moves no loss by 0.0001.
+    # cuDNN selects other kernels for other layouts. On CPUs, TF32 in one of the two changes no loss by 0.0001.
     assert sharded == pytest.approx(train(tmp_path / "single", "--no-amp"), abs=1e-3)
 
 
@@ -58,7 +58,7 @@ def test_resume_on_the_gpu(tmp_path: Path) -> None:
 
 
 def test_a_model_that_counts_on_the_host_is_not_recorded(tmp_path: Path) -> None:
-    """A recording would use the same layers in every step. Warming up leaves the count as it is."""
+    """A recording would use the same layers in every step. The warm-up does not change the count."""
     flags = ("--model-name=harness.branching_model:build_counting", "--no-amp", "--deterministic")
     recorded, plain = (train(tmp_path / mode, *flags, f"--compile={mode}") for mode in ("auto", "never"))
     assert recorded == plain
@@ -105,7 +105,7 @@ def test_exact_gives_the_same_bits_twice_and_after_a_kill(tmp_path: Path) -> Non
     assert exact_hashes(tmp_path / "killed") == exact_hashes(tmp_path / "whole")
 
 
-def test_a_cpu_checkpoint_goes_on_on_the_gpu(tmp_path: Path) -> None:
+def test_a_cpu_checkpoint_resumes_on_the_gpu(tmp_path: Path) -> None:
     flags = ("--no-amp", "--optimizer", "adamw", "--base-lr", "0.001", "--ema-decay", "0.9")
     train(tmp_path, *flags, "--device", "cpu", "--max-steps", "5")
     losses = train(tmp_path, *flags, "--resume", "auto")
@@ -132,8 +132,8 @@ def test_a_model_that_cannot_be_recorded_learns_the_same(tmp_path: Path) -> None
     assert "not recorded as a CUDA graph" in (tmp_path / "refused" / "logs" / "rank-0.log").read_text()
 
 
-def test_a_recorded_step_is_the_plain_one(tmp_path: Path) -> None:
-    # --deterministic: else kernels may be chosen anew, and add up in another order.
+def test_a_recorded_step_equals_a_plain_step(tmp_path: Path) -> None:
+    # --deterministic: otherwise other kernels may be selected, which add in another order.
     plain = train(tmp_path / "plain", "--deterministic", "--compile", "never")
     assert train(tmp_path / "recorded", "--deterministic") == plain
 
@@ -148,17 +148,17 @@ def test_dropout_is_the_same_on_cpu_and_gpu() -> None:
 
 
 @pytest.mark.parametrize("flags", [(), ("--accumulate=4",)])
-def test_a_recorded_step_draws_the_dropout_of_plain_steps(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_a_recorded_step_uses_the_dropout_of_plain_steps(tmp_path: Path, flags: tuple[str, ...]) -> None:
     """A recording is replayed with other keys at each step."""
     flags = ("--dropout=0.5", "--no-amp", "--deterministic", *flags)
     recorded, plain = (train(tmp_path / mode, *flags, f"--compile={mode}") for mode in ("auto", "never"))
     assert recorded == plain
 
 
-def test_compiled_steps_draw_the_dropout_of_plain_steps(tmp_path: Path) -> None:
+def test_compiled_steps_use_the_dropout_of_plain_steps(tmp_path: Path) -> None:
     """Compiled and recorded, with microbatches: other kernels, the same masks."""
     flags = ("--dropout=0.5", "--no-amp", "--accumulate=2", "--max-steps=6")
     compiled, plain = (train(tmp_path / mode, *flags, f"--compile={mode}") for mode in ("always", "never"))
-    # Other masks move the first losses by 0.01 and more.
+    # Other masks change the first losses by 0.01 and more.
     assert compiled == pytest.approx(plain, abs=1e-3)
     assert train(tmp_path / "cpu", *flags, "--device=cpu") == pytest.approx(plain, abs=1e-3)

@@ -1,4 +1,4 @@
-"""Evaluation counts every sample once, on any number of ranks, whatever the sizes."""
+"""Evaluation counts every sample once, on any number of ranks, for all sizes."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def number_of_batches(size: int, batch_size: int, world_size: int, rank: int) ->
     return len(list(loader.evaluation_batches(batch_size)))
 
 
-def test_ranks_take_equally_many_forward_passes() -> None:
-    # Sharded models exchange weights in each one: a rank with one batch fewer would hang the others.
+def test_ranks_have_the_same_number_of_forward_passes() -> None:
+    # Sharded models exchange weights in each pass: a rank with one batch fewer would hang the others.
     for size, batch_size, world_size in [(7, 2, 3), (5, 1, 4), (2, 1, 4), (9, 4, 2)]:
         counts = {number_of_batches(size, batch_size, world_size, rank) for rank in range(world_size)}
         assert len(counts) == 1

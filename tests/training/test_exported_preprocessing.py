@@ -1,4 +1,4 @@
-"""The preprocessing of an export: what evaluation does, for every pipeline that resizes."""
+"""The preprocessing of an export equals that of evaluation, for every pipeline that resizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frozen layers, layers that are unfrozen later, early stopping and clipping on real ranks, and after a resume."""
+"""Frozen layers, unfrozen layers, early stopping and clipping on real ranks, and after a resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_exact_runs_have_one_hash_on_one_and_two_ranks_and_after_a_resume(tmp_pa
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("clip", ["--clip-agc=0.02", "--clip-value=0.001"])
-def test_two_ranks_train_as_one(tmp_path: Path, strategy: str, clip: str) -> None:
+def test_two_ranks_train_like_one(tmp_path: Path, strategy: str, clip: str) -> None:
     flags: tuple[str, ...] = (*EVERYTHING, clip, "--clip-agc=0" if "value" in clip else clip, "--freeze", "features.0")
     flags = (*flags, "--optimizer", "lamb", "--base-lr", "0.01", "--seed", "1")
     run_ranks(1, train_in, str(tmp_path / "one"), flags)
@@ -85,7 +85,7 @@ def test_a_run_without_progress_stops_early_and_is_finished(tmp_path: Path, rank
     results = read_results(tmp_path)
     assert (results["steps"], results["best_epoch"]) == (27, 1)
     assert (tmp_path / "checkpoints" / "step-00000027").is_dir()
-    # Started again, there is nothing left to train, and the answer is the same.
+    # After another start there is nothing left to train, and the results are the same.
     run_ranks(ranks, train_in, str(tmp_path), flags, True)
     again = read_results(tmp_path)
     assert [again[name] for name in ("steps", "test_loss")] == [results[name] for name in ("steps", "test_loss")]

@@ -1,4 +1,4 @@
-"""A record that no run has saved: one screen and the exit code of checkpoints, before memory is taken."""
+"""A forged record of a run: one screen and the exit code of checkpoints, before memory is allocated."""
 
 from __future__ import annotations
 
@@ -108,12 +108,12 @@ def test_a_forged_record_is_refused_by_every_reader(name: str, home: Path, capsy
     for use in (run.model, run.evaluate, lambda: run.predict(home / "picture.png"), run.export):
         with pytest.raises(CheckpointError):
             use()
-    # 500 MB: reading a million names of classes takes some of it.
+    # 500 MB: a million class names need some of it.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500_000
 
 
 def test_names_of_classes_are_printed_safely(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A name may hold escape sequences of a terminal."""
+    """A name may contain terminal escape sequences."""
     forge(
         home,
         lambda record: record["data"].update(classes=[f"\x1b[{n}J" for n in range(len(record["data"]["classes"]))]),
@@ -124,7 +124,7 @@ def test_names_of_classes_are_printed_safely(home: Path, capsys: pytest.CaptureF
     assert "\x1b" not in shown
 
 
-def test_weights_that_are_no_numbers_are_not_exported(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_with_nan_are_not_exported(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for checkpoint in (home / "run/checkpoints").glob("step-*"):
         for file in checkpoint.glob("*.safetensors"):
             tensors = {

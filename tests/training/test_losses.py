@@ -1,4 +1,4 @@
-"""The built-in losses, against formulas written out by hand, sample by sample."""
+"""The built-in losses, compared with formulas in plain Python, sample by sample."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paceline.data.mixing import Mixing
 from paceline.training.losses import BuiltInLoss, balanced_weights
 from paceline.training.objective import Objective
 
-# Other orders of adding give other last bits.
+# Another order of additions changes the last bits.
 assert_close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
 CLASSES, SAMPLES = 5, 24
 OUTPUTS = torch.randn(SAMPLES, CLASSES, generator=torch.Generator().manual_seed(1)) * 3
@@ -51,13 +51,13 @@ def test_binary_cross_entropy_of_soft_targets(smoothing: float, threshold: float
     assert_close(loss.per_sample(OUTPUTS, shares), torch.tensor(expected))
 
 
-def test_binary_cross_entropy_of_classes_is_that_of_their_shares() -> None:
+def test_binary_cross_entropy_of_classes_equals_that_of_their_one_hot_targets() -> None:
     loss = BuiltInLoss("bce", label_smoothing=0.1)
     shares = F.one_hot(LABELS, CLASSES).float()
     assert torch.equal(loss.per_sample(OUTPUTS, LABELS), loss.per_sample(OUTPUTS, shares))
 
 
-def test_class_weights_of_bce_count_for_the_labels_a_sample_has() -> None:
+def test_class_weights_of_bce_apply_to_the_labels_of_a_sample() -> None:
     expected = [
         sum(map(binary, outputs, targets, WEIGHTS.tolist())) / CLASSES
         for outputs, targets in zip(OUTPUTS.tolist(), SEVERAL.tolist(), strict=True)
@@ -88,7 +88,7 @@ def test_focal_loss_of_several_labels() -> None:
 
 
 @pytest.mark.parametrize("gamma", [0.3, 2.0])
-def test_focal_loss_has_a_gradient_where_the_answer_is_certain(gamma: float) -> None:
+def test_focal_loss_has_a_gradient_for_certain_predictions(gamma: float) -> None:
     outputs = torch.tensor([[200.0, -200.0]], requires_grad=True)
     BuiltInLoss("focal", focal_gamma=gamma).mean(outputs, torch.tensor([0])).backward()
     assert outputs.grad is not None
@@ -105,8 +105,8 @@ def test_losses_of_numbers() -> None:
 
 @pytest.mark.parametrize("name", ["cross-entropy", "focal"])
 @pytest.mark.parametrize("parts", [1, 2, 3, 8])
-def test_a_weighted_mean_does_not_depend_on_how_a_batch_is_cut(name: str, parts: int) -> None:
-    """Parts with few or heavy classes: the mean of weighted means of the parts is not the weighted mean."""
+def test_a_weighted_mean_does_not_depend_on_the_microbatches(name: str, parts: int) -> None:
+    """Microbatches with few or heavy classes: the mean of their weighted means is not the weighted mean."""
     order = LABELS.argsort()  # parts with different classes
     outputs, labels = OUTPUTS[order], LABELS[order]
     objective = Objective(loss=BuiltInLoss(name, class_weights=WEIGHTS))
@@ -120,7 +120,7 @@ def test_a_weighted_mean_does_not_depend_on_how_a_batch_is_cut(name: str, parts:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_weighted_cross_entropy_is_torchs(smoothing: float) -> None:
+def test_weighted_cross_entropy_equals_torchs(smoothing: float) -> None:
     loss = BuiltInLoss(label_smoothing=smoothing, class_weights=WEIGHTS)
     objective = Objective(loss=loss)
     scales = objective.batch_scale(LABELS[None])
@@ -133,7 +133,7 @@ def test_weighted_cross_entropy_is_torchs(smoothing: float) -> None:
     assert_close(objective.mean_loss(OUTPUTS, shares), expected)
 
 
-def test_a_batch_of_classes_without_weight_has_no_loss() -> None:
+def test_a_batch_of_classes_with_weight_zero_has_no_loss() -> None:
     objective = Objective(loss=BuiltInLoss(class_weights=WEIGHTS))
     labels = torch.full((4,), 3)
     scales = objective.batch_scale(labels[None])
@@ -141,7 +141,7 @@ def test_a_batch_of_classes_without_weight_has_no_loss() -> None:
     assert objective.mean_loss(OUTPUTS[:4], labels, scales[0]).item() == 0.0
 
 
-def test_without_options_cross_entropy_is_torchs_to_the_bit() -> None:
+def test_without_options_cross_entropy_is_bit_equal_to_torchs() -> None:
     assert torch.equal(BuiltInLoss().mean(OUTPUTS, LABELS), F.cross_entropy(OUTPUTS, LABELS))
     assert Objective().batch_scale(LABELS[None]) is None
 

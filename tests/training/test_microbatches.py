@@ -1,4 +1,4 @@
-"""Microbatches: however a share is cut, the gradient is that of the whole share."""
+"""Microbatches: any split of a rank's share gives the gradient of the complete share."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def gradients_of(samples: int, accumulate: int, dtype: torch.dtype, *flags: str)
 
 
 @pytest.mark.parametrize(("samples", "accumulate"), [(10, 4), (10, 3), (10, 10), (7, 2), (12, 8), (8, 4)])
-def test_parts_of_any_size_give_the_gradient_of_the_whole(samples: int, accumulate: int) -> None:
-    """Every sample has the same weight in the gradient, in whichever microbatch it is."""
+def test_microbatches_of_any_size_give_the_gradient_of_the_batch(samples: int, accumulate: int) -> None:
+    """Every sample has the same weight in the gradient, in any microbatch."""
     loss, found = gradients_of(samples, accumulate, torch.float32)
     whole_loss, whole = gradients_of(samples, 1, torch.float64)
     assert loss == pytest.approx(whole_loss, abs=TOLERANCE)
@@ -51,16 +51,16 @@ def test_parts_of_any_size_give_the_gradient_of_the_whole(samples: int, accumula
         torch.testing.assert_close(part, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_lanes_of_parts_of_any_size_give_the_gradient_of_the_whole() -> None:
-    """The same under --exact, where every lane is cut by itself."""
+def test_microbatches_of_lanes_give_the_gradient_of_the_batch() -> None:
+    """The same under --exact, where every lane is split separately."""
     _, found = gradients_of(20, 4, torch.float32, "--exact", "--lanes=2")
     _, whole = gradients_of(20, 1, torch.float64)
     for part, wanted in zip(found, whole, strict=True):
         torch.testing.assert_close(part, wanted, rtol=0, atol=TOLERANCE)
 
 
-def test_microbatches_are_equal_parts_that_fit() -> None:
-    """The supervisor asks only for divisors, and for no more parts than needed."""
+def test_microbatches_have_equal_sizes() -> None:
+    """The supervisor requests only divisors, and no more microbatches than needed."""
     assert [fewest_microbatches(10, largest) for largest in (10, 9, 5, 4, 2, 1)] == [1, 2, 2, 5, 5, 10]
     assert [fewest_microbatches(7, largest) for largest in (7, 6, 3, 1)] == [1, 7, 7, 7]
     for samples in range(1, 65):
@@ -70,8 +70,8 @@ def test_microbatches_are_equal_parts_that_fit() -> None:
             assert samples // parts <= largest
 
 
-def test_what_is_cut_is_a_share_or_a_lane() -> None:
-    """Under --exact a lane is cut into microbatches, else a rank's share; both follow the ranks of all nodes."""
+def test_a_share_or_a_lane_is_split() -> None:
+    """Under --exact a lane is split into microbatches, otherwise a rank's share. Both depend on the world size."""
     config = quick_config("--global-batch-size=24")
     assert [samples_to_cut(config, ranks) for ranks in (1, 2, 3)] == [24, 12, 8]
     assert samples_to_cut(quick_config("--global-batch-size=24", "--lanes=8"), 2) == 12
@@ -89,8 +89,8 @@ def test_what_is_cut_is_a_share_or_a_lane() -> None:
         (3, ("--global-batch-size=24", "--lanes=8")),
     ],
 )
-def test_a_plan_with_unequal_parts_is_refused(world_size: int, flags: tuple[str, ...]) -> None:
-    """Ranks of every launcher pass through here, also those that no command line check has seen."""
+def test_a_plan_with_unequal_microbatches_is_refused(world_size: int, flags: tuple[str, ...]) -> None:
+    """Ranks of every launcher run this check, also those without a command line check."""
     info = DatasetInfo("made", 640, 100, ("a", "b"), (3, 32, 32), (0.5,) * 3, (0.5,) * 3)
     with pytest.raises(UserError) as caught:
         make_plan(quick_config(*flags), info, world_size)

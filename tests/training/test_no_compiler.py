@@ -16,7 +16,7 @@ FLAGS = ["--num-samples=64", "--global-batch-size=32", "--epochs=1", "--hidden-s
 
 
 def test_without_a_compiler_the_steps_are_not_compiled_and_one_line_says_so(tmp_path: Path) -> None:
-    """Also if --compile always asks for it: the run ends with the weights of --compile never."""
+    """Even with --compile always: the run ends with the weights of --compile never."""
     bare = {"PATH": str(Path(sys.executable).parent), "CC": "", "CXX": ""}
     shown = []
     for choice in ("always", "never"):
@@ -42,10 +42,10 @@ def test_without_a_compiler_the_steps_are_not_compiled_and_one_line_says_so(tmp_
         ("cpu", "clang++", {"CXX": "clang++"}, True),
     ],
 )
-def test_the_compiler_of_each_device_is_looked_for(
+def test_the_compiler_of_each_device_is_searched(
     device: str, program: str, variables: dict[str, str], found: bool, tmp_path: Path
 ) -> None:
-    """Triton takes CC, gcc or clang; torch on CPUs takes CXX or g++."""
+    """Triton uses CC, gcc or clang. torch on CPUs uses CXX or g++."""
     file = tmp_path / program
     file.write_text("#!/bin/sh\n")
     file.chmod(file.stat().st_mode | stat.S_IXUSR)

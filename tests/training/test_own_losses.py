@@ -1,4 +1,4 @@
-"""A loss and metrics of the user's own are looked at before the first step, and that changes no bit of the run."""
+"""A user's loss and metrics are checked before the first step. The check changes no bit of the run."""
 
 from __future__ import annotations
 
@@ -122,8 +122,8 @@ class _Kept(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def look_at(world: World, flags: tuple[str, ...]) -> tuple[list[str], str]:
-    """Build a run; its warnings, and the fields of a UserError."""
+def check_functions(world: World, flags: tuple[str, ...]) -> tuple[list[str], str]:
+    """Build a run. Returns its warnings, or the fields of a UserError."""
     kept = _Kept()
     logging.getLogger("paceline").addHandler(kept)
     try:
@@ -135,8 +135,8 @@ def look_at(world: World, flags: tuple[str, ...]) -> tuple[list[str], str]:
     return kept.lines, ""
 
 
-def look_at_each(world: World, file: str, flag: str, names: list[str]) -> dict[str, tuple[list[str], str]]:
-    return {name: look_at(world, (flag, f"{file}:{name}")) for name in names}
+def check_each(world: World, file: str, flag: str, names: list[str]) -> dict[str, tuple[list[str], str]]:
+    return {name: check_functions(world, (flag, f"{file}:{name}")) for name in names}
 
 
 @pytest.fixture
@@ -146,9 +146,9 @@ def file(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_only_a_loss_that_is_no_mean_is_warned_of(file: str) -> None:
-    """Class weights, sums, contrasts, batch statistics and fixed batch sizes warn once; means do not."""
-    (found,) = run_ranks(1, look_at_each, file, "--loss", [*MEANS, *NOT_MEANS])
+def test_only_a_loss_that_is_not_a_mean_gets_a_warning(file: str) -> None:
+    """Class weights, sums, contrastive losses, batch statistics and fixed batch sizes warn once. Means do not."""
+    (found,) = run_ranks(1, check_each, file, "--loss", [*MEANS, *NOT_MEANS])
     assert {name: (len(lines), error) for name, (lines, error) in found.items()} == {
         **dict.fromkeys(MEANS, (0, "")),
         **dict.fromkeys(NOT_MEANS, (1, "")),
@@ -157,43 +157,43 @@ def test_only_a_loss_that_is_no_mean_is_warned_of(file: str) -> None:
 
 
 def test_only_the_primary_warns(file: str) -> None:
-    """One line per run, in mixed precision and under --exact too."""
+    """One line per run, also in mixed precision and under --exact."""
     for flags in [("--amp-dtype=bf16",), ("--exact", "--lanes=4")]:
-        primary, other = run_ranks(2, look_at, (f"--loss={file}:weighted", *flags))
+        primary, other = run_ranks(2, check_functions, (f"--loss={file}:weighted", *flags))
         assert (len(primary[0]), primary[1]) == (1, "")
         assert other == ([], "")
     assert "--lanes 4" in primary[0][0]
 
 
-def test_values_that_cannot_be_used_are_refused_before_the_first_step(file: str) -> None:
-    """Wrong type, shape or device, or an exception that only evaluation meets: a UserError with the function's name."""
+def test_unusable_values_are_refused_before_the_first_step(file: str) -> None:
+    """Wrong type, shape or device, or an exception only in evaluation: a UserError with the function's name."""
     for flag, names in [("--loss", WRONG_LOSSES), ("--metrics", WRONG_METRICS)]:
-        (found,) = run_ranks(1, look_at_each, file, flag, names)
+        (found,) = run_ranks(1, check_each, file, flag, names)
         assert {name for name, (_, error) in found.items() if f"{file}:{name}" in error} == set(names)
         assert {name for name, (_, error) in found.items() if f"{file}, line " in error} == set(names)
         assert [name for name, (_, error) in found.items() if error.endswith("; None")] == [], "each has a try: line"
 
 
-def test_a_metric_that_depends_on_its_batch_is_warned_of(file: str) -> None:
-    """Evaluation cuts the samples by ranks: a value that depends on the batch depends on the ranks."""
+def test_a_metric_that_depends_on_its_batch_gets_a_warning(file: str) -> None:
+    """The batches of an evaluation depend on the ranks. A value that depends on the batch depends on the ranks."""
     names = ["right", "per_sample", "rank_in_batch"]
-    (found,) = run_ranks(1, look_at_each, file, "--metrics", names)
+    (found,) = run_ranks(1, check_each, file, "--metrics", names)
     assert [len(found[name][0]) for name in names] == [0, 0, 1]
 
 
-def test_looking_changes_no_bit_of_a_run(file: str, tmp_path: Path) -> None:
-    """A loss that counts its calls and draws random numbers trains the same weights with and without the look."""
+def test_the_check_changes_no_bit_of_a_run(file: str, tmp_path: Path) -> None:
+    """A loss that counts its calls and draws random numbers trains the same weights with and without the check."""
     flags = (f"--loss={file}:counts_and_draws", f"--metrics={file}:right", "--epochs=1")
     hashes = {}
     for name in ("looked_at", "not"):
-        function = train_in if name == "looked_at" else train_without_a_look
+        function = train_in if name == "looked_at" else train_without_a_check
         run_ranks(1, function, str(tmp_path / name), flags)
         results = read_results(tmp_path / name)
         hashes[name] = [results[key] for key in ("weights_sha256", "test_loss")]
     assert hashes["looked_at"] == hashes["not"]
 
 
-def train_without_a_look(world: World, folder: str, flags: tuple[str, ...]) -> None:
+def train_without_a_check(world: World, folder: str, flags: tuple[str, ...]) -> None:
     from paceline.training import components as components
 
     components.check_objective = lambda *_: None  # type: ignore[attr-defined,assignment]
@@ -201,8 +201,8 @@ def train_without_a_look(world: World, folder: str, flags: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("name", ["drawn_by_python", "drawn_by_numpy"])
-def test_a_loss_that_draws_numbers_goes_on_with_the_same_ones(name: str, file: str, tmp_path: Path) -> None:
-    """Stopped and resumed, the run ends with the same bits."""
+def test_a_loss_with_random_numbers_resumes_with_the_same_numbers(name: str, file: str, tmp_path: Path) -> None:
+    """The stopped and resumed run ends with the same bits."""
     flags = ("--loss", f"{file}:{name}", "--max-steps")
     (whole,) = run_ranks(1, train_in, str(tmp_path / "whole"), (*flags, "6"))
     run_ranks(1, train_in, str(tmp_path / "halves"), (*flags, "3"))

@@ -1,4 +1,4 @@
-"""Weight decay and learning rate of each parameter, the moving average's start, clipping and LAMB."""
+"""Weight decay and learning rate of each parameter, the start of the moving average, clipping and LAMB."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paceline.training.optim import MovingAverage, bare_step, build_optimizer, g
 
 
 class Attentive(nn.Module):
-    """The names of a vision transformer."""
+    """A model with the parameter names of a vision transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ def settings_by_name(config: OptimConfig, model: nn.Module) -> dict[str, tuple[f
     }
 
 
-def test_without_these_settings_there_is_one_group() -> None:
+def test_by_default_there_is_one_group() -> None:
     (group,) = build_optimizer(OptimConfig(), ResNet(18, (3, 32, 32), 10)).param_groups
     assert (group["lr_factor"], group["weight_decay"]) == (1.0, 5e-4)
 
@@ -53,7 +53,7 @@ def test_norms_biases_and_embeddings_have_no_weight_decay() -> None:
     assert undecayed_parameters(model) == found.keys() - decayed
 
 
-def test_a_model_may_name_what_has_no_weight_decay() -> None:
+def test_a_model_may_name_parameters_without_weight_decay() -> None:
     model = nn.Linear(2, 2)
     model.no_weight_decay = lambda: {"weight"}  # type: ignore[assignment]
     assert undecayed_parameters(model) == {"weight", "bias"}
@@ -76,7 +76,7 @@ def test_a_parameter_between_blocks_belongs_to_the_block_before() -> None:
     assert number_layers(model)["norm.weight"] == 1
 
 
-def test_rates_fall_from_the_head_to_the_stem() -> None:
+def test_rates_decrease_from_the_head_to_the_stem() -> None:
     factors = rate_factors(OptimConfig(layer_decay=0.5, head_lr_factor=10.0), ResNet(18, (3, 32, 32), 10))
     assert factors["fc.weight"] == 10.0
     assert factors["layer4.1.bn2.weight"] == 0.5
@@ -123,19 +123,19 @@ def test_clipping_by_value() -> None:
     assert gradient.tolist() == [-1.0, -0.5, 0.0, 0.5, 1.0]
 
 
-def test_adaptive_clipping_limits_each_unit_to_a_share_of_its_weights() -> None:
+def test_adaptive_clipping_limits_the_gradient_norm_of_each_unit() -> None:
     weight = nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 0.0], [6.0, 8.0]]))
     weight.grad = torch.tensor([[30.0, 40.0], [3.0, 4.0], [0.06, 0.08]])
     bias = nn.Parameter(torch.tensor([3.0, 4.0]))
     bias.grad = torch.tensor([0.0, 10.0])
     clip_units([weight, bias], 0.1)
     lengths = weight.grad.norm(dim=1).tolist()
-    assert lengths == pytest.approx([0.5, 1e-4, 0.1])  # clipped, clipped to the smallest norm, as it was
+    assert lengths == pytest.approx([0.5, 1e-4, 0.1])  # clipped, clipped to the smallest norm, unchanged
     assert bias.grad.tolist() == pytest.approx([0.0, 0.5])
 
 
 def lamb_by_hand(weights: list[float], gradients: list[list[float]], lr: float, decay: float) -> list[float]:
-    """The paper's algorithm on plain numbers."""
+    """The algorithm of the paper in plain Python."""
     means, squares = [0.0] * len(weights), [0.0] * len(weights)
     for number, gradient in enumerate(gradients, start=1):
         updates = []
@@ -159,13 +159,13 @@ def test_lamb_takes_the_steps_of_the_paper(decay: float, start: list[float]) -> 
     for gradient in gradients:
         model.weight.grad = torch.tensor([gradient])
         optimizer.step()
-    # Single precision against double precision.
+    # Single precision compared with double precision.
     assert model.weight[0].tolist() == pytest.approx(lamb_by_hand(start, gradients, 0.1, decay), rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "lamb"])
-def test_a_rate_may_be_a_tensor(kind: Any) -> None:
-    """A recorded step holds its rates in tensors."""
+def test_a_learning_rate_may_be_a_tensor(kind: Any) -> None:
+    """A recorded step has its rates in tensors."""
     config = OptimConfig(optimizer=kind, layer_decay=0.5, decay_norms_and_biases=False)
     models = [nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)) for _ in range(2)]
     models[1] = copy.deepcopy(models[0])
@@ -181,7 +181,7 @@ def test_a_rate_may_be_a_tensor(kind: Any) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_layer_that_is_used_later_gets_the_bits_of_a_first_step() -> None:
+def test_a_layer_that_is_first_used_later_gets_the_bits_of_a_first_step() -> None:
     """torch's fused SGD fails if only some parameters of a group have a momentum."""
     late, alone = (nn.Linear(2, 2, bias=False) for _ in range(2))
     late.load_state_dict(alone.state_dict())

@@ -1,4 +1,4 @@
-"""`paceline predict` asks the model as evaluation does: same weights, same views, same batches."""
+"""`paceline predict` uses the model like evaluation: same weights, same views, same batches."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("views", [1, 2, 6])
-def test_probabilities_are_those_of_evaluation(home: Path, views: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probabilities_equal_those_of_evaluation(home: Path, views: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit, for every number of views, with averaged weights and several batches."""
     monkeypatch.chdir(home)
     run = open_run(Path("run"), [f"--test-views={views}"])
@@ -61,8 +61,8 @@ def test_probabilities_are_those_of_evaluation(home: Path, views: int, monkeypat
     assert predict_pictures(run, pictures) == torch.cat(seen).tolist()
 
 
-def test_the_command_and_the_library_say_the_same(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command uses the views that the run was trained with, as the library does."""
+def test_the_command_and_the_library_give_the_same_results(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command uses the views of the training, like the library."""
     monkeypatch.chdir(home)
     picture = home / "pictures" / "test" / "left" / "0.png"
     answer = run_command("predict", "run", str(picture), cwd=home)

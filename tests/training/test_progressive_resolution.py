@@ -1,4 +1,4 @@
-"""Training with inputs of several sizes: the same bits on other ranks and after a stop, and one size for prediction."""
+"""Training with several input sizes: the same bits on other ranks and after a stop, and one size for prediction."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_the_record_has_the_test_size_and_prediction_uses_it(tmp_path: Path) -> 
     assert answer.code == 0, answer
 
 
-def test_a_model_that_takes_one_size_is_refused_before_the_first_step(tmp_path: Path) -> None:
+def test_a_model_with_a_fixed_size_is_refused_before_the_first_step(tmp_path: Path) -> None:
     rigid = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
     require_sizes(rigid, "rigid", {(3, 16, 16)})
     with pytest.raises(UserError, match="20 x 20"):
@@ -106,8 +106,8 @@ def test_a_model_that_takes_one_size_is_refused_before_the_first_step(tmp_path: 
     assert "step 1" not in answer.out
 
 
-class PlayedAtOnce:
-    """Stands in for a recording where there is no GPU. It refuses inputs of another shape, as a CUDA graph does."""
+class FakeRecording:
+    """Replaces a recording without a GPU. It refuses inputs of another shape, like a CUDA graph."""
 
     made = 0
 
@@ -118,7 +118,7 @@ class PlayedAtOnce:
     def __call__(self, *inputs: torch.Tensor) -> Any:
         shapes = [given.shape for given in inputs]
         if self._shapes is None:
-            PlayedAtOnce.made += bool(inputs)
+            FakeRecording.made += bool(inputs)
             self._shapes = shapes
         assert shapes == self._shapes
         return self._work(*inputs)
@@ -142,9 +142,9 @@ def test_a_fake_recording_is_made_again_for_each_size_and_gives_the_bits_of_plai
     world = build_world(load_config("shapes-cnn", list(flags)).config.parallel, ALONE)
     plain = train_in(world, str(tmp_path / "plain"), flags)
     monkeypatch.setattr(recorded_step, "can_record", lambda *_: True)
-    monkeypatch.setattr(recorded_step, "Recorded", PlayedAtOnce)
+    monkeypatch.setattr(recorded_step, "Recorded", FakeRecording)
     assert train_in(world, str(tmp_path / "recorded"), flags)["weights_sha256"] == plain["weights_sha256"]
-    assert PlayedAtOnce.made == 3  # once per size
+    assert FakeRecording.made == 3  # once per size
 
 
 def test_a_resumed_run_is_warmed_up_with_the_size_of_its_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

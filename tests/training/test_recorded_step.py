@@ -1,4 +1,4 @@
-"""Steps that a GPU replays from a recording: the same step as any other, and nothing of its warm-up stays."""
+"""Steps that a GPU replays from a recording equal plain steps. The warm-up changes nothing."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from paceline.training.loop import train
 QUICK = ["--num-samples=320", "--epochs=2", "--global-batch-size=64", "--track", "--device=cpu", "--omp-num-threads=1"]
 
 
-class PlayedAtOnce:
-    """Stands in for a recording where there is no GPU: the work itself, each time."""
+class FakeRecording:
+    """Replaces a recording without a GPU: does the work itself each time."""
 
     def __init__(self, work: Callable[..., Any], *_: Any) -> None:
         self._work = work
@@ -43,8 +43,8 @@ class PlayedAtOnce:
         return True
 
 
-class RefusedAtFirst(PlayedAtOnce):
-    """Gradients cannot be recorded; an update could, and would for ever use those that lay there when it was."""
+class RefusedAtFirst(FakeRecording):
+    """Gradients cannot be recorded. A recorded update would always use the gradients of the recording."""
 
     def __init__(self, work: Callable[..., Any], *_: Any) -> None:
         super().__init__(work)
@@ -92,7 +92,7 @@ def test_a_fake_recording_on_the_cpu_gives_the_bits_of_plain_steps(
     plain = weights_after(tmp_path / "plain", *flags)
     taken = []
     monkeypatch.setattr(recorded_step, "can_record", lambda *_: taken.append(1) or True)
-    monkeypatch.setattr(recorded_step, "Recorded", PlayedAtOnce)
+    monkeypatch.setattr(recorded_step, "Recorded", FakeRecording)
     assert weights_after(tmp_path / "recorded", *flags) == plain
     assert taken
 
@@ -107,7 +107,7 @@ def test_gradients_that_cannot_be_recorded_are_used_by_plain_updates(
 
 
 class Stateful:
-    """Work that counts, and what of it the host can read."""
+    """Work that counts its calls, in state that the host can read."""
 
     def __init__(self, changes: bool) -> None:
         self.changes, self.count = changes, 0
@@ -121,8 +121,8 @@ class Stateful:
 
 
 @pytest.mark.parametrize("changes", [False, True])
-def test_work_that_changes_the_host_is_never_recorded(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
-    """Each of its calls may be another one; the recording itself is left out here, as it needs a GPU."""
+def test_work_that_changes_host_state_is_never_recorded(monkeypatch: pytest.MonkeyPatch, changes: bool) -> None:
+    """Each call may differ. The recording itself needs a GPU and is not tested here."""
     stateful = Stateful(changes)
     recordings: list[Any] = []
     work = Recorded(stateful.work, stateful.read)
@@ -132,10 +132,10 @@ def test_work_that_changes_the_host_is_never_recorded(monkeypatch: pytest.Monkey
     assert len(recordings) == (0 if changes else 2)  # tried at every call from the third on
 
 
-def test_the_warm_up_of_a_fake_recording_leaves_the_counts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that counts its calls begins at zero, whether steps are recorded or not."""
+def test_the_warm_up_of_a_fake_recording_does_not_change_the_counts_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that counts its calls starts at zero, with and without recorded steps."""
     monkeypatch.setattr(recorded_step, "can_record", lambda *_: True)
-    monkeypatch.setattr(recorded_step, "Recorded", PlayedAtOnce)
+    monkeypatch.setattr(recorded_step, "Recorded", FakeRecording)
     config = load_config("shapes-cnn", [*QUICK, "--model-name=harness.branching_model:build_counting"]).config
     components = build_components(config, build_world(config.parallel, ALONE))
     assert isinstance(components.step, recorded_step.RecordedStep)

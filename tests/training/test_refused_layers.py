@@ -1,4 +1,4 @@
-"""Settings that name parts of a model: a mistake is one error screen, and nothing is trained."""
+"""Settings that name parts of a model: a mistake gives one error screen, and nothing is trained."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
-def test_a_mistake_is_one_screen_and_no_run(tmp_path: Path, case: str, processes: str) -> None:
+def test_a_mistake_gives_one_screen_and_no_run(tmp_path: Path, case: str, processes: str) -> None:
     (tmp_path / "flat.py").write_text(FLAT)
     flags = ("--num-samples", "640", "--processes", processes, "--output-dir", "run")
     answer = paceline("train", "shapes-cnn", *flags, *CASES[case], cwd=tmp_path)
     assert answer.code == 2
     assert answer.err.count("error:") == 1
     assert not (tmp_path / "run" / "results.json").exists()
-    if FLAT_MODEL[1] not in CASES[case]:  # a user's function is called in the ranks only
+    if FLAT_MODEL[1] not in CASES[case]:  # a user's function is called only in the ranks
         assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("case", ["freeze nothing", "no layers", "no validation"])
-def test_plan_refuses_them_too(tmp_path: Path, case: str) -> None:
+def test_plan_refuses_the_same_mistakes(tmp_path: Path, case: str) -> None:
     (tmp_path / "flat.py").write_text(FLAT)
     answer = paceline("plan", "shapes-cnn", *CASES[case], cwd=tmp_path)
     assert answer.code == 2

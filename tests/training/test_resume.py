@@ -1,4 +1,4 @@
-"""A run that was stopped and resumed ends where the undisturbed one ends."""
+"""A stopped and resumed run has the result of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def state_of(folder: Path) -> dict[str, object]:
     return {**state, **tensors}
 
 
-def test_a_checkpoint_with_other_random_numbers_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A run goes on from it, with a warning; a run without dropout has no reason for one."""
+def test_a_checkpoint_with_other_random_numbers_gives_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run resumes from it, with a warning. A run without dropout needs no warning."""
     for dropout, warned in (("0.3", True), ("0", False)):
         folder, flags = tmp_path / dropout, ("--dropout", dropout, "--max-steps")
         train_in(make_world(0, 1), str(folder), (*flags, "2"))
@@ -60,7 +62,7 @@ def metrics_without_time(folder: Path) -> list[str]:
         ("fsdp", "adamw", 9),
     ],
 )
-def test_same_world_same_bits(tmp_path: Path, strategy: str, optimizer: str, stop: int) -> None:
+def test_the_same_world_size_gives_the_same_bits(tmp_path: Path, strategy: str, optimizer: str, stop: int) -> None:
     flags = ("--strategy", strategy, "--optimizer", optimizer, "--base-lr", "0.01", *EVERYTHING)
     run_ranks(2, train_in, str(tmp_path / "whole"), flags)
     halves = str(tmp_path / "halves")
@@ -73,8 +75,8 @@ def test_same_world_same_bits(tmp_path: Path, strategy: str, optimizer: str, sto
     assert len(hashes) == 1
 
 
-def test_three_ranks_and_batchnorm_same_bits(tmp_path: Path) -> None:
-    # Three ranks: sums depend on how DDP arranges its buckets. BatchNorm: ranks have statistics of their own.
+def test_three_ranks_with_batchnorm_give_the_same_bits(tmp_path: Path) -> None:
+    # Three ranks: sums depend on DDP's buckets. BatchNorm: ranks have separate statistics.
     flags = ("--model-name", "harness.batchnorm_model:build", "--global-batch-size", "63", "--ema-decay", "0.9")
     run_ranks(3, train_in, str(tmp_path / "whole"), flags)
     halves = str(tmp_path / "halves")

@@ -1,4 +1,4 @@
-"""The last screen of a run names commands that work."""
+"""The summary of a run names commands that work."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from paceline.training.results import describe_summary
 
 
 @pytest.mark.parametrize(("shape", "takes_pictures"), [((3, 8, 8), True), ((3, 8, 9), False), ((20,), False)])
-def test_the_commands_named_fit_the_run(tmp_path: Path, shape: tuple[int, ...], takes_pictures: bool) -> None:
-    """`export` has its format; `predict` is named only where pictures can be labelled."""
+def test_the_named_commands_work_for_the_run(tmp_path: Path, shape: tuple[int, ...], takes_pictures: bool) -> None:
+    """`export` has its format. `predict` is named only for data of pictures."""
     folder = RunFolder(tmp_path / "run")
     folder.create()
     results = train(quick_config("--max-steps=1"), make_world(0, 1), RunPlace(folder.path, None))
@@ -39,7 +39,7 @@ def test_the_commands_named_fit_the_run(tmp_path: Path, shape: tuple[int, ...], 
 
 
 def test_a_warm_up_as_long_as_the_run_names_its_flags() -> None:
-    """The values come from different flags; the message has both."""
+    """The values come from different flags. The message has both."""
     loaded = load_config("shapes-cnn", [*QUICK, "--epochs=1", "--warmup-epochs=1"])
     with pytest.raises(UserError) as caught:
         check_config(loaded)
@@ -49,8 +49,8 @@ def test_a_warm_up_as_long_as_the_run_names_its_flags() -> None:
     assert quick_config("--epochs=1", *hint).optim.warmup_epochs < 1
 
 
-def test_metrics_with_commas_are_refused_with_the_way_to_give_several(tmp_path: Path) -> None:
-    """Spaces separate them; a comma would be a part of a file's name."""
+def test_metrics_with_commas_are_refused_with_the_right_syntax(tmp_path: Path) -> None:
+    """Spaces separate metrics. A comma would be part of a file name."""
     (tmp_path / "own.py").write_text("def one(a, b): ...\n\n\ndef two(a, b): ...\n")
     own = f"{tmp_path}/own.py"
     assert quick_config("--metrics", f"{own}:one", f"{own}:two").train.metrics == (f"{own}:one", f"{own}:two")

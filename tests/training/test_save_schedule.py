@@ -1,4 +1,4 @@
-"""When a checkpoint is due: --save-steps, --save-epochs, --keep-every-epochs and the end of the run, one at a time."""
+"""When a checkpoint is saved: --save-steps, --save-epochs, --keep-every-epochs and the end of the run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.training.epoch import is_save_due
 
 
 def steps_wanted(steps_per_epoch: int, last_step: int, run: RunConfig) -> set[int]:
-    """The rule, stated by counting: each schedule names its own steps, and all of them count."""
+    """The definition, by counting: each schedule has its own steps, and all of them are saved."""
     wanted = {last_step}
     if run.save_steps:
         wanted |= set(range(run.save_steps, last_step + 1, run.save_steps))
@@ -24,8 +24,8 @@ def steps_wanted(steps_per_epoch: int, last_step: int, run: RunConfig) -> set[in
     return wanted
 
 
-def test_every_schedule_is_kept_whatever_the_others_say() -> None:
-    """A save is due when any schedule says so, inside an epoch and at its end."""
+def test_every_schedule_saves_independently_of_the_others() -> None:
+    """A save is due when any schedule requires it, inside an epoch and at its end."""
     grid = itertools.product((1, 2, 3, 5, 20), (1, 2, 7, 40, 41), (0, 1, 2, 3, 5, 10, 20, 40), (1, 2, 3, 99), (0, 1, 3))
     for steps_per_epoch, last_step, save_steps, save_epochs, keep_every_epochs in grid:
         run = RunConfig(save_steps=save_steps, save_epochs=save_epochs, keep_every_epochs=keep_every_epochs)
@@ -35,8 +35,8 @@ def test_every_schedule_is_kept_whatever_the_others_say() -> None:
         assert due == steps_wanted(steps_per_epoch, last_step, run), (steps_per_epoch, last_step, run)
 
 
-def test_a_run_saves_where_steps_and_epochs_meet(tmp_path: Path) -> None:
-    """With as many steps per epoch as --save-steps and a large --save-epochs, every one of these steps is saved."""
+def test_a_run_saves_if_steps_and_epochs_coincide(tmp_path: Path) -> None:
+    """--save-steps equals the steps per epoch and --save-epochs is large: every one of these steps is saved."""
     flags = ("--save-steps=10", "--save-epochs=100", "--epochs=3", "--keep-last=9", "--train-split=1.0")
     run_ranks(1, train_in, str(tmp_path), flags)
     assert [step_of(path) for path in step_folders(tmp_path / "checkpoints")] == [30, 20, 10]

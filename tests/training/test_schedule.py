@@ -29,7 +29,7 @@ def test_constant_with_warmup() -> None:
     assert warmed[:6] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0, 1.0])
 
 
-def test_cosine_falls_from_the_peak_to_nearly_nothing() -> None:
+def test_cosine_falls_from_the_peak_to_almost_zero() -> None:
     rates = curve(schedule="cosine")
     assert rates[0] == 1.0
     assert rates[50] == pytest.approx(0.5)

@@ -1,4 +1,4 @@
-"""The built-in metrics, against implementations that follow their definitions step by step."""
+"""The built-in metrics, compared with implementations of their definitions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paceline.training.scores import average_precision, score_classes, score_lab
 
 
 def average_precision_by_definition(scores: list[float], truths: list[bool]) -> float:
-    """Precision and recall at every threshold, from the highest score to the lowest; the area as a sum of steps."""
+    """Precision and recall at every threshold, from the highest score to the lowest. The area is a sum of steps."""
     points = [(0.0, 1.0)]
     for threshold in sorted(set(scores), reverse=True):
         chosen = [truth for score, truth in zip(scores, truths, strict=True) if score >= threshold]

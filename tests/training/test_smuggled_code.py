@@ -1,4 +1,4 @@
-"""Ways in which a run folder from another person could execute code, or write elsewhere, without --trust-code."""
+"""A run folder from another user must not execute code or write elsewhere without --trust-code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOSTILE = "from pathlib import Path\n\nPath({!r}).touch()\n"
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run without functions of a user."""
+    """A run without a user's functions."""
     home = tmp_path_factory.mktemp("smuggled")
     answer = run_command("train", "shapes-cnn", *FLAGS, "--output-dir=run", cwd=home)
     assert answer.code == 0, answer.err
@@ -39,7 +39,7 @@ def home(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 @pytest.mark.parametrize("name", ["json", "contextlib", "onnx", "torch.export._trace", "sympy"])
 @pytest.mark.parametrize("format_name", ["torch.export", "torchscript"])
 def test_stored_modules_without_a_function_are_refused(name: str, format_name: str, home: Path) -> None:
-    """An exporter imports modules by name while the stored ones can be found."""
+    """An exporter imports modules by name while the stored modules are importable."""
     text = HOSTILE.format(str(home / "executed"))
 
     def forge(values: dict[str, Any]) -> None:
@@ -53,7 +53,7 @@ def test_stored_modules_without_a_function_are_refused(name: str, format_name: s
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_an_export_does_not_leave_the_run_folder_through_a_link(home: Path, exists: bool) -> None:
+def test_an_export_does_not_follow_a_link_out_of_the_run_folder(home: Path, exists: bool) -> None:
     target = home / "elsewhere"
     if exists:
         target.mkdir()

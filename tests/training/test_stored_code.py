@@ -1,4 +1,4 @@
-"""A run uses the code that trained it: not a file that was saved later, and not a file of the working folder."""
+"""A run uses the code that trained it, not a later version of the file and not a file of the working folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from paceline.training.reuse import evaluate_run, open_run
 
 USER = 2
 FLAGS = ["--num-samples=128", "--epochs=1", "--global-batch-size=64", "--processes=1", "--track"]
-# Every import saves the files again, as an editor would do between the import and the first checkpoint.
+# Every import rewrites the files, like an editor between the import and the first checkpoint.
 SAVED_AGAIN = """\
 for place in {places!r}:
     with open(place, "a") as file:
@@ -54,7 +54,7 @@ HOSTILE = "from pathlib import Path\n\nPath({!r}).touch()\n\n\ndef scaled(logits
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose forward imports a package, and whose files change while they are imported."""
+    """A run whose forward imports a package, and whose files change during the import."""
     home = tmp_path_factory.mktemp("stored")
     source = home / "source"
     (source / "sc_late").mkdir(parents=True)
@@ -87,8 +87,8 @@ def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
-def test_the_source_of_a_run_is_what_was_compiled(trained: Path) -> None:
-    """Also of a module that the first step imports. The hash for the resume is of the same bytes."""
+def test_the_stored_source_is_the_compiled_source(trained: Path) -> None:
+    """Also for a module that the first step imports. The hash for the resume is of the same bytes."""
     texts = paceline.load_run(trained / "run").source()
     assert sorted(name.partition(" ")[2] for name in texts) == [
         "(net.py)",
@@ -108,7 +108,7 @@ def test_the_source_of_a_run_is_what_was_compiled(trained: Path) -> None:
 
 
 def test_forward_imports_the_stored_module(trained: Path, copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """By every command and by the library. The file of this name in the working folder is not executed."""
+    """In every command and in the library. The file of this name in the working folder is not executed."""
     run = paceline.load_run(copied / "run")
     inputs = torch.randn(4, 3, 32, 32)
     head = run.model().head
@@ -140,10 +140,10 @@ FAILING = {
 
 
 @pytest.mark.parametrize("name", FAILING)
-def test_a_stored_forward_that_fails_is_the_code_of_the_run(
+def test_a_failing_stored_forward_is_reported_as_the_runs_code(
     name: str, copied: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One screen and exit code 2, by every command that calls it."""
+    """One screen and exit code 2, in every command that calls it."""
 
     def forge(values: dict[str, Any]) -> None:
         values["record"]["sources"]["modules"]["sc_late.scales"]["text"] = FAILING[name]

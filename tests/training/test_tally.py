@@ -1,4 +1,4 @@
-"""What a step counts has the same bits, whether as plain numbers or on the device."""
+"""The counts of a step have the same bits as plain numbers and on the device."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_plain_numbers_and_tensors_agree_to_the_bit() -> None:
             assert shown[0] == wants_stop
 
 
-def test_one_part_tells_the_very_loss() -> None:
-    # Multiplied by the samples and divided again, in float64: no bit of a float32 is lost on the way.
+def test_one_microbatch_gives_the_exact_loss() -> None:
+    # Multiplied by the samples and divided again in float64: no bit of a float32 changes.
     for number in range(1000):
         loss = torch.rand((), generator=torch.Generator().manual_seed(number))
         tally = HostTally()

@@ -25,7 +25,7 @@ CASES = {
 
 
 def answer(folder: Path) -> dict[str, Any]:
-    """Everything of a run that must not depend on the number of ranks."""
+    """The results of a run that must not depend on the number of ranks."""
     results = read_results(folder)
     names = ("weights_sha256", "optimizer_sha256", "test_loss", "test_accuracy", "test_metrics", "best_epoch")
     return {name: results[name] for name in (*names, "best_value", "test")}
@@ -46,7 +46,7 @@ def test_one_and_two_ranks_and_a_resumed_run_are_equal(tmp_path: Path, case: str
 
 @pytest.mark.parametrize("flags", [("--accumulate", "4"), ()])
 def test_a_weighted_mean_is_the_same_on_all_ranks_and_microbatches(tmp_path: Path, flags: tuple[str, ...]) -> None:
-    """Without --exact the last bits differ. A wrong denominator would differ by far more."""
+    """Without --exact the last bits differ. A wrong denominator would change much more."""
     common = (*SMALL, *CASES["weighted cross entropy"], "--max-steps", "3")
     run_ranks(1, train_in, str(tmp_path / "one"), common)
     run_ranks(4, train_in, str(tmp_path / "four"), (*common, *flags, "--global-batch-size", "32"))

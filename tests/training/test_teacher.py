@@ -1,4 +1,4 @@
-"""Distillation: the teacher's part of the loss, its identity, and teachers that do not fit."""
+"""Distillation: the teacher's part of the loss, its identity, and teachers that are refused."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def teacher_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Scores(nn.Module):
-    """Answers that depend on the pixels, in training also on chance."""
+    """Logits that depend on the pixels, and in training also on dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def test_soft_targets_are_the_divergence_at_a_temperature() -> None:
     torch.testing.assert_close(found, expected.detach(), rtol=1e-5, atol=1e-6)  # added in another order
 
 
-def test_hard_targets_are_the_likeliest_class() -> None:
+def test_hard_targets_are_the_most_likely_class() -> None:
     given = teacher()
     classes = (INPUTS.flatten(1) @ given.module.get_parameter("weight")).argmax(1)
     found = distillation(given, "--distill", "hard", "--distill-weight", "1").blend(torch.tensor(0.0), OUTPUTS, INPUTS)
@@ -89,7 +89,7 @@ def test_a_teacher_of_several_labels_and_of_numbers() -> None:
         assert torch.equal(found, binary if task == "multi-label" else F.mse_loss(OUTPUTS, answers))
 
 
-def test_the_teacher_sees_the_pixels_in_its_own_colours() -> None:
+def test_the_teacher_gets_pixels_with_its_own_normalisation() -> None:
     """Another normalisation: the same pixels, computed from the raw values."""
     given = teacher(mean=(0.1, 0.2, 0.3), std=(0.5, 0.6, 0.7))
     seen: list[torch.Tensor] = []
@@ -123,7 +123,7 @@ def test_a_teacher_has_no_gradients_and_no_dropout() -> None:
         ({"input_shape": (3, 8, 8)}, "another shape"),
     ],
 )
-def test_a_teacher_that_does_not_fit_is_refused(changes: dict[str, object], text: str) -> None:
+def test_an_incompatible_teacher_is_refused(changes: dict[str, object], text: str) -> None:
     with pytest.raises(UserError, match=text):
         distillation(teacher(**changes))
 

@@ -1,4 +1,4 @@
-"""Whole training runs, as the README and the recipes' headers promise them."""
+"""Complete training runs, as described in the README and the headers of the recipes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_synthetic_mlp_learns(tmp_path: Path) -> None:
 
 
 @pytest.mark.shared
-def test_cifar10_cnn_reaches_the_courses_accuracy(tmp_path: Path) -> None:
+def test_cifar10_cnn_reaches_the_accuracy_of_the_course(tmp_path: Path) -> None:
     data = str(real_cifar10())
     answer = paceline(
         *("train", "cifar10-cnn", "--data-dir", data, "--processes", "2", "--output-dir", "run"),
@@ -69,5 +69,5 @@ def test_torchrun_gives_the_same_losses_on_real_cifar10(tmp_path: Path) -> None:
     assert (own.code, joined.code, sharded.code) == (0, 0, 0), (own, joined, sharded)
     assert step_losses(tmp_path / "joined") == step_losses(tmp_path / "own")
     assert len(step_losses(tmp_path / "own")) == 60
-    # Another order of additions; what it changes in a last digit grows with every step.
+    # Another order of additions. The difference grows with every step.
     assert step_losses(tmp_path / "fsdp")[:30] == pytest.approx(step_losses(tmp_path / "own")[:30], abs=1e-5)

@@ -119,7 +119,7 @@ def warn_of_other_random_numbers(checkpoint: Checkpoint, now: int) -> None:
     if checkpoint.state.get("random_numbers", 1) != now:
         _log.warning(
             "warning: %s is from another version of Paceline, which draws dropout differently;"
-            " the run goes on with other random numbers",
+            " the run continues with other random numbers",
             checkpoint.path.name,
         )
 

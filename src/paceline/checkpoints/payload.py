@@ -142,7 +142,7 @@ class _Stored:
 
 
 def _read_header(file: Any, path: Path) -> dict[str, tuple[_Stored, tuple[int, ...]]]:
-    """What each tensor of a file is, where it lies in its whole, and how large that is."""
+    """For each tensor of a file: its type, its box in the complete tensor, and the shape of that tensor."""
     found = {}
     try:
         metadata = file.metadata() or {}
@@ -157,7 +157,7 @@ def _read_header(file: Any, path: Path) -> dict[str, tuple[_Stored, tuple[int, .
             place = places.get(key, {"offset": [0] * len(shape), "whole_shape": shape})
             box, whole = Box(tuple(map(int, place["offset"])), shape), tuple(map(int, place["whole_shape"]))
             if not box.lies_in(whole) or any(size >= _LARGEST_DIMENSION for size in whole):
-                raise ValueError(f"{key} lies outside of its whole")
+                raise ValueError(f"{key} is outside of its tensor")
             found[key] = (_Stored(path.name, box, dtype, is_bytes), whole)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError("a checkpoint file cannot be read", where=str(path), got=str(error)[:80]) from error
@@ -226,7 +226,7 @@ class Box:
     shape: tuple[int, ...]
 
     def slices(self, origin: tuple[int, ...]) -> tuple[slice, ...]:
-        """This box as indices into a tensor whose first element lies at `origin`."""
+        """This box as indices into a tensor whose first element is at `origin`."""
         return tuple(
             slice(start - zero, start - zero + size)
             for start, zero, size in zip(self.offset, origin, self.shape, strict=True)
@@ -250,8 +250,8 @@ class Box:
 def fill_whole(boxes: list[Box], whole: tuple[int, ...]) -> bool:
     """Whether these boxes, each inside the whole, cover every element of it exactly once.
 
-    Disjoint boxes of the right volume do. They are told apart by straight cuts through all of them, dimension by
-    dimension, in about n log n steps. Arrangements without such cuts are refused: nothing writes them.
+    Disjoint boxes of the right volume do. Straight cuts through all of them, dimension by dimension, separate them
+    in about n log n steps. Arrangements without such cuts are refused, because no strategy writes them.
     """
     filled = [box for box in boxes if 0 not in box.shape]
     if sum(math.prod(box.shape) for box in filled) != math.prod(whole):

@@ -89,7 +89,7 @@ def reclaim(plan: Reclaim) -> int:
     folder = RunFolder(plan.entry.path)
     try:
         with folder.owned():
-            # While a person was thinking the run may have gone on, and ended. It is not under way: we hold its lock.
+            # The run may have continued and ended while the user was answering. It is not running: we hold its lock.
             now = read_entry(folder.path)
             settled = replace(now, state="lost") if now.state in LIVING else now
             fresh = plan_reclaim(settled, whole=plan.is_whole, thorough=True)

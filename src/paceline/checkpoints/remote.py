@@ -109,7 +109,7 @@ class RemoteCheckpoints:
         """Upload a checkpoint file by file. Each file is checked, and its name is yielded."""
         manifest = read_manifest(local)
         there = remote.files if remote else {}
-        if MANIFEST in there:  # from before the run went back, or damaged: from now on it is incomplete
+        if MANIFEST in there:  # from before a rewind, or damaged: from now on it is incomplete
             self.store.remove(f"{FOLDER}/{local.name}/{MANIFEST}")
         for name in sorted(manifest.files, key=lambda name: name == STATE):
             mark = _fingerprint(local / name)

@@ -188,10 +188,10 @@ def _checkpoint_folder(source: Path) -> Path:
 
 
 def adopt_best(source: Path, folder: Path, step: int) -> None:
-    """Point `best` at the checkpoint a resumed state calls its best, taken along if it lies in another folder.
+    """Point `best` at the best checkpoint of a resumed state. Copies it if it is in another folder.
 
-    A killed save may have left the link on the one before; a run that went back, on one that is no longer its own.
-    Where the best was never saved for want of room, the link stays on the best that was.
+    After a killed save the link may point at the checkpoint before. After a rewind it may point at a checkpoint that
+    the run has left. If the best checkpoint was not saved because the disk was full, the link is not changed.
     """
     best = source / f"{STEP_PREFIX}{step:08}"
     if source.resolve() != folder.resolve() and is_present(best / MANIFEST):

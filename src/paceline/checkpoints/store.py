@@ -290,7 +290,7 @@ def _rename(path: Path, prefix: str) -> Path:
 
 
 def list_set_aside(folder: Path) -> list[Path]:
-    """Damaged checkpoints, and ones that a run left behind when it went back to an earlier step."""
+    """Damaged checkpoints, and checkpoints that a rewind to an earlier step has set aside."""
     return list_damaged(folder) + _with_prefix(folder, _SUPERSEDED)
 
 
@@ -362,7 +362,7 @@ def list_leftovers(folder: Path) -> list[Path]:
 
 
 def remove_leftovers(folder: Path, *, except_for: Path | None = None) -> None:
-    """Clear away what a killed save left behind. For the owner of the folder only."""
+    """Remove the leftovers of a killed save. For the owner of the folder only."""
     settle_replaced(folder)
     for path in list_leftovers(folder):
         if path == except_for:

@@ -32,7 +32,7 @@ _LONGEST_PAUSE_S, _LAST_PAUSE_S = 30.0, 1.0
 _JOIN_POLL_S = 0.05
 _PINS = ".mirror"  # hard links to what is being uploaded, so that pruning does not remove it meanwhile
 
-CheckpointId = tuple[str, int]  # name and checksum of the manifest: a run that went back saves the same step again
+CheckpointId = tuple[str, int]  # name and checksum of the manifest: a rewound run saves the same step again
 
 
 class TakenOver(Exception):
@@ -72,7 +72,7 @@ class Destination(Protocol):
         """The run ends, and everything was uploaded."""
 
     def finish_behind(self) -> str:
-        """The run ends, and something was not uploaded. Returns what a person can do, as lines of a message."""
+        """The run ends, and something was not uploaded. Returns the next steps for the user, as lines of a message."""
 
     def newest_step(self) -> int | None:
         """Of the checkpoints that are there."""

@@ -95,7 +95,7 @@ def _verdict(item: Listed, is_thorough: bool) -> str:
 
 
 def _epoch_of(state: dict[str, Any]) -> float | None:
-    """Epochs done; a part of one where the checkpoint lies inside an epoch."""
+    """Completed epochs, with a fraction if the checkpoint is inside an epoch."""
     clock = EpochClock.from_json(state)
     if clock is None:
         return None

@@ -90,7 +90,7 @@ def completion(settings: Completion) -> int:
 
 
 def complete(words: list[str]) -> list[str]:
-    """What could stand in place of the last word, after the others."""
+    """The possible replacements of the last word, after the others."""
     # bash splits --flag=value into three words, and may stand behind the second.
     asked = [*words[:-1], ""] if words[-1:] == ["="] else words or [""]
     *before, current = [word for word in asked if word != "="]

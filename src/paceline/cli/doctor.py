@@ -21,7 +21,7 @@ from paceline.settings.declare import Arg, Range
 from paceline.settings.processes import parse_processes
 from paceline.tools.doctor.examine import examine_node
 from paceline.tools.doctor.findings import EXIT_FAILED, DoctorFinding, is_healthy, nodes_to_exclude, skipped, verdict
-from paceline.tools.doctor.plant import Planted, parse_plants
+from paceline.tools.doctor.plant import InjectedFaults, parse_faults
 from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, assemble, has_listener, send_report
 from paceline.tools.doctor.report import Screen, to_json, write_markdown
 from paceline.tools.doctor.request import Device, DoctorRequest, Launch, NodeRole
@@ -138,7 +138,7 @@ def _read(settings: Doctor) -> Asked:
         device=settings.device,
         output_dir=settings.output_dir,
         data_dir=settings.data_dir,
-        plants=parse_plants(settings.inject),
+        faults=parse_faults(settings.inject),
     )
     exclude_to = settings.exclude_to or (Path("exclude.txt") if settings.launch == "slurm" else None)
     for_ranks = arguments_of(settings, without=("nodes", "report", "exclude_to", "json"))
@@ -159,7 +159,7 @@ def _examine_here(asked: Asked, started: float) -> int:
         if os.environ.get("SLURM_JOB_NUM_NODES", "1") != "1":
             screen.say("note: this job has several nodes; --launch slurm looks at all of them", "warn")
     around = _surroundings(asked.request)
-    node = examine_node(asked.request, around, Planted(asked.request.plants))
+    node = examine_node(asked.request, around, InjectedFaults(asked.request.faults))
     processes = asked.request.processes or default_processes(node.gpus, asked.request.device)
     alone = assemble([], Expected(0, "paceline", (host,)), node, host)
     obstacles = [one.name for one in node.findings if one.status == "fail" and one.name in _STOPPERS]
@@ -213,7 +213,7 @@ def _deliver(examination: Examination, asked: Asked, started: float, *, already_
         screen.say(f"{ranks} by {examination.launcher} on {', '.join(examination.hosts)}")
     screen.show(findings[already_shown:])
     print()
-    for kind, count in examination.struck.items():
+    for kind, count in examination.fault_counts.items():
         print(f"injected: {kind}, took effect {count} times")
     if asked.exclude_to and exclude:
         print(f"to leave out: {','.join(exclude)} (srun --exclude=$(cat {asked.exclude_to}))")

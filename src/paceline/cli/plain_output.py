@@ -1,6 +1,6 @@
 """Standard output of the commands that show what files say: no control character of a file reaches the terminal.
 
-Run folders, notes and logs may come from anybody. An escape sequence in them could rewrite what is on the screen, or
+Run folders, notes and logs may come from any user. An escape sequence in them could rewrite what is on the screen, or
 type into the shell. The commands that draw (train, bench, study, doctor, ...) print their own text.
 """
 

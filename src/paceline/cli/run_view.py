@@ -259,7 +259,7 @@ def _explain(record: JobRecord, reason: str) -> str:
 
 
 def _now_line(view: RunView) -> str:
-    """Of a run under way, from its files: also on a machine that never saw its processes."""
+    """The progress of a running run, from its files: also on a machine that never saw its processes."""
     if view.is_over or not view.now:
         return ""
     try:

@@ -47,7 +47,7 @@ class JobRecord:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file that may hold secrets: nobody but its owner can read it, from its first byte on."""
+    """Replace a file that may contain secrets. Only its owner can read it, from its first byte on."""
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)  # has mode 0600
     temporary = Path(name)
     try:

@@ -125,10 +125,10 @@ def _explain(culprit: RankState, code: int | None, oom_kills: int) -> Explanatio
 
 def _injected(ledger: Path, attempt: int, rank: int, cause: Cause) -> Explanation | None:
     """If `--inject` has killed this rank or let it exit."""
-    struck = [row for row in read_ledger(ledger) if (row["attempt"], row["rank"]) == (attempt, rank)]
-    if not struck or struck[-1].get("kind") not in ("kill", "exit"):
+    injected = [row for row in read_ledger(ledger) if (row["attempt"], row["rank"]) == (attempt, rank)]
+    if not injected or injected[-1].get("kind") not in ("kill", "exit"):
         return None
-    return Explanation(cause, f"--inject has asked for it: {struck[-1].get('what', '')}")
+    return Explanation(cause, f"--inject has requested it: {injected[-1].get('what', '')}")
 
 
 def _find_culprit(end: AttemptEnd, stacks_of: Callable[[int], Path]) -> RankState:

@@ -85,7 +85,7 @@ class Supervisor:
         self._console_log = job.folder.logs / name
         self._how_to_stop = f"paceline cancel {job.folder.path}, or kill -TERM {os.getpid()}"
         keep_console_in(self._console_log, self._how_to_stop)
-        self._status_before = job.folder.read_status()  # of an earlier run that this one goes on with
+        self._status_before = job.folder.read_status()  # of the run that this one resumes
 
     def run(self) -> int:
         """Returns the exit code for the shell."""
@@ -225,7 +225,7 @@ class Supervisor:
         else:
             report.done = f"not started again: {decision.reason}"
             can_go_on = saved and folder.resume_command and report.cause is not Cause.CHECKPOINT
-            report.done += f"; {folder.resume_command} goes on from step {saved}" if can_go_on else ""
+            report.done += f"; {folder.resume_command} resumes from step {saved}" if can_go_on else ""
             if self._is_first and not folder.stays_over(self._status_before):
                 folder.write_status("failed", reason=report.what, step=report.step, attempt=number)
         if self._job.nodes.count > 1 and report.cause is Cause.PEER_LOST:
@@ -269,7 +269,7 @@ class Supervisor:
             return EXIT_PREEMPTED
         kept = {name: status[name] for name in ("step", "save_s", "console") if name in status}
         if not (saved and is_written):
-            kept["step"] = step  # where it goes on
+            kept["step"] = step  # the step to resume from
         if not folder.stays_over(self._status_before):
             state = "stopped" if self._stop is signal.SIGINT else "preempted"
             folder.write_status(state, **kept, reason=reason)
@@ -303,8 +303,8 @@ class Supervisor:
                 signal.signal(number, handler)
 
     def _note_hangup(self, number: int, frame: FrameType | None) -> None:
-        """The terminal is gone, as after a lost ssh connection. The run goes on."""
-        text = f"note: SIGHUP: the terminal was closed. The run goes on. To stop it: {self._how_to_stop}.\n"
+        """The terminal is closed, as after a lost ssh connection. The run continues."""
+        text = f"note: SIGHUP: the terminal was closed. The run continues. To stop it: {self._how_to_stop}.\n"
         with suppress(OSError, UserError):
             write_plain(self._console_log, text.encode(errors="backslashreplace"), appends=True)
 

@@ -18,7 +18,7 @@ _END = "end-with-results"
 
 
 def report_epoch(row: dict[str, Any]) -> None:
-    """For the primary rank. A caller whose disk is full misses epochs; the run goes on."""
+    """For the primary rank. A caller whose disk is full misses epochs; the run continues."""
     folder = os.environ.get(CALLER_DIR)
     if folder:
         with suppress(OSError), (Path(folder) / _EPOCHS).open("a", encoding="utf-8") as file:

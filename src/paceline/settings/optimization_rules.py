@@ -100,7 +100,7 @@ def _check_epochs(loaded: LoadedConfig) -> None:
     for name, epoch in (("lr_steps", last), ("ema_warmup_epochs", optim.ema_warmup_epochs)):
         if epoch >= epochs and epoch > 0:
             raise UserError(
-                f"{name} lies behind the end of the run",
+                f"{name} is after the end of the run",
                 where=loaded.where(name),
                 got=f"epoch {epoch:g} of {epochs}",
                 allowed=f"less than {epochs}",

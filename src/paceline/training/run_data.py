@@ -97,7 +97,7 @@ def describe_split(data: LoadedData, train: Tensor, validation: Tensor) -> str |
 
 
 def data_to_go_on_with(checkpoint: Checkpoint, own: RunData, *, may_differ: bool, has_validation: bool) -> RunData:
-    """The checkpoint's, if this run's data is still that. With --accept-new-data also if it is not."""
+    """The data of the checkpoint, if this run has the same data. With --accept-new-data also if it differs."""
     where = str(checkpoint.path)
     if "data" not in checkpoint.state:
         _log.info("note: the checkpoint does not say what data it was trained with; it is taken to be this data")
@@ -111,9 +111,9 @@ def data_to_go_on_with(checkpoint: Checkpoint, own: RunData, *, may_differ: bool
             "this is not the data that the run was trained with",
             where=where,
             got="\n".join(found),
-            hint=f"{_HINT};\n--accept-new-data goes on with this data all the same",
+            hint=f"{_HINT};\n--accept-new-data continues with this data",
         )
-    _log.warning("warning: going on with other data than before: %s", "; ".join(found))
+    _log.warning("warning: continuing with other data than before: %s", "; ".join(found))
     change = {"step": checkpoint.step, "differs": found}
     now = replace(saved, fingerprint=own.fingerprint, accepted=[*saved.accepted, change])
     if not has_validation or not are_samples_changed(saved.fingerprint, own.fingerprint):
@@ -122,7 +122,7 @@ def data_to_go_on_with(checkpoint: Checkpoint, own: RunData, *, may_differ: bool
         raise CheckpointError(
             "the new data may have samples in its validation set that the run was trained with",
             where=where,
-            got="samples of this data set cannot be told apart (only those in memory and in folders can)",
+            got="samples of this data set cannot be identified (only those in memory and in folders can)",
             hint=_HINT,
         )
     return replace(now, split=_KEYS)
@@ -136,7 +136,7 @@ def split_again(samples: LoadedData, data: RunData) -> tuple[Tensor, Tensor]:
     keys = sample_keys(samples.train)
     own_keys = keys if samples.validation is None else sample_keys(samples.validation)
     if keys is None or own_keys is None or data.held_out is None:
-        raise CheckpointError("samples of the new data cannot be told apart", hint=_HINT)
+        raise CheckpointError("samples of the new data cannot be identified", hint=_HINT)
     held_out = unpack_keys(data.held_out)
     train, _ = split_by_keys(keys, held_out)
     new, validation = split_by_keys(own_keys, held_out)

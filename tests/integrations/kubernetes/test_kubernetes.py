@@ -1,7 +1,7 @@
-"""Manifests are what Kubernetes and its operators accept, and what they say trains: read as a kubelet would read them.
+"""Kubernetes and its operators accept the manifests, and the manifests train if they are read like a kubelet does.
 
-There is no cluster here. The schemas are the published ones; the pods are processes of this machine, started from
-nothing but the manifest, with volumes as folders and the names of pods at the loopback address.
+There is no cluster here. The schemas are the published ones. The pods are processes of this machine, started only
+from the manifest, with folders as volumes and with pod names at the loopback address.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def as_job(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def by_model(model: Any, item: dict[str, Any]) -> None:
-    """The model takes it, and knows every word of it: what it does not know, it would drop."""
+    """The model accepts it and knows every field. It would drop unknown fields."""
     assert model.from_dict(item).to_dict() == item
 
 
@@ -117,7 +117,7 @@ def test_published_schemas_accept(api: str, shape: str, home: Path, capsys: pyte
         by_model(models.TrainerV1alpha1TrainJob, main_object)
 
 
-def test_the_schemas_would_notice(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schemas_detect_errors(capsys: pytest.CaptureFixture[str]) -> None:
     import kubernetes_validate
     from kubeflow_trainer_api import models
 
@@ -131,7 +131,7 @@ def test_the_schemas_would_notice(capsys: pytest.CaptureFixture[str]) -> None:
         by_model(models.JobsetV1alpha2JobSet, jobset)
 
 
-def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_jobset_restarts_all_its_jobs(capsys: pytest.CaptureFixture[str]) -> None:
     *_, jobset = manifest(capsys, *BARE, *SHAPES["CPUs"], "--api", "jobset", "--retries", "4", "--job-name", "demo")
     policy, (replicated,) = jobset["spec"]["failurePolicy"], jobset["spec"]["replicatedJobs"]
     assert policy["maxRestarts"] == 4
@@ -144,7 +144,7 @@ def test_a_jobset_begins_anew_as_a_whole(capsys: pytest.CaptureFixture[str]) -> 
     assert network["enableDNSHostnames"] is True
 
 
-def test_a_trainjob_stands_on_a_runtime(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trainjob_uses_a_runtime(capsys: pytest.CaptureFixture[str]) -> None:
     *_, trainjob = manifest(capsys, *BARE, *SHAPES["GPUs"], "--api", "trainjob", "--job-name", "demo")
     spec = trainjob["spec"]
     assert spec["runtimeRef"]["name"] == "torch-distributed"
@@ -154,11 +154,11 @@ def test_a_trainjob_stands_on_a_runtime(capsys: pytest.CaptureFixture[str]) -> N
     pod = patch["template"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    assert "env" not in container  # the trainer's alone may have one
+    assert "env" not in container  # only the trainer may have one
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples" / "kubernetes").glob("*.yaml")), ids=lambda path: path.name)
-def test_examples_are_what_their_first_lines_say(
+def test_examples_equal_the_output_of_their_commands(
     path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = path.read_text()
@@ -172,16 +172,16 @@ def test_examples_are_what_their_first_lines_say(
     assert capsys.readouterr().out == text
 
 
-# --- As a kubelet reads it --------------------------------------------------------------------------------------------
+# --- Read like a kubelet ----------------------------------------------------------------------------------------------
 
 
 class Kubelet:
-    """Starts the pods of an Indexed Job as processes: command, variables, volumes and names from the manifest alone."""
+    """Starts the pods of an Indexed Job as processes: command, variables, volumes and names only from the manifest."""
 
     def __init__(self, objects: list[dict[str, Any]], folder: Path) -> None:
         self.folder = folder
         by_kind = {item["kind"]: item for item in objects}
-        self.secret = create_secret()  # kubectl create secret, as the manifest's first lines say
+        self.secret = create_secret()  # kubectl create secret, as in the comment of the manifest
         self.job, self.files = by_kind["Job"], by_kind.get("ConfigMap")
         self.spec = self.job["spec"]["template"]["spec"]
         (self.container,) = self.spec["containers"]
@@ -192,7 +192,7 @@ class Kubelet:
         return self.folder / "claims" / name
 
     def _names(self, service: dict[str, Any]) -> dict[str, str]:
-        """What the cluster's DNS would know: pods that a headless Service selects, in its subdomain."""
+        """The names in the cluster's DNS: pods that a headless Service selects, in its subdomain."""
         assert service["spec"]["clusterIP"] == "None"
         labels = self.job["spec"]["template"]["metadata"]["labels"]
         assert service["spec"]["selector"].items() <= labels.items()
@@ -261,7 +261,7 @@ class Pod:
         return self.wait()
 
     def kill(self) -> None:
-        """All of it at once, as when its node dies."""
+        """Kill all its processes at once, as if its node died."""
         kill_all_in(self.work_dir)
         self.process.wait(20)
 
@@ -290,7 +290,7 @@ global_batch_size: 32
 epochs: 2
 log_frequency: 1
 """
-# Slow enough to be caught in the act, wherever it is; the fault strikes once, and does not change a number.
+# Slow enough to be disturbed. The fault is injected once, and does not change a number.
 SLOW = "slow rank=0 step=8 steps=400 seconds=0.2 times=2"
 
 
@@ -316,7 +316,7 @@ def kubelet_for(home: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> 
 
 
 @pytest.mark.timeout(240)
-def test_pods_as_processes_train_what_one_machine_trains(
+def test_pods_as_processes_have_the_result_of_one_machine(
     home: Path, pods: list[Pod], wanted: tuple[list[float], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubelet = kubelet_for(home, capsys)
@@ -327,7 +327,7 @@ def test_pods_as_processes_train_what_one_machine_trains(
 
 
 @pytest.mark.timeout(240)
-def test_pods_as_processes_are_evicted_and_killed_and_train_the_same(
+def test_pods_as_processes_are_evicted_and_killed_and_have_the_same_result(
     home: Path, pods: list[Pod], wanted: tuple[list[float], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     kubelet = kubelet_for(home, capsys, "--save-steps", "2", "--inject", SLOW)
@@ -335,11 +335,11 @@ def test_pods_as_processes_are_evicted_and_killed_and_train_the_same(
     gang = [kubelet.start(0), kubelet.start(1)]
     pods += gang
     wait_for_step(run, 8, gang)
-    assert gang[1].evict() == 75  # asked to leave, it saves, as does the other, which stays
-    gang[1] = kubelet.start(1)  # what the Job controller does
+    assert gang[1].evict() == 75  # after a stop request it saves, as does the other pod, which stays
+    gang[1] = kubelet.start(1)  # like the Job controller
     pods.append(gang[1])
     wait_for_step(run, 12, gang)
-    gang[0].kill()  # the one that leads, and writes
+    gang[0].kill()  # the leader, which writes
     gang[0] = kubelet.start(0)
     pods.append(gang[0])
     assert [pod.wait() for pod in gang] == [0, 0], gang[0].log + gang[1].log
@@ -348,11 +348,11 @@ def test_pods_as_processes_are_evicted_and_killed_and_train_the_same(
 
 
 def wait_for_step(run: Path, step: int, gang: list[Pod]) -> None:
-    """Until a checkpoint of this step or a later one is whole."""
+    """Wait until a checkpoint of this step or a later one is complete."""
     for _ in range(3000):
         saved = [int(path.parent.name.removeprefix("step-")) for path in run.glob("checkpoints/step-*/manifest.json")]
         if saved and max(saved) >= step:
-            assert json.loads((run / "status.json").read_text())["status"] != "finished", "it was over too soon"
+            assert json.loads((run / "status.json").read_text())["status"] != "finished", "the run finished too early"
             return
         with pytest.raises(subprocess.TimeoutExpired):  # a pod that ends now is a failure
             gang[0].wait(0.02)

@@ -1,7 +1,7 @@
-"""Submit, status, logs and cancel through the official client, against an HTTP server that stands in for a cluster.
+"""Submit, status, logs and cancel through the official client, with a fake cluster (an HTTP server).
 
-The server keeps objects and hands them out again; it runs nothing. What a real cluster would answer in a state is
-written down by each test.
+The server stores objects and returns them. It runs nothing. Each test sets the states that a real cluster would
+report.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ def test_submitted_to_a_fake_cluster(
     out = capsys.readouterr().out
     assert f"{api} demo is in namespace vision: 4 ranks on 2 nodes" in out
     manifest = list(yaml.safe_load_all((tmp_path / "runs" / "demo" / "job.yaml").read_text()))
-    for item in manifest:  # what was written down is what was sent
+    for item in manifest:  # the stored manifest equals the submitted one
         sent = json.loads(json.dumps(fake.the(PLURALS[item["kind"]])))
         sent["metadata"].pop("uid")
         owners = sent["metadata"].pop("ownerReferences", None)
-        if item["kind"] != kind:  # and goes when the job goes
+        if item["kind"] != kind:  # and is deleted with the job
             assert [(owner["kind"], owner["uid"]) for owner in owners] == [(kind, "uid-of-demo")]
         assert sent == item
-    secret = fake.the("secrets")  # not written down, and gone with the job
+    secret = fake.the("secrets")  # not in the file, and deleted with the job
     assert [owner["uid"] for owner in secret["metadata"]["ownerReferences"]] == ["uid-of-demo"]
     (value,) = secret["stringData"].values()
     assert len(value) == 64
@@ -69,7 +69,7 @@ def test_submitted_to_a_fake_cluster(
     assert (record["scheduler"], record["namespace"], record["api"]) == ("kubernetes", "vision", api)
 
 
-def test_what_a_fake_cluster_says_becomes_a_status(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_states_of_a_fake_cluster_become_a_status(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(*JOB) == 0
     assert "queued" in status_of_run(capsys)
     fake.add_pod(0, "Running")
@@ -131,7 +131,7 @@ def test_cancelled_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFi
     capsys.readouterr()
     assert main(["cancel", "runs/demo"]) == 0
     assert "job demo is cancelled; it saves before it ends" in capsys.readouterr().out
-    assert any("Foreground" in call for call in fake.calls)  # pods go first, with their grace
+    assert any("Foreground" in call for call in fake.calls)  # pods are deleted first, with their grace
     assert ("jobs", "demo") not in fake.objects
     assert "runs/demo: cancelled" in status_of_run(capsys)
     assert main(["cancel", "runs/demo"]) == 0
@@ -145,13 +145,13 @@ def test_a_run_has_one_job_in_a_fake_cluster(
     assert submit(*JOB, "--resume", "auto") == USER
     assert "this run has a job already" in capsys.readouterr().err
     fake.set_condition("jobs", "Failed", "BackoffLimitExceeded")
-    assert submit(*JOB, "--resume", "auto") == 0  # under a name of its own
+    assert submit(*JOB, "--resume", "auto") == 0  # with its own name
     assert {name for kind, name in fake.objects if kind == "jobs"} == {"demo", "demo-2"}
     assert json.loads((tmp_path / "runs" / "demo" / "job.json").read_text())["earlier"] == ["demo"]
 
 
 def test_a_long_name_of_a_second_job_in_a_fake_cluster_keeps_its_number(fake: FakeCluster) -> None:
-    """The number at the end tells the second job of a run from the first, however long the folder's name is."""
+    """The number at the end distinguishes the second job of a run, for any length of the folder's name."""
     words = [*JOB[:-1], "runs/" + "1" * 70]
     assert submit(*words) == 0
     fake.set_condition("jobs", "Failed", "BackoffLimitExceeded")
@@ -179,7 +179,9 @@ def test_refused_by_a_fake_cluster(
     assert not (tmp_path / "runs" / "demo").exists()
 
 
-def test_no_half_of_a_job_stays_in_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_submission_leaves_no_object_in_a_fake_cluster(
+    fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake.refusals["POST services"] = (403, "services is forbidden")
     assert submit(*JOB) == USER
     assert "services is forbidden" in capsys.readouterr().err
@@ -194,7 +196,7 @@ def test_an_operator_that_a_fake_cluster_lacks(fake: FakeCluster, capsys: pytest
     assert "--api job" in screen
 
 
-def test_a_fake_cluster_that_went_away(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fake_cluster_that_is_unreachable(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
     assert submit(*JOB) == 0
     fake.shutdown()
     fake.server_close()

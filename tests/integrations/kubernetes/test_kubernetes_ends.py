@@ -1,4 +1,4 @@
-"""How a job ends, is deleted or is forgotten, and what is left of its logs: against a fake cluster."""
+"""How a job ends, is deleted or is removed by its TTL, and its logs, with a fake cluster."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def status(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 def test_the_code_that_ended_the_job_of_a_fake_cluster_is_shown(
     fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A pod that was asked to stop earlier does not hide the pod whose mistake ended the job."""
+    """A pod that was stopped earlier does not hide the pod whose error ended the job."""
     submit()
     fake.add_pod(0, "Failed", code=75)
     fake.add_pod(1, "Failed", code=2)
@@ -60,7 +60,7 @@ def test_the_code_that_ended_the_job_of_a_fake_cluster_is_shown(
 def test_pods_that_the_controller_of_a_fake_cluster_ended_are_no_failures(
     fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`failed` of a Job counts stopped, evicted and deleted pods; `status` counts what the retries count."""
+    """`failed` of a Job counts stopped, evicted and deleted pods. `status` counts only what the retries count."""
     submit()
     fake.add_pod(0, "Failed", code=75)
     fake.add_pod(1, "Failed", code=137, disrupted="EvictionByEvictionAPI")
@@ -73,28 +73,30 @@ def test_pods_that_the_controller_of_a_fake_cluster_ended_are_no_failures(
 
 
 def test_a_deadline_of_a_fake_cluster_has_no_exit_code(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """A failure of a week ago is not the reason of a time limit."""
+    """A failure a week ago is not the reason of a time limit."""
     submit()
     fake.add_pod(1, "Failed", code=70)
     fake.set_condition("jobs", "Failed", "DeadlineExceeded")
     assert status(capsys)["job"]["exit_code"] == ""
 
 
-def test_a_missing_pod_of_a_fake_cluster_is_waited_for(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """A job of two pods with one of them is not running."""
+def test_a_job_with_a_missing_pod_of_a_fake_cluster_is_not_running(
+    fake: FakeCluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of two pods with only one of them is not running."""
     submit()
     fake.add_pod(0, "Running")
     content = status(capsys)
     assert (content["state"], content["job"]["reason"]) == ("queued", "1 of 2 pods run")
 
 
-# --- Cancelled, finished and forgotten --------------------------------------------------------------------------------
+# --- Cancelled, finished and removed ----------------------------------------------------------------------------------
 
 
-def test_a_cancelled_job_of_a_fake_cluster_is_stopping_until_its_pods_are_gone(
+def test_a_cancelled_job_of_a_fake_cluster_is_stopping_until_its_pods_end(
     fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After cancel a run is neither queued nor over while its pods save."""
+    """After cancel a run is neither queued nor ended while its pods save."""
     submit()
     fake.add_pod(0, "Running")
     fake.add_pod(1, "Running")
@@ -113,10 +115,10 @@ def test_a_cancelled_job_of_a_fake_cluster_is_stopping_until_its_pods_are_gone(
 @pytest.mark.parametrize(
     ("condition", "state", "code"), [("Complete", "finished", 0), ("Failed", "failed", USER)], ids=["done", "failed"]
 )
-def test_an_outcome_outlives_the_job_in_a_fake_cluster(
+def test_the_outcome_is_kept_after_the_job_is_removed_from_a_fake_cluster(
     condition: str, state: str, code: int, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After the TTL the cluster has forgotten the job; what was seen of its end stays."""
+    """After the TTL the cluster has removed the job. The recorded outcome stays."""
     submit()
     fake.add_pod(0, "Failed" if code else "Succeeded", code=code)
     fake.set_condition("jobs", condition, "PodFailurePolicy" if code else "")
@@ -127,10 +129,10 @@ def test_an_outcome_outlives_the_job_in_a_fake_cluster(
     assert main(["watch", "runs/demo", "--every-s", "0"]) == code
 
 
-def test_a_job_that_a_fake_cluster_forgot_unseen_has_ended(
+def test_a_job_that_a_fake_cluster_removed_before_a_status_has_ended(
     fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Without a look before the TTL, nothing is known of the end: it is not called lost."""
+    """Without a `status` before the TTL, the outcome is unknown. The run does not count as lost."""
     submit()
     fake.objects.clear()
     content = status(capsys)
@@ -157,10 +159,10 @@ def logs(capfdbinary: pytest.CaptureFixture[bytes], *flags: str) -> bytes:
     return capfdbinary.readouterr().out
 
 
-def test_logs_of_a_pod_that_is_left_in_a_fake_cluster(
+def test_logs_of_a_remaining_pod_in_a_fake_cluster(
     fake: FakeCluster, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """The controller has deleted pod 0; the log of pod 1 is still there."""
+    """The controller has deleted pod 0. The log of pod 1 still exists."""
     submit()
     fake.add_pod(1, "Failed", code=70)
     fake.set_condition("jobs", "Failed", "BackoffLimitExceeded")
@@ -169,7 +171,7 @@ def test_logs_of_a_pod_that_is_left_in_a_fake_cluster(
 
 
 def test_logs_of_replaced_pods_of_a_fake_cluster(fake: FakeCluster, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
-    """--job shows every pod, also those that were replaced; a successor that waits does not hide the pod before."""
+    """--job shows every pod, including replaced ones. A successor that waits does not hide the pod before it."""
     submit()
     first = fake.add_pod(0, "Failed", code=70)
     fake.add_pod(1, "Running")
@@ -185,7 +187,7 @@ def test_logs_of_replaced_pods_of_a_fake_cluster(fake: FakeCluster, capfdbinary:
     ]
 
 
-def test_a_stream_of_a_fake_cluster_that_breaks_goes_on(
+def test_a_broken_log_stream_of_a_fake_cluster_continues(
     fake: FakeCluster, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     """Each line is shown once, over broken streams and a replaced pod, until the job has ended."""
@@ -226,11 +228,11 @@ def test_a_log_is_followed_with_the_timeouts_that_client_37_takes_from_a_fake_cl
     assert seen
 
 
-# --- Pods that cannot begin, or cannot end ----------------------------------------------------------------------------
+# --- Pods that cannot start, or cannot end ----------------------------------------------------------------------------
 
 
 def test_a_dead_node_of_a_fake_cluster(fake: FakeCluster, capsys: pytest.CaptureFixture[str]) -> None:
-    """A pod in Terminating is not running. When it should have ended long ago, the manual step is suggested."""
+    """A pod in Terminating is not running. After its grace is long over, the manual step is suggested."""
     submit()
     fake.add_pod(0, "Running")
     name = fake.add_pod(1, "Running", must_end_by="2999-01-01T00:00:00Z")
@@ -255,7 +257,7 @@ FAILED_CREATES = {
 
 @pytest.mark.parametrize("case", FAILED_CREATES)
 @pytest.mark.parametrize("api", ["job", "jobset"])
-def test_no_pod_yet_has_its_reason_from_events_of_a_fake_cluster(
+def test_a_job_without_pods_gets_its_reason_from_events_of_a_fake_cluster(
     api: str, case: str, fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A pod that the API server refuses exists only as an event of its Job."""
@@ -268,10 +270,10 @@ def test_no_pod_yet_has_its_reason_from_events_of_a_fake_cluster(
     assert status(capsys)["job"]["reason"] == f"no pod yet; FailedCreate: {FAILED_CREATES[case]}"
 
 
-def test_without_the_right_to_read_events_of_a_fake_cluster_the_status_is_there(
+def test_status_works_without_the_right_to_read_events_of_a_fake_cluster(
     fake: FakeCluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Events are a help, not a condition."""
+    """Events are optional."""
     submit()
     fake.refusals["GET events"] = (403, 'events is forbidden: User "me" cannot list resource "events"')
     assert status(capsys)["job"]["reason"] == "no pod yet"

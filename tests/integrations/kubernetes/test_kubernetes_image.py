@@ -1,4 +1,4 @@
-"""The Dockerfile, read: there is no engine here to build it. Stages, versions, user, and what may travel into it."""
+"""The text of the Dockerfile, because there is no engine here: stages, versions, user, and the copied files."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """By name: what it stands on, and its instructions."""
+    """For each stage: its parent, and its instructions."""
     found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     name = ""
     for word, rest in instructions():
@@ -40,28 +40,28 @@ def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
 
 
 def line_of(name: str, variant: str, flow: str = "plain") -> list[tuple[str, str]]:
-    """All instructions that a stage is made by."""
+    """All instructions of a stage and its parents."""
     parent, own = stages()[name]
     parent = parent.replace("${VARIANT}", variant).replace("${FLOW}", flow)
     return (line_of(parent, variant, flow) if parent in stages() else []) + own
 
 
-def test_every_word_is_one_of_dockers() -> None:
+def test_every_instruction_is_valid() -> None:
     known = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "LABEL", "USER", "ENTRYPOINT", "CMD"}
     assert {word for word, _ in instructions()} <= known
 
 
 @pytest.mark.parametrize("flow", FLOWS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_stages_stand_on_stages_or_on_one_exact_image(variant: str, flow: str) -> None:
+def test_stages_use_other_stages_or_one_exact_image(variant: str, flow: str) -> None:
     for name, (written, own) in stages().items():
         parent = written.replace("${VARIANT}", variant).replace("${FLOW}", flow)
         if parent not in stages():
-            assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", parent), f"{name} stands on {parent}"
+            assert re.fullmatch(r"python:3\.\d+\.\d+-slim-\w+", parent), f"{name} uses {parent}"
         for word, rest in own:
             source = re.match(r"--from=(\S+)", rest) if word == "COPY" else None
             assert source is None or source[1] in stages()
-    # Before the first stage, or no FROM would know them.
+    # Before the first stage. Otherwise FROM would not know them.
     assert instructions()[:2] == [("ARG", "VARIANT=cpu"), ("ARG", "FLOW=plain")]
 
 
@@ -114,7 +114,7 @@ def test_every_package_has_its_version(variant: str) -> None:
     assert ("whl/cpu" in installs[0]) == (variant == "cpu")
 
 
-def test_the_image_is_not_root_and_fits_the_manifest() -> None:
+def test_the_user_of_the_image_is_not_root_and_matches_the_manifest() -> None:
     final = dict(stages()["final"][1])
     assert final["USER"] == f"{KubernetesJob.user.uid}:{KubernetesJob.user.gid}"
     assert json.loads(final["ENTRYPOINT"]) == ["python", "-P", "-m", "paceline"]
@@ -124,7 +124,7 @@ def test_the_image_is_not_root_and_fits_the_manifest() -> None:
     assert words.index("USER") > max(number for number, word in enumerate(words) if word in ("RUN", "COPY"))
 
 
-def test_only_what_is_copied_travels() -> None:
+def test_only_copied_files_are_in_the_build_context() -> None:
     rules = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and not line.startswith("#")]
     assert rules[0] == "*"
     let_in = {rule[1:] for rule in rules if rule.startswith("!")}
@@ -138,7 +138,7 @@ def test_only_what_is_copied_travels() -> None:
     assert any(fnmatch.fnmatch("src/paceline/__pycache__", rule) for rule in left_out)
 
 
-def test_nothing_is_fetched_unseen() -> None:
+def test_no_download_is_piped_into_a_shell() -> None:
     text = (ROOT / "Dockerfile").read_text()
     for word in (":latest", "curl", "wget", "sudo", "chmod 777"):
         assert word not in text

@@ -1,4 +1,4 @@
-"""Lines of a pod's log: each is shown once, also when a stream breaks, and when many lines have one time."""
+"""Lines of a pod's log: each is shown once, also if a stream breaks or if many lines have the same time."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ EARLY, LATE = b"2026-11-15T10:00:00.5Z", b"2026-11-15T10:00:01Z"
 
 
 def read(position: _Position, *lines: bytes) -> list[bytes]:
-    """What one stream shows."""
+    """The lines of one stream."""
     position.begin_stream()
     return [shown for line in lines if (shown := _new_line(line, position)) is not None]
 
 
-def test_lines_with_one_time_are_all_shown() -> None:
-    """CRI-O stamps all lines of one write with one time."""
+def test_lines_with_the_same_time_are_all_shown() -> None:
+    """CRI-O gives all lines of one write the same time."""
     position = _Position("pod")
     assert read(position, EARLY + b" a", EARLY + b" b", LATE + b" c", LATE + b" d") == [b"a\n", b"b\n", b"c\n", b"d\n"]
 
 
-def test_a_stream_that_is_opened_again_shows_only_what_is_new() -> None:
+def test_a_reopened_stream_shows_only_new_lines() -> None:
     position = _Position("pod")
     read(position, EARLY + b" a", LATE + b" b", LATE + b" c")
     again = read(position, EARLY + b" a", LATE + b" b", LATE + b" c", LATE + b" d")
@@ -27,5 +27,5 @@ def test_a_stream_that_is_opened_again_shows_only_what_is_new() -> None:
     assert read(position, LATE + b" b", LATE + b" c", LATE + b" d") == []
 
 
-def test_a_server_without_times_is_shown_as_it_is() -> None:
+def test_lines_without_times_are_shown_unchanged() -> None:
     assert read(_Position("pod"), b"plain words") == [b"plain words\n"]

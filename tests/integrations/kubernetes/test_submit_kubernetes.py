@@ -1,4 +1,4 @@
-"""Manifests say what they should, mistakes end in a second, and pods end and begin again together."""
+"""Manifests have the right content, mistakes are found quickly, and pods end and restart together."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def pod_of(item: dict[str, Any]) -> dict[str, Any]:
 
 # --- Wrong input ------------------------------------------------------------------------------------------------------
 
-# What is typed after `paceline submit kubernetes`, and what the screen must say.
+# The arguments after `paceline submit kubernetes`, and the expected text.
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no such recipe": (["shape-cnn", *JOB[1:]], ["no recipe 'shape-cnn'", "shapes-cnn"]),
     "misspelt flag of train": ([*JOB, "--epoch", "2"], ["unknown flag '--epoch'", "--epochs"]),
@@ -206,14 +206,14 @@ WRONG: dict[str, tuple[list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_mistake_costs_one_screen(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_gives_one_screen(case: str, home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments, expected = WRONG[case]
     assert submit(*arguments) == USER
     screen = capsys.readouterr().err
     for text in expected:
         assert text in screen, screen
     assert len(screen.splitlines()) <= MOST_LINES
-    assert list(home.iterdir()) == []  # nothing was begun
+    assert list(home.iterdir()) == []  # nothing was started
 
 
 @pytest.mark.parametrize("words", [["k8s", "shapes-cnn"], ["kubernets", "shapes-cnn"]])
@@ -232,7 +232,7 @@ def test_without_the_client_the_extra_is_named(
     assert list(home.iterdir()) == []
 
 
-def test_flags_of_submit_are_none_of_trains() -> None:
+def test_flags_of_submit_differ_from_those_of_train() -> None:
     both = [name for name in fields_of(KubernetesJob) if find_field(name)]
     assert both == []
 
@@ -248,7 +248,7 @@ def test_help_names_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
 # --- The manifest -----------------------------------------------------------------------------------------------------
 
 
-def test_the_same_words_give_the_same_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_arguments_give_the_same_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     texts = []
     for _ in range(2):
         assert submit(*JOB, "--job-name", "demo", "--output-dir", "runs/demo", "--dry-run") == 0
@@ -262,7 +262,7 @@ def test_the_same_words_give_the_same_manifest(capsys: pytest.CaptureFixture[str
     assert not Path("runs").exists()
 
 
-def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_pods_of_a_gang_can_reach_each_other(capsys: pytest.CaptureFixture[str]) -> None:
     service, _, job = manifest(capsys, *JOB, "--job-name", "demo", "--output-dir", "runs/demo", "--epochs", "3")
     assert service["kind"] == "Service"
     assert service["spec"]["clusterIP"] == "None"
@@ -286,8 +286,8 @@ def test_a_gang_of_pods_that_know_each_other(capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("nodes", [1, 2, 10, 11, 100, 101, 10_000])
-def test_the_longest_name_of_a_job_leaves_room_for_its_pods(api: Api, nodes: int) -> None:
-    """A label of DNS has 63 letters. JobSets add NAME-node-0-INDEX-xxxxx, Jobs need NAME-INDEX as a host name."""
+def test_the_longest_job_name_leaves_space_for_its_pods(api: Api, nodes: int) -> None:
+    """A DNS label has 63 letters. JobSets add NAME-node-0-INDEX-xxxxx, Jobs need NAME-INDEX as a host name."""
     longest = longest_name(api, nodes)
     assert len("x" * longest + f"-{nodes - 1}") <= 63
     if api != "job":
@@ -300,7 +300,7 @@ def test_the_longest_name_of_a_job_leaves_room_for_its_pods(api: Api, nodes: int
 @example("a-" + "1" * 49, 50)
 @example("1" * 45 + "-1", 50)
 @example("1" * 45 + "-" + "1" * 4, 50)
-def test_a_name_is_one_that_a_service_takes(text: str, longest: int) -> None:
+def test_a_name_is_valid_for_a_service(text: str, longest: int) -> None:
     """A letter first, no dash at either end, never too long."""
     name = as_name(text, longest)
     assert name == "" or re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", name)
@@ -308,8 +308,8 @@ def test_a_name_is_one_that_a_service_takes(text: str, longest: int) -> None:
 
 
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
-def test_a_long_run_folder_gives_a_name_that_fits(api: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """The folder's name is cut to what this kind of job takes; the end of it stays."""
+def test_a_long_run_folder_gives_a_valid_name(api: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The folder's name is shortened to the limit of this kind of job. Its end is kept."""
     words = [*JOB, "--api", api, "--output-dir", "runs/" + "1-" * 40 + "20261115"]
     name = manifest(capsys, *words)[-1]["metadata"]["name"]
     assert len(name) <= longest_name("job" if api == "job" else "jobset", 2)
@@ -317,7 +317,7 @@ def test_a_long_run_folder_gives_a_name_that_fits(api: str, capsys: pytest.Captu
 
 
 def test_pods_of_a_job_are_on_different_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    """One pod to a node is a requirement of the manifest, for every kind of job."""
+    """The manifest requires one pod per node, for every kind of job."""
     for api in ("job", "jobset", "trainjob"):
         (affinity,) = find_all(manifest(capsys, *JOB, "--api", api, "--job-name", "demo")[-1], "affinity")
         assert affinity == {
@@ -332,8 +332,8 @@ def test_pods_of_a_job_are_on_different_nodes(capsys: pytest.CaptureFixture[str]
         }
 
 
-def test_failures_are_counted_for_each_pod_and_grow_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
-    """Three failures are few for a week; and pods that stop together do not delay each other."""
+def test_the_limit_of_failures_is_per_pod_and_grows_with_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+    """Three failures are few for a week. Pods that stop together do not delay each other."""
     for flags, most in (([], 3), (["--time", "7-00"], 21), (["--time", "7-01", "--retries", "2"], 16)):
         spec = manifest(capsys, *JOB, *flags)[-1]["spec"]
         assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"], "backoffLimit" in spec) == (most, 0, False)
@@ -344,7 +344,7 @@ def test_failures_are_counted_for_each_pod_and_grow_with_the_time(capsys: pytest
 
 
 def test_a_start_timeout_below_the_back_off_gets_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    """The default covers the longest delay of the Job controller; a shorter one is said."""
+    """The default covers the longest delay of the Job controller. A shorter one gives a warning."""
     for flags, warnings in (([], 0), (["--start-timeout-s", "599"], 1), (["--start-timeout-s", "600"], 0)):
         assert submit(*JOB, *flags, "--dry-run") == 0
         assert capsys.readouterr().err.count("warning: --start-timeout-s") == warnings
@@ -362,13 +362,13 @@ def test_a_start_timeout_below_the_back_off_gets_a_warning(capsys: pytest.Captur
     ],
 )
 def test_images_that_registries_have(image: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """What container runtimes accept is accepted here."""
+    """Names that container runtimes accept are accepted."""
     job = manifest(capsys, *JOB, "--image", image)[-1]
     assert pod_of(job)["containers"][0]["image"] == image
 
 
-def test_huge_pages_are_requested_as_much_as_they_are_limited(capsys: pytest.CaptureFixture[str]) -> None:
-    """The API server wants equal requests and limits, and CPUs or memory beside them."""
+def test_requests_and_limits_of_huge_pages_are_equal(capsys: pytest.CaptureFixture[str]) -> None:
+    """The API server requires equal requests and limits, and CPUs or memory with them."""
     flags = [
         "--resource",
         "hugepages-2Mi=1Gi",
@@ -385,7 +385,7 @@ def test_huge_pages_are_requested_as_much_as_they_are_limited(capsys: pytest.Cap
 
 
 def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixture[str]) -> None:
-    """RDMA, gang schedulers and local disks have flags of their own."""
+    """RDMA, gang schedulers and local disks have their own flags."""
     flags = ["--annotation", "k8s.v1.cni.cncf.io/networks=a, b", "--label", "scheduling.x-k8s.io/pod-group=g"]
     flags += ["--resource", "rdma/hca=1", "--capability", "IPC_LOCK", "--scheduler", "volcano"]
     flags += ["--ephemeral-storage", "20Gi", "--node-timeout-s", "60"]
@@ -409,8 +409,10 @@ def test_resources_capabilities_and_marks_of_the_pods(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
-def test_the_manifest_says_how_its_objects_go_with_the_job(api: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """After kubectl apply, one command makes everything beside the job belong to it."""
+def test_the_manifest_says_how_its_objects_are_deleted_with_the_job(
+    api: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After kubectl apply, one command makes the job the owner of all other objects."""
     assert submit(*JOB, "--api", api, "--job-name", "demo", "--dry-run") == 0
     text = capsys.readouterr().out
     *beside, job = yaml.safe_load_all(text)
@@ -434,7 +436,7 @@ def test_one_node_needs_no_gang(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_only_pods_of_the_same_job_reach_each_other(api: str, nodes: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """SECURITY.md: each manifest has a NetworkPolicy that selects its own pods, and lets in nothing else."""
+    """SECURITY.md: each manifest has a NetworkPolicy that selects its own pods and allows nothing else."""
     words = [*BARE, "--nodes", str(nodes), "--processes-per-node", "2", "--api", api, "--job-name", "demo"]
     objects = manifest(capsys, *words)
     (policy,) = [item for item in objects if item["kind"] == "NetworkPolicy"]
@@ -448,7 +450,7 @@ def test_only_pods_of_the_same_job_reach_each_other(api: str, nodes: int, capsys
 
 @pytest.mark.parametrize("api", ["job", "jobset", "trainjob"])
 def test_the_secret_of_a_gang_is_not_in_its_manifest(api: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """SECURITY.md: the manifest refers to the Secret, and says how to create it without a command line showing it."""
+    """SECURITY.md: the manifest refers to the Secret. Its comment says how to create it without showing the value."""
     words = ["submit", "kubernetes", *JOB, "--api", api, "--job-name", "demo", "--dry-run"]
     assert main(words) == 0
     text = capsys.readouterr().out
@@ -464,7 +466,7 @@ def test_the_secret_of_a_gang_is_not_in_its_manifest(api: str, capsys: pytest.Ca
 
 @pytest.mark.parametrize("account", ["", "trainer"])
 def test_pods_of_a_trainjob_get_no_token(account: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A TrainJob cannot say it of its pods: their own account says it, or a mount takes the place of the token."""
+    """A TrainJob cannot set it for its pods: their own account does, or a mount hides the token."""
     given = ["--service-account", account] if account else []
     *beside, job = manifest(capsys, *JOB, "--api", "trainjob", "--job-name", "demo", *given)
     (patch,) = job["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
@@ -483,7 +485,7 @@ def test_pods_of_a_trainjob_get_no_token(account: str, capsys: pytest.CaptureFix
 
 
 def find_all(item: Any, name: str) -> list[Any]:
-    """Every value under this key, however deep."""
+    """Every value with this key, at any depth."""
     if isinstance(item, list):
         return [found for part in item for found in find_all(part, name)]
     if not isinstance(item, dict):
@@ -500,11 +502,11 @@ def test_exit_codes_become_a_failure_policy(capsys: pytest.CaptureFixture[str]) 
     assert by_code == {75: "Ignore", 2: "FailJob", 3: "FailJob", 4: "FailJob", 5: "FailJob", 7: "FailJob"}
     assert {rule["onExitCodes"]["containerName"] for rule in rules[1:]} == {pod_of(job)["containers"][0]["name"]}
     assert job["spec"]["backoffLimitPerIndex"] == 5
-    assert pod_of(job)["restartPolicy"] == "Never"  # the policy judges nothing else
+    assert pod_of(job)["restartPolicy"] == "Never"  # the policy covers no other code
     assert "activeDeadlineSeconds" not in job["spec"]
 
 
-def test_pods_may_do_little(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pods_have_few_rights(capsys: pytest.CaptureFixture[str]) -> None:
     *_, job = manifest(capsys, *JOB, "--user", "2000:3000")
     pod = pod_of(job)
     assert pod["automountServiceAccountToken"] is False
@@ -520,7 +522,7 @@ def test_pods_may_do_little(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"/runs", "/tmp", "/dev/shm"} == writable
 
 
-def test_what_was_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_requested_setting_is_in_the_manifest(capsys: pytest.CaptureFixture[str]) -> None:
     *_, job = manifest(
         capsys,
         *("shapes-cnn", "--image", IMAGE, "--runs", "/srv/runs", "--data", "datasets", "--mount", "models:/models:ro"),
@@ -547,7 +549,7 @@ def test_what_was_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str
     assert container["envFrom"] == [{"secretRef": {"name": "wandb"}}, {"secretRef": {"name": "mlflow"}}]
     values = {item["name"]: item.get("value") for item in container["env"]}
     assert values["NCCL_DEBUG"] == "WARN"
-    assert values["X"] == "$$(Y)"  # Kubernetes makes $(Y) of it
+    assert values["X"] == "$$(Y)"  # Kubernetes turns it into $(Y)
     assert "--device=cuda" in container["args"]
     assert pod["nodeSelector"] == {"accelerator": "h100"}
     assert pod["tolerations"] == [
@@ -565,18 +567,18 @@ def test_what_was_asked_for_is_in_the_manifest(capsys: pytest.CaptureFixture[str
     assert {item["name"] for item in container["volumeMounts"]} == set(volumes)
 
 
-def test_data_is_looked_for_where_it_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_is_searched_where_it_is_mounted(capsys: pytest.CaptureFixture[str]) -> None:
     def data_dir(*arguments: str) -> list[str]:
         job = manifest(capsys, "cifar10-cnn", *JOB[1:], *arguments)[-1]
         args = pod_of(job)["containers"][0]["args"]
         return [word for word in args if word.startswith("--data-dir")]
 
-    assert data_dir() == ["--data-dir=/tmp"]  # fetched by each pod, into a folder that exists
+    assert data_dir() == ["--data-dir=/tmp"]  # each pod fetches it into an existing folder
     assert data_dir("--data", "datasets") == ["--data-dir=/data"]
     assert data_dir("--data", "datasets", "--data-dir", "/data/cifar") == ["--data-dir=/data/cifar"]
 
 
-def test_a_recipe_and_functions_of_ones_own_travel_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_users_recipe_and_functions_are_in_the_manifest(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (home / "mine.yaml").write_text("dataset: shapes\nmodel_name: my_model.py:build\nnum_samples: 640\n")
     (home / "my_model.py").write_text("def build(num_classes):\n    return None\n")
     files, *_, job = manifest(capsys, "mine.yaml", *JOB[1:], "--job-name", "mine")
@@ -589,8 +591,8 @@ def test_a_recipe_and_functions_of_ones_own_travel_along(home: Path, capsys: pyt
     assert {"name": "files", "mountPath": "/etc/paceline", "readOnly": True} in container["volumeMounts"]
 
 
-def test_files_of_all_functions_travel_along(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Data, model, loss and every metric: each file is in the ConfigMap, each flag names it there."""
+def test_files_of_all_functions_are_in_the_manifest(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Data, model, loss and every metric: each file is in the ConfigMap, and each flag has its path there."""
     functions = "def build(num_classes): ...\n\ndef loss(logits, labels): ...\n\ndef near(logits, labels): ...\n"
     for name in ("data.py", "model.py", "loss.py", "metrics.py"):
         (home / name).write_text(f"# {name}\n{functions}")
@@ -608,8 +610,8 @@ def test_files_of_all_functions_travel_along(home: Path, capsys: pytest.CaptureF
     assert arguments[start + 1 : start + 3] == ["/etc/paceline/metrics.py:near", "/etc/paceline/metrics.py:build"]
 
 
-def test_a_missing_loss_ends_at_submit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Functions are looked up here, not after hours in a queue."""
+def test_a_missing_loss_is_refused_at_submit(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Functions are checked here, not after hours in a queue."""
     assert submit(*JOB, "--loss", "gone.py:loss", "--dry-run") == USER
     assert "gone.py" in capsys.readouterr().err
     (home / "there.py").write_text("def other(logits, labels): ...\n")
@@ -617,7 +619,7 @@ def test_a_missing_loss_ends_at_submit(home: Path, capsys: pytest.CaptureFixture
     assert "there.py" in capsys.readouterr().err
 
 
-def test_two_files_of_one_name_do_not_travel_as_one(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_files_of_one_name_are_kept_apart(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder in ("a", "b"):
         (home / folder).mkdir()
         (home / folder / "own.py").write_text("def build(num_classes):\n    return None\n")
@@ -626,7 +628,7 @@ def test_two_files_of_one_name_do_not_travel_as_one(home: Path, capsys: pytest.C
     assert "two files of one name" in capsys.readouterr().err
 
 
-def test_the_grace_follows_the_measured_save(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_grace_depends_on_the_measured_save(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = home / "runs" / "demo"
     folder.mkdir(parents=True)
     again = [*JOB, "--output-dir", "runs/demo", "--resume", "auto"]
@@ -651,7 +653,7 @@ def test_a_finished_run_is_not_submitted_again(home: Path, capsys: pytest.Captur
     assert "is finished (7 steps); nothing was submitted" in capsys.readouterr().out
 
 
-def test_a_rehearsal_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rehearsal_starts_a_new_run(capsys: pytest.CaptureFixture[str]) -> None:
     job = manifest(capsys, *JOB, "--rehearse")[-1]
     assert "--resume=auto" not in pod_of(job)["containers"][0]["args"]
 
@@ -663,19 +665,21 @@ def test_a_rehearsal_begins_anew(capsys: pytest.CaptureFixture[str]) -> None:
     ("codes", "nodes", "outcome"),
     [
         ({}, 2, None),
-        ({0: 0}, 2, None),  # a pod that has finished waits: Kubernetes does not start it again
+        ({0: 0}, 2, None),  # a finished pod waits: Kubernetes does not restart it
         ({1: 0, 0: 0}, 2, ("end", 0, -1)),
         ({1: USER}, 2, ("end", USER, 1)),
         ({0: INTERNAL, 1: DATA}, 3, ("end", DATA, 1)),
         ({1: INTERNAL, 0: 6}, 2, ("replace", INTERNAL, 1)),  # the first, not the lowest
-        ({1: PREEMPTED}, 2, None),  # others may still be saving
+        ({1: PREEMPTED}, 2, None),  # others may still save
         ({1: PREEMPTED, 0: PREEMPTED}, 2, ("restart", 0, -1)),
         ({1: PREEMPTED, 0: 143}, 2, ("restart", 0, -1)),
         ({1: 0, 0: PREEMPTED}, 2, ("restart", 0, -1)),
         ({1: 137}, 2, ("replace", 137, 1)),
     ],
 )
-def test_exit_codes_have_an_outcome(codes: dict[int, int], nodes: int, outcome: tuple[str, int, int] | None) -> None:
+def test_each_combination_of_exit_codes_has_an_outcome(
+    codes: dict[int, int], nodes: int, outcome: tuple[str, int, int] | None
+) -> None:
     found = decide(codes, nodes)
     assert (None if found is None else (found.action, found.code, found.node)) == outcome
 
@@ -705,7 +709,7 @@ os._exit(code)
 
 
 class Gang:
-    """Pods as processes of this machine; a shell script stands in for the training."""
+    """Pods as processes of this machine. A shell script replaces the training."""
 
     def __init__(self, folder: Path, script: str) -> None:
         self.folder = folder
@@ -732,7 +736,7 @@ class Gang:
         return pod
 
     def wait_for(self, *lines: str) -> None:
-        """Until the trainings of these nodes have begun, and as often."""
+        """Wait until the trainings of these nodes have started this number of times."""
         path = self.folder / "starts"
         for _ in range(2000):
             if path.exists() and sorted(path.read_text().split()) == sorted(lines):
@@ -753,7 +757,7 @@ def gangs(tmp_path: Path) -> Iterator[list[Gang]]:
     made: list[Gang] = []
     yield made
     for gang in made:
-        (gang.folder / "go").touch()  # stand-ins whose pod was killed end, too
+        (gang.folder / "go").touch()  # also ends stand-ins whose pod was killed
         gang.end()
 
 
@@ -769,41 +773,43 @@ def test_pods_with_a_stand_in_training_end_together(gangs: list[Gang], tmp_path:
     gang = make_gang(gangs, tmp_path, f'[ "$node" = 1 ] || {WAIT}')
     first, second = gang.start(0), gang.start(1)
     gang.wait_for("0", "1")
-    with pytest.raises(subprocess.TimeoutExpired):  # its own work is done, the other's is not
+    with pytest.raises(subprocess.TimeoutExpired):  # its own training has finished, the other has not
         second.wait(0.3)
     (tmp_path / "go").touch()
     assert (first.wait(10), second.wait(10)) == (0, 0)
 
 
-def test_a_mistake_in_one_pod_ends_the_stand_in_training_of_all(gangs: list[Gang], tmp_path: Path) -> None:
+def test_a_user_error_in_one_pod_ends_the_stand_in_training_of_all(gangs: list[Gang], tmp_path: Path) -> None:
     gang = make_gang(gangs, tmp_path, f'[ "$node" = 0 ] || exit 2; {WAIT}')
     first, second = gang.start(0), gang.start(1)
     assert (first.wait(15), second.wait(15)) == (USER, USER)
 
 
-def test_the_log_of_node_0_outlives_a_mistake_in_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
-    """The controller deletes the pods that are left. Node 0 ends first, and says what the others said last."""
+def test_the_log_of_node_0_has_the_error_of_another_pod_with_a_stand_in_training(
+    gangs: list[Gang], tmp_path: Path
+) -> None:
+    """The controller deletes the other pods. Node 0 ends first, and prints the last lines of the others."""
     gang = make_gang(gangs, tmp_path, f'[ "$node" = 0 ] || {{ echo "no data on node 1" >&2; exit 3; }}; {WAIT}')
     first, second = gang.start(0), gang.start(1, reported_within_s=60)
     _, words = first.communicate(timeout=20)
     assert first.returncode == DATA
     assert "no data on node 1" in words
     assert second.poll() is None
-    second.send_signal(signal.SIGTERM)  # as the controller does
+    second.send_signal(signal.SIGTERM)  # like the controller
     _, words = second.communicate(timeout=20)
     assert second.returncode == DATA
-    assert "no data on node 1" in words  # its own log has it, too
+    assert "no data on node 1" in words  # its own log also has it
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_killed_pod_is_waited_for_and_the_stand_in_training_begins_again(
+def test_a_killed_pod_is_awaited_and_the_stand_in_training_restarts(
     lost: int, gangs: list[Gang], tmp_path: Path
 ) -> None:
     gang = make_gang(gangs, tmp_path, WAIT)
     pods = [gang.start(0), gang.start(1)]
     gang.wait_for("0", "1")
     pods[lost].kill()
-    pods[lost] = gang.start(lost)  # as the Job controller does
+    pods[lost] = gang.start(lost)  # like the Job controller
     gang.wait_for("0", "1", "0", "1")
     (tmp_path / "go").touch()
     assert [pod.wait(10) for pod in pods] == [0, 0]
@@ -820,10 +826,8 @@ def test_only_the_pod_that_failed_first_is_replaced_with_a_stand_in_training(gan
     assert (first.wait(10), third.wait(10)) == (0, 0)
 
 
-def test_a_pod_that_is_asked_to_leave_lets_the_others_stay_with_a_stand_in_training(
-    gangs: list[Gang], tmp_path: Path
-) -> None:
-    # As real ranks do: one is asked, all save and leave with 75.
+def test_a_stop_request_to_one_pod_keeps_the_others_with_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+    # Like real ranks: one gets the request, all save and end with 75.
     stop = "trap 'touch stop; exit 75' TERM; while [ ! -e go ]; do [ ! -e stop ] || exit 75; sleep 0.02; done"
     gang = make_gang(gangs, tmp_path, stop)
     first, second = gang.start(0), gang.start(1)
@@ -837,33 +841,33 @@ def test_a_pod_that_is_asked_to_leave_lets_the_others_stay_with_a_stand_in_train
     assert (first.wait(10), third.wait(10)) == (0, 0)
 
 
-def test_a_gang_that_is_not_complete_says_who_is_missing(gangs: list[Gang], tmp_path: Path) -> None:
+def test_an_incomplete_gang_names_the_missing_nodes(gangs: list[Gang], tmp_path: Path) -> None:
     gang = make_gang(gangs, tmp_path, WAIT)
     leader, follower = gang.start(0, timeout_s=1, nodes=3), gang.start(1, timeout_s=1, nodes=3)
     _, words = leader.communicate(timeout=15)
     assert leader.returncode == INTERNAL
     assert " of 3 nodes did not arrive within 1 s" in words
-    assert re.search(r"missing: node (1, )?2\n", words)  # node 1 may have given up before
+    assert re.search(r"missing: node (1, )?2\n", words)  # node 1 may have given up earlier
     _, words = follower.communicate(timeout=15)
     assert "within 1 s" in words
     assert not (tmp_path / "starts").exists()
 
 
-def test_strangers_at_the_door_change_nothing_for_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
+def test_foreigns_at_the_door_change_nothing_for_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
     gang = make_gang(gangs, tmp_path, WAIT)
     first = gang.start(0)
     for words in (b"GET / HTTP/1.1\r\n\r\n", b'{"type": "hello", "node": [1]}\n', b"[]\n", b""):
         for _ in range(500):
             try:
-                stranger = socket.create_connection(("127.0.0.1", gang.port), timeout=5)
+                foreign = socket.create_connection(("127.0.0.1", gang.port), timeout=5)
                 break
             except ConnectionRefusedError:  # the leader is still starting
                 with pytest.raises(subprocess.TimeoutExpired):
                     first.wait(0.02)
-        with stranger:
-            stranger.sendall(words)
+        with foreign:
+            foreign.sendall(words)
             if words:
-                assert stranger.recv(10) == b""  # closed
+                assert foreign.recv(10) == b""  # closed
     second = gang.start(1)
     gang.wait_for("0", "1")
     (tmp_path / "go").touch()
@@ -887,27 +891,27 @@ PLAIN_TEXT = [json.dumps(message).encode() + b"\n" for message in (HELLO, ENDED)
 
 
 def test_a_hello_without_the_secret_does_nothing_to_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
-    """SECURITY.md: `hello` and `ended` of a client without the secret neither take a place nor end the leader."""
+    """SECURITY.md: `hello` and `ended` of a client without the secret neither join the gang nor end the leader."""
     gang = make_gang(gangs, tmp_path, WAIT)
     first, second = gang.start(0), gang.start(1)
     gang.wait_for("0", "1")
     with pytest.raises(NotProved):
         reach(gang, first, create_secret())
     for words in (*PLAIN_TEXT, b"x" * (1 << 20)):
-        with socket.create_connection(("127.0.0.1", gang.port), timeout=10) as stranger, suppress(ConnectionError):
-            stranger.sendall(words)
-            assert stranger.recv(10) == b""
+        with socket.create_connection(("127.0.0.1", gang.port), timeout=10) as foreign, suppress(ConnectionError):
+            foreign.sendall(words)
+            assert foreign.recv(10) == b""
     with pytest.raises(subprocess.TimeoutExpired):
         first.wait(0.3)
     (tmp_path / "go").touch()
     assert (first.wait(10), second.wait(10)) == (0, 0)
-    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]  # nothing began again
+    assert sorted((tmp_path / "starts").read_text().split()) == ["0", "1"]  # nothing was restarted
     _, words_of_leader = first.communicate(timeout=10)
     assert words_of_leader.count("warning: dropped what 127.0.0.1 sent: ") == 4
 
 
 def test_malformed_messages_of_a_pod_are_dropped_by_a_stand_in_training(gangs: list[Gang], tmp_path: Path) -> None:
-    """Also of a pod that knows the secret: they neither end nor crash the leader."""
+    """Even from a pod that knows the secret: they neither end nor crash the leader."""
     gang = make_gang(gangs, tmp_path, WAIT)
     first = gang.start(0, nodes=3)
     gang.start(1, nodes=3)
@@ -978,5 +982,5 @@ def test_a_malformed_message_is_our_own_error(message: dict[str, Any]) -> None:
         Outcome("end", 0, -1, "all nodes have finished"),
     ],
 )
-def test_messages_are_decoded_as_they_were_encoded(message: Any) -> None:
+def test_messages_survive_a_round_trip(message: Any) -> None:
     assert decode(json.loads(json.dumps(encode(message)))) == message

@@ -1,4 +1,4 @@
-"""The example flows where Metaflow is not installed."""
+"""The example flows if Metaflow is not installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "metaflow"
 
 
 @pytest.mark.parametrize("name", ["flow.py", "flow_torchrun.py", "test_flow.py"])
-def test_a_flow_without_metaflow_is_one_screen(name: str, tmp_path: Path) -> None:
-    """Exit code 2 and what to install; no traceback."""
+def test_a_flow_without_metaflow_gives_one_screen(name: str, tmp_path: Path) -> None:
+    """Exit code 2 and the package to install. No traceback."""
     hidden = hide_packages(tmp_path / "without", "metaflow", "metaflow_extensions")
     answer = command(sys.executable, str(EXAMPLES / name), "run", cwd=tmp_path, env=hidden)
     assert answer.code == EXIT_USER

@@ -1,4 +1,4 @@
-"""Flows as a person runs them: real Metaflow, its local datastore, two nodes on this machine."""
+"""Flows, run like a user does: real Metaflow, its local datastore, two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from paceline.metrics.recorder import read_rows
 pytestmark = [pytest.mark.flows, pytest.mark.timeout(600)]
 NEEDS = ("metaflow", "metaflow_extensions", "moto", "kubernetes", "timm")
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples" / "metaflow"
-# Forty steps of two ranks, some twenty a second.
+# Forty steps on two ranks, about twenty per second.
 RECIPE = """
 dataset: shapes
 num_samples: 1480
@@ -40,7 +40,7 @@ log_frequency: 1
 """
 PARAMETERS = ["--recipe", "tiny.yaml", "--epochs", "2", "--batch-size", "64", "--cluster-size", "2"]
 STEPS = 40
-# Prints everything the tests want to know of a run, by Metaflow's client.
+# Prints all facts of a run that the tests need, with Metaflow's client.
 READ_RUN = """
 import json, sys
 from metaflow import Run, namespace
@@ -59,13 +59,13 @@ print(json.dumps(found))
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that stands for a person's machine: working folder, Metaflow's home, temporary files."""
+    """A folder for a user's machine: working folder, Metaflow's home, temporary files."""
 
     path: Path
 
     def variables(self, **extra: str) -> dict[str, str]:
         (self.path / "tmp").mkdir(exist_ok=True)
-        # The tasks of a flow are started as `python`: it must be this one.
+        # A flow starts its tasks as `python`: it must be this one.
         found = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {
             "PATH": found,
@@ -82,7 +82,7 @@ class Place:
 
     @contextmanager
     def started(self, script: str, *arguments: str, **extra: str) -> Iterator[subprocess.Popen[str]]:
-        """A flow under way, its output in out.txt. Nothing of it outlives the block."""
+        """A running flow, with its output in out.txt. The block ends all its processes."""
         with (
             (self.path / "out.txt").open("w") as out,
             subprocess.Popen(
@@ -141,19 +141,19 @@ def undisturbed(place: Place) -> FlowRun:
 @pytest.fixture(scope="module")
 def trained_without_a_flow(place: Place) -> Path:
     flags = ["--epochs=2", "--global-batch-size=64", "--processes=2", "--output-dir=alone"]
-    # Ranks of one node would add up in memory they share, whose norm of the gradients is rounded otherwise.
+    # Ranks of one node would add in shared memory, which rounds the norm of the gradients differently.
     answer = paceline("train", "tiny.yaml", *flags, cwd=place.path, PACELINE_NODE_MEMORY="off")
     assert answer.code == 0, answer
     return place.path / "alone"
 
 
 def what_was_computed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without what depends on the day: times and memory."""
+    """Rows without times and memory."""
     names = ("kind", "step", "epoch", "phase", "loss", "accuracy", "lr", "grad_norm")
     return [{name: row[name] for name in names if name in row} for row in rows]
 
 
-# --- One answer
+# --- The same result
 
 
 def test_two_nodes_of_a_flow_give_the_bits_of_two_processes(undisturbed: FlowRun, trained_without_a_flow: Path) -> None:
@@ -167,26 +167,26 @@ def test_two_nodes_of_a_flow_give_the_bits_of_two_processes(undisturbed: FlowRun
     assert [row["step"] for row in rows if row["kind"] == "step"] == list(range(1, STEPS + 1))
 
 
-def test_a_default_tracker_that_is_not_installed_is_one_line(undisturbed: FlowRun) -> None:
-    """The guide's install line brings no TensorBoard: the flow trains without it and says so once."""
+def test_a_missing_default_tracker_is_one_line(undisturbed: FlowRun) -> None:
+    """The guide's install line does not install TensorBoard: the flow trains without it and prints one note."""
     assert undisturbed.out.count("pip install 'paceline[tensorboard]'") == 1
 
 
 def own_lines(out: str) -> list[str]:
-    """What our steps print: without Metaflow's words before, between and after them."""
+    """The output of our steps, without Metaflow's own."""
     texts = [line.partition("] ")[2] for line in out.splitlines() if re.match(r"\S+ \S+ \[\d+/", line)]
     return [text for text in texts if not text.startswith(("Task ", "[@"))]
 
 
 def test_a_run_has_fewer_than_thirty_lines_of_our_own(undisturbed: FlowRun) -> None:
-    """However often metrics are recorded: a line per epoch, none per step."""
+    """For any metrics interval: a line per epoch, none per step."""
     lines = own_lines(undisturbed.out)
     assert len(lines) < 30, lines
     assert [line.split()[1] for line in lines if line.startswith("epoch ")] == ["1/2", "2/2"]
 
 
-def test_no_message_names_a_folder_that_is_gone(undisturbed: FlowRun, disturbed: FlowRun) -> None:
-    """Not of a run that went well, and not of attempts that were killed."""
+def test_no_message_names_a_deleted_folder(undisturbed: FlowRun, disturbed: FlowRun) -> None:
+    """Of a finished run, and of killed attempts."""
     for run in (undisturbed, disturbed):
         assert str(run.place.path / "tmp") not in run.out
         assert "paceline-flow-" not in run.out
@@ -194,21 +194,21 @@ def test_no_message_names_a_folder_that_is_gone(undisturbed: FlowRun, disturbed:
 
 
 @pytest.mark.parametrize("name", ["", "root"], ids=["no name", "root"])
-def test_a_flow_starts_where_no_user_has_a_name(name: str, place: Place) -> None:
-    """As in the shell of a container. Metaflow refuses to start there; our `start` comes as far as its own check."""
+def test_a_flow_starts_for_a_user_without_a_name(name: str, place: Place) -> None:
+    """As in the shell of a container. Metaflow refuses to start there. Our `start` reaches its own check."""
     users = {"USERNAME": name, "USER": name, "SUDO_USER": "", "METAFLOW_USER": ""}
     answer = place.flow("flow.py", "run", "--recipe", "no-such-recipe", **users)
     assert "there is no recipe 'no-such-recipe'" in answer.out + answer.err
 
 
-def test_a_chosen_tracker_that_is_not_installed_is_refused_in_start(place: Place) -> None:
+def test_a_missing_chosen_tracker_is_refused_in_start(place: Place) -> None:
     answer = place.flow("flow.py", "run", "--flags", "--track tensorboard")
     assert answer.code == 1
     assert "flag --track" in answer.out + answer.err
     assert "/train/" not in answer.out + answer.err
 
 
-def test_no_node_leaves_its_folder_behind(undisturbed: FlowRun) -> None:
+def test_no_node_leaves_its_folder(undisturbed: FlowRun) -> None:
     assert not list((undisturbed.place.path / "tmp").glob("paceline-*"))
 
 
@@ -222,7 +222,7 @@ def test_the_accuracy_is_an_artifact(undisturbed: FlowRun, trained_without_a_flo
     assert shown["test"]["confusion_matrix"] == alone["test"]["confusion_matrix"]
 
 
-def test_the_model_is_labelled_and_tested_by_another_flow(undisturbed: FlowRun) -> None:
+def test_another_flow_tests_the_model_and_labels_pictures(undisturbed: FlowRun) -> None:
     saved = undisturbed.shown["model"]
     assert "/shapes_cnn_" in saved["key"]
     said = saved["metadata"]
@@ -234,8 +234,8 @@ def test_the_model_is_labelled_and_tested_by_another_flow(undisturbed: FlowRun) 
     assert tested["test"]["step"] in (STEPS // 2, STEPS)
 
 
-def test_a_model_of_timm_is_trained_and_tested_by_the_flow(place: Place) -> None:
-    """`--model-name resnet50d`, by timm of the extra: two steps on two nodes, and the saved model tested."""
+def test_the_flow_trains_and_tests_a_model_of_timm(place: Place) -> None:
+    """`--model-name resnet50d`, from timm of the extra: two steps on two nodes, and a test of the saved model."""
     few = ["--recipe", "tiny.yaml", "--batch-size", "64", "--train-from-scratch", "1", "--flags", "--max-steps 2"]
     answer = place.flow("flow.py", "run", *few, "--model-name", "resnet50d", PYTHONPATH=str(ON_CPU))
     assert answer.code == 0, answer.out + answer.err
@@ -249,7 +249,7 @@ def test_a_model_of_timm_is_trained_and_tested_by_the_flow(place: Place) -> None
 
 
 def test_cards_show_curves_nodes_and_checkpoints(undisturbed: FlowRun) -> None:
-    # Metaflow keeps local cards in the working folder, wherever the datastore is.
+    # Metaflow stores local cards in the working folder, for any datastore.
     tasks = undisturbed.place.path / ".metaflow" / "mf.cards" / undisturbed.pathspec.replace("/", "/runs/")
     cards = [tasks.glob(f"steps/train/tasks/{node}/cards/blank-training-*.html") for node in ("2", "2_node_1")]
     main, worker = (next(iter(found)).read_text() for found in cards)
@@ -259,8 +259,8 @@ def test_cards_show_curves_nodes_and_checkpoints(undisturbed: FlowRun) -> None:
     assert "vega-lite" not in decoded(worker)
 
 
-def test_the_card_of_the_test_has_accuracies_and_the_confusion(undisturbed: FlowRun) -> None:
-    """What `test_model` measured: the figure of the artifact, every class, which class was taken for which."""
+def test_the_card_of_the_test_has_accuracies_and_the_confusion_matrix(undisturbed: FlowRun) -> None:
+    """The results of `test_model`: the value of the artifact, every class, and the confusion matrix."""
     tasks = undisturbed.place.path / ".metaflow" / "mf.cards" / undisturbed.pathspec.replace("/", "/runs/")
     (page,) = tasks.glob("steps/test_model/tasks/*/cards/blank-test-*.html")
     test, text = undisturbed.shown["test"], decoded(page.read_text())
@@ -272,7 +272,7 @@ def test_the_card_of_the_test_has_accuracies_and_the_confusion(undisturbed: Flow
 
 
 def decoded(card: str) -> str:
-    """A card carries its contents as base64 JSON in the page."""
+    """A card has its contents as base64 JSON in the page."""
     parts = re.findall(r'"([A-Za-z0-9+/=]{400,})"', card)
     return "".join(base64.b64decode(part).decode(errors="replace") for part in parts)
 
@@ -282,15 +282,15 @@ def decoded(card: str) -> str:
 
 @pytest.fixture(scope="module")
 def disturbed(place: Place, tmp_path_factory: pytest.TempPathFactory) -> FlowRun:
-    """Attempt 1: a rank of the other node is killed. Attempt 2: the main node's task is killed, `kill -9`.
+    """Attempt 1: a rank of the other node is killed. Attempt 2: the main node's task is killed with SIGKILL.
 
-    Where we are root, the other node has a disk of its own, new and empty in each attempt.
+    As root, the other node has its own disk, new and empty in each attempt.
     """
     broken = Place(tmp_path_factory.mktemp("disturbed"))
     shutil.copy(place.path / "tiny.yaml", broken.path)
     extra = {"PATH": own_disks(broken)} if can_mount() else {}
-    # A checkpoint must have reached the datastore before each end, and steps take milliseconds: first the rank that
-    # is not killed pauses; in the second attempt, which rehearses no faults, all ranks are held meanwhile.
+    # A checkpoint must be in the datastore before each end, and steps take milliseconds. First the rank that is not
+    # killed pauses. In the second attempt, without injected faults, all ranks are stopped meanwhile.
     flags = "--save-steps 5 --inject 'kill rank=1 step=13; slow rank=0 step=12 seconds=6'"
     with broken.started("flow.py", "run", *PARAMETERS, "--flags", flags, **extra) as process:
         main = wait_until_trained(broken, process, attempt=2, step=23)
@@ -311,7 +311,7 @@ def can_mount() -> bool:
 
 
 def own_disks(place: Place) -> str:
-    """A search path whose `python` gives every node but the main one an empty disk for temporary files."""
+    """A search path whose `python` gives every node except the main one an empty disk for temporary files."""
     script = place.path / "bin" / "python"
     script.parent.mkdir()
     mount = 'mount -t tmpfs none "$TMPDIR" && exec "$0" "$@"'
@@ -327,7 +327,7 @@ def own_disks(place: Place) -> str:
 
 
 def wait_until_trained(place: Place, process: subprocess.Popen[str], *, attempt: int, step: int) -> int:
-    """Until the main node has trained so far in this attempt; returns its task's process."""
+    """Wait until the main node has trained to this step in this attempt. Returns its task's process."""
     while process.poll() is None:
         out = (place.path / "out.txt").read_text()
         starts = re.findall(r"train/2 \(pid (\d+)\)\] Task is starting", out)
@@ -339,7 +339,7 @@ def wait_until_trained(place: Place, process: subprocess.Popen[str], *, attempt:
 
 @contextmanager
 def ranks_held(place: Place) -> Iterator[None]:
-    """Stopped in their tracks, the ranks of all nodes; whoever saves and sends for them is not."""
+    """Stop the ranks of all nodes with SIGSTOP. Processes that save and upload continue."""
     ranks = []
     for pid in processes_in(place.path):
         with suppress(OSError):  # it ended meanwhile
@@ -364,17 +364,17 @@ def wait_for_checkpoint_in_store(place: Place, process: subprocess.Popen[str], *
 
 
 def metrics_rows(place: Place) -> list[dict[str, Any]]:
-    """Of whichever node has rank 0, on its own disk or on ours."""
+    """The rows of the node with rank 0, on its own disk or on ours."""
     roots = {Path("/proc") / str(pid) / "root" for pid in processes_in(place.path)}
     rows: list[dict[str, Any]] = []
     for root in roots:
-        with suppress(OSError):  # it ended meanwhile, and its disk is gone
+        with suppress(OSError):  # it ended meanwhile, and its disk is removed
             for path in (root / str(place.path / "tmp").lstrip("/")).glob("*/run/metrics.jsonl"):
                 rows += read_rows(path)
     return rows
 
 
-def test_killed_attempts_go_on_from_the_datastore_and_end_with_the_same_bits(
+def test_killed_attempts_resume_from_the_datastore_and_end_with_the_same_bits(
     disturbed: FlowRun, undisturbed: FlowRun
 ) -> None:
     shown = disturbed.shown
@@ -385,7 +385,7 @@ def test_killed_attempts_go_on_from_the_datastore_and_end_with_the_same_bits(
     assert shown["test_accuracy"] == undisturbed.shown["test_accuracy"]
 
 
-def test_the_faults_struck_and_each_attempt_says_where_it_goes_on(disturbed: FlowRun) -> None:
+def test_the_faults_were_injected_and_each_attempt_names_its_starting_step(disturbed: FlowRun) -> None:
     assert "rank 1 was ended by SIGKILL" in disturbed.out
     assert "forward of step 13" in disturbed.out
     origins = re.findall(r"\] (From .*) \(load policy fresh\)", disturbed.out)
@@ -409,7 +409,7 @@ def test_the_faults_struck_and_each_attempt_says_where_it_goes_on(disturbed: Flo
 def test_an_interrupted_flow_is_resumed_from_its_checkpoints(
     place: Place, undisturbed: FlowRun, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """`flow.py resume` after power loss: on from the origin run's newest checkpoint, to the same weights."""
+    """`flow.py resume` after power loss continues from the newest checkpoint of the origin run, to the same weights."""
     cut = Place(tmp_path_factory.mktemp("cut"))
     shutil.copy(place.path / "tiny.yaml", cut.path)
     flags = "--save-steps 5 --inject 'slow rank=0 step=22 seconds=60'"
@@ -427,13 +427,13 @@ def test_an_interrupted_flow_is_resumed_from_its_checkpoints(
     assert what_was_computed(resumed.shown["history"]) == what_was_computed(undisturbed.shown["history"])
 
 
-def test_eager_passes_over_a_newer_run_with_other_settings(undisturbed: FlowRun) -> None:
-    """`start` chooses the newest checkpoint that fits, and the training goes on from it."""
+def test_eager_skips_a_newer_run_with_other_settings(undisturbed: FlowRun) -> None:
+    """`start` selects the newest compatible checkpoint, and training resumes from it."""
     place = undisturbed.place
     few = ["--recipe", "tiny.yaml", "--epochs", "1", "--batch-size", "64", "--cluster-size", "1"]
     other = place.flow("flow.py", "run", *few, "--flags", "--seed 7 --max-steps 2", "--load-policy", "eager")
     assert other.code == 0, other.out + other.err
-    # In brackets: the newest run that it passes over, which may be that of another test in this place.
+    # In brackets: the newest skipped run, which may be from another test in this folder.
     assert "From the beginning: no earlier run has a checkpoint for this one (PacelineFlow/" in other.out
     longer = [*PARAMETERS, "--epochs", "3", "--load-policy", "eager"]
     answer = place.flow("flow.py", "run", *longer)
@@ -446,7 +446,7 @@ def test_eager_passes_over_a_newer_run_with_other_settings(undisturbed: FlowRun)
     assert run.shown["attempts"] == 1
 
 
-# --- Clusters, as far as they can be compiled here
+# --- Clusters: only the compiled templates
 
 
 @pytest.fixture(scope="module")
@@ -494,7 +494,9 @@ def test_argo_template_schedules_the_gang_as_a_jobset(
         (["--cluster-size", "3"], ["global_batch_size 256 is not divisible by 3", "--batch-size 255 or 258"]),
     ],
 )
-def test_a_wrong_parameter_is_one_screen_before_training(arguments: list[str], words: list[str], place: Place) -> None:
+def test_a_wrong_parameter_gives_one_screen_before_training(
+    arguments: list[str], words: list[str], place: Place
+) -> None:
     answer = place.flow("flow.py", "run", *arguments)
     out = answer.out + answer.err
     assert answer.code == 1

@@ -85,10 +85,10 @@ def test_wrong_parameters_are_named(parameters: dict[str, Any], what: str, said:
 @pytest.mark.parametrize(
     ("model_name", "what"), [("resnet50d", "no model"), ("timm:resnet50d", "timm is not installed"), ("nonet", "cnn")]
 )
-def test_without_timm_its_models_are_refused_with_how_to_install_it(
+def test_without_timm_its_models_are_refused_with_the_install_command(
     model_name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The extra brings timm; a paceline that was installed without the extra may lack it."""
+    """The extra includes timm. An installation without the extra may lack it."""
     monkeypatch.setitem(sys.modules, "timm", None)
     with pytest.raises(UserError) as raised:
         check_request(recipe="shapes-cnn", model_name=model_name)
@@ -97,20 +97,20 @@ def test_without_timm_its_models_are_refused_with_how_to_install_it(
     assert "pip install timm" in raised.value.hint
 
 
-def test_the_extra_brings_timm() -> None:
-    """A bare name of timm's becomes timm:NAME."""
+def test_the_extra_includes_timm() -> None:
+    """A plain model name of timm becomes timm:NAME."""
     assert check_request(recipe="shapes-cnn", model_name="resnet50d").about["model_name"] == "timm:resnet50d"
 
 
-def test_parameters_become_settings_and_the_rest_is_the_recipes() -> None:
+def test_parameters_become_settings_and_the_recipe_sets_the_rest() -> None:
     request = check_request(recipe="shapes-cnn", batch_size=128, learning_rate=0.3, flags="--optimizer adamw")
     for line in ("global_batch_size: 128", "base_lr: 0.3", "optimizer: 'adamw'", "epochs: 10"):
         assert line in request.recipe.splitlines()
     assert request.about["epochs"] == 10
 
 
-def test_a_default_tracker_that_is_missing_does_not_count_as_chosen_on_the_nodes(tmp_path: Path) -> None:
-    """The request carries which settings are defaults: a node leaves out a default that it cannot have."""
+def test_a_missing_default_tracker_does_not_count_as_chosen_on_the_nodes(tmp_path: Path) -> None:
+    """The request records which settings are defaults. A node skips a default that is not installed."""
     assert importlib.util.find_spec("tensorboard") is None  # .venv-flows is a plain install
     for flags, origin in (("", "default"), ("--track", "file")):
         (tmp_path / "sent.yaml").write_text(check_request(recipe="shapes-cnn", flags=flags).recipe)
@@ -119,7 +119,7 @@ def test_a_default_tracker_that_is_missing_does_not_count_as_chosen_on_the_nodes
         check_loaded(loaded)
 
 
-def test_a_gang_starts_again_by_metaflow_and_a_lone_node_by_itself() -> None:
+def test_metaflow_restarts_a_gang_and_a_single_node_restarts_itself() -> None:
     assert check_request(recipe="shapes-cnn", cluster_size=2).max_restarts == 0
     assert check_request(recipe="shapes-cnn", cluster_size=1).max_restarts == 3
     assert check_request(recipe="shapes-cnn", cluster_size=2, flags="--max-restarts 1").max_restarts == 1
@@ -248,10 +248,10 @@ def test_connections_without_the_secret_do_not_disturb(tmp_path: Path) -> None:
         for _ in range(20):
             stack.enter_context(socket.create_connection(("127.0.0.1", port)))
         for text in (json.dumps(hello).encode() + b"\n", b"x" * (1 << 20)):
-            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            foreign = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
             with suppress(ConnectionError):
-                stranger.sendall(text)
-                assert stranger.recv(10) == b""
+                foreign.sendall(text)
+                assert foreign.recv(10) == b""
         for change in wrong:
             peer = connect("127.0.0.1", port, SECRET, leader.context)
             peer.send({**hello, **change})
@@ -263,7 +263,7 @@ def test_connections_without_the_secret_do_not_disturb(tmp_path: Path) -> None:
 
 
 def port_of_leader(leader: Member) -> int:
-    """The port at which the leader listens: there, another secret is refused."""
+    """The port of the leader, which refuses another secret."""
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
         for port in leader.ports:
@@ -300,7 +300,7 @@ def test_a_malformed_plan_is_our_own_error(change: dict[str, Any]) -> None:
 
 
 def test_the_secret_is_in_the_request_and_is_not_printed() -> None:
-    """Each flow has its own. Neither the request nor the member of a gang shows it."""
+    """Each flow has its own secret. The request and the members of a gang do not show it."""
     first, second = check_request(recipe="shapes-cnn"), check_request(recipe="shapes-cnn")
     assert first.secret != second.secret
     assert first.secret not in repr(first)
@@ -311,7 +311,7 @@ def test_the_secret_is_in_the_request_and_is_not_printed() -> None:
 
 
 class FolderStore:
-    """Stands in for `current.checkpoint`: uploads are folders, loaded as links, as in Metaflow's local datastore."""
+    """Replaces `current.checkpoint`: uploads are folders, loaded as links, as in Metaflow's local datastore."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -380,7 +380,7 @@ def test_best_and_newest_are_uploaded_once_to_a_fake_datastore(run: RunFolder, t
     receiver = MetaflowDatastore(arrived, saved, {})
     assert receiver.fetch([last["key"], best["key"]]) == [newest.name, older.name]
     upload_all(receiver, arrived)
-    assert len(saved.saved) == 2  # what was fetched is not uploaded again
+    assert len(saved.saved) == 2  # fetched checkpoints are not uploaded again
     assert {path.name for path in step_folders(arrived.checkpoints)} == {newest.name, older.name}
     for path in step_folders(arrived.checkpoints):
         verify(path)  # plain files: it refuses links
@@ -389,7 +389,9 @@ def test_best_and_newest_are_uploaded_once_to_a_fake_datastore(run: RunFolder, t
     assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run", "store"]  # no temporary folder
 
 
-def test_a_node_with_its_own_disk_has_what_the_leader_has_by_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+def test_a_node_with_its_own_disk_gets_the_leaders_checkpoints_from_a_fake_datastore(
+    run: RunFolder, tmp_path: Path
+) -> None:
     newest, older, oldest = step_folders(run.checkpoints)[:3]
     point_best_at(run, older)
     store, saved = store_of(run, tmp_path)
@@ -402,7 +404,7 @@ def test_a_node_with_its_own_disk_has_what_the_leader_has_by_a_fake_datastore(ru
     assert [path.name for path in step_folders(arrived.checkpoints)] == [newest.name, older.name]
 
 
-def test_only_the_best_is_latest_if_so_asked_through_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
+def test_with_best_is_latest_only_the_best_is_uploaded_to_a_fake_datastore(run: RunFolder, tmp_path: Path) -> None:
     point_best_at(run, step_folders(run.checkpoints)[1])
     store, saved = store_of(run, tmp_path, best_is_latest=True)
     upload_all(store, run)
@@ -422,7 +424,7 @@ def test_a_damaged_checkpoint_is_not_uploaded_to_a_fake_datastore(
     assert f"{step_folders(run.checkpoints)[0].name} is damaged" in capsys.readouterr().err
 
 
-def test_an_upload_that_was_damaged_in_a_fake_datastore_is_refused(run: RunFolder, tmp_path: Path) -> None:
+def test_a_damaged_upload_in_a_fake_datastore_is_refused(run: RunFolder, tmp_path: Path) -> None:
     store, saved = store_of(run, tmp_path)
     upload_all(store, run)
     key = saved.saved[-1]["key"]
@@ -452,7 +454,7 @@ def test_the_metrics_of_the_newest_checkpoint_replace_incomplete_ones(run: RunFo
 
 
 def test_a_step_that_was_saved_again_replaces_the_local_one(run: RunFolder, tmp_path: Path) -> None:
-    """A run that went back saves a step again, with other weights. A fake datastore."""
+    """A rewound run saves a step again, with other weights. A fake datastore."""
     newest = step_folders(run.checkpoints)[0]
     store, saved = store_of(run, tmp_path)
     upload_all(store, run)
@@ -476,7 +478,7 @@ def test_a_step_that_was_saved_again_is_uploaded_again_to_a_fake_datastore(run: 
     assert len(saved.saved) > count
 
 
-def test_a_fake_datastore_that_fails_is_tried_again(
+def test_a_failing_fake_datastore_is_retried(
     run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Failing(FolderStore):
@@ -497,7 +499,7 @@ def test_a_fake_datastore_that_fails_is_tried_again(
     assert str(tmp_path) not in capsys.readouterr().err  # the folder is temporary
 
 
-# --- What a task continues from
+# --- The checkpoint that a task resumes from
 
 
 def stored(step: int, run: int, *, is_best: bool = False, best_key: str = "", **about: Any) -> dict[str, Any]:
@@ -533,7 +535,7 @@ EARLIER = StartPoint("key-8", "key-4", 8, "F/1/train/2", 0)
 def test_load_policies_with_a_fake_datastore(
     policy: str, has_own: bool, is_resumed: bool, keys: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its own attempts first, then the run that is resumed, then what eager has found in start."""
+    """First its own attempts, then the resumed run, then the checkpoint that eager has found in start."""
     from paceline.integrations.metaflow import steps
 
     store = SimpleNamespace(is_loaded=has_own, info=SimpleNamespace(to_dict=lambda: OWN))
@@ -547,7 +549,7 @@ def test_load_policies_with_a_fake_datastore(
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_only_a_checkpoint_of_the_same_recipe_and_identity_is_chosen() -> None:
-    """The newest of another recipe, of other settings or without any is passed over, and the newest one is named."""
+    """A newer checkpoint of another recipe, with other settings or without any is skipped. The newest one is named."""
     from paceline.integrations.metaflow.earlier import choose
 
     identity = check_request(recipe="shapes-cnn").about["identity"]
@@ -581,18 +583,18 @@ def test_a_guarded_command_ends_with_its_parent(tmp_path: Path) -> None:
         assert process.stdout.readline() == "up\n"
         process.stdin.close()
         assert process.wait(20) == 128 + 15
-        assert process.stdout.read() == ""  # nobody is left who could write
+        assert process.stdout.read() == ""  # no process is left that could write
 
 
-def test_a_guard_passes_on_the_exit_code() -> None:
+def test_a_guard_forwards_the_exit_code() -> None:
     guard = [sys.executable, "-m", "paceline.launch.child_guard"]
     words = [*guard, sys.executable, "-c", "import sys; sys.exit(75)"]
     with subprocess.Popen(words, stdin=subprocess.PIPE) as process:
         assert process.wait(20) == 75
 
 
-def test_a_guard_hides_a_folder_that_will_be_gone(tmp_path: Path) -> None:
-    """On both streams, the run folder by its name and the rest by its path within; other bytes stay as they are."""
+def test_a_guard_hides_a_temporary_folder(tmp_path: Path) -> None:
+    """On both streams: the run folder is shown by its name, other paths relative to it. Other bytes are unchanged."""
     script = (
         "import sys\n"
         f"print('saved in {tmp_path}/run/checkpoints')\n"

@@ -1,4 +1,4 @@
-"""The Runnable pipeline: the same answer as `paceline train`, a full catalog, and retries that go on."""
+"""The Runnable pipeline: the result of `paceline train`, a complete catalog, and retries that resume."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Pipeline:
-    """A rank is killed in step 5, and nobody may start it again."""
+    """A rank is killed in step 5, and restarts are disabled."""
     home = copy_example(tmp_path_factory.mktemp("killed"))
     faults = {"RUNNABLE_PRM_INJECT": "kill rank=1 step=5", "RUNNABLE_PRM_MAX_RESTARTS": "0"}
     return start_pipeline(home, "killed", **faults)
@@ -65,10 +65,10 @@ def read_json(path: Path) -> dict[str, object]:
     return content
 
 
-# --- One answer
+# --- The same result
 
 
-def test_losses_and_weights_are_those_of_paceline_train(pipeline: Pipeline, plain: Path) -> None:
+def test_losses_and_weights_equal_those_of_paceline_train(pipeline: Pipeline, plain: Path) -> None:
     assert len(step_losses(plain)) == STEPS
     assert step_losses(pipeline.folder) == step_losses(plain)
     for name in ("weights_sha256", "optimizer_sha256", "test_accuracy", "test_loss", "world_size"):
@@ -76,14 +76,14 @@ def test_losses_and_weights_are_those_of_paceline_train(pipeline: Pipeline, plai
     assert read_results(plain)["world_size"] == 2
 
 
-def test_the_environment_wins_over_the_file_of_parameters(pipeline: Pipeline) -> None:
+def test_the_environment_has_priority_over_the_parameters_file(pipeline: Pipeline) -> None:
     assert "batch_size: 32" in (pipeline.home / "tiny.yaml").read_text()
     config = yaml.safe_load((pipeline.catalog / "config.yaml").read_text())
     assert config["global_batch_size"] == 2 * 16
     assert config["base_lr"] == 0.004 * 256 / 32
 
 
-def test_a_person_sees_the_result_last(pipeline: Pipeline) -> None:
+def test_the_output_ends_with_the_result(pipeline: Pipeline) -> None:
     *_, recipe, accuracy, time, weights, folder = pipeline.answer.out.splitlines()
     assert recipe == f"recipe    synthetic-mlp on 2 ranks, {STEPS} steps"
     assert accuracy.startswith("accuracy  ")
@@ -95,7 +95,7 @@ def test_a_person_sees_the_result_last(pipeline: Pipeline) -> None:
 # --- The catalog
 
 
-def test_catalog_holds_everything(pipeline: Pipeline) -> None:
+def test_the_catalog_is_complete(pipeline: Pipeline) -> None:
     names = {str(path.relative_to(pipeline.catalog)) for path in pipeline.catalog.rglob("*") if path.is_file()}
     assert names >= {
         "dataset_info.json",
@@ -125,7 +125,7 @@ def test_catalog_holds_everything(pipeline: Pipeline) -> None:
     assert not any(name.endswith((".pt", ".pth", ".pkl", ".pickle")) for name in names)
 
 
-def test_metrics_come_from_every_rank(pipeline: Pipeline) -> None:
+def test_every_rank_has_metrics(pipeline: Pipeline) -> None:
     results = json.loads((pipeline.catalog / "distributed_training_results.json").read_text())
     ranks = [json.loads((pipeline.catalog / f"metrics_rank_{rank}.json").read_text()) for rank in (0, 1)]
     assert results["process_metrics"] == ranks
@@ -138,11 +138,11 @@ def test_metrics_come_from_every_rank(pipeline: Pipeline) -> None:
         assert log.startswith((pipeline.folder / "logs" / f"rank-{rank}.log").read_text())
         assert f"rank {rank} " in log
         assert log.count(" of this rank, ") == 2  # a line of each epoch
-    assert "test accuracy" in (pipeline.catalog / "process_0_output.log").read_text()  # what it said on the console
+    assert "test accuracy" in (pipeline.catalog / "process_0_output.log").read_text()  # its console output
 
 
 def test_each_rank_has_its_losses_accuracies_and_times_by_epoch(pipeline: Pipeline) -> None:
-    """metrics_rank_R.json: what this rank's own samples gave; over the ranks they add up to the epoch's."""
+    """metrics_rank_R.json has the results of this rank's samples. Over the ranks they add up to the epoch's."""
     rows = [row for row in read_rows(pipeline.folder / "metrics.jsonl") if row.get("phase") == "train"]
     ranks = [json.loads((pipeline.catalog / f"metrics_rank_{rank}.json").read_text())["epochs"] for rank in (0, 1)]
     for number, row in enumerate(rows):
@@ -155,8 +155,8 @@ def test_each_rank_has_its_losses_accuracies_and_times_by_epoch(pipeline: Pipeli
     assert ranks[0][0]["loss"] != ranks[1][0]["loss"]
 
 
-def test_checkpoints_in_the_catalog_are_whole_and_the_test_names_the_one_it_used(pipeline: Pipeline) -> None:
-    """The last and the best; `paceline evaluate` of the catalog's folder gives the pipeline's own test accuracy."""
+def test_checkpoints_in_the_catalog_are_complete_and_the_test_names_its_checkpoint(pipeline: Pipeline) -> None:
+    """The last and the best. `paceline evaluate` of the catalog's folder gives the pipeline's test accuracy."""
     assert open_checkpoint(pipeline.catalog / "distributed_model_checkpoint").step == STEPS
     assert open_checkpoint(pipeline.catalog / "epoch_2_checkpoint").step == STEPS
     tested = read_json(pipeline.catalog / "evaluation.json")
@@ -168,7 +168,7 @@ def test_checkpoints_in_the_catalog_are_whole_and_the_test_names_the_one_it_used
     assert f"test accuracy {tested['test_accuracy']:.2%}, loss {tested['test_loss']:.4f}" in answer.out
 
 
-def test_data_is_what_was_trained_on(pipeline: Pipeline) -> None:
+def test_data_in_the_catalog_is_the_training_data(pipeline: Pipeline) -> None:
     info = read_json(pipeline.catalog / "dataset_info.json")
     assert (info["train_samples"], info["validation_samples"], info["test_samples"]) == (160, 40, 1000)
     assert re.fullmatch("[0-9a-f]{16}", str(info["fingerprint"]))
@@ -191,10 +191,10 @@ def test_no_file_is_left_in_the_working_folder(pipeline: Pipeline) -> None:
     assert added - {"__pycache__"} == {"tiny.yaml", ".catalog", ".run_log_store", "runs"}
 
 
-# --- Killed, and on again
+# --- Killed and retried
 
 
-def test_training_killed_for_good_fails_the_pipeline_with_one_screen(killed: Pipeline) -> None:
+def test_a_training_that_fails_fails_the_pipeline_with_one_screen(killed: Pipeline) -> None:
     faults = [json.loads(line) for line in (killed.folder / "faults.jsonl").read_text().splitlines()]
     assert [fault["what"] for fault in faults] == ["kill (rank 1, step 5)"]
     assert killed.answer.code == 70
@@ -207,13 +207,13 @@ def test_training_killed_for_good_fails_the_pipeline_with_one_screen(killed: Pip
 
 
 def test_logs_of_the_failed_attempt_are_in_the_catalog(killed: Pipeline) -> None:
-    # Before the retry: the run log knows which files the failed attempt left.
+    # Before the retry: the run log has the files of the failed attempt.
     steps = json.loads(killed.run_log.read_text())["steps"]
     names = [entry["name"] for entry in steps["train"]["data_catalog"]]
     assert sorted(Path(name).name for name in names) == LOGS
 
 
-def test_retry_goes_on_from_the_checkpoint_to_the_same_weights(retried: Pipeline, pipeline: Pipeline) -> None:
+def test_a_retry_resumes_from_the_checkpoint_to_the_same_weights(retried: Pipeline, pipeline: Pipeline) -> None:
     out = retried.answer.out
     assert retried.answer.code == 0, out[-3000:] + retried.answer.err
     assert "Skipping node prepare_data" in out
@@ -221,7 +221,7 @@ def test_retry_goes_on_from_the_checkpoint_to_the_same_weights(retried: Pipeline
     assert step_losses(retried.folder) == step_losses(pipeline.folder)
     for name in ("weights_sha256", "optimizer_sha256", "test_accuracy"):
         assert read_results(retried.folder)[name] == read_results(pipeline.folder)[name]
-    # The fault struck once, over both starts.
+    # The fault was injected once, over both starts.
     assert len((retried.folder / "faults.jsonl").read_text().splitlines()) == 1
 
 
@@ -234,7 +234,7 @@ def test_a_retried_run_counts_every_step_once(retried: Pipeline) -> None:
 
 @pytest.mark.parametrize("name", ["pipeline", "retried"])
 def test_there_is_one_rate_and_the_times_of_epochs_add_up(name: str, request: pytest.FixtureRequest) -> None:
-    """samples_per_second means the same everywhere, and time_per_epoch times the epochs is the training time."""
+    """samples_per_second has one meaning everywhere, and time_per_epoch times the epochs is the training time."""
     results = json.loads((request.getfixturevalue(name).catalog / "distributed_training_results.json").read_text())
     performance, ranks = results["performance"], results["process_metrics"]
     rate = performance["total_samples_processed"] / performance["total_training_time"]
@@ -245,7 +245,7 @@ def test_there_is_one_rate_and_the_times_of_epochs_add_up(name: str, request: py
     assert performance["learning_rate"] == pytest.approx(0.004, rel=1e-12)
 
 
-def test_a_retry_says_which_variables_it_does_not_use(retried: Pipeline) -> None:
+def test_a_retry_names_the_variables_that_it_ignores(retried: Pipeline) -> None:
     assert retried.answer.out.startswith("note      a retry keeps the parameters of its first start")
 
 
@@ -258,8 +258,8 @@ exit(run_paceline(["train", *{LONG!r}], Path("log.txt")))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_training_saves_and_leaves_with_its_step(number: signal.Signals, tmp_path: Path) -> None:
-    """Whether the pipeline's process passes a signal on or is gone before it can."""
+def test_training_saves_and_ends_with_its_pipeline(number: signal.Signals, tmp_path: Path) -> None:
+    """If the pipeline's process forwards a signal, and if it is killed before it can."""
     with subprocess.Popen(
         [sys.executable, "-c", CHILD], cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, text=True
     ) as step:

@@ -1,4 +1,4 @@
-"""PACELINE_OUTPUT for a pipeline: what reaches the screen of what Runnable and the steps print."""
+"""PACELINE_OUTPUT for a pipeline: which lines of Runnable and of the steps are printed."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def first_words(text: str) -> list[str]:
     return [line.split()[0] for line in text.splitlines()]
 
 
-def test_quiet_is_the_result_alone(quiet: Pipeline) -> None:
+def test_quiet_prints_only_the_result(quiet: Pipeline) -> None:
     """Five lines, and nothing on standard error."""
     assert quiet.answer.code == 0, quiet.answer
     assert first_words(quiet.answer.out) == RESULT
     assert quiet.answer.err == ""
 
 
-def test_what_is_kept_from_the_screen_is_in_a_file(quiet: Pipeline) -> None:
-    """Runnable's words in pipeline.log; the training's in training_output.log, complete as ever."""
+def test_hidden_output_is_in_a_file(quiet: Pipeline) -> None:
+    """Runnable's output in pipeline.log, the training's in training_output.log, complete."""
     log = (quiet.folder / "pipeline.log").read_text()
     assert "Working with context" in log
     assert f"step {STEPS}/{STEPS}" in log
@@ -40,7 +40,7 @@ def test_what_is_kept_from_the_screen_is_in_a_file(quiet: Pipeline) -> None:
     assert len(steps) == STEPS
 
 
-def test_brief_is_the_steps_own_words_in_under_thirty_lines(tmp_path: Path) -> None:
+def test_brief_prints_the_steps_output_in_under_thirty_lines(tmp_path: Path) -> None:
     """A line per epoch, none per training step, none of Runnable's."""
     brief = start_pipeline(copy_example(tmp_path), "one", PACELINE_OUTPUT="brief")
     assert brief.answer.code == 0, brief.answer
@@ -53,8 +53,8 @@ def test_brief_is_the_steps_own_words_in_under_thirty_lines(tmp_path: Path) -> N
     assert "Working" not in words
 
 
-def test_a_failure_is_seen_in_quiet(tmp_path: Path) -> None:
-    """Its exit code, one screen, how to go on; the log of the pipeline has the rest."""
+def test_quiet_prints_a_failure(tmp_path: Path) -> None:
+    """Its exit code, one screen, and how to continue. The log of the pipeline has the rest."""
     faults = {"RUNNABLE_PRM_INJECT": "kill rank=1 step=5", "RUNNABLE_PRM_MAX_RESTARTS": "0"}
     failed = start_pipeline(copy_example(tmp_path), "one", PACELINE_OUTPUT="quiet", **faults)
     assert failed.answer.code == 70

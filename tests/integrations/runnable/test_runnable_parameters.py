@@ -1,4 +1,4 @@
-"""Runnable's parameters: presets, overrides, what they mean in a recipe's words, and wrong ones."""
+"""Runnable's parameters: presets, overrides, the settings that they become, and wrong ones."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def load(file: Path, **environment: str) -> LoadedConfig:
     return make_request(read_parameters(str(file), environment))[1]
 
 
-# --- What they mean
+# --- Their meaning
 
 
 def numbers_of(loaded: LoadedConfig) -> tuple[object, ...]:
@@ -58,11 +58,11 @@ def test_presets(name: str, expected: tuple[object, ...]) -> None:
     )
 
 
-def test_no_preset_is_left_out() -> None:
+def test_every_preset_is_tested() -> None:
     assert len(list((EXAMPLE / "presets").iterdir())) == 4
 
 
-def test_environment_wins_and_may_name_anything_a_recipe_may(tmp_path: Path) -> None:
+def test_the_environment_has_priority_and_may_set_any_setting_of_a_recipe(tmp_path: Path) -> None:
     file = tmp_path / "own.yaml"
     file.write_text("recipe: shapes-cnn\nepochs: 3\n")
     names = {
@@ -76,11 +76,11 @@ def test_environment_wins_and_may_name_anything_a_recipe_may(tmp_path: Path) -> 
     config = loaded.config
     assert (loaded.recipe_name, config.train.epochs, config.optim.optimizer) == ("shapes-cnn", 7, "adamw")
     assert (config.data.flip, config.guard.stop_signals) == (False, ("SIGTERM", "SIGUSR1"))
-    assert config.optim.base_lr == 0.1  # the recipe's own
+    assert config.optim.base_lr == 0.1  # from the recipe
 
 
-def test_a_step_reads_what_the_file_says(tmp_path: Path) -> None:
-    """Runnable hands over numbers, booleans and lists; the check before it reads text. Both ask for the same."""
+def test_a_step_reads_the_values_of_the_file(tmp_path: Path) -> None:
+    """Runnable passes numbers, booleans and lists. The check before it reads text. Both give the same settings."""
     (tmp_path / "tiny.yaml").write_text(TINY)
     from_file = make_request(read_parameters(str(tmp_path / "tiny.yaml"), {}))[0]
     from_runnable = make_request(name_parameters(yaml.safe_load(TINY)))[0]
@@ -88,12 +88,12 @@ def test_a_step_reads_what_the_file_says(tmp_path: Path) -> None:
     assert {"--exact", "--lanes=2", "--global-batch-size=32", "--base-lr=0.032"} <= set(from_file.flags)
 
 
-def test_what_an_argo_workflow_adds_for_runnable_itself_is_no_parameter() -> None:
+def test_parameters_that_argo_adds_for_runnable_are_ignored() -> None:
     added = {"run_id": "x", "retry_run_id": "", "retry_indicator": "", "log_level": "WARNING"}
     assert make_request(name_parameters({"epochs": 1, **added}))[0].flags == ["--epochs=1"]
 
 
-def test_world_size_is_clamped_to_the_cores_with_a_warning_and_the_global_batch_stays() -> None:
+def test_world_size_is_limited_to_the_cores_with_a_warning_and_the_global_batch_stays() -> None:
     loaded = make_request(name_parameters({"world_size": 4, "batch_size": 6, "device": "cpu"}))[1]
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
@@ -110,7 +110,7 @@ def test_world_size_is_clamped_to_the_cores_with_a_warning_and_the_global_batch_
     assert fit_world(make_request(name_parameters({"world_size": 1, "device": "cpu"}))[1]) == ([], None)
 
 
-# --- Wrong ones
+# --- Wrong parameters
 
 
 WRONG = {
@@ -152,7 +152,7 @@ WRONG = {
 
 
 def start(home: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> int:
-    """As pipeline.py does it; the pipeline itself must not be reached."""
+    """Like pipeline.py. The pipeline itself must not be reached."""
     monkeypatch.chdir(home)
     for name in [name for name in os.environ if name.startswith("RUNNABLE_")]:
         monkeypatch.delenv(name)
@@ -167,7 +167,7 @@ def start(home: Path, monkeypatch: pytest.MonkeyPatch, **environment: str) -> in
 
 
 @pytest.mark.parametrize("text", WRONG)
-def test_a_wrong_parameter_is_one_screen(
+def test_a_wrong_parameter_gives_one_screen(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "own.yaml").write_text(text)
@@ -191,7 +191,7 @@ def test_a_wrong_parameter_is_one_screen(
         ({"RUNNABLE_RETRY_RUN_ID": "a b"}, "environment variable RUNNABLE_RETRY_RUN_ID"),
     ],
 )
-def test_a_wrong_variable_is_one_screen(
+def test_a_wrong_variable_gives_one_screen(
     variables: dict[str, str],
     words: str,
     tmp_path: Path,
@@ -221,7 +221,7 @@ def test_a_pipeline_outside_the_working_folder_is_refused(
     assert "below the folder it is started in" in capsys.readouterr().err
 
 
-def test_the_script_itself_leaves_nothing_behind_and_says_so_before_runnable_speaks(tmp_path: Path) -> None:
+def test_a_refused_script_leaves_no_file_and_ends_before_runnable_starts(tmp_path: Path) -> None:
     home = copy_example(tmp_path)
     before = {path.name for path in home.iterdir()}
     answer = command(sys.executable, "pipeline.py", cwd=home, RUNNABLE_PRM_BATCH_SIZE="many")
@@ -234,7 +234,7 @@ def test_the_script_itself_leaves_nothing_behind_and_says_so_before_runnable_spe
     assert {path.name for path in home.iterdir()} == before
 
 
-def test_a_run_that_never_was_cannot_be_retried(tmp_path: Path) -> None:
+def test_an_unknown_run_cannot_be_retried(tmp_path: Path) -> None:
     home = copy_example(tmp_path)
     answer = command(sys.executable, "pipeline.py", cwd=home, RUNNABLE_RETRY_RUN_ID="never", PYTHONWARNINGS="default")
     assert answer.code == 2
@@ -242,7 +242,7 @@ def test_a_run_that_never_was_cannot_be_retried(tmp_path: Path) -> None:
     assert "Traceback" not in answer.err
 
 
-def test_errors_blame_the_parameter_not_a_flag() -> None:
+def test_errors_name_the_parameter_not_a_flag() -> None:
     with pytest.raises(UserError) as caught:
         make_request(name_parameters({"world_size": 2, "batch_size": 16, "accumulate": 3}))
     assert caught.value.where == "parameter batch_size (times world_size 2)"

@@ -18,6 +18,6 @@ def running_cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(running_cluster: Cluster) -> Cluster:
-    """The cluster as new, whatever the test before did to it."""
+    """The cluster, restored after the test before."""
     running_cluster.heal()
     return running_cluster

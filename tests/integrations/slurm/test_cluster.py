@@ -1,4 +1,4 @@
-"""The test cluster itself: it is real, its faults are real, and it leaves nothing behind."""
+"""The test cluster itself: it is real, its faults are real, and it leaves no files or processes."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_power_loss_requeues_the_job_onto_the_spare(cluster: Cluster, tmp_path: 
     assert cluster.node_state("n2") == "idle"
 
 
-def test_a_cut_link_is_noticed_and_mended(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_cut_link_is_detected_and_restored(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit("sleep 300", "--nodelist=n3", "--no-requeue", cwd=tmp_path)
     cluster.wait_for_state(job, "RUNNING")
     before = cluster.host_pid("n3")
@@ -82,10 +82,10 @@ def test_a_cut_link_is_noticed_and_mended(cluster: Cluster, tmp_path: Path) -> N
 
     cluster.restore_link("n3")
     cluster.wait_for_node("n3", "idle")
-    assert cluster.host_pid("n3") == before, "a cable is not a power switch"
+    assert cluster.host_pid("n3") == before, "the processes of the node continue"
 
 
-def test_a_reboot_too_short_to_be_missed_still_ends_its_jobs(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_short_reboot_ends_the_jobs_of_the_node(cluster: Cluster, tmp_path: Path) -> None:
     job = cluster.submit("sleep 300", "--nodelist=n1", "--no-requeue", cwd=tmp_path)
     cluster.wait_for_state(job, "RUNNING")
     cluster.power_off("n1")
@@ -94,8 +94,8 @@ def test_a_reboot_too_short_to_be_missed_still_ends_its_jobs(cluster: Cluster, t
     assert cluster.node_state("n1") == "idle"
 
 
-def test_a_node_comes_back_with_the_network_card_its_neighbours_know(cluster: Cluster) -> None:
-    """With another one n1 would send to the old card for half a minute, and srun would not start its tasks."""
+def test_a_rebooted_node_keeps_its_mac_address(cluster: Cluster) -> None:
+    """With another address n1 would send to the old one for half a minute, and srun would not start its tasks."""
 
     def card() -> str:
         return cluster.run("srun", "--nodelist=n2", "ip", "-brief", "link", "show", "eth0").split()[2]
@@ -107,7 +107,7 @@ def test_a_node_comes_back_with_the_network_card_its_neighbours_know(cluster: Cl
     assert sorted(cluster.run("srun", "--nodes=2", "--nodelist=n1,n2", "hostname").split()) == ["n1", "n2"]
 
 
-def test_a_lost_controller_stalls_no_test_and_comes_back(cluster: Cluster) -> None:
+def test_a_lost_controller_blocks_no_test_and_can_be_restarted(cluster: Cluster) -> None:
     cluster.power_off("ctl")
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run("squeue", timeout_s=1)
@@ -115,7 +115,7 @@ def test_a_lost_controller_stalls_no_test_and_comes_back(cluster: Cluster) -> No
     assert sorted(cluster.run("srun", "--nodes=3", "hostname").split()) == ["n1", "n2", "n3"]
 
 
-def test_two_clusters_side_by_side_and_nothing_left_of_either() -> None:
+def test_two_clusters_run_side_by_side_and_leave_nothing() -> None:
     need_slurm()
     with Cluster(nodes=1) as one, Cluster(nodes=1) as other:
         assert one.run("srun", "hostname") == other.run("srun", "hostname") == "n1\n"
@@ -128,20 +128,20 @@ def test_two_clusters_side_by_side_and_nothing_left_of_either() -> None:
     assert left_behind(other.state) == []
 
 
-def test_down_cleans_up_after_an_up_that_was_killed(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_down_cleans_up_after_a_killed_up(tmp_path_factory: pytest.TempPathFactory) -> None:
     need_slurm()
-    # Killed at several moments: before the bridge, between bridge and daemons, amid the daemons.
+    # Killed at several times: before the bridge, between bridge and daemons, during the start of the daemons.
     for moment_s in (0.02, 0.05, 0.1, 0.2):
         state = Path(f"/tmp/slurm-cut-{os.getpid()}")
         with subprocess.Popen([str(SCRIPTS / "up"), str(state)], start_new_session=True) as up:
-            time.sleep(moment_s)  # not synchronisation: any moment will do
+            time.sleep(moment_s)  # not a synchronisation: any time is valid
             os.killpg(up.pid, signal.SIGKILL)
         assert script("down", str(state)).returncode == 0
         assert left_behind(state) == []
         assert not list(Path("/sys/class/net").glob(f"pace-{up.pid}"))
 
 
-def test_mistakes_are_told_and_cost_nothing(cluster: Cluster, tmp_path: Path) -> None:
+def test_mistakes_are_reported_and_leave_nothing(cluster: Cluster, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("mine")
     for words, said in {
         ("up", "/tmp/x" * 20): "characters",

@@ -23,7 +23,7 @@ def examine(cluster: Cluster, *flags: str, cwd: Path) -> dict[str, Any]:
     return content
 
 
-def test_a_slow_node_is_named_and_left_out_of_the_next_job(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_slow_node_is_named_and_excluded_from_the_next_job(cluster: Cluster, tmp_path: Path) -> None:
     content = examine(cluster, "--nodes=3", "--inject=slow rank=1", cwd=tmp_path)
     assert (content["world_size"], content["launcher"], content["hosts"]) == (3, "srun", ["n1", "n2", "n3"])
     assert [finding["name"] for finding in content["findings"] if finding["status"] == "fail"] == ["pace"]
@@ -52,4 +52,4 @@ def test_a_firewall_between_two_nodes_is_found_before_torch_could_hang(cluster: 
     assert reach["details"]["shut"] == [[1, 2], [2, 1]]
     assert "firewall" in reach["remedy"]
     assert content["by_name"]["training"]["status"] == "skip"
-    assert (tmp_path / "exclude.txt").read_text() == "n3\n"  # without it the other two reach each other
+    assert (tmp_path / "exclude.txt").read_text() == "n3\n"  # without n2 the other two reach each other

@@ -1,4 +1,4 @@
-"""The scripts that `paceline submit slurm` and studies write pass shellcheck, whatever the request holds."""
+"""The scripts that `paceline submit slurm` and studies write pass shellcheck, for any request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLAIN = JobSpec(
     cpus_per_task=4,
     time="00:10:00",
 )
-# One change each; every one is combined with each way of starting, one node or two, and with or without --resume.
+# One change each, combined with each way of starting, one node or two, and with or without --resume.
 CHANGES: dict[str, dict[str, object]] = {
     "plain": {},
     "GPUs": {"gpus": "a100:4"},

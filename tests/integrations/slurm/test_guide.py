@@ -1,4 +1,4 @@
-"""docs/guides/slurm-cluster.md: its files do what it says, with the real daemons, and keep their secrets."""
+"""docs/guides/slurm-cluster.md: its files work with the real daemons and protect their secrets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def node(controller: Path, tmp_path: Path) -> Path:
     return tmp_path / "node"
 
 
-def test_secrets_are_for_their_owners_only(controller: Path, node: Path) -> None:
+def test_only_the_owners_can_read_the_secrets(controller: Path, node: Path) -> None:
     modes = {
         controller / "etc/munge": 0o700,
         controller / "etc/munge/munge.key": 0o400,
@@ -70,7 +70,7 @@ def test_secrets_are_for_their_owners_only(controller: Path, node: Path) -> None
                 assert not any(secret in path.read_bytes() for secret in secrets), path
 
 
-def test_a_second_setup_keeps_the_secrets_and_takes_over_changes(controller: Path, tmp_path: Path) -> None:
+def test_a_second_setup_keeps_the_secrets_and_applies_changes(controller: Path, tmp_path: Path) -> None:
     kept = ("etc/munge/munge.key", "etc/slurm/slurmdbd.conf")
     before = [(controller / name).read_bytes() for name in kept]
     (controller / "etc/slurm/slurm.conf").write_text("old")
@@ -80,7 +80,7 @@ def test_a_second_setup_keeps_the_secrets_and_takes_over_changes(controller: Pat
 
 
 def test_a_node_has_its_gpus_before_slurmd_starts(node: Path) -> None:
-    """slurmd stops at a missing device file of gres.conf, so at boot the driver is used first."""
+    """slurmd ends if a device file of gres.conf is missing, so the driver is loaded first at boot."""
     unit = (node / "etc/systemd/system/slurmd.service.d/gpu.conf").read_text()
     assert "After=nvidia-persistenced.service" in unit.splitlines()
     assert "ExecStartPre=/usr/bin/nvidia-smi --list-gpus" in unit.splitlines()
@@ -89,7 +89,7 @@ def test_a_node_has_its_gpus_before_slurmd_starts(node: Path) -> None:
 
 @pytest.fixture
 def homes(tmp_path: Path) -> tuple[Path, Path]:
-    """/home with two people and a link, and the folder that is to be shared."""
+    """/home with two users and a link, and the folder to share."""
     need_slurm()
     home, shared = tmp_path / "home", tmp_path / "srv"
     for number, name in ((2001, "ada"), (2002, "grace")):
@@ -107,7 +107,7 @@ def listing(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def test_existing_home_folders_are_moved_and_not_hidden(homes: tuple[Path, Path]) -> None:
-    """Owners, rights and links are kept; the old folders stay in sight; a second start changes nothing."""
+    """Owners, rights and links are kept. The old folders stay visible. A second start changes nothing."""
     home, shared = homes
     before = listing(home)
     run(str(FILES / "move-homes"), str(home), str(shared))
@@ -133,7 +133,7 @@ def test_after_the_mount_nothing_is_moved(homes: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.parametrize("trouble", ["name in both", "somebody works there", "an earlier start"])
-def test_home_folders_in_doubt_are_not_touched(trouble: str, homes: tuple[Path, Path]) -> None:
+def test_home_folders_are_not_touched_in_doubt(trouble: str, homes: tuple[Path, Path]) -> None:
     """A refusal changes nothing."""
     home, shared = homes
     works = subprocess.Popen(["sleep", "60"], cwd=home / "ada") if trouble == "somebody works there" else None
@@ -155,7 +155,7 @@ def test_home_folders_in_doubt_are_not_touched(trouble: str, homes: tuple[Path, 
             works.wait()
 
 
-def test_the_daemons_take_the_files_as_they_are(controller: Path) -> None:
+def test_the_daemons_accept_the_files(controller: Path) -> None:
     namespaces = ("--mount", "--net", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
     script = str(HERE / "controller_from_guide.sh")
     said = run("unshare", *namespaces, "bash", script, str(controller))
@@ -172,7 +172,7 @@ def test_the_daemons_take_the_files_as_they_are(controller: Path) -> None:
         assert facts["AccountingStorageTRES"].endswith("gres/gpu")
 
 
-def test_the_firewalls_are_closed_but_for_named_ports(tmp_path: Path) -> None:
+def test_the_firewalls_are_closed_except_for_named_ports(tmp_path: Path) -> None:
     need_slurm()
     if shutil.which("nft") is None:
         pytest.skip("not installed: nft (apt-get install nftables)")
@@ -189,7 +189,7 @@ def test_the_firewalls_are_closed_but_for_named_ports(tmp_path: Path) -> None:
     assert "6817, 6819" in (FILES / "firewall-controller.nft").read_text()
 
 
-def test_jobs_run_behind_the_firewalls_and_strangers_stay_outside(tmp_path: Path) -> None:
+def test_jobs_run_behind_the_firewalls_and_other_machines_are_blocked(tmp_path: Path) -> None:
     need_slurm()
     if shutil.which("nft") is None:
         pytest.skip("not installed: nft (apt-get install nftables)")
@@ -222,7 +222,7 @@ def test_jobs_run_behind_the_firewalls_and_strangers_stay_outside(tmp_path: Path
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Iterator[tuple[Cluster, Path]]:
-    """A node with the guide's health check and epilog; it is healthy as long as the folder is there."""
+    """A node with the guide's health check and epilog. It is healthy while the folder exists."""
     need_slurm()
     for name in ("healthcheck", "epilog"):
         shutil.copy2(FILES / name, tmp_path / name)
@@ -240,7 +240,7 @@ def watched(tmp_path: Path) -> Iterator[tuple[Cluster, Path]]:
         yield cluster, scratch
 
 
-def test_a_sick_node_is_drained_and_comes_back_by_itself(watched: tuple[Cluster, Path]) -> None:
+def test_an_unhealthy_node_is_drained_and_resumes_by_itself(watched: tuple[Cluster, Path]) -> None:
     cluster, scratch = watched
     scratch.rmdir()
     cluster.wait_for_node("n1", ("drained", "drained*"))
@@ -249,18 +249,18 @@ def test_a_sick_node_is_drained_and_comes_back_by_itself(watched: tuple[Cluster,
     cluster.wait_for_node("n1", "idle")
 
 
-def test_a_drain_by_a_person_is_left_to_the_person(watched: tuple[Cluster, Path]) -> None:
+def test_a_drain_by_an_administrator_is_not_changed(watched: tuple[Cluster, Path]) -> None:
     cluster, scratch = watched
     check = [str(scratch.parent / "healthcheck")]
     surroundings = cluster.environment(SLURMD_NODENAME="n1")
     cluster.run("scontrol", "update", "NodeName=n1", "State=DRAIN", "Reason=fan")
-    for prepare in (lambda: None, scratch.rmdir):  # healthy, then sick
+    for prepare in (lambda: None, scratch.rmdir):  # healthy, then unhealthy
         prepare()
         subprocess.run(check, env=surroundings, timeout=30, check=True)
         assert cluster.run("sinfo", "--noheader", "--list-reasons", "--format=%E").split() == ["fan"]
 
 
-def test_the_epilog_removes_a_users_shared_memory_after_his_last_job(watched: tuple[Cluster, Path]) -> None:
+def test_the_epilog_removes_a_users_shared_memory_after_the_last_job(watched: tuple[Cluster, Path]) -> None:
     cluster, _ = watched
     cluster.run("srun", "--uid=nobody", "touch", "/dev/shm/left")
     shared = Path(f"/proc/{cluster.host_pid('n1')}/root/dev/shm")
@@ -279,7 +279,7 @@ def test_the_first_job_runs_on_two_nodes(cluster: Cluster, tmp_path: Path) -> No
     assert [re.sub(r"task \d", "task", line) for line in lines] == ["n1: task of 2, GPUs: 0", "n2: task of 2, GPUs: 0"]
 
 
-def test_scripts_are_sound_and_the_guide_names_every_file() -> None:
+def test_scripts_are_valid_and_the_guide_names_every_file() -> None:
     guide = GUIDE.read_text()
     for path in sorted(FILES.iterdir()):
         assert path.name in guide, f"{path.name} is not in {GUIDE.name}"

@@ -1,4 +1,4 @@
-"""A job that this cluster can never start is refused at once by a real cluster's own facts, and is not in its queue."""
+"""A job that a real cluster can never start is refused at once with the cluster's values, and is not in its queue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from harness.slurm import REQUIRE, Cluster, need_slurm
 pytestmark = pytest.mark.slurm
 
 USER = 2
-# A refusal takes well below a second of this process's own time. The limit leaves room for a busy machine.
+# A refusal takes well below a second of CPU time of this process. The limit has a margin for a busy machine.
 MOST_S = 60
 MOST_CPU_S = 2
 LIMITED = (
@@ -52,7 +52,7 @@ def paceline(cluster: Cluster, folder: Path, *words: str, **variables: str) -> t
 
 
 def cancel_jobs(cluster: Cluster) -> None:
-    """Also those that are held, in any partition."""
+    """Also held jobs, in any partition."""
     if jobs := jobs_of(cluster):
         cluster.run("scancel", *jobs)
     cluster.wait_until(lambda: not jobs_of(cluster), 40, "an empty queue")
@@ -62,7 +62,7 @@ def jobs_of(cluster: Cluster) -> list[str]:
     return cluster.run("squeue", "--noheader", "--format=%i").split()
 
 
-# What is typed, and which of the cluster's values the screen must name.
+# The arguments, and the values of the cluster that the screen must name.
 IMPOSSIBLE: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "nodes": (("--nodes", "4", "--processes-per-node", "1", "--time", "10"), ["--nodes 4", "1 to 2", "--nodes 2"]),
     "CPUs": ((*ONE, "--cpus-per-task", "5"), ["5 CPUs", "up to 4", "--cpus-per-task 4"]),
@@ -118,7 +118,7 @@ def test_questions_to_slurm_take_a_fraction_of_a_second(limited: Cluster, tmp_pa
 
 
 def test_a_variable_of_sbatch_is_named(limited: Cluster, tmp_path: Path) -> None:
-    """sbatch prefers SBATCH_PARTITION to the script, so it is what must change."""
+    """SBATCH_PARTITION has priority over the script, so the user must change the variable."""
     code, _, screen = paceline(
         limited, tmp_path, "submit", "slurm", *JOB, *ONE, "--partition", "main", SBATCH_PARTITION="nix"
     )
@@ -140,7 +140,7 @@ def test_a_variable_of_sbatch_is_named(limited: Cluster, tmp_path: Path) -> None
     ids=["plain", "partitions", "one partition fits", "no accounting", "exclusive", "all GPUs"],
 )
 def test_a_possible_job_is_submitted(typed: tuple[str, ...], limited: Cluster, tmp_path: Path) -> None:
-    """The check does not refuse what this cluster starts. --hold: it only has to be accepted."""
+    """The check does not refuse jobs that this cluster starts. --hold: the job only has to be accepted."""
     code, out, screen = paceline(limited, tmp_path, "submit", "slurm", *JOB, *typed, "--sbatch", "--hold")
     try:
         assert code == 0, screen
@@ -151,7 +151,7 @@ def test_a_possible_job_is_submitted(typed: tuple[str, ...], limited: Cluster, t
 
 
 def test_a_partition_that_is_down_takes_the_job_with_a_warning(limited: Cluster, tmp_path: Path) -> None:
-    """It is open again after a maintenance, so the job is not refused."""
+    """It opens again after maintenance, so the job is not refused."""
     code, out, screen = paceline(limited, tmp_path, "submit", "slurm", *JOB, *ONE, "--partition", "down")
     try:
         assert code == 0, screen
@@ -162,7 +162,7 @@ def test_a_partition_that_is_down_takes_the_job_with_a_warning(limited: Cluster,
 
 
 def test_a_study_is_refused_before_its_first_job(limited: Cluster, tmp_path: Path) -> None:
-    """The cell with the most nodes is impossible: none is submitted."""
+    """The cell with the most nodes is impossible: no job is submitted."""
     study = ("study", *JOB, "--on", "slurm", "--world-sizes", "1,2,4", "--processes-per-node", "1", "--time", "10")
     code, _, screen = paceline(limited, tmp_path, *study)
     assert code == USER, screen
@@ -181,7 +181,7 @@ def test_a_study_is_refused_before_its_first_job(limited: Cluster, tmp_path: Pat
         (("--nodes", "1", "--", "--gpus-per-node=3"), "gpu 2"),
     ],
 )
-def test_doctor_does_not_wait_for_what_cannot_start(
+def test_doctor_does_not_wait_for_an_impossible_job(
     words: tuple[str, ...], part: str, limited: Cluster, tmp_path: Path
 ) -> None:
     """The same check before srun, which would wait in the queue."""
@@ -193,7 +193,7 @@ def test_doctor_does_not_wait_for_what_cannot_start(
     assert jobs_of(limited) == []
 
 
-def test_status_says_that_a_waiting_job_will_not_start(limited: Cluster, tmp_path: Path) -> None:
+def test_status_says_that_a_waiting_job_cannot_start(limited: Cluster, tmp_path: Path) -> None:
     """A limit that was lowered after the job was submitted."""
     typed = (*ONE[:-1], "20", "--partition", "short", "--output-dir", "run", "--sbatch", "--hold")
     code, _, screen = paceline(limited, tmp_path, "submit", "slurm", *JOB, *typed)
@@ -213,7 +213,7 @@ def test_status_says_that_a_waiting_job_will_not_start(limited: Cluster, tmp_pat
 
 
 def test_a_refusal_of_sbatch_has_a_next_step(limited: Cluster, tmp_path: Path) -> None:
-    """What the check leaves to sbatch: here a list of nodes that are not there."""
+    """For errors that only sbatch finds: here a list of nodes that do not exist."""
     code, _, screen = paceline(limited, tmp_path, "submit", "slurm", *JOB, *ONE, "--sbatch", "--nodelist=n9")
     assert code == USER
     assert "sbatch refuses the job" in screen
@@ -227,7 +227,7 @@ ACCOUNTING = ("slurmdbd", "mariadbd", "mariadb-install-db")
 
 @pytest.fixture(scope="module")
 def counted() -> Iterator[Cluster]:
-    """Root has the accounts lab and root; lab may run a day, QOS long is not its own."""
+    """Root has the accounts lab and root. lab may run for a day and has no QOS long."""
     need_slurm()
     missing = [name for name in ACCOUNTING if shutil.which(name) is None]
     if missing:
@@ -273,7 +273,7 @@ def test_an_account_or_qos_that_cannot_be_used_is_refused(name: str, counted: Cl
 
 
 def test_a_job_with_a_right_account_is_submitted(counted: Cluster, tmp_path: Path) -> None:
-    """Also in a partition for this account alone."""
+    """Also in a partition that allows only this account."""
     typed = (*ONE, "--account", "lab", "--partition", "lab", "--qos", "normal", "--sbatch", "--hold")
     try:
         code, out, screen = paceline(counted, tmp_path, "submit", "slurm", *JOB, *typed)

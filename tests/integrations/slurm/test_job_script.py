@@ -1,4 +1,4 @@
-"""job.sbatch: valid shell whatever the names, the right lines for each way of starting, and nothing lost in quoting."""
+"""job.sbatch: valid shell for any names, the right lines for each way of starting, and correct quoting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from paceline.launch.job import JobSpec, count_gres_gpus, parse_time_s
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = ROOT / "examples" / "slurm"
 GUIDE = ROOT / "docs" / "guides" / "slurm.md"
-# An srun that says how it was called, and on "node 1" starts its command with what a task would find.
+# An srun that prints its arguments, and on "node 1" runs its command with the variables of a task.
 SRUN = """\
 #!{python}
 import json, os, sys
@@ -73,7 +73,7 @@ def write_client(path: Path, text: str, record: Path) -> None:
 
 
 def run_script(script: str, folder: Path, **surroundings: str) -> dict[str, object]:
-    """Execute it with an srun that only takes notes; returns what that was given."""
+    """Run the script with an srun that only records its call. Returns the record."""
     clients = folder / "clients"
     clients.mkdir(exist_ok=True)
     write_client(clients / "srun", SRUN, folder / "srun.json")
@@ -122,7 +122,7 @@ def test_agent_script_with_a_fake_srun(tmp_path: Path) -> None:
 
 
 def test_stop_signals_wait_for_the_fake_srun(tmp_path: Path) -> None:
-    """Slurm signals the shell as well; were it to end at once, the ranks would be killed while they save."""
+    """Slurm also signals the shell. If it ended at once, the ranks would be killed while they save."""
     (tmp_path / "srun").write_text("#!/bin/sh\nkill -USR1 $PPID\nkill -TERM $PPID\necho saved\nexit 75\n")
     (tmp_path / "srun").chmod(0o755)
     script = write_script(spec_in(tmp_path))
@@ -138,10 +138,10 @@ def test_stop_signals_wait_for_the_fake_srun(tmp_path: Path) -> None:
         ("exit 137", "3", "auto", False),
         ("exit 137", "0", "", False),
         ("exit 5", "0", "auto", False),
-        ("kill -TERM $PPID; exit 137", "0", "auto", False),  # somebody had asked for the end
+        ("kill -TERM $PPID; exit 137", "0", "auto", False),  # after a stop request
     ],
 )
-def test_killed_task_comes_back_with_a_fake_srun(
+def test_a_killed_task_restarts_with_a_fake_srun(
     tmp_path: Path, end: str, restarts: str, resume: str, comes_back: bool
 ) -> None:
     for name, text in (("srun", end), ("scontrol", f'echo "$*" >>{tmp_path}/scontrol.calls')):
@@ -156,7 +156,7 @@ def test_killed_task_comes_back_with_a_fake_srun(
     assert (calls.read_text() if calls.exists() else "") == ("requeue 54321\n" if comes_back else "")
 
 
-def test_the_guide_shows_the_script_as_it_is() -> None:
+def test_the_guide_shows_the_current_script() -> None:
     home = Path("/home/me")
     spec = JobSpec(
         name="shapes-cnn",
@@ -201,8 +201,8 @@ def test_torchrun_with_a_fake_srun(tmp_path: Path) -> None:
     ]
 
 
-def test_torchrun_on_one_node_meets_without_torchs_dynamic_rendezvous(tmp_path: Path) -> None:
-    """SECURITY.md: torchrun's --standalone unpickles what anybody writes into its store."""
+def test_torchrun_on_one_node_does_not_use_torchs_dynamic_rendezvous(tmp_path: Path) -> None:
+    """SECURITY.md: torchrun's --standalone unpickles values that any user may write into its store."""
     script = write_script(spec_in(tmp_path, start="torchrun", nodes=1))
     check_syntax(script)
     assert "--standalone" not in script
@@ -210,8 +210,8 @@ def test_torchrun_on_one_node_meets_without_torchs_dynamic_rendezvous(tmp_path: 
     assert '--master-addr="$host" --master-port="$port"' in script
 
 
-def test_the_agents_secret_is_made_by_the_job_itself(tmp_path: Path) -> None:
-    """A fake srun gets a secret from the environment; it is new each time, and not in the script."""
+def test_the_job_itself_creates_the_agents_secret(tmp_path: Path) -> None:
+    """A fake srun gets a secret from the environment. It is new each time, and not in the script."""
     script = write_script(spec_in(tmp_path))
     secrets = []
     for _ in range(2):
@@ -221,11 +221,11 @@ def test_the_agents_secret_is_made_by_the_job_itself(tmp_path: Path) -> None:
     assert [len(bytes.fromhex(secret)) for secret in secrets] == [32, 32]
     assert secrets[0] != secrets[1]
     assert not any(secret in script for secret in secrets)
-    assert "PACELINE_RUN_SECRET" not in write_script(spec_in(tmp_path, nodes=1))  # alone, it needs none
+    assert "PACELINE_RUN_SECRET" not in write_script(spec_in(tmp_path, nodes=1))  # a single node needs none
 
 
 @pytest.mark.parametrize("start", ["agent", "ranks", "torchrun"])
-def test_odd_names_survive_a_fake_srun(tmp_path: Path, start: str) -> None:
+def test_odd_names_reach_a_fake_srun_unchanged(tmp_path: Path, start: str) -> None:
     odd = tmp_path / 'it\'s 100% "odd" $HOME #1'
     odd.mkdir()
     train = ("shapes-cnn", "--inject=kill rank=1 step=50; hang rank=0", "--data-dir=$(rm -rf x)`y`'z'")
@@ -281,7 +281,7 @@ def test_containers_with_a_fake_srun(tmp_path: Path) -> None:
     assert "--environment=./edf.toml" in words
 
 
-def test_named_checkpoint_is_for_the_first_start_only(tmp_path: Path) -> None:
+def test_a_named_checkpoint_is_used_for_the_first_start_only(tmp_path: Path) -> None:
     script = write_script(spec_in(tmp_path, resume="/other/checkpoints/best"))
     check_syntax(script)
 
@@ -291,7 +291,7 @@ def test_named_checkpoint_is_for_the_first_start_only(tmp_path: Path) -> None:
         return words[-1]
 
     assert resumed_from("0") == "/other/checkpoints/best"
-    assert resumed_from("1") == "/other/checkpoints/best", "it had saved nothing yet"
+    assert resumed_from("1") == "/other/checkpoints/best", "no checkpoint was saved yet"
     saved = tmp_path / "run" / "checkpoints" / "step-00000010"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
@@ -299,7 +299,7 @@ def test_named_checkpoint_is_for_the_first_start_only(tmp_path: Path) -> None:
     assert resumed_from("1") == "auto"
 
 
-def test_what_cannot_go_on_is_not_requeued(tmp_path: Path) -> None:
+def test_a_job_that_cannot_resume_is_not_requeued(tmp_path: Path) -> None:
     script = write_script(spec_in(tmp_path, resume=""))
     check_syntax(script)
     assert "--no-requeue" in options(script)
@@ -355,7 +355,7 @@ def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return script
 
 
-def test_dry_run_prints_and_the_fake_sbatch_is_left_alone(
+def test_dry_run_prints_and_does_not_call_the_fake_sbatch(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = dry_run(capsys, "shapes-cnn", "--processes-per-node", "2", "--output-dir", "run", "--no-amp", "--track")
@@ -366,7 +366,7 @@ def test_dry_run_prints_and_the_fake_sbatch_is_left_alone(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_recipe_that_would_not_survive_a_requeue(
+def test_a_recipe_that_would_be_missing_after_a_requeue(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.yaml").write_text("dataset: shapes\nload_policy: none\nbest_is_latest: true\nprocesses: 2\n")
@@ -392,7 +392,7 @@ def test_mounts_of_a_container(fake: FakeSlurm, tmp_path: Path, capsys: pytest.C
 def test_a_container_sees_every_file_of_the_request(
     fake: FakeSlurm, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The folders of a loss, of metrics and of a recipe that are elsewhere are mounted, too."""
+    """The folders of a loss, of metrics and of a recipe that are elsewhere are also mounted."""
     elsewhere = [tmp_path_factory.mktemp(name) for name in ("recipe", "loss", "metrics")]
     recipe, loss, metrics = elsewhere
     (loss / "own.py").write_text("def loss(logits, labels): ...\n")

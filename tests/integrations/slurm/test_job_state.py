@@ -1,4 +1,4 @@
-"""status, watch, cancel and logs: of jobs in every state, without accounting, and of runs that never saw Slurm."""
+"""status, watch, cancel and logs: of jobs in every state, without accounting, and of runs without Slurm."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def details(state: str, restarts: int = 0, code: str = "0:0") -> str:
 
 
 def make_run(path: Path, status: dict[str, Any] | None = None, *, job_id: str = "4711") -> RunFolder:
-    """A run folder as `submit` and `train` leave it."""
+    """A run folder as `submit` and `train` create it."""
     folder = RunFolder(path)
     folder.create()
     if job_id:
@@ -86,7 +86,7 @@ def test_fake_cluster_of_several(fake: FakeSlurm) -> None:
     assert all("--clusters=lab" in call for call in fake.calls("squeue") + fake.calls("scontrol"))
 
 
-def test_fake_controller_remembers_what_has_left_the_queue(fake: FakeSlurm) -> None:
+def test_fake_controller_knows_jobs_that_left_the_queue(fake: FakeSlurm) -> None:
     fake.answer("squeue", "", err="slurm_load_jobs error: Invalid job id specified", code=1)
     fake.answer("scontrol", details("FAILED", code="5:0"))
     state = read_state("4711")
@@ -108,14 +108,14 @@ def test_without_accounting_the_fake_file_of_completed_jobs(fake: FakeSlurm) -> 
     assert ["--completion" in call for call in fake.calls("sacct")] == [False, True]
 
 
-def test_nobody_knows_the_fake_job(fake: FakeSlurm) -> None:
+def test_a_fake_job_that_no_client_knows(fake: FakeSlurm) -> None:
     fake.forget_job()
     assert read_state("4711") == JobState("4711")
     (fake.folder / "sacct").unlink()
     assert read_state("4711") == JobState("4711")
 
 
-def test_fake_controller_is_away(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fake_controller_is_unreachable(fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch) -> None:
     fake.answer("squeue", "", err="slurm_load_jobs error: Unable to contact slurm controller", code=1)
     with pytest.raises(SlurmUnavailable, match="squeue failed"):
         read_state("4711")
@@ -171,7 +171,7 @@ def test_running_in_the_fake_queue(fake: FakeSlurm, tmp_path: Path, capsys: pyte
     folder = make_run(tmp_path / "run", status)
     temporary_folder(folder.checkpoints, 600).mkdir()
     commit(temporary_folder(folder.checkpoints, 600), {}, b'{"step": 600}', {})
-    (folder.checkpoints / "step-00000650").mkdir()  # not whole
+    (folder.checkpoints / "step-00000650").mkdir()  # incomplete
     failure = {"attempt": 1, "attempts": 4, "what": "rank 1 was ended by SIGKILL\nmore", "done": "started again"}
     folder.failure.write_text(json.dumps(failure))
     fake.answer("squeue", RUNNING)
@@ -220,7 +220,7 @@ def test_states_with_a_fake_queue(
     assert part in text
 
 
-def test_fake_slurm_away_leaves_what_the_run_says(
+def test_status_of_the_run_while_fake_slurm_is_unreachable(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
@@ -230,7 +230,7 @@ def test_fake_slurm_away_leaves_what_the_run_says(
     assert "4711: squeue failed" in text
 
 
-def test_runs_that_never_saw_slurm(
+def test_runs_without_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -239,9 +239,9 @@ def test_runs_that_never_saw_slurm(
         tmp_path / "runs" / "one", {"status": "finished", "step": 840, "test_accuracy": 0.9915}, job_id=""
     )
     assert reported(capsys, "status", "runs/one").startswith("runs/one: finished, step 840, test accuracy 99.15%\n")
-    assert reported(capsys, "status", "one").startswith("runs/one: finished"), "its name alone will do"
+    assert reported(capsys, "status", "one").startswith("runs/one: finished"), "its name is enough"
     folder.write_status("running", step=7)
-    gone = {**asdict(this_process()), "process_start": "1"}  # this number, but an earlier process
+    gone = {**asdict(this_process()), "process_start": "1"}  # this process id, but an earlier process
     folder.lock.write_text(json.dumps(gone))
     text = reported(capsys, "status", "one")
     assert text.startswith("runs/one: lost, step 7\n")
@@ -285,7 +285,7 @@ def test_watch_ends_with_the_failure_of_the_run(tmp_path: Path, capsys: pytest.C
     assert "where:   flag --every-s" in reported(capsys, "watch", str(folder.path), "--every-s", "soon", code=USER)
 
 
-def test_ctrl_c_leaves_the_fake_job_alone(
+def test_ctrl_c_does_not_cancel_the_fake_job(
     fake: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
@@ -315,7 +315,7 @@ def test_cancel_of_a_fake_job(fake: FakeSlurm, tmp_path: Path, capsys: pytest.Ca
 def test_a_fake_job_cancelled_in_the_queue_is_cancelled_in_every_command(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Slurm forgets the job; the run has written nothing."""
+    """Slurm removes the job. The run has written nothing."""
     make_run(tmp_path / "runs" / "run")
     fake.answer("squeue", PENDING)
     assert "job 4711 is cancelled" in reported(capsys, "cancel", "run")
@@ -325,10 +325,10 @@ def test_a_fake_job_cancelled_in_the_queue_is_cancelled_in_every_command(
 
 
 @pytest.mark.parametrize(("slurm", "state"), [("CANCELLED", "cancelled"), ("NODE_FAIL", "failed")])
-def test_status_notes_how_a_fake_job_has_ended(
+def test_status_records_the_outcome_of_a_fake_job(
     slurm: str, state: str, fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """After scancel by hand, say. The job may be requeued by hand, too."""
+    """For example after scancel by hand. The job may also be requeued by hand."""
     make_run(tmp_path / "runs" / "run")
     for row, seen in ((COMPLETED.replace("COMPLETED", slurm), state), (PENDING, "submitted")):
         fake.answer("squeue", row)
@@ -340,7 +340,9 @@ def test_status_notes_how_a_fake_job_has_ended(
     assert reported(capsys, "status", "run").startswith(f"runs/run: {state}")
 
 
-def test_cancel_while_fake_slurm_is_away(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cancel_while_fake_slurm_is_unreachable(
+    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_run(tmp_path / "run", {"status": "running", "step": 7})
     fake.answer("squeue", "", err="Unable to contact slurm controller", code=1)
     text = reported(capsys, "cancel", "run", code=70)
@@ -363,7 +365,7 @@ def test_cancel_of_a_process_of_this_machine(tmp_path: Path, capsys: pytest.Capt
         assert owner.stdout.readline() == b"owned\n"
         assert f"pid {owner.pid}" in reported(capsys, "cancel", str(folder.path))
         assert owner.wait(timeout=30) == -signal.SIGTERM
-    # The lock was left behind: it is gone, and said so.
+    # Only the lock file was left: the process has ended, and the message says so.
     assert "is not running (lost); nothing to cancel" in reported(capsys, "cancel", str(folder.path))
 
 
@@ -389,11 +391,11 @@ def test_logs_of_ranks(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 
     assert b"there is no log yet" in logs()
     (folder.logs / "slurm-4711.log").write_bytes(b"srun: error\n")
-    assert logs() == b"srun: error\n", "it is all there is"
+    assert logs() == b"srun: error\n", "the log has no more lines"
     for rank in (0, 1, 10):
         folder.log_of(rank).write_bytes(b"".join(b"rank %d line %d \xff\n" % (rank, n) for n in range(3)))
     shown = folder.log_of(0).read_bytes().replace(b"\xff", b"\\xff")
-    assert logs() == shown, "bytes that are no text are escaped"
+    assert logs() == shown, "bytes that are not text are escaped"
     assert logs("--rank", "10", "--lines", "1") == b"rank 10 line 2 \\xff\n"
     assert logs("--rank", "1", "--lines", "0") == b""
     assert logs("--rank=1", "--lines=99") == shown.replace(b"rank 0", b"rank 1")
@@ -404,12 +406,14 @@ def test_logs_of_ranks(tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
     assert b"where:   flag --rank" in logs("--rank", "one")
     assert b"one log or the other" in logs("--job", "--rank", "0")
     assert b"one log can be followed" in logs("--rank", "all", "--follow")
-    assert logs("--follow", "--lines", "2") == b"rank 0 line 1 \\xff\nrank 0 line 2 \\xff\n", "it is over: no waiting"
+    assert logs("--follow", "--lines", "2") == b"rank 0 line 1 \\xff\nrank 0 line 2 \\xff\n", (
+        "the run has ended: no wait"
+    )
 
 
 @pytest.mark.parametrize("flags", [(), ("--job",), ("--follow",)], ids=" ".join)
 @pytest.mark.parametrize("has_empty_log", [True, False])
-def test_logs_of_a_fake_job_that_has_written_nothing_say_where_it_is(
+def test_logs_of_a_fake_job_without_output_name_the_log(
     has_empty_log: bool,
     flags: tuple[str, ...],
     fake: FakeSlurm,
@@ -417,7 +421,7 @@ def test_logs_of_a_fake_job_that_has_written_nothing_say_where_it_is(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Slurm creates the log of a job when it starts; the first line comes seconds later."""
+    """Slurm creates the log of a job when it starts. The first line comes seconds later."""
     folder = make_run(tmp_path / "run")
     if has_empty_log:
         (folder.logs / "slurm-4711.log").touch()
@@ -444,7 +448,7 @@ def test_long_logs_are_read_from_their_end(tmp_path: Path, capfdbinary: pytest.C
 def test_logs_are_followed_to_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:
-    """The log comes, grows, and the run ends: each while the follower pauses."""
+    """The log appears, grows, and the run ends, each during a pause of the follower."""
     folder = make_run(tmp_path / "run", {"status": "running", "step": 0}, job_id="")
     folder.lock.write_text(json.dumps(asdict(this_process())))
 

@@ -1,4 +1,4 @@
-"""Jobs on a real Slurm cluster: submitted by `paceline submit slurm`, disturbed from outside, and right in the end."""
+"""Jobs on a real Slurm cluster, submitted by `paceline submit slurm`. Faults do not change their result."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ RUN = [
     *("--save-steps=5", "--omp-num-threads=1", "--output-dir=run"),
 ]
 PLACE = ["--nodes=2", "--processes-per-node=2", "--cpus-per-task=2", "--time=10:00", "--signal-notice-s=60"]
-LONG = "--inject=slow rank=0 step=1 steps=40 seconds=0.15"  # so that there is time to disturb it
+LONG = "--inject=slow rank=0 step=1 steps=40 seconds=0.15"  # slow enough to be disturbed
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """The same run on this machine alone, whose four ranks add up as ranks of several nodes do."""
+    """The same run on this machine. Its four ranks add like ranks of several nodes."""
     folder = tmp_path_factory.mktemp("undisturbed")
     answer = paceline("train", *RUN, "--processes=4", cwd=folder, PACELINE_NODE_MEMORY="off")
     assert answer.code == 0, answer
@@ -36,7 +36,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
 
 
 def submit(cluster: Cluster, folder: Path, *flags: str) -> str:
-    """Submit the run; returns the job's id."""
+    """Submit the run. Returns the job's id."""
     answer = ask(cluster, folder, "submit", "slurm", *RUN, *PLACE, *flags)
     assert answer.code == 0, answer
     job_id: str = json.loads((folder / "run" / "job.json").read_text())["job_id"]
@@ -65,7 +65,7 @@ def wait_for_step(cluster: Cluster, folder: Path, step: int, timeout_s: float = 
 
 
 def wait_for_end(cluster: Cluster, folder: Path, job_id: str, timeout_s: float = 150) -> dict[str, Any]:
-    """Until the job has completed; its last words are in the failure's message when it did not."""
+    """Wait until the job has completed. If it fails, the error has the end of its log."""
     try:
         cluster.wait_for_state(job_id, "COMPLETED", timeout_s)
     except AssertionError as error:
@@ -92,12 +92,12 @@ def test_all_ways_to_start_give_the_losses_of_one_machine(
 def test_killed_ranks_and_a_warning_before_the_limit(
     cluster: Cluster, tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
-    """Ranks on both nodes die and are started again inside the allocation; then the job is warned and requeued."""
+    """Ranks on both nodes die and are restarted inside the allocation. Then the job gets a warning and is requeued."""
     job_id = submit(cluster, tmp_path, f"{LONG}; kill rank=3 step=7; kill rank=0 step=12")
     wait_for_step(cluster, tmp_path, 18)
     assert [failure["rank"] for failure in read_failures(tmp_path / "run")] == [3, 0]
     assert cluster.job(job_id)["Restarts"] == "0"
-    cluster.run("scancel", "--signal=USR1", job_id)  # what --signal does when the limit comes near
+    cluster.run("scancel", "--signal=USR1", job_id)  # like --signal before the time limit
     cluster.wait_until(lambda: cluster.job(job_id)["Restarts"] == "1", 60, "a requeue")
     stopped = json.loads((tmp_path / "run" / "status.json").read_text())
     assert (stopped["status"], stopped["reason"]) == ("preempted", "SIGUSR1")
@@ -131,7 +131,7 @@ def test_a_cut_link_does_not_hang_the_job(cluster: Cluster, tmp_path: Path, undi
 
 
 def agents_of(folder: Path) -> list[int]:
-    """The supervisors of the job, as this machine sees them: children of Slurm's step daemon."""
+    """The supervisors of the job: children of Slurm's step daemon on this machine."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -145,7 +145,7 @@ def agents_of(folder: Path) -> list[int]:
     return sorted(found)
 
 
-def test_a_killed_agent_costs_a_requeue(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, object]) -> None:
+def test_a_killed_agent_causes_a_requeue(cluster: Cluster, tmp_path: Path, undisturbed: dict[str, object]) -> None:
     job_id = submit(cluster, tmp_path, LONG)
     wait_for_step(cluster, tmp_path, 12)
     agents = agents_of(tmp_path)
@@ -169,7 +169,7 @@ def test_a_requeue_by_hand_and_a_cancelled_job(
     assert ask(cluster, tmp_path, "cancel", "run").code == 0
     cluster.wait_for_state(job_id, "CANCELLED", 60)
     began = time.monotonic()
-    while time.monotonic() - began < 5:  # it must not come back by itself
+    while time.monotonic() - began < 5:  # it must not be requeued by itself
         assert cluster.job_state(job_id) == "CANCELLED"
     assert json.loads((tmp_path / "run" / "status.json").read_text())["status"] == "preempted"
     again = submit(cluster, tmp_path, LONG, "--resume=auto")
@@ -178,8 +178,8 @@ def test_a_requeue_by_hand_and_a_cancelled_job(
     assert outcome(tmp_path / "run") == undisturbed
 
 
-def test_wrong_ways_to_start_end_in_a_second(cluster: Cluster, tmp_path: Path) -> None:
-    """Found by the tasks themselves, with the line to write."""
+def test_wrong_ways_to_start_are_reported_quickly(cluster: Cluster, tmp_path: Path) -> None:
+    """The tasks detect it, and the message has the right line."""
     base = ["srun", "--nodes=2", "--ntasks-per-node=2", "--chdir", str(tmp_path)]
     train = [sys.executable, "-m", "paceline", "train", *RUN]
     agents = command(*base, "env", "PACELINE_START=agent", *train, cwd=tmp_path, env=cluster.environment())
@@ -191,15 +191,15 @@ def test_wrong_ways_to_start_end_in_a_second(cluster: Cluster, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("start", ["agent", "ranks"])
-def test_ranks_use_the_cpus_of_their_allocation_where_the_site_binds_none(
+def test_ranks_use_the_cpus_of_their_allocation_if_the_site_binds_none(
     start: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Two nodes with one granted CPU a rank: one thread a rank, though every task sees all cores of its node."""
+    """Two nodes with one granted CPU per rank: one thread per rank, although every task sees all cores of its node."""
     flags = [word for word in RUN if not word.startswith("--omp-num-threads")]
     place = ["--nodes=2", "--processes-per-node=1", "--cpus-per-task=1", "--time=10:00", f"--start={start}"]
     answer = ask(cluster, tmp_path, "submit", "slurm", *flags, *place)
     assert answer.code == 0, answer
     wait_for_end(cluster, tmp_path, json.loads((tmp_path / "run" / "job.json").read_text())["job_id"])
-    assert len(os.sched_getaffinity(0)) > 1  # as many as a task on this cluster sees
+    assert len(os.sched_getaffinity(0)) > 1  # as many as a task sees on this cluster
     ranks = json.loads((tmp_path / "run" / "results.json").read_text())["process_metrics"]
     assert [rank["threads"] for rank in ranks] == [1, 1]

@@ -1,4 +1,4 @@
-"""Jobs that a cluster can never start are refused with what it offers; jobs in doubt are not refused."""
+"""Jobs that a cluster can never start are refused with its limits. In doubt, jobs are not refused."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_an_impossible_job_is_refused_by_name(name: str) -> None:
     ids=["CPUs follow from GPUs", "CPUs were asked for"],
 )
 def test_missing_gpus_are_named_before_cpus(where: dict[str, str], named: list[str]) -> None:
-    """Without --cpus-per-task a job asks for CPUs for each of its GPUs; their number is no reason of its own."""
+    """Without --cpus-per-task a job requests CPUs for each of its GPUs. Their number is not a separate reason."""
     job = replace(JOB, gpus="4", cpus_per_task=48)
     with pytest.raises(UserError) as caught:
         require_possible(as_sbatch_reads(job, {}), facts(), where)
@@ -77,7 +77,7 @@ def test_missing_gpus_are_named_before_cpus(where: dict[str, str], named: list[s
 
 
 def test_a_limit_of_the_account_counts_all_nodes() -> None:
-    """cpu=96 is for the whole job; a QOS that says nothing about CPUs leaves it in force."""
+    """cpu=96 is for the complete job. A QOS without a limit of CPUs does not change it."""
     job = replace(GPU_JOB, nodes=3, cpus_per_task=32)
     tight = facts(associations="lab|physics||normal,long|||cpu=95,gres/gpu=11\n")
     assert refused(job, tight) == ["cpus_per_task", "gpus_per_node"]
@@ -87,7 +87,7 @@ def test_a_limit_of_the_account_counts_all_nodes() -> None:
 
 
 def test_an_unknown_qos_may_be_any_of_the_users() -> None:
-    """Without a default QOS Slurm chooses one, and the largest limit of them counts."""
+    """Without a default QOS Slurm selects one, and the largest of their limits applies."""
     choice = facts(associations="lab|physics||normal,long||2-00:00:00|\n")
     assert refused(replace(GPU_JOB, time="3-00:00:00"), choice) == []
     assert refused(replace(GPU_JOB, time="8-00:00:00"), choice) == ["time"]
@@ -122,7 +122,7 @@ POSSIBLE: dict[str, JobSpec] = {
 
 @pytest.mark.parametrize("name", POSSIBLE)
 def test_a_possible_job_is_not_refused(name: str) -> None:
-    """Nothing that Slurm may start is refused."""
+    """No job is refused that Slurm may start."""
     assert refused(POSSIBLE[name]) == []
 
 
@@ -137,21 +137,21 @@ def test_a_possible_job_is_not_refused(name: str) -> None:
     ids=["federation", "no config", "no answers", "nothing"],
 )
 def test_without_certain_facts_nothing_is_refused(known: SlurmFacts) -> None:
-    """Other clusters of a federation may start the job; a controller that is away says nothing about it."""
+    """Other clusters of a federation may start the job. An unreachable controller is no evidence."""
     assert [name for name, (job, _) in IMPOSSIBLE.items() if refused(job, known)] == []
 
 
-def test_each_answer_that_is_missing_only_ends_its_own_checks() -> None:
-    """A site without sinfo still refuses a partition that is not there, and so on."""
+def test_each_missing_answer_skips_only_its_own_checks() -> None:
+    """For example, a site without sinfo still refuses a partition that does not exist."""
     assert refused(replace(JOB, nodes=99, partition="nix"), facts(nodes=None)) == ["partition"]
     assert refused(replace(JOB, nodes=99), facts(nodes=None)) == []
     assert refused(replace(JOB, account="elsewhere"), facts(partitions=None)) == ["account"]
     assert refused(replace(JOB, account="elsewhere", qos="nix"), facts(associations=None)) == ["qos"]
-    assert refused(replace(JOB, qos="nix"), facts(qos=None)) == ["qos"], "his associations do not have it"
+    assert refused(replace(JOB, qos="nix"), facts(qos=None)) == ["qos"], "the user's associations do not have it"
     assert refused(replace(JOB, time="9-00:00:00"), facts(qos=None)) == [], "its QOS may lift the limit"
 
 
-def test_private_partitions_and_nodes_are_not_known() -> None:
+def test_private_partitions_and_nodes_are_unknown() -> None:
     """A site that hides them shows only some of them."""
     hidden = facts(config=CONFIG.replace("= none", "= partitions"))
     assert refused(replace(JOB, partition="secret"), hidden) == []
@@ -170,7 +170,7 @@ def test_a_plugin_of_the_site_may_change_the_job() -> None:
     assert refused(replace(JOB, partition="nix"), harmless) == ["partition"]
 
 
-def test_nodes_that_may_register_later_are_not_counted_out() -> None:
+def test_nodes_that_may_register_later_are_counted() -> None:
     """Dynamic nodes: MaxNodeCount is above the number of nodes."""
     growing = facts(config=CONFIG.replace("MaxNodeCount            = 8", "MaxNodeCount = 100"))
     assert refused(replace(JOB, nodes=99), growing) == []
@@ -185,20 +185,20 @@ def test_without_accounting_accounts_and_qos_are_free_text() -> None:
 
 
 def test_a_user_without_an_account() -> None:
-    """Where jobs need one."""
+    """If jobs need one."""
     assert refused(JOB, facts(associations="")) == ["account"]
 
 
 def test_lists_of_accounts_may_hold_accounts_below_them() -> None:
-    """Newer versions of Slurm count them in, so an account that is not listed is not refused."""
+    """Newer versions of Slurm include them, so an account that is not listed is not refused."""
     job = replace(JOB, account="any", partition="physics")
     config = CONFIG.replace("/slurmdbd", "/none").replace("associations,limits,qos", "none")
     newer = facts(config=config.replace("22.05.8", "24.05.1"), associations=None, qos=None, user=None)
     assert refused(job, newer) == []
 
 
-def test_variables_of_sbatch_count_before_the_script() -> None:
-    """SBATCH_PARTITION decides, and the screen says so."""
+def test_variables_of_sbatch_have_priority_over_the_script() -> None:
+    """SBATCH_PARTITION is used, and the screen says so."""
     assert refused(replace(JOB, partition="main"), environment={"SBATCH_PARTITION": "nix"}) == ["partition"]
     assert refused(replace(JOB, partition="nix"), environment={"SBATCH_PARTITION": "main"}) == []
     assert refused(replace(JOB, nodes=99), environment={"SLURM_CLUSTERS": "big"}) == []
@@ -210,11 +210,11 @@ def test_variables_of_sbatch_count_before_the_script() -> None:
 
 
 def test_no_default_partition() -> None:
-    """Then one must be named."""
+    """Then the user must name one."""
     assert refused(JOB, facts(partitions=PARTITIONS.replace("Default=YES", "Default=NO"))) == ["partition"]
 
 
-def test_the_screen_says_what_the_cluster_offers() -> None:
+def test_the_screen_names_the_limits_of_the_cluster() -> None:
     """All problems on one screen: what, where from, got, allowed, try."""
     job = replace(GPU_JOB, nodes=9, time="8-00:00:00")
     with pytest.raises(UserError) as caught:
@@ -227,15 +227,15 @@ def test_the_screen_says_what_the_cluster_offers() -> None:
     assert len(error.screen().splitlines()) <= 12
 
 
-def test_another_partition_that_fits_is_named() -> None:
-    """GPUs asked of a partition without them."""
+def test_another_possible_partition_is_named() -> None:
+    """GPUs requested in a partition without GPUs."""
     with pytest.raises(UserError) as caught:
         require_possible(as_sbatch_reads(replace(JOB, gpus="4"), {}), facts(), {})
     assert "--partition gpu" in (caught.value.hint or "")
 
 
-def test_a_partition_that_is_down_is_said() -> None:
-    """It takes jobs, so the job is not refused; the user learns that it waits."""
+def test_a_partition_that_is_down_gives_a_warning() -> None:
+    """It accepts jobs, so the job is not refused. The user learns that it waits."""
     assert "broken" in describe_closed(as_sbatch_reads(POSSIBLE["a partition that is down"], {}), facts())
     assert describe_closed(as_sbatch_reads(JOB, {}), facts()) == ""
 
@@ -272,6 +272,6 @@ def test_gres_as_slurm_writes_it() -> None:
 def test_options_of_srun_are_read_as_srun_reads_them(
     nodes: int, tasks: int, words: tuple[str, ...], environment: dict[str, str], settings: list[str]
 ) -> None:
-    """`paceline doctor --launch slurm` asks with srun, whose options come before variables."""
+    """`paceline doctor --launch slurm` uses srun, whose options have priority over variables."""
     request = as_srun_reads(nodes, tasks, words, environment)
     assert [problem.setting for problem in find_problems(request, facts())] == settings

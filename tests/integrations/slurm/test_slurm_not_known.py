@@ -1,4 +1,4 @@
-"""What the clients of Slurm do not say, or say in words that are not understood, is not known and refuses no job."""
+"""A missing or unclear answer of Slurm's clients counts as unknown and refuses no job."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paceline.launch.job import JobSpec, SlurmFlags, parse_job, parse_time_s
 from paceline.settings.declare import fields_of
 from paceline.settings.values import Setting
 
-MANY_DIGITS = "9" * 5000  # more than Python turns into a number
+MANY_DIGITS = "9" * 5000  # more than Python converts to a number
 FIXED = CONFIG.replace("MaxNodeCount            = 8\n", "")
 ELASTIC = FIXED + "ResumeProgram           = /usr/bin/resume\n"
 LUA = CONFIG.replace("JobSubmitPlugins        = (null)", "JobSubmitPlugins        = lua")
@@ -96,14 +96,14 @@ NOT_KNOWN: dict[str, tuple[JobSpec, dict[str, str | None]]] = {
 
 
 @pytest.mark.parametrize("name", NOT_KNOWN)
-def test_what_is_not_known_refuses_no_job(name: str) -> None:
-    """An answer that is incomplete or not understood is not the answer `none`."""
+def test_unknown_facts_refuse_no_job(name: str) -> None:
+    """An incomplete or unclear answer is not the answer `none`."""
     job, changed = NOT_KNOWN[name]
     assert refused(job, facts(**changed)) == []
 
 
-def test_a_plugin_leaves_certain_what_no_node_has() -> None:
-    """More GPUs, CPUs or nodes than there are stay refused."""
+def test_a_plugin_cannot_add_resources_that_no_node_has() -> None:
+    """More GPUs, CPUs or nodes than exist stay refused."""
     assert refused(replace(GPU_JOB, gpus="any:9"), facts(config=LUA)) == ["gpus_per_node"]
     assert refused(replace(GPU_JOB, gres="gpu:any:9"), facts(config=LUA)) == ["gres"]
     assert refused(replace(JOB, cpus_per_task=65), facts(config=LUA)) == ["cpus_per_task"]
@@ -133,8 +133,8 @@ def test_an_elastic_cluster_that_lists_all_nodes_is_known() -> None:
         ("SBATCH_SIGNAL", replace(JOB, partition="physics", qos="long", time="")),
     ],
 )
-def test_what_a_variable_of_sbatch_may_change_is_not_checked(variable: str, job: JobSpec) -> None:
-    """sbatch prefers its variables to the script. Other faults are refused as before."""
+def test_settings_that_a_variable_of_sbatch_may_change_are_not_checked(variable: str, job: JobSpec) -> None:
+    """sbatch's variables have priority over the script. Other mistakes are refused as before."""
     assert refused(job) != []
     assert refused(job, environment={variable: "1"}) == []
     assert refused(replace(job, partition="nix"), environment={variable: "1"}) == ["partition"]
@@ -146,7 +146,7 @@ def test_srun_may_overcommit_by_a_variable() -> None:
 
 
 def test_the_user_is_the_owner_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slurm counts jobs for the user id; LOGNAME and USER may hold any name."""
+    """Slurm counts jobs by user id. LOGNAME and USER may contain any name."""
     asked: list[list[str]] = []
     monkeypatch.setattr(slurm_facts, "_query", asked.append)
     for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
@@ -174,14 +174,14 @@ LONG_ANSWERS: dict[str, dict[str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", LONG_ANSWERS)
-def test_a_number_of_thousands_of_digits_is_not_known(name: str) -> None:
-    """It is no error of ours either."""
+def test_a_number_of_thousands_of_digits_is_unknown(name: str) -> None:
+    """It is no internal error either."""
     assert refused(JOB, facts(**LONG_ANSWERS[name])) == []
 
 
 @pytest.mark.parametrize("text", [MANY_DIGITS, f"{MANY_DIGITS}:00:00", f"{MANY_DIGITS}-00"])
-def test_a_time_of_thousands_of_digits_is_a_mistake_of_the_user(text: str) -> None:
-    """Exit code 2, as for any other text that is no time."""
+def test_a_time_of_thousands_of_digits_is_a_user_error(text: str) -> None:
+    """Exit code 2, like any other text that is not a time."""
     with pytest.raises(UserError) as caught:
         parse_time_s(text)
     assert caught.value.exit_code == 2
@@ -197,8 +197,8 @@ def test_a_time_of_thousands_of_digits_is_a_mistake_of_the_user(text: str) -> No
         ("gres", f"gpu:{MANY_DIGITS}"),
     ],
 )
-def test_a_setting_of_thousands_of_digits_is_a_mistake_of_the_user(name: str, value: str) -> None:
-    """Every number of a job is judged as text first."""
+def test_a_setting_of_thousands_of_digits_is_a_user_error(name: str, value: str) -> None:
+    """Every number of a job is checked as text first."""
     table = fields_of(SlurmFlags)
     values = {"processes_per_node": "1", name: value}
     settings = {name: Setting(table[name], (value,), "flag", "flag") for name, value in values.items()}
@@ -206,8 +206,8 @@ def test_a_setting_of_thousands_of_digits_is_a_mistake_of_the_user(name: str, va
         parse_job(settings)
 
 
-def test_requests_with_long_numbers_are_not_judged() -> None:
-    """Options of srun reach it as they are; settings of a job may come from elsewhere."""
+def test_requests_with_long_numbers_are_not_checked() -> None:
+    """srun gets its options unchanged. Settings of a job may come from other sources."""
     for words in (("-c", MANY_DIGITS), ("--mem", MANY_DIGITS), ("--gres", f"gpu:{MANY_DIGITS}"), ("-t", MANY_DIGITS)):
         assert find_problems(as_srun_reads(1, 1, words, {}), facts()) == []
     for job in (

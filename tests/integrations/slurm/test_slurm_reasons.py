@@ -1,4 +1,4 @@
-"""Reasons for which Slurm lets a job wait, as plain words."""
+"""The reasons why a Slurm job waits, in plain words."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ from paceline.integrations.slurm.reasons import explain_reason
     ],
 )
 def test_a_reason_says_whether_the_job_can_start(reason: str, never: bool) -> None:
-    """A limit of one job stays; a limit of a group ends when other jobs end."""
+    """A limit of one job stays. A limit of a group ends when other jobs end."""
     waiting = explain_reason(reason)
     assert waiting is not None
     assert waiting.never == never
     assert ("not start by itself" in str(waiting)) == never
 
 
-def test_minutes_of_running_jobs_are_not_a_used_up_budget() -> None:
-    """One ends by itself, the other needs a person."""
+def test_minutes_of_running_jobs_differ_from_a_used_up_budget() -> None:
+    """One ends by itself, the other needs an administrator."""
     running, used = explain_reason("QOSGrpMemoryRunMinutes"), explain_reason("QOSGrpMemoryMinutes")
     assert running is not None
     assert used is not None
     assert running.reason != used.reason
 
 
-def test_a_reason_of_the_site_stays_as_it_is() -> None:
+def test_a_reason_of_the_site_is_unchanged() -> None:
     assert explain_reason("SiteFactor") is None

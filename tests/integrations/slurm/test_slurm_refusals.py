@@ -1,4 +1,4 @@
-"""A message of sbatch leads to a next step."""
+"""Messages of sbatch get a next step."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from paceline.integrations.slurm.refusals import hint_for
     ],
 )
 def test_a_known_message_has_a_next_step(message: str, step: str) -> None:
-    """Each of the common ones names what to change or where to look."""
+    """Each common message names what to change or where to look."""
     hint = hint_for(f"sbatch: error: Batch job submission failed: {message}")
     assert hint is not None
     assert step in hint
 
 
 def test_a_message_of_the_site_has_none() -> None:
-    """A plugin says itself what to do."""
+    """The message of a plugin has its own advice."""
     assert hint_for("sbatch: error: please buy a larger project") is None

@@ -1,6 +1,6 @@
-"""Two tasks of srun on two nodes: every loss and every bit of the weights is that of two processes on one machine.
+"""Two tasks of srun on two nodes have the losses and the weights of two processes on one machine, bit for bit.
 
-The other launchers' part is tests/integrations/test_conformance.py.
+The other launchers: tests/integrations/test_conformance.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A study on a real Slurm cluster: arrays, a job that dies, and the same command healing it."""
+"""A study on a real Slurm cluster: arrays, a job that dies, and its retry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STUDY = [
 ]
 
 
-def test_a_dead_job_shows_as_failed_and_is_healed_by_a_retry(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_dead_job_is_shown_as_failed_and_runs_again_with_retry(cluster: Cluster, tmp_path: Path) -> None:
     conf = str(cluster.conf)
     study, victim = tmp_path / "study", "fsdp-2-r1"
 
@@ -33,7 +33,7 @@ def test_a_dead_job_shows_as_failed_and_is_healed_by_a_retry(cluster: Cluster, t
 
     with started(*STUDY, cwd=tmp_path, SLURM_CONF=conf) as run:
         cluster.wait_until(is_training, 150, f"{victim} to train")
-        # Killed without a word, as by a node that is gone: the run's own status still says running.
+        # Killed without a message, as if its node was lost: the run's own status is still running.
         job = next(job for job in json.loads((study / "jobs.json").read_text()) if victim in job["cells"])
         task = f"{job['job_id']}_{job['cells'].index(victim)}"
         cluster.run("scancel", "--full", "--signal=KILL", task)
@@ -47,7 +47,7 @@ def test_a_dead_job_shows_as_failed_and_is_healed_by_a_retry(cluster: Cluster, t
     assert answer.code == 0, answer
     assert "an array of 1 cells, 2 ranks each" in answer.out
     second = {path.parent.name: path.stat().st_mtime_ns for path in study.glob("cells/*/results.json")}
-    assert {name: second[name] for name in first} == first  # what had finished was not run again
+    assert {name: second[name] for name in first} == first  # finished cells did not run again
     with (study / "results.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["method"], row["gpus"], row["hosts"]) for row in rows] == [

@@ -1,4 +1,4 @@
-"""A typo never waits in line: wrong submissions end in a second, with one screen, and sbatch never hears of them."""
+"""Wrong submissions are refused within a second, with one screen, and do not reach sbatch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def submit(*arguments: str) -> int:
     return main(["submit", "slurm", *arguments])
 
 
-# What is typed after `paceline submit slurm`, and what the screen must say.
+# The arguments after `paceline submit slurm`, and the expected text.
 WRONG: dict[str, tuple[list[str], list[str]]] = {
     "no such recipe": (["shape-cnn", *JOB[1:]], ["no recipe", "shapes-cnn"]),
     "misspelt flag of train": ([*JOB, "--epoch", "2"], ["unknown flag '--epoch'", "--epochs"]),
@@ -119,7 +119,7 @@ def test_wrong_submissions_never_reach_the_fake_sbatch(
     assert not (tmp_path / "runs").exists()
 
 
-def test_there_are_many_wrong_ways() -> None:
+def test_there_are_many_wrong_submissions() -> None:
     assert len(WRONG) >= 20
 
 
@@ -149,8 +149,8 @@ def command(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> None:
-    """Its own process, as a person has it; what is imported is what takes time, on whatever machine."""
+def test_help_and_refusals_do_not_import_torch(fake: FakeSlurm, tmp_path: Path) -> None:
+    """In a separate process, like a user's. Imports take most of the time, on any machine."""
     shown = command("submit", "slurm", "--help", cwd=tmp_path)
     assert shown.returncode == 0
     for setting in fields_of(SlurmFlags).values():
@@ -164,7 +164,7 @@ def test_help_and_refusals_do_without_torch(fake: FakeSlurm, tmp_path: Path) -> 
     assert fake.calls("sbatch") == []
 
 
-def test_no_flag_means_two_things() -> None:
+def test_no_flag_has_two_meanings() -> None:
     assert [name for name in fields_of(SlurmFlags) if find_field(name)] == []
 
 
@@ -197,19 +197,21 @@ def script_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_profile_stands_below_flags(fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_flags_have_priority_over_a_profile(
+    fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_sites(tmp_path)
     plain = script_of(capsys, "shapes-cnn", "--env", "A=1")
     for line in ("--account=proj42", "--partition=gpu", "--gres=gpu:4", "--time=02:00:00", "--exclusive"):
         assert f"\n#SBATCH {line}\n" in plain
-    assert "--gpus-per-node" not in plain, "the gres line asks for them already"
+    assert "--gpus-per-node" not in plain, "the gres line requests them already"
     assert "export NCCL_DEBUG=WARN\nexport A=1\n" in plain
     other = script_of(
         capsys, "shapes-cnn", "--processes-per-node", "2", "--account", "mine", "--env", "NCCL_DEBUG=INFO"
     )
     assert "#SBATCH --account=mine\n" in other
     assert "--gres" not in other
-    assert other.index("NCCL_DEBUG=WARN") < other.index("NCCL_DEBUG=INFO"), "the flag's comes last, and counts"
+    assert other.index("NCCL_DEBUG=WARN") < other.index("NCCL_DEBUG=INFO"), "the flag's line is last and has priority"
     alps = script_of(capsys, "shapes-cnn", "--processes-per-node", "2", "--site", "alps")
     assert "#SBATCH --account=other\n" in alps
     assert "--container-image=x/y" in alps
@@ -275,7 +277,7 @@ def test_fake_sbatch_gets_the_script(fake: FakeSlurm, tmp_path: Path, capsys: py
     assert "job 4711 is in the queue" in shown
     for verb in ("status", "logs", "cancel"):
         assert f"paceline {verb} 'out/a run'" in shown
-    # It waits in line now: a second one is refused, with the id.
+    # It is queued now: a second one is refused, with the id.
     assert submit(*JOB, "--output-dir", "out/a run") == USER
     screen = capsys.readouterr().err
     assert "has a job already" in screen
@@ -287,7 +289,7 @@ def test_fake_sbatch_gets_the_script(fake: FakeSlurm, tmp_path: Path, capsys: py
 def test_a_fake_cluster_that_does_not_answer_delays_no_job(
     way: str, fake: FakeSlurm, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What cannot be asked is not judged: the job reaches sbatch after one short timeout."""
+    """Without an answer nothing is checked: the job reaches sbatch after one short timeout."""
     monkeypatch.setattr(slurm_facts, "ASK_TIMEOUT_S", 0.5)
     for client in ("sinfo", "sacctmgr"):
         if way == "hang":
@@ -300,7 +302,7 @@ def test_a_fake_cluster_that_does_not_answer_delays_no_job(
     assert len(fake.calls("sbatch")) == 1
 
 
-def test_after_the_end_a_second_fake_job_goes_on(
+def test_after_its_end_a_second_fake_job_resumes(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.answer("sbatch", "4712;lab")
@@ -318,7 +320,7 @@ def finished_run(folder: Path) -> None:
     (folder / "status.json").write_text('{"status": "finished", "step": 840}')
 
 
-def test_finished_run_is_not_submitted_to_the_fake(
+def test_a_finished_run_is_not_submitted_to_the_fake(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished_run(tmp_path / "run")
@@ -327,7 +329,7 @@ def test_finished_run_is_not_submitted_to_the_fake(
     assert submit(*JOB, "--output-dir", "run", "--epochs", "10", "--resume", "auto") == 0
     assert "nothing was submitted" in capsys.readouterr().out
     assert fake.calls("sbatch") == []
-    # For longer is another matter.
+    # With more epochs it is.
     assert submit(*JOB, "--output-dir", "run", "--epochs", "20", "--resume", "auto") == 0
     assert len(fake.calls("sbatch")) == 1
 
@@ -344,7 +346,7 @@ def test_a_notice_too_short_to_save_is_refused_before_the_fake_sbatch(
     assert submit(*again, "--signal-notice-s", "151") == 0
 
 
-def test_refusal_of_the_fake_sbatch_leaves_nothing(
+def test_a_refusal_of_the_fake_sbatch_leaves_no_folder(
     fake: FakeSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (fake.folder / "sbatch.1.sh").write_text("echo 'sbatch: error: invalid partition: x' >&2; exit 1\n")
@@ -361,4 +363,4 @@ def test_fake_sbatch_that_does_not_answer(
     assert submit(*JOB) not in (0, USER)
     screen = capsys.readouterr().err
     assert "sbatch did not answer within 0.3 s" in screen
-    assert "squeue --me" in screen, "it may have arrived all the same"
+    assert "squeue --me" in screen, "the job may have been submitted"

@@ -1,4 +1,4 @@
-"""Nodes of a real cluster that do not share a folder, or lack the python: found in seconds, named, and not requeued."""
+"""Nodes of a real cluster without a shared folder or without python: detected in seconds, named, not requeued."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def submit(cluster: Cluster, home: Path, *flags: str) -> Answer:
 
 
 def end_of(cluster: Cluster, run: Path) -> tuple[dict[str, str], str]:
-    """What Slurm says of the job when it has ended, and its log."""
+    """Slurm's final state of the job, and its log."""
     job_id = json.loads((run / "job.json").read_text())["job_id"]
     cluster.wait_until(lambda: cluster.job_state(job_id) in FINAL_STATES, 150, f"the end of job {job_id}")
     log = run / "logs" / f"slurm-{job_id}.log"
@@ -39,7 +39,7 @@ def require_failed_once(job: dict[str, str], log: str) -> None:
 def test_a_home_folder_that_is_not_shared_ends_the_job_before_training(
     start: str, cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Exit code 2, not requeued, nothing trained; the log names the node and the folder."""
+    """Exit code 2, not requeued, no training. The log names the node and the folder."""
     home = tmp_path / "home"
     home.mkdir()
     with cluster.unshared(home, "n2"):
@@ -55,7 +55,7 @@ def test_a_home_folder_that_is_not_shared_ends_the_job_before_training(
 
 @pytest.mark.parametrize("node", ["n1", "n2"])
 def test_a_venv_that_is_missing_on_a_node_ends_the_job_at_once(node: str, cluster: Cluster, tmp_path: Path) -> None:
-    """On the first node it is the batch script that misses it, on the second srun's task."""
+    """On the first node the batch script detects it, on the second the task of srun."""
     venv = tmp_path / "venv"
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "activate").write_text(f"export PATH={venv}/bin:$PATH\n")
@@ -81,7 +81,7 @@ def examine(cluster: Cluster, *flags: str, cwd: Path, python: str = sys.executab
 def test_doctor_finds_a_home_folder_that_is_not_shared(
     nodes: tuple[str, ...], cluster: Cluster, tmp_path: Path
 ) -> None:
-    """Also where the nodes share it among themselves, but not with the machine that submits."""
+    """Also if the nodes share it with each other, but not with the submitting machine."""
     home = tmp_path / "home"
     home.mkdir()
     with cluster.unshared(home, *nodes):
@@ -94,8 +94,8 @@ def test_doctor_finds_a_home_folder_that_is_not_shared(
     assert not list(home.glob(".shared-*"))
 
 
-def test_doctor_passes_where_the_folder_is_shared(cluster: Cluster, tmp_path: Path) -> None:
-    """The check itself must be able to pass."""
+def test_doctor_passes_with_a_shared_folder(cluster: Cluster, tmp_path: Path) -> None:
+    """The check can pass."""
     content = examine(cluster, cwd=tmp_path)
     assert content["by_name"]["shared folder"]["status"] == "pass"
     assert not list(tmp_path.glob(".shared-*"))

@@ -1,4 +1,4 @@
-"""`paceline bench`: real ranks, tiny sizes. Speeds are only asked to be positive; sums, shapes and endings exactly."""
+"""`paceline bench` with real ranks and tiny sizes. Speeds must be positive; sums, shapes and exit codes are exact."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TINY = ["--num-samples=160", "--global-batch-size=16", "--seconds-per-size=0.01"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Everything at once on two ranks: all parts, traces, JSON on the screen and in a file."""
+    """All parts on two ranks: traces, JSON on the screen and in a file."""
     folder = tmp_path_factory.mktemp("bench")
     flags = ["--processes=2", "--sizes=1KB:4KB", "--profile=traces", "--json", "--output=kept.json"]
     answer = paceline("bench", "shapes-cnn", *TINY, *flags, cwd=folder)
@@ -49,7 +49,7 @@ def report(folder: Path) -> dict[str, Any]:
     return found
 
 
-def test_collectives_are_right_and_their_bandwidths_belong_together(report: dict[str, Any]) -> None:
+def test_collectives_are_correct_and_their_bandwidths_are_consistent(report: dict[str, Any]) -> None:
     rows = report["collectives"]["rows"]
     assert [(row["operation"], row["size_bytes"]) for row in rows] == [(o, s) for o in OPERATIONS for s in (1024, 4096)]
     for row in rows:
@@ -63,7 +63,7 @@ def test_collectives_are_right_and_their_bandwidths_belong_together(report: dict
     assert all(fit["latency_s"] >= 0 for fit in report["collectives"]["fits"])
 
 
-def test_the_limit_of_local_ranks_is_the_copy_measured_beside_them(report: dict[str, Any]) -> None:
+def test_the_limit_of_local_ranks_is_the_measured_copy(report: dict[str, Any]) -> None:
     limits = report["limits"]
     assert limits["copy_bytes_per_s"] > 0
     assert limits["link"]["bytes_per_s"] == limits["copy_bytes_per_s"]
@@ -71,7 +71,7 @@ def test_the_limit_of_local_ranks_is_the_copy_measured_beside_them(report: dict[
     assert limits["link"]["name"].startswith("memory copy on this machine, 2 ranks at once")
 
 
-def test_data_and_step_hang_together(report: dict[str, Any]) -> None:
+def test_data_and_step_are_consistent(report: dict[str, Any]) -> None:
     data, step = report["data"], report["step"]
     assert data["rank_batch_size"] == step["rank_batch_size"] == 8
     assert min(data[name] for name in ("batch_s", "order_s", "samples_per_s", "bytes_per_s")) > 0
@@ -89,12 +89,12 @@ def limits_copy(report: dict[str, Any]) -> float:
 
 
 def test_the_arithmetic_of_a_step_is_counted(report: dict[str, Any]) -> None:
-    """By hand: each layer's products forward and twice backward; nobody asks for the gradient of the first's input."""
+    """By hand: each layer's products forward and twice backward. The first layer's input has no gradient."""
     first, *others = 9 * 3 * 16 * 32**2, 9 * 16 * 32 * 16**2, 9 * 32 * 64 * 8**2, 64 * 4**2 * 512, 512 * 10
     assert report["step"]["flops"] == 8 * 2 * (2 * first + 3 * sum(others))
 
 
-def test_the_report_is_complete_and_kept(folder: Path, report: dict[str, Any]) -> None:
+def test_the_report_is_complete_and_stored(folder: Path, report: dict[str, Any]) -> None:
     parts = ["collectives", "data", "step", "profile", "verdict", "notes"]
     assert list(report) == ["schema", "time", "paceline", "torch", "recipe", "world", "limits", *parts]
     assert report["world"]["world_size"] == 2
@@ -126,17 +126,17 @@ def test_nothing_else_is_written(folder: Path) -> None:
     assert sorted(path.name for path in folder.iterdir()) == ["kept.json", "printed.json", "traces"]
 
 
-def test_interrupt_leaves_at_once_and_no_orphan(tmp_path: Path) -> None:
+def test_an_interrupt_ends_at_once_without_orphans(tmp_path: Path) -> None:
     with started("bench", "--processes=2", "--what=collectives", "--seconds-per-size=60", cwd=tmp_path) as bench:
         bench.wait_for("bench     shapes-cnn: 2 ranks by paceline, cpu, gloo")
         assert len(bench.ranks()) == 2
-        os.killpg(bench.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        os.killpg(bench.process.pid, signal.SIGINT)  # like a terminal on Ctrl-C
         assert bench.wait(timeout_s=10) == 130
         assert bench.err == "\ninterrupted\n"
         seconds_until_empty(tmp_path, limit_s=10)
 
 
-def test_it_joins_the_ranks_of_torchrun_and_prints_one_table(tmp_path: Path) -> None:
+def test_bench_joins_the_ranks_of_torchrun_and_prints_one_table(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "paceline", "bench"]
     flags = ["--what=collectives", "--sizes=1KB:4KB", "--seconds-per-size=0.01", "--device=cpu"]
     answer = command(*torchrun, *flags, cwd=tmp_path)
@@ -171,7 +171,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_input_starts_nothing(
+def test_wrong_input_starts_no_bench(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -185,7 +185,7 @@ def test_wrong_input_starts_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-# --- The functions that others call
+# --- Functions that other modules call
 
 
 def measured(world: World) -> list[Row]:
@@ -194,13 +194,13 @@ def measured(world: World) -> list[Row]:
 
 def test_three_ranks_measure_messages_that_do_not_divide_evenly() -> None:
     for rows in run_ranks(3, measured):
-        assert [row.size_bytes for row in rows] == [12, 1008] * 3  # rounded up to equal parts of whole numbers
+        assert [row.size_bytes for row in rows] == [12, 1008] * 3  # rounded up to equal parts of integers
         assert all(row.is_right and row.median_s > 0 for row in rows)
     assert [bus_factor(operation, 3) for operation in OPERATIONS] == [4 / 3, 2 / 3, 2 / 3]
 
 
 class _Corrupt(Exchange):
-    """One number arrives changed, on one rank."""
+    """Changes one number on one rank."""
 
     def run(self) -> None:
         super().run()
@@ -212,11 +212,11 @@ def checked(world: World) -> list[bool]:
     return [kind(operation, 64, world).check() for operation in OPERATIONS for kind in (Exchange, _Corrupt)]
 
 
-def test_one_wrong_number_is_seen() -> None:
+def test_one_wrong_number_is_detected() -> None:
     assert run_ranks(2, checked) == [[True, True] * 3, [True, False] * 3]
 
 
-def test_wrong_sums_come_before_any_speed() -> None:
+def test_wrong_sums_are_reported_before_any_speed() -> None:
     good = Row("all-reduce", 4096, 5, 1e-3, 1e-3, 1.0, 1.0, is_right=True)
     assert judge_sums([good]) is None
     verdict = judge_sums([good, replace(good, operation="all-gather", is_right=False)])
@@ -231,7 +231,7 @@ def test_limits_of_this_machine_are_positive() -> None:
     assert find_link(make_world(0, 1), 1.0) is None
 
 
-def test_a_line_is_found_again_from_its_points() -> None:
+def test_a_line_is_recovered_from_its_points() -> None:
     sizes = [4096, 65536, 2**20, 2**26]
     latency, bandwidth = fit_line(sizes, [2e-4 + size / 1e9 for size in sizes])
     assert latency == pytest.approx(2e-4)  # least squares in floating point
@@ -250,8 +250,8 @@ def test_sizes_and_units() -> None:
     assert (rounds.median_s, rounds.p95_s) == (50.5, 95.0)
 
 
-def test_a_difference_is_taken_between_neighbouring_blocks() -> None:
-    """A machine that was three times as slow for a while changes nothing."""
+def test_a_difference_is_measured_between_neighbouring_blocks() -> None:
+    """A machine that is three times as slow for a while changes nothing."""
     slower = Blocks(tuple(Rounds((seconds, seconds)) for seconds in (3.0, 9.0, 3.0)))
     faster = Blocks(tuple(Rounds((seconds, seconds)) for seconds in (2.0, 6.0, 2.0)))
     assert slower.longer_than(faster) == 1.0
@@ -259,7 +259,7 @@ def test_a_difference_is_taken_between_neighbouring_blocks() -> None:
     assert slower.all.median_s == 3.0
 
 
-def test_link_speeds_are_read_from_made_up_nvidia_smi_answers() -> None:
+def test_link_speeds_are_read_from_fake_nvidia_smi_answers() -> None:
     nvlink = read_nvlink(
         "GPU 0: NVIDIA (UUID: x)\n\t Link 0: 26.562 GB/s\n\t Link 1: 26.562 GB/s\n\t Link 2: <inactive>\n"
     )
@@ -271,7 +271,7 @@ def test_link_speeds_are_read_from_made_up_nvidia_smi_answers() -> None:
     assert read_nvlink("") is read_pcie("[N/A], [N/A]\n") is None
 
 
-def test_network_speeds_are_read_from_a_made_up_sysfs(tmp_path: Path) -> None:
+def test_network_speeds_are_read_from_a_fake_sysfs(tmp_path: Path) -> None:
     for name, state, speed in (
         ("eth0", "up", "10000"),
         ("eth1", "up", "-1"),
@@ -315,7 +315,7 @@ STEP = StepResult(
 )
 
 
-def test_the_verdict_names_what_takes_most_of_the_time() -> None:
+def test_the_verdict_names_the_part_with_the_most_time() -> None:
     world, config = make_world(0, 2), Config()
     assert judge_step(STEP, config, world, cores=8).text.startswith(
         "compute-bound: 100% of a step is arithmetic, at 25% of the matrix ceiling"

@@ -1,4 +1,4 @@
-"""`paceline find-lr`: a sweep over learning rates, its answer and its page."""
+"""`paceline find-lr`: a sweep over learning rates, its suggestion and its page."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_the_table_is_short() -> None:
         ("--freeze", "*", *QUICK),
     ],
 )
-def test_bad_input_is_one_screen(tmp_path: Path, flags: tuple[str, ...]) -> None:
+def test_bad_input_of_find_lr_gives_one_screen(tmp_path: Path, flags: tuple[str, ...]) -> None:
     answer = paceline("find-lr", "shapes-cnn", *flags, "--processes", "1", cwd=tmp_path)
     assert answer.code == 2
     assert answer.err.count("error:") == 1

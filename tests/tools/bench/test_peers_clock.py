@@ -1,4 +1,4 @@
-"""The clock that times the peers on a GPU: whoever takes more steps than are counted would look slower than it is."""
+"""The clock that times the peers on a GPU. A rank with more steps than counted would look too slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PEERS = Path(__file__).parents[3] / "benchmarks" / "gpu_peers.py"
 
 
 def test_a_step_after_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # no GPU is needed to count
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)  # counting needs no GPU
     clock = runpy.run_path(str(PEERS))["Clock"](steps=3, batch=8)
     ticks = [clock.tick() for _ in range(clock.all_steps)]
     assert ticks == [False] * (clock.all_steps - 1) + [True]

@@ -10,5 +10,5 @@ from paceline.tools.course.ranks import warm_up
 
 @pytest.fixture(scope="session")
 def rank_server() -> None:
-    """With everything that any lesson's ranks import: a server cannot load more once it runs."""
+    """With all imports of any lesson's ranks: a running server cannot import more."""
     warm_up(tuple(name for lesson in LESSONS for name in lesson.modules))

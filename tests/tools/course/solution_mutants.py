@@ -1,4 +1,4 @@
-"""Small mistakes in a lesson's solution, one at a time: a statement dropped, two exchanged, an operator changed."""
+"""Small mistakes in a lesson's solution, one at a time: a statement removed, two swapped, an operator changed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _Edit = Callable[[Any], None]  # changes a node in place
 @dataclass(frozen=True)
 class Mutant:
     lesson: Lesson
-    function: str  # or the constant that is changed
+    function: str  # or the changed constant
     change: str  # "drop optimizer.step()"; with a number if the same change fits in several places
     source: str
 
@@ -58,7 +58,7 @@ def find_mutants(lesson: Lesson) -> Iterator[Mutant]:
 
 
 def _edits(node: ast.AST) -> Iterator[tuple[str, _Edit]]:
-    """What can be changed at this node: a description, and the change."""
+    """The possible changes of this node, each with a description."""
     for name in ("body", "orelse", "finalbody"):
         statements = getattr(node, name, None)
         if isinstance(statements, list):
@@ -120,7 +120,7 @@ def _stored_names(part: ast.AST) -> set[str]:
 
 
 def _find_unbound(node: ast.AST, waiting: set[str]) -> bool:
-    """Whether a local name is used before it has a value. `waiting`: the names without a value so far."""
+    """Whether a local name is used before it has a value. `waiting`: the names without a value."""
     if isinstance(node, ast.arg):
         waiting.discard(node.arg)
     if isinstance(node, ast.Name):

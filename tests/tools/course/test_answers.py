@@ -1,6 +1,6 @@
 """Every solution passes its check, every unsolved exercise fails, and every typical wrong answer gets its own hint.
 
-The answers are found on disk: a new file in a lesson's wrong/ is tested by being there.
+The answers are found on disk: a new file in a lesson's wrong/ is tested without registration.
 """
 
 from __future__ import annotations
@@ -41,21 +41,21 @@ def test_the_unsolved_exercise_fails_for_its_gaps(lesson: Lesson) -> None:
 @pytest.mark.parametrize(("lesson", "path"), WRONG, ids=[f"{lesson.number}-{path.stem}" for lesson, path in WRONG])
 def test_a_wrong_answer_gets_its_hint(lesson: Lesson, path: Path) -> None:
     wanted = re.search(r"^# hint: (\S+)$", path.read_text(), re.MULTILINE)
-    assert wanted is not None, "the file's head names the hint it must get"
+    assert wanted is not None, "the first lines of the file name the expected hint"
     verdict = grade(lesson, path)
     assert verdict.failure is not None, "passed"
     assert verdict.failure.hint == wanted[1], f"{verdict.failed}: {verdict.failure.what}"
 
 
 @EVERY_LESSON
-def test_no_gap_is_overlooked(lesson: Lesson) -> None:
+def test_every_gap_is_checked(lesson: Lesson) -> None:
     items: tuple[Item, ...] = importlib.import_module(f"paceline.tools.course.graders.{lesson.grader}").ITEMS
     gaps = set(find_gaps(lesson.exercise))
     assert gaps
     assert any(not item.uses for item in items) or gaps <= {name for item in items for name in item.uses}
 
 
-def test_a_half_filled_exercise_is_checked_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_partly_filled_exercise_is_checked_up_to_the_first_gap(tmp_path: Path) -> None:
     half = LESSONS[0].exercise.read_text().replace("return ...  # TODO: one row", "return images.flatten(1)  # one row")
     path = tmp_path / "half.py"
     path.write_text(half)

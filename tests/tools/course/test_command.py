@@ -1,4 +1,4 @@
-"""`paceline course` as a person uses it, and the lessons' files as they lie there."""
+"""`paceline course` with the command, and the files of the lessons."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paceline.tools.course.page import page_text
 EVERY_LESSON = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.name)
 
 
-def test_start_copies_the_exercises_and_keeps_what_was_filled(tmp_path: Path) -> None:
+def test_start_copies_the_exercises_and_keeps_filled_ones(tmp_path: Path) -> None:
     first = paceline("course", "start", cwd=tmp_path)
     assert (first.code, first.err) == (0, "")
     mine = tmp_path / "course-work" / "03_order_and_sharding.py"
@@ -29,7 +29,7 @@ def test_start_copies_the_exercises_and_keeps_what_was_filled(tmp_path: Path) ->
     assert mine.read_text() == "# mine\n"
 
 
-def test_a_check_ends_with_1_then_0_and_is_remembered(tmp_path: Path) -> None:
+def test_a_check_ends_with_1_then_0_and_is_stored(tmp_path: Path) -> None:
     paceline("course", "start", cwd=tmp_path)
     unsolved = paceline("course", "check", "1", cwd=tmp_path)
     assert unsolved.code == 1
@@ -58,14 +58,14 @@ def test_a_check_ends_with_1_then_0_and_is_remembered(tmp_path: Path) -> None:
         (("show", "3", "--all"), "--answers"),
     ],
 )
-def test_a_mistake_costs_a_second(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
+def test_a_mistake_is_reported_quickly(words: tuple[str, ...], said: str, tmp_path: Path) -> None:
     (tmp_path / "noise.py").write_bytes(b"\xff\xfe\x00")
     answer = paceline("course", *words, cwd=tmp_path)
     assert answer.code == 2
     assert said in answer.err
 
 
-def test_show_folds_the_answers_unless_asked(tmp_path: Path) -> None:
+def test_show_hides_the_answers_by_default(tmp_path: Path) -> None:
     folded = paceline("course", "show", "3", cwd=tmp_path).out
     unfolded = paceline("course", "show", "3", "--answers", cwd=tmp_path).out
     assert "picture.svg" in folded
@@ -87,7 +87,7 @@ def test_a_lesson_is_complete(lesson: Lesson) -> None:
     assert "prefers-color-scheme: dark" in (lesson.folder / "picture.svg").read_text()
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_of_lessons_exist() -> None:
     home = LESSONS[0].folder.parent
     pages = [home / "README.md", *(lesson.page for lesson in LESSONS)]
     links = [(page, link) for page in pages for link in re.findall(r"\]\(([^)#]+)", page.read_text())]

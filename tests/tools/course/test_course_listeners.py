@@ -1,4 +1,4 @@
-"""What the ranks of an exercise listen at."""
+"""The listening addresses of an exercise's ranks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def _listeners(person: ModuleType, rank: int, world_size: int, has_group: bool) 
 
 
 @pytest.mark.parametrize("has_group", [True, False])
-def test_the_ranks_of_an_exercise_listen_at_loopback_only(has_group: bool, tmp_path: Path) -> None:
-    """SECURITY.md: also where the person's own code opens the group, as torch's store would listen everywhere."""
+def test_the_ranks_of_an_exercise_listen_on_loopback_only(has_group: bool, tmp_path: Path) -> None:
+    """SECURITY.md: also if the user's own code creates the group. torch's store would listen on all addresses."""
     path = tmp_path / "exercise.py"
     path.write_text(JOIN)
     found = [address for part in on_ranks(path, 2, _listeners, has_group, has_group=has_group) for address in part]

@@ -1,4 +1,4 @@
-"""Lesson 4's choices under FSDP: predictions, measured numbers, and files that are only partly filled."""
+"""Lesson 4's options of FSDP: predictions, measured numbers, and partly filled files."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ LESSON = find_lesson("4")
 _CHOICES = "# --- Choices under FSDP"
 
 
-def test_wrong_predictions_pass_and_are_shown_beside_what_the_ranks_did(tmp_path: Path) -> None:
-    """A prediction is not graded. The table has one row per choice, in a terminal of 80 columns."""
+def test_wrong_predictions_pass_and_are_shown_next_to_the_measurements(tmp_path: Path) -> None:
+    """Predictions are not graded. The table has one row per option, in a terminal of 80 columns."""
     path = tmp_path / "mine.py"
     path.write_text(LESSON.solution.read_text().replace("GATHERS_IF_DROPPED = 9", "GATHERS_IF_DROPPED = 7"))
     verdict = grade(LESSON, path)
@@ -36,7 +36,7 @@ def test_wrong_predictions_pass_and_are_shown_beside_what_the_ranks_did(tmp_path
         ("GATHERS_IF_KEPT", 5, 5),
     ]
     rows = [line.split()[:6] for line in lines if line.split()[0] in ("model", "blocks", "layers")]
-    # Bytes of one rank: weights gathered once or twice, gradients always in float32. Half of each comes from the other.
+    # Bytes of one rank: weights are gathered once or twice, gradients always in float32. Half of each is received.
     assert rows == [
         ["model", "float32", "kept", "1", "2.4", "2.4"],
         ["blocks", "float32", "dropped", "9", "0.8", "3.4"],
@@ -46,8 +46,8 @@ def test_wrong_predictions_pass_and_are_shown_beside_what_the_ranks_did(tmp_path
     ]
 
 
-def test_the_first_half_is_checked_before_the_choices_are_begun(tmp_path: Path) -> None:
-    """Who has only filled build and train_step sees both graded, then the predictions as the next gap."""
+def test_the_first_half_is_checked_before_the_options_are_filled(tmp_path: Path) -> None:
+    """With only build and train_step filled, both are graded, and the predictions are the next gap."""
     solved, unsolved = LESSON.solution.read_text(), LESSON.exercise.read_text()
     path = tmp_path / "half.py"
     path.write_text(solved[: solved.index(_CHOICES)] + unsolved[unsolved.index(_CHOICES) :])
@@ -59,8 +59,8 @@ def test_the_first_half_is_checked_before_the_choices_are_begun(tmp_path: Path) 
     assert "choose_precision" not in verdict.failure.what
 
 
-def test_a_file_of_an_earlier_course_is_told_what_it_lacks(tmp_path: Path) -> None:
-    """Exercises are never overwritten, so a file without the new part may be there."""
+def test_a_file_of_an_earlier_course_names_its_missing_part(tmp_path: Path) -> None:
+    """Exercises are never overwritten, so a file may lack the new part."""
     solved = LESSON.solution.read_text()
     path = tmp_path / "earlier.py"
     path.write_text(solved[: solved.index(_CHOICES)])

@@ -1,7 +1,7 @@
 """Every small change of a solution gets the hint that is listed for it in mutant_hints.txt.
 
-"passes" there means that the change makes no difference which the exercise asks for: an order of independent lines, a
-default value that is left out, a prediction that is not graded.
+"passes" there means that the exercise does not require the changed part: an order of independent lines, an omitted
+default value, a prediction that is not graded.
 """
 
 from __future__ import annotations
@@ -77,5 +77,5 @@ def test_a_changed_job_script_gets_its_hint(
     assert find_hint(SCRIPT.number, "", path) == wanted
 
 
-def test_the_list_holds_every_mutant_and_no_other() -> None:
+def test_the_list_has_every_mutant_and_no_other() -> None:
     assert sorted(HINTS) == sorted(mutant.name for mutant in MUTANTS)

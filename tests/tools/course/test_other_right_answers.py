@@ -1,4 +1,4 @@
-"""Right answers that differ from the solution pass too: a check must not ask for one way of writing."""
+"""Right answers that differ from the solution pass: a check must not require one way of writing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the ranks of an exercise can end, and what is reported."""
+"""How the ranks of an exercise can end, and the report of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_values_come_back_by_rank(person: Path) -> None:
 
 
 def test_ranks_see_no_gpu(person: Path) -> None:
-    """fully_shard would take a GPU of the machine, on which gloo cannot gather. A fresh server forks these ranks."""
+    """fully_shard would use a GPU of the machine, on which gloo cannot gather. A fresh server forks these ranks."""
     here = Path(__file__).parent
     code = (
         "import os, test_ranks; from pathlib import Path; from paceline.tools.course.ranks import on_ranks, warm_up\n"
@@ -87,7 +87,7 @@ def test_a_hang_is_reported_within_seconds_with_the_lines(person: Path) -> None:
     began = time.monotonic()
     with pytest.raises(Failed) as caught:
         on_ranks(person, 2, call, "only_rank_1_adds")
-    assert time.monotonic() - began < 30  # of the ten minutes that torch would wait
+    assert time.monotonic() - began < 30  # torch would wait ten minutes
     assert caught.value.hint == "hang"
     lines = caught.value.what.splitlines()
     assert lines[0] == "rank 0 has returned from the function"
@@ -114,7 +114,7 @@ def test_a_missing_function_is_reported(person: Path) -> None:
 
 
 def test_an_endless_loop_is_reported_with_its_line(person: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    on_ranks(person, 1, call, "add", 1.0)  # the server that forks ranks has loaded torch by now
+    on_ranks(person, 1, call, "add", 1.0)  # the fork server has imported torch by now
     monkeypatch.setattr("paceline.tools.course.ranks._DEADLINE_S", 6.0)
     with pytest.raises(Failed) as caught:
         on_ranks(person, 1, call, "loops")

@@ -1,4 +1,4 @@
-"""Lesson 10 where there is a cluster: the check submits, and finds the same mistakes there."""
+"""Lesson 10 with a real cluster: the check submits jobs, and finds the same mistakes."""
 
 from __future__ import annotations
 
@@ -44,4 +44,4 @@ def test_the_cluster_grades_a_script(
     else:
         assert verdict.failure is None, verdict.failure
         assert verdict.remarks == ["checked by a real Slurm cluster"]
-    assert [path.name for path in tmp_path.iterdir()] == [LESSON.file_name], "nothing is left behind"
+    assert [path.name for path in tmp_path.iterdir()] == [LESSON.file_name], "no file remains"

@@ -1,4 +1,4 @@
-"""`pip install` brings the course: the lessons are inside the wheel, where the package looks for them."""
+"""`pip install` includes the course: the lessons are in the wheel, where the package looks for them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parents[3]
 BUILD = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
 
 
-def test_the_wheel_carries_every_lesson_and_the_command_finds_them_there(tmp_path: Path) -> None:
-    tree = tmp_path / "tree"  # a copy: building leaves folders behind
+def test_the_wheel_has_every_lesson_and_the_command_finds_them(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"  # a copy, because the build leaves folders
     tree.mkdir()
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree / name)
@@ -42,4 +42,4 @@ def test_the_wheel_carries_every_lesson_and_the_command_finds_them_there(tmp_pat
             assert (home / lesson.folder.name / path.name).read_bytes() == path.read_bytes()
     assert (home / LESSONS[9].folder.name / "task.py").is_file()
     assert (home / LESSONS[6].folder.name / "measured.csv").is_file()
-    assert not list(home.rglob(".*")), "caches stay at home"
+    assert not list(home.rglob(".*")), "the wheel has no caches"

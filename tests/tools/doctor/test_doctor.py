@@ -1,8 +1,8 @@
-"""`paceline doctor` as a person runs it: a healthy machine, and the faults it must find.
+"""`paceline doctor` with the command: a healthy machine, and the faults that it must find.
 
-Six of the ten faults are real: a port that is taken, a /dev/shm of four megabytes, a name nobody knows, a full disk, a
-folder of somebody else's, a GPU that is not there. A wrong clock, a slow rank and a wrong one are planted in a rank
-(`--inject`); other versions are both planted and real.
+Six of the ten faults are real: a used port, a /dev/shm of four megabytes, an unknown host name, a full disk, a
+folder of another user, a missing GPU. A wrong clock, a slow rank and a wrong one are injected into a rank
+(`--inject`). Other versions are both injected and real.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NODE = [
     *("run folder", "clock", "data folder", "temporary folder", "host name", "ports", "interfaces"),
 ]
 TOGETHER = ["versions", "reach", "clocks", "mtu", "all-reduce", "pairs", "pace", "links", "training"]
-# Mounts a small /dev/shm or a small disk that is full, and becomes the command. All of it ends with the command.
+# Mounts a small /dev/shm or a small full disk, and replaces itself with the command. The mounts end with it.
 SMALL_SHM = 'mount -t tmpfs -o size=4m shm /dev/shm && exec "$@"'
 FULL_DISK = 'mount -t tmpfs -o size=2m full full && head -c 4m /dev/zero 2>/dev/null >full/filler; exec "$@"'
 ALL_MOUNTS = "mount -t tmpfs -o size=4m shm /dev/shm; " + FULL_DISK
@@ -78,7 +78,7 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_healthy_machine_is_told_so_within_a_minute(healthy: Path) -> None:
+def test_a_healthy_machine_passes_within_a_minute(healthy: Path) -> None:
     answer = Answer(*json.loads((healthy / "answer.json").read_text()))
     found = findings_of(answer)
     assert failures(found) == []
@@ -91,7 +91,7 @@ def test_a_healthy_machine_is_told_so_within_a_minute(healthy: Path) -> None:
     assert found["all-reduce"]["status"] == "pass"
 
 
-def test_the_report_can_be_pasted_and_nothing_else_stays(healthy: Path) -> None:
+def test_the_report_can_be_pasted_and_no_other_file_stays(healthy: Path) -> None:
     text = (healthy / "report.md").read_text()
     assert text.startswith("### paceline doctor\n\n**healthy: ")
     for name in NODE + TOGETHER:
@@ -99,7 +99,7 @@ def test_the_report_can_be_pasted_and_nothing_else_stays(healthy: Path) -> None:
     assert sorted(path.name for path in healthy.iterdir()) == ["answer.json", "report.md"]
 
 
-# --- Six faults that are real -----------------------------------------------------------------------------------------
+# --- Six real faults --------------------------------------------------------------------------------------------------
 
 REMEDIES = {
     "devices": "--device cpu",
@@ -113,7 +113,7 @@ REMEDIES = {
 
 @needs_mount
 @needs_root
-def test_six_real_faults_at_once_are_all_found_with_their_remedies(tmp_path: Path) -> None:
+def test_six_real_faults_are_all_found_with_their_remedies(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", NOBODY, NOBODY)
@@ -137,13 +137,13 @@ def test_six_real_faults_at_once_are_all_found_with_their_remedies(tmp_path: Pat
 
 @pytest.mark.slow
 @needs_mount
-def test_a_small_shm_alone(tmp_path: Path) -> None:
+def test_only_a_small_shm(tmp_path: Path) -> None:
     assert failures(findings_of(in_namespace(SMALL_SHM, "--processes=2", cwd=tmp_path))) == ["shared memory"]
 
 
 @pytest.mark.slow
 @needs_mount
-def test_a_full_disk_alone_still_lets_the_ranks_be_looked_at(tmp_path: Path) -> None:
+def test_with_only_a_full_disk_the_ranks_are_examined(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     found = findings_of(in_namespace(FULL_DISK, "--processes=2", "--output-dir=full/run", cwd=tmp_path))
     assert failures(found) == ["run folder"]
@@ -151,7 +151,7 @@ def test_a_full_disk_alone_still_lets_the_ranks_be_looked_at(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_taken_port_alone(tmp_path: Path) -> None:
+def test_only_a_used_port(tmp_path: Path) -> None:
     with socket.create_server(("", 0)) as server:
         where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
         found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, env=where))
@@ -160,15 +160,15 @@ def test_a_taken_port_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_name_that_does_not_resolve_alone(tmp_path: Path) -> None:
+def test_only_an_unknown_host_name(tmp_path: Path) -> None:
     found = findings_of(paceline("doctor", "--json", "--processes=1", cwd=tmp_path, MASTER_ADDR="nowhere.invalid"))
     assert failures(found) == ["meeting address"]
 
 
 @pytest.mark.slow
 @needs_root
-def test_a_host_that_does_not_know_its_own_name(tmp_path: Path) -> None:
-    """Torch's launcher would wait for it for minutes, so ranks are not tried."""
+def test_a_host_that_cannot_resolve_its_own_name(tmp_path: Path) -> None:
+    """Torch's launcher would wait for minutes, so no ranks are started."""
     doctor = f"{sys.executable} -m paceline doctor --json"
     found = findings_of(command("unshare", "-u", "sh", "-c", f"hostname lost-host; {doctor}", cwd=tmp_path))
     assert failures(found) == ["host name"]
@@ -179,29 +179,29 @@ def test_a_host_that_does_not_know_its_own_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_planted_clock_slow_and_wrong_rank_are_named_with_proof_that_they_struck(tmp_path: Path) -> None:
-    plants = "clock rank=1; slow rank=1; wrong rank=1"
-    answer = paceline("doctor", "--json", "--processes=2", f"--inject={plants}", cwd=tmp_path)
+def test_injected_clock_slow_and_wrong_rank_are_named_with_the_count_of_injections(tmp_path: Path) -> None:
+    faults = "clock rank=1; slow rank=1; wrong rank=1"
+    answer = paceline("doctor", "--json", "--processes=2", f"--inject={faults}", cwd=tmp_path)
     found, host = findings_of(answer), socket.gethostname()
     assert failures(found) == ["clocks", "all-reduce", "pace", "training"]
     assert found["clocks"]["what"] == f"the clock of rank 1 on {host} is 100.0 s ahead of rank 0"
     assert found["all-reduce"]["details"]["wrong_ranks"] == found["training"]["details"]["wrong_ranks"] == [1]
     assert found["pace"]["details"]["slow_ranks"] == [1]
     assert all(found[name]["remedy"] for name in failures(found))
-    struck = json.loads(answer.out)["planted"]
-    assert sorted(struck) == ["clock", "slow", "wrong"]
-    assert min(struck.values()) > 0
+    fault_counts = json.loads(answer.out)["planted"]
+    assert sorted(fault_counts) == ["clock", "slow", "wrong"]
+    assert min(fault_counts.values()) > 0
 
 
 @pytest.mark.slow
-def test_a_planted_wrong_clock_of_the_node_itself_shows_against_its_disk(tmp_path: Path) -> None:
+def test_an_injected_wrong_clock_of_the_node_is_detected_by_its_disk(tmp_path: Path) -> None:
     found = findings_of(paceline("doctor", "--json", "--processes=1", "--inject=clock", cwd=tmp_path))
     assert failures(found) == ["clock"]
     assert "100.0 s ahead of the clock of the disk" in found["clock"]["what"]
 
 
 @pytest.mark.slow
-def test_planted_other_versions_are_named_and_nothing_is_exchanged(tmp_path: Path) -> None:
+def test_injected_other_versions_are_named_and_nothing_is_exchanged(tmp_path: Path) -> None:
     found = findings_of(paceline("doctor", "--json", "--processes=2", "--inject=versions rank=1", cwd=tmp_path))
     assert failures(found) == ["versions"]
     assert "torch 0.0.0 at rank 1" in found["versions"]["what"]
@@ -209,7 +209,7 @@ def test_planted_other_versions_are_named_and_nothing_is_exchanged(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_rank_that_really_has_another_version_of_the_code_is_named(tmp_path: Path) -> None:
+def test_a_rank_with_another_version_of_the_code_is_named(tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(Path(package.__file__).parent, other / "paceline", ignore=shutil.ignore_patterns("__pycache__"))
     text = (other / "paceline" / "__init__.py").read_text()
@@ -237,9 +237,9 @@ def test_a_rank_that_really_has_another_version_of_the_code_is_named(tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_stranger_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as stranger:  # it takes the connection and says nothing
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(stranger.getsockname()[1])}
+def test_a_listener_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts the connection and sends nothing
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
         rank = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         found = findings_of(paceline("doctor", "--json", cwd=tmp_path, env={**place, **rank}))
     assert found["rendezvous"]["details"] == {"missing": [0]}
@@ -247,7 +247,7 @@ def test_a_stranger_at_the_meeting_place_is_told_from_rank_0(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_rank_that_stops_answering_costs_less_than_a_minute_and_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_stops_answering_is_named_within_a_minute(tmp_path: Path) -> None:
     with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
         doctor.wait_for("now 2 ranks together")
         while len(doctor.ranks()) < 2:
@@ -260,11 +260,11 @@ def test_a_rank_that_stops_answering_costs_less_than_a_minute_and_is_named(tmp_p
     assert float(re.findall(r"in ([\d.]+) s", text)[-1]) < 60
 
 
-# --- Launchers and endings --------------------------------------------------------------------------------------------
+# --- Launchers and exits ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_it_joins_the_ranks_of_torchrun_and_speaks_once(tmp_path: Path) -> None:
+def test_doctor_joins_the_ranks_of_torchrun_and_prints_one_report(tmp_path: Path) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "paceline", "doctor"]
     answer = command(*torchrun, "--launch=torchrun", cwd=tmp_path)
     assert answer.code == 0, answer
@@ -278,12 +278,12 @@ def test_it_joins_the_ranks_of_torchrun_and_speaks_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "processes", [1, 3, 4, 5], ids=["before the ranks", "while torch is loaded", "at a birth", "with ranks"]
 )
-def test_interrupt_leaves_at_once_and_no_orphan(processes: int, tmp_path: Path) -> None:
+def test_an_interrupt_ends_at_once_without_orphans(processes: int, tmp_path: Path) -> None:
     with started("doctor", "--processes=2", cwd=tmp_path) as doctor:
         doctor.wait_for("now 2 ranks together")
-        while len(processes_in(tmp_path)) < processes:  # itself, the resource tracker, the server of ranks, the ranks
+        while len(processes_in(tmp_path)) < processes:  # the command, the resource tracker, the fork server, the ranks
             assert doctor.process.poll() is None, doctor.err
-        os.killpg(doctor.process.pid, signal.SIGINT)  # what a terminal does on Ctrl-C
+        os.killpg(doctor.process.pid, signal.SIGINT)  # like a terminal on Ctrl-C
         assert doctor.wait(timeout_s=20) == 130
         assert doctor.err == "\ninterrupted\n"
         seconds_until_empty(tmp_path, limit_s=10)
@@ -306,7 +306,9 @@ def test_interrupt_leaves_at_once_and_no_orphan(processes: int, tmp_path: Path) 
         (["--inject=flood"], "allowed: clock, slow, wrong, versions"),
     ],
 )
-def test_a_mistake_is_one_screen(arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistake_of_doctor_gives_one_screen(
+    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["doctor", *arguments]) == 2
     screen = capsys.readouterr().err
     assert screen.startswith("error: ")
@@ -331,15 +333,15 @@ def test_help_names_every_flag_and_the_exit_codes(capsys: pytest.CaptureFixture[
     assert "1: a check failed" in text
 
 
-def test_nothing_before_the_ranks_imports_torch(tmp_path: Path) -> None:
-    """It may be what is broken."""
+def test_doctor_does_not_import_torch_before_the_ranks(tmp_path: Path) -> None:
+    """torch may be broken."""
     probe = "import sys, paceline.cli.doctor; print('torch' in sys.modules, 'numpy' in sys.modules)"
     answer = command(sys.executable, "-c", probe, cwd=tmp_path)
     assert answer.out.split() == ["False", "False"]
 
 
 @pytest.mark.slow
-def test_a_torch_that_cannot_be_loaded_is_found_and_told(tmp_path: Path) -> None:
+def test_a_torch_that_cannot_be_imported_is_reported(tmp_path: Path) -> None:
     (tmp_path / "broken" / "torch").mkdir(parents=True)
     (tmp_path / "broken" / "torch" / "__init__.py").write_text("raise ImportError('libcudart.so.13: cannot open')")
     found = findings_of(paceline("doctor", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path / "broken")))

@@ -1,4 +1,4 @@
-"""The doctor's judgement, fact by fact. Real runs are in tests/tools/doctor/test_doctor.py."""
+"""The doctor's verdicts, one fact at a time. Real runs are in tests/tools/doctor/test_doctor.py."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ from paceline.tools.doctor.peers import (
     fewest_to_leave_out,
     probe,
 )
-from paceline.tools.doctor.plant import Plant, Planted, parse_plants
+from paceline.tools.doctor.plant import InjectedFault, InjectedFaults, parse_faults
 from paceline.tools.doctor.rank_report import Examination, Expected, RankReport, _as_lines, assemble, read_lines
 from paceline.tools.doctor.report import Screen
 from paceline.tools.doctor.request import NodeRole
@@ -90,20 +90,20 @@ PORTS = Ports(True, "", None, None, None, 32768, 60999)
 
 
 def tell(finding: DoctorFinding | None) -> tuple[str, str]:
-    """Status and text; what is bad has a remedy, what is good needs none."""
+    """Status and text. A bad finding has a remedy, a good one has none."""
     assert finding is not None
     assert bool(finding.remedy) == (finding.status in ("warn", "fail"))
     return finding.status, finding.what
 
 
-# --- A node by itself -------------------------------------------------------------------------------------------------
+# --- One node ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("version", "needs", "status"),
     [("2.13.0+cpu", ">=2.11", "pass"), ("2.9.1", ">=2.11", "fail"), ("3.0", ">=2.11,<3", "fail"), ("", ">=2", "fail")],
 )
-def test_packages_are_held_against_their_declared_ranges(version: str, needs: str, status: str) -> None:
+def test_packages_are_compared_with_their_declared_ranges(version: str, needs: str, status: str) -> None:
     found = check_packages(replace(SOFTWARE, packages={"torch": version}, needs={"torch": needs}))
     assert found.status == status
     assert status == "pass" or "torch" in found.what
@@ -113,12 +113,12 @@ def test_without_an_installation_the_ranges_are_unknown() -> None:
     assert tell(check_packages(replace(SOFTWARE, packages={}, needs={})))[0] == "skip"
 
 
-def test_python_is_held_against_its_range() -> None:
+def test_python_is_compared_with_its_range() -> None:
     assert tell(check_python(SOFTWARE))[0] == "pass"
     assert tell(check_python(replace(SOFTWARE, python="3.10.2")))[0] == "fail"
 
 
-def test_a_torch_that_cannot_be_loaded_is_told_in_its_own_words() -> None:
+def test_a_torch_that_cannot_be_imported_is_reported_with_its_own_message() -> None:
     assert tell(check_torch(TORCH))[0] == "pass"
     assert tell(check_torch(Torch(error="ImportError: libcudart.so.13"))) == (
         "fail",
@@ -142,7 +142,9 @@ def test_a_torch_that_cannot_be_loaded_is_told_in_its_own_words() -> None:
         (replace(CUDA, devices=({**GPU, "free_bytes": GB},)), "auto", 1, "warn", "already in use"),
     ],
 )
-def test_devices_against_what_was_asked_for(facts: Torch, device: str, processes: int, status: str, part: str) -> None:
+def test_devices_are_compared_with_the_request(
+    facts: Torch, device: str, processes: int, status: str, part: str
+) -> None:
     found = check_devices(facts, device, processes)
     assert tell(found)[0] == status
     assert part in found.what
@@ -175,7 +177,7 @@ def test_open_files_memory_and_cores() -> None:
     assert "2 of 4 NUMA nodes" in check_cores(replace(CORES, numa_nodes=4, numa_used=2), 4).what
 
 
-def test_limits_of_a_container_are_read_from_its_groups(tmp_path: Path) -> None:
+def test_limits_of_a_container_are_read_from_its_cgroups(tmp_path: Path) -> None:
     (tmp_path / "memory.max").write_text("1073741824\n")
     (tmp_path / "cpu.max").write_text("150000 100000\n")
     assert gather_memory(cgroup=tmp_path).limit_bytes == GB
@@ -186,7 +188,7 @@ def test_limits_of_a_container_are_read_from_its_groups(tmp_path: Path) -> None:
     assert gather_cores(cgroup=tmp_path).quota is None
 
 
-def test_a_place_is_full_forbidden_slow_or_good() -> None:
+def test_a_folder_is_full_forbidden_slow_or_good() -> None:
     def look(**changes: Any) -> tuple[str, str]:
         return tell(check_place("run folder", replace(PLACE, **changes), flag="--output-dir"))
 
@@ -201,7 +203,7 @@ def test_a_place_is_full_forbidden_slow_or_good() -> None:
     assert tell(check_data(replace(PLACE, error="Read-only file system", is_empty=True)))[0] == "fail"
 
 
-def test_a_probe_is_written_and_taken_away(tmp_path: Path) -> None:
+def test_a_probe_file_is_written_and_removed(tmp_path: Path) -> None:
     found = gather_place(tmp_path / "not" / "yet")
     assert (found.exists, found.stands_in, found.error) == (False, str(tmp_path), "")
     assert (found.write_bytes_per_s or 0) > 0
@@ -209,11 +211,11 @@ def test_a_probe_is_written_and_taken_away(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
     assert gather_place(tmp_path / "file").error == "it is a file, not a folder"
-    late = gather_place(tmp_path, Planted((Plant("clock"),)).wall_clock, measures=False)
+    late = gather_place(tmp_path, InjectedFaults((InjectedFault("clock"),)).wall_clock, measures=False)
     assert -101 < (late.clock_ahead_s or 0) < -99
 
 
-def test_the_clock_is_held_against_the_disk_and_against_itself() -> None:
+def test_the_clock_is_compared_with_the_disk_and_with_itself() -> None:
     now = 1.8e9
     assert tell(check_clock(PLACE, now, 0.0))[0] == "pass"
     assert [tell(check_clock(replace(PLACE, clock_ahead_s=s), now, 0.0))[0] for s in (-100, 5)] == ["fail", "warn"]
@@ -237,7 +239,7 @@ def test_names() -> None:
     assert resolve("no-such-host.invalid")[0] == ()
 
 
-def test_a_port_that_is_really_taken_names_the_process() -> None:
+def test_a_used_port_names_the_process() -> None:
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         holder = who_has(port)
@@ -254,7 +256,7 @@ def test_a_port_that_is_really_taken_names_the_process() -> None:
     assert tell(check_ports(replace(PORTS, last=32800)))[0] == "warn"
 
 
-def test_a_chosen_interface_must_be_there() -> None:
+def test_a_chosen_interface_must_exist() -> None:
     network = Network((Interface("lo", "127.0.0.1", 65536, True), Interface("eth0", "10.0.0.1", 9000, True)), {})
     assert tell(check_interfaces(network)) == ("pass", "eth0 10.0.0.1 (MTU 9000)")
     for variable, value, status in (
@@ -267,7 +269,7 @@ def test_a_chosen_interface_must_be_there() -> None:
         assert tell(check_interfaces(replace(network, chosen={variable: value})))[0] == status, (variable, value)
 
 
-def test_facts_that_never_come_cost_their_deadline_and_nothing_else() -> None:
+def test_missing_facts_delay_only_until_their_deadline() -> None:
     never = threading.Event()
     slow = Exam("run folder", "DISK", lambda: never.wait(60), lambda _: [], 0.05, "df")
     quick = Exam("cores", "MACHINE", gather_cores, lambda _: [], 5, "lscpu")
@@ -279,7 +281,7 @@ def test_facts_that_never_come_cost_their_deadline_and_nothing_else() -> None:
     assert "ZeroDivisionError" in _no_answer(broken, answers[2]).what
 
 
-# --- Nodes against each other -----------------------------------------------------------------------------------------
+# --- Several nodes ----------------------------------------------------------------------------------------------------
 
 HOSTS = ["n1", "n1", "n2", "n2"]
 
@@ -288,7 +290,7 @@ def identity(host: str, torch: str = "2.13", mtu: int = 1500) -> dict[str, Any]:
     return {"host": host, "mtu": mtu, "versions": {"torch": torch, "paceline": "0.1"}}
 
 
-def test_the_odd_version_and_mtu_are_named() -> None:
+def test_a_different_version_or_mtu_is_named() -> None:
     alike = [identity("n1"), identity("n2"), identity("n3")]
     assert tell(check_versions(alike))[0] == tell(check_mtu(alike))[0] == "pass"
     odd = check_versions([alike[0], identity("n2", torch="2.11"), alike[2]])
@@ -306,7 +308,7 @@ def probes(ranks: int, shut: set[tuple[int, int]] = frozenset(), ahead: dict[int
     ]
 
 
-def test_shut_ways_leave_out_as_few_nodes_as_possible() -> None:
+def test_blocked_connections_exclude_as_few_nodes_as_possible() -> None:
     assert tell(check_reach(probes(4), HOSTS))[0] == "pass"
     one = check_reach(probes(4, {(0, 2), (2, 0)}), HOSTS)
     assert tell(one)[0] == "fail"
@@ -323,13 +325,13 @@ def test_a_wrong_clock_is_named() -> None:
     assert tell(late) == ("fail", "the clock of rank 2 on n2 is 100.0 s behind the others")
     assert late.nodes == ("n2",)
     assert tell(check_clocks(probes(2, ahead={1: 5.0}), HOSTS[:2]))[0] == "warn"
-    # Rank 0 is the odd one: everybody else seems off to it.
+    # Rank 0 is wrong: it sees all other clocks as wrong.
     first = check_clocks(probes(4, ahead={1: 50.0, 2: 50.0, 3: 50.0}), ["n0", "n1", "n2", "n3"])
     assert (tell(first)[1], first.nodes) == ("the clock of rank 0 on n0 is 50.0 s behind the others", ("n0",))
 
 
-def test_a_probe_reads_the_other_clock_and_carries_large_messages() -> None:
-    with Listener(Planted((Plant("clock"),)).wall_clock) as listener:
+def test_a_probe_reads_the_other_clock_and_sends_large_messages() -> None:
+    with Listener(InjectedFaults((InjectedFault("clock"),)).wall_clock) as listener:
         found = probe(("127.0.0.1", listener.port))
     assert found.error == ""
     assert 99 < found.clock_ahead_s < 101
@@ -340,7 +342,7 @@ def test_a_probe_reads_the_other_clock_and_carries_large_messages() -> None:
 # --- Ranks together ---------------------------------------------------------------------------------------------------
 
 
-def test_the_wrong_rank_is_named_by_itself_or_by_all_who_heard_from_it() -> None:
+def test_the_wrong_rank_is_named_by_itself_or_by_all_its_receivers() -> None:
     good = [Sums(True, True)] * 3
     right = [{b: (True, 0.001) for b in range(3) if b != a} for a in range(3)]
     assert tell(check_sums(good, right, ["a", "b", "c"]))[0] == "pass"
@@ -367,14 +369,14 @@ def test_the_slow_rank_is_named() -> None:
         "rank 1 on b is slow: 3.0 times the others' time for the same work",
     )
     assert check_pace([1.0, 1.0, 1.7], ["a", "b", "c"]).status == "warn"
-    both = check_pace([1.0, 1.0, 3.0, 1.7], ["a", "b", "c", "d"])  # d alone would only be warned of
+    both = check_pace([1.0, 1.0, 3.0, 1.7], ["a", "b", "c", "d"])  # d alone would only give a warning
     assert (both.status, both.nodes) == ("fail", ("c",))
 
 
-def test_pace_is_taken_on_one_thread_and_the_others_come_back() -> None:
+def test_speed_is_measured_on_one_thread_and_the_threads_are_restored() -> None:
     seen: set[int] = set()
 
-    class Watched(Planted):
+    class Watched(InjectedFaults):
         def burn(self, seconds: float) -> None:
             seen.add(torch.get_num_threads())
 
@@ -387,7 +389,7 @@ def test_pace_is_taken_on_one_thread_and_the_others_come_back() -> None:
         torch.set_num_threads(before)
 
 
-def test_a_slow_way_counts_when_both_ends_find_it_slow() -> None:
+def test_a_slow_link_counts_if_both_ends_measure_it() -> None:
     def pairs(slow: set[tuple[int, int]]) -> Any:
         return [{b: (True, 0.05 if (a, b) in slow else 0.001) for b in range(4) if b != a} for a in range(4)]
 
@@ -396,7 +398,7 @@ def test_a_slow_way_counts_when_both_ends_find_it_slow() -> None:
     assert check_pairs(pairs({(1, 3), (3, 1)}), hosts).nodes == ("b", "d")
 
 
-def test_links_against_their_limit() -> None:
+def test_links_are_compared_with_their_limit() -> None:
     def row(bandwidth: float, seconds: float = 1e-4, is_right: bool = True) -> Row:
         return Row("all-reduce", 4096, 3, seconds, seconds, bandwidth, bandwidth, is_right)
 
@@ -408,7 +410,7 @@ def test_links_against_their_limit() -> None:
     assert tell(check_links([row(5e9, is_right=False)], [], nominal))[0] == "fail"
 
 
-def test_training_is_judged_alone_and_together() -> None:
+def test_training_is_checked_alone_and_together() -> None:
     hosts = ["a", "b"]
     assert tell(check_training(["x", "x"], ["x", "x"], "x", hosts))[0] == "pass"
     wrong = check_training(["x", "y"], ["z", "z"], "x", hosts)
@@ -418,7 +420,7 @@ def test_training_is_judged_alone_and_together() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4, 5, 8, 63, 64, 65, 100])
-def test_in_every_round_partners_agree_and_all_pairs_meet(world_size: int) -> None:
+def test_in_every_round_partners_agree_and_all_pairs_occur(world_size: int) -> None:
     rounds = [partners(rank, world_size) for rank in range(world_size)]
     for rank, mine in enumerate(rounds):
         assert all(rounds[partner][number] == rank for number, partner in enumerate(mine))
@@ -426,42 +428,42 @@ def test_in_every_round_partners_agree_and_all_pairs_meet(world_size: int) -> No
             assert sorted({*mine, rank}) == list(range(world_size))
 
 
-def work_together(world: World, plants: tuple[Plant, ...]) -> tuple[Any, ...]:
-    planted = Planted(plants, world.rank)
-    pace = min(measure_pace(world, planted) for _ in range(2))
-    return try_sums(world, planted), try_pairs(world, planted), pace, train_together(world, planted), planted.struck
+def work_together(world: World, to_inject: tuple[InjectedFault, ...]) -> tuple[Any, ...]:
+    faults = InjectedFaults(to_inject, world.rank)
+    pace = min(measure_pace(world, faults) for _ in range(2))
+    return try_sums(world, faults), try_pairs(world, faults), pace, train_together(world, faults), faults.fault_counts
 
 
-def test_three_real_ranks_that_are_well_all_arrive_at_the_known_weights() -> None:
-    for sums, pairs, _, weights, struck in run_ranks(3, work_together, ()):
+def test_three_healthy_real_ranks_get_the_known_weights() -> None:
+    for sums, pairs, _, weights, fault_counts in run_ranks(3, work_together, ()):
         assert sums == Sums(True, True)
         assert all(right for right, _ in pairs.values())
-        assert (weights, struck) == (KNOWN_HASH, {})
+        assert (weights, fault_counts) == (KNOWN_HASH, {})
 
 
-def test_a_planted_wrong_rank_and_a_planted_slow_one_are_named_among_three() -> None:
-    plants = (Plant("wrong", 1), Plant("slow", 2))
-    sums, pairs, paces, weights, struck = zip(*run_ranks(3, work_together, plants), strict=True)
+def test_an_injected_wrong_rank_and_a_slow_one_are_named_among_three() -> None:
+    faults = (InjectedFault("wrong", 1), InjectedFault("slow", 2))
+    sums, pairs, paces, weights, fault_counts = zip(*run_ranks(3, work_together, faults), strict=True)
     found = check_sums(sums, pairs, ["a", "b", "c"])
     assert (found.status, found.nodes) == ("fail", ("b",))
     assert check_pace(paces, ["a", "b", "c"]).nodes == ("c",)
-    assert len(set(weights)) == 1  # all were given the same wrong number
+    assert len(set(weights)) == 1  # all received the same wrong number
     assert weights[0] != KNOWN_HASH
-    assert struck[1]["wrong"] == 3
-    assert struck[2]["slow"] > 0
+    assert fault_counts[1]["wrong"] == 3
+    assert fault_counts[2]["slow"] > 0
 
 
-# --- The training that is known ---------------------------------------------------------------------------------------
+# --- The training with a known result ---------------------------------------------------------------------------------
 
 
 def tree(values: Any) -> Any:
-    """Over the first axis: neighbours first, then neighbours of those."""
+    """Add over the first axis: neighbours first, then neighbours of those."""
     while len(values) > 1:
         values = values[0::2] + values[1::2]
     return values[0]
 
 
-def test_the_known_hash_is_what_plain_numpy_arrives_at_too() -> None:
+def test_plain_numpy_gets_the_known_hash() -> None:
     import torch
 
     f = np.float32
@@ -486,34 +488,36 @@ def test_the_known_hash_is_what_plain_numpy_arrives_at_too() -> None:
     assert hashlib.sha256(weights.tobytes()).hexdigest() == KNOWN_HASH
 
 
-def test_one_flipped_bit_leads_elsewhere() -> None:
-    assert train_alone("cpu", Planted()) == KNOWN_HASH
-    planted = Planted((Plant("wrong"),))
-    assert train_alone("cpu", planted) != KNOWN_HASH
-    assert planted.struck == {"wrong": 1}
+def test_one_flipped_bit_changes_the_hash() -> None:
+    assert train_alone("cpu", InjectedFaults()) == KNOWN_HASH
+    faults = InjectedFaults((InjectedFault("wrong"),))
+    assert train_alone("cpu", faults) != KNOWN_HASH
+    assert faults.fault_counts == {"wrong": 1}
 
 
-# --- Papers, lists, screens -------------------------------------------------------------------------------------------
+# --- Rank reports, lists, screens -------------------------------------------------------------------------------------
 
 
 PYTHON = replace(passed("python", "3.11"), group="SOFTWARE")
 
 
-def paper(rank: int, host: str, **more: Any) -> RankReport:
+def report_of(rank: int, host: str, **more: Any) -> RankReport:
     return RankReport(rank, 3, host, **{"phase": "done", "node": [PYTHON], **more})
 
 
-def test_papers_survive_lines_that_are_mixed_and_torn() -> None:
-    papers = [paper(rank, f"n{rank}", facts={"text": random.Random(rank).randbytes(4000).hex()}) for rank in range(3)]
-    lines = [line for one in papers for line in _as_lines(one)] + ["srun: something else", ""]
+def test_rank_reports_are_read_from_mixed_and_truncated_lines() -> None:
+    reports = [
+        report_of(rank, f"n{rank}", facts={"text": random.Random(rank).randbytes(4000).hex()}) for rank in range(3)
+    ]
+    lines = [line for one in reports for line in _as_lines(one)] + ["srun: something else", ""]
     random.Random(0).shuffle(lines)
     assert max(map(len, lines)) < 1000
-    assert read_lines(lines) == (papers, ["srun: something else"])
+    assert read_lines(lines) == (reports, ["srun: something else"])
     torn = [line for line in lines if not line.startswith("paceline-doctor: 1 0 ")]
-    assert read_lines(torn)[0] == [papers[0], papers[2]]
+    assert read_lines(torn)[0] == [reports[0], reports[2]]
 
 
-def test_nodes_are_told_together_where_they_agree_and_named_where_not() -> None:
+def test_nodes_are_grouped_if_they_agree_and_named_if_not() -> None:
     merged = merge_nodes(
         {
             "n1": [passed("python", "3.11"), passed("clock", "0.01 s")],
@@ -527,15 +531,19 @@ def test_nodes_are_told_together_where_they_agree_and_named_where_not() -> None:
         ("fail", "off by 9 s (n3)", ("n3",)),
     ]
     assert nodes_to_exclude(merged, ["n1", "n2", "n3"]) == ["n3"]
-    assert nodes_to_exclude([failed("x", "", "", nodes=["n1"])], ["n1"]) == []  # nobody would be left
+    assert nodes_to_exclude([failed("x", "", "", nodes=["n1"])], ["n1"]) == []  # no node would be left
 
 
-def test_a_rank_that_stands_apart_and_one_that_said_nothing_are_named() -> None:
-    papers = [paper(0, "n0", phase="links"), paper(1, "n1", phase="pairs"), paper(2, "n2", phase="links")]
-    found = assemble(papers, Expected(3, "srun", ("n0", "n1", "n2"))).findings[-1]
+def test_a_separate_rank_and_a_silent_rank_are_named() -> None:
+    reports = [
+        report_of(0, "n0", phase="links"),
+        report_of(1, "n1", phase="pairs"),
+        report_of(2, "n2", phase="links"),
+    ]
+    found = assemble(reports, Expected(3, "srun", ("n0", "n1", "n2"))).findings[-1]
     assert (found.name, found.status, found.nodes) == ("ranks", "fail", ("n1",))
     assert "rank 1 on n1 in pairs" in found.what
-    silent = assemble(papers[:2], Expected(3, "srun", ("n0", "n1", "n2"), "srun: n2 is gone")).findings[-1]
+    silent = assemble(reports[:2], Expected(3, "srun", ("n0", "n1", "n2"), "srun: n2 is gone")).findings[-1]
     assert "rank 2 (node n2): srun: n2 is gone" in silent.what
     assert silent.nodes == ("n2",)
 
@@ -553,7 +561,7 @@ class Terminal(io.TextIOWrapper):
         return True
 
 
-def test_signs_where_the_terminal_has_them_and_words_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_symbols_if_the_terminal_supports_them_and_words_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     finding = replace(failed("clock", "off by 9 s", "set it"), group="DISK")
@@ -568,7 +576,7 @@ def test_signs_where_the_terminal_has_them_and_words_elsewhere(monkeypatch: pyte
     assert "\033" not in "\n".join(Screen(Terminal(io.BytesIO(), "utf-8")).lines([finding]))
 
 
-def test_the_report_keeps_secrets_and_homes_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_contains_no_secrets_and_no_home_folders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     monkeypatch.setenv("PACELINE_API_TOKEN", "tell-nobody")
@@ -585,8 +593,8 @@ def test_the_report_keeps_secrets_and_homes_to_itself(monkeypatch: pytest.Monkey
     assert content["healthy"] is False
 
 
-def test_plants_are_read_and_refused() -> None:
-    assert parse_plants("slow rank=1; wrong") == (Plant("slow", 1), Plant("wrong", 0))
+def test_injected_faults_are_parsed_and_refused() -> None:
+    assert parse_faults("slow rank=1; wrong") == (InjectedFault("slow", 1), InjectedFault("wrong", 0))
     for text in ("flood", "slow step=3", "slow rank=x"):
         with pytest.raises(UserError):
-            parse_plants(text)
+            parse_faults(text)

@@ -10,7 +10,7 @@ import torch
 
 from harness.cli import paceline
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone
-from paceline.tools.doctor.plant import Planted
+from paceline.tools.doctor.plant import InjectedFaults
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,8 +19,8 @@ pytestmark = [
 ]
 
 
-def test_a_gpu_arrives_at_the_known_weights_too() -> None:
-    assert train_alone("cuda:0", Planted()) == KNOWN_HASH
+def test_a_gpu_gets_the_known_weights() -> None:
+    assert train_alone("cuda:0", InjectedFaults()) == KNOWN_HASH
 
 
 def test_one_rank_on_one_gpu_is_healthy_and_too_many_are_refused(tmp_path: Path) -> None:

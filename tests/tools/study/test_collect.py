@@ -1,4 +1,4 @@
-"""`paceline study collect`: a table of runs that were started by hand, with a reason for each that is left out."""
+"""`paceline study collect`: a table of runs that were started by hand, with a reason for each excluded run."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lines_of(answer: Answer) -> dict[str, str]:
 
 
 def test_every_run_is_in_the_table_as_a_cell_or_with_its_reason(place: Path) -> None:
-    """Failed runs, other work, other batches and folders without results are named; the others are the study's rows."""
+    """Failed runs, other work, other batches and folders without results are named. The others are rows."""
     names = [*RUNS, "letters", "absent"]
     answer = collect(place, *(f"runs/{name}" for name in names), "runs/one", "--output-dir=table")
     assert answer.code == 0, answer
@@ -91,8 +91,8 @@ def test_every_run_is_in_the_table_as_a_cell_or_with_its_reason(place: Path) -> 
     assert all(reason in page for reason in ("global batch 96", "hidden_size 32", "injected"))
 
 
-def test_the_numbers_are_those_of_the_study_that_ran_the_same(place: Path) -> None:
-    """A run measured by hand and the same folder as a cell of a study give one row."""
+def test_the_numbers_equal_those_of_a_study(place: Path) -> None:
+    """A run started by hand and the same folder as a cell of a study give the same row."""
     cells = place / "study" / "cells"
     cells.mkdir(parents=True)
     shutil.copytree(place / "runs" / "two", cells / "ddp-2-r1")
@@ -105,8 +105,8 @@ def test_the_numbers_are_those_of_the_study_that_ran_the_same(place: Path) -> No
     assert {**mine, "run": ""} == {**theirs, "run": ""}
 
 
-def test_a_collected_table_can_be_asked_for_other_sizes(place: Path) -> None:
-    """`study predict` takes the folder."""
+def test_a_collected_table_can_predict_other_sizes(place: Path) -> None:
+    """`study predict` accepts the folder."""
     assert collect(place, "one", "two", "--output-dir=both").code == 0
     answer = paceline("study", "predict", "both", "--world-sizes=4", "--json", cwd=place)
     assert answer.code == 0, answer
@@ -114,7 +114,7 @@ def test_a_collected_table_can_be_asked_for_other_sizes(place: Path) -> None:
 
 
 def test_a_resumed_run_is_marked(place: Path) -> None:
-    """Its times are of its last part."""
+    """Its times are from its last part."""
     flags = [flag for flag in FLAGS if not flag.startswith("--epochs")]
     again = paceline(
         "train", *flags, "--epochs=3", "--processes=1", "--global-batch-size=64", "--resume=runs/one",
@@ -126,7 +126,7 @@ def test_a_resumed_run_is_marked(place: Path) -> None:
 
 
 def test_without_a_result_there_is_no_study(place: Path) -> None:
-    """Exit code 1, the reasons in the table, and no folder; without a run it is the user's mistake."""
+    """Exit code 1, the reasons in the table, and no folder. Without a run it is a user error."""
     answer = collect(place, "failed", "letters", "--output-dir=nothing")
     assert answer.code == 1, answer
     assert answer.out.count("left out: ") == 2

@@ -1,4 +1,4 @@
-"""A study writes only into folders of its own, and removes only its own runs."""
+"""A study writes only into its own folders, and removes only its own runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FLAGS = [
 
 @pytest.mark.parametrize("name", ["results.csv", "report.html", "cells/ddp-1-r1/thesis.txt", "notes.txt"])
 def test_a_folder_with_other_files_is_refused(name: str, tmp_path: Path) -> None:
-    """Exit code 2, and nothing is changed."""
+    """Exit code 2, and nothing changes."""
     file = tmp_path / "mine" / name
     file.parent.mkdir(parents=True)
     file.write_text("years of work")
@@ -32,8 +32,8 @@ def test_a_folder_with_other_files_is_refused(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("kind", ["folder", "file", "link", "dangling link"])
-def test_a_cell_that_is_something_else_is_refused(kind: str, tmp_path: Path) -> None:
-    """Also in the folder of a study; a link is not followed."""
+def test_a_cell_folder_with_other_content_is_refused(kind: str, tmp_path: Path) -> None:
+    """Also in the folder of a study. A link is not followed."""
     answer = paceline("study", "shapes-cnn", *FLAGS, "--output-dir=study", cwd=tmp_path)
     assert answer.code == 0, answer
     (cell,) = (tmp_path / "study" / "cells").glob("ddp-1-r1")

@@ -1,4 +1,4 @@
-"""The performance model: what it recovers, what it predicts, and the words and numbers around it."""
+"""The performance model: its fit, its predictions, and the text and numbers around it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_eight_gpus_are_predicted_from_one_two_and_four(tmp_path: Path, strategy
 
 
 def step_of(coefficients: dict[str, float], size: int, samples: float) -> tuple[float, float]:
-    """Work and waiting by the formula in model.py's first lines."""
+    """Work and waits by the formula at the top of model.py."""
     work = coefficients["per_sample"] * samples + coefficients["fixed"]
     if size == 1:
         return work, 0.0
@@ -53,7 +53,7 @@ def step_of(coefficients: dict[str, float], size: int, samples: float) -> tuple[
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_a_machine_that_obeys_the_model_is_predicted_exactly(known: bool) -> None:
+def test_a_machine_that_follows_the_model_is_predicted_exactly(known: bool) -> None:
     truth = {"per_sample": 1e-4, "fixed": 2e-3, "entry": 0.0, "bandwidth": 3e-3, "latency": 1e-3}
     cells = []
     for size in (1, 2, 4, 8, 16):
@@ -62,14 +62,14 @@ def test_a_machine_that_obeys_the_model_is_predicted_exactly(known: bool) -> Non
     model = fit(cells, "ddp")
     assert model is not None
     for size in (32, 64):
-        # Solved by least squares, so equal up to rounding; which terms carry it is ambiguous without the phases.
+        # Least squares, so equal up to rounding. Without the phases it is ambiguous which terms carry it.
         assert model.predict(size, 1024 / size).step_s.value == pytest.approx(sum(step_of(truth, size, 1024 / size)))
     if known:
         for term in TERMS:
             assert model.coefficients[term] == pytest.approx(truth[term], abs=1e-9)
 
 
-def test_no_term_is_ever_negative() -> None:
+def test_no_term_is_negative() -> None:
     # Twice as fast as linear: an unbounded fit would need a negative constant.
     cells = [made_cell(1, 256, 1.0), made_cell(2, 256, 0.4), made_cell(4, 256, 0.15)]
     model = fit(cells, "ddp")
@@ -78,7 +78,7 @@ def test_no_term_is_ever_negative() -> None:
     assert model.predict(1024, 256 / 1024).step_s.value > 0
 
 
-def test_a_link_replaces_what_the_cells_tell_of_theirs() -> None:
+def test_a_given_link_replaces_the_fitted_one() -> None:
     cells = [made_cell(1, 256, 0.1, 0.0), made_cell(2, 256, 0.06, 0.01), made_cell(4, 256, 0.04, 0.015)]
     model = fit(cells, "ddp")
     assert model is not None
@@ -114,8 +114,8 @@ def test_statistics_by_hand() -> None:
     assert serial_fraction({1: 1.0}) is None
 
 
-def test_repeats_that_differ_widely_have_no_interval() -> None:
-    """Two noisy repeats give no "44 % (0 % to 13830 %)"; the words say why."""
+def test_repeats_with_a_large_spread_have_no_interval() -> None:
+    """Two noisy repeats give no "44 % (0 % to 13830 %)". The text says why."""
     noisy = ratio([40.0, 90.0], [100.0, 200.0])
     assert (noisy.low, noisy.high, noisy.is_too_noisy) == (None, None, True)
     assert mean([1.0, 3.0]).is_too_noisy
@@ -126,7 +126,7 @@ def test_repeats_that_differ_widely_have_no_interval() -> None:
 
 
 def test_an_efficiency_above_110_percent_is_marked_as_suspect() -> None:
-    """One rank that ran slower than the others: the table and the answer say so, with likely causes."""
+    """One rank ran slower than the others: the table and the text say so, with likely causes."""
     cells = [made_cell(n, 256, s, repeat=r) for n, s in ((1, 0.2), (2, 0.04)) for r in (1, 2, 3)]
     findings = find(cells)
     assert findings.scaled[1].efficiency.value == pytest.approx(2.5)
@@ -135,7 +135,7 @@ def test_an_efficiency_above_110_percent_is_marked_as_suspect() -> None:
     assert "scales linearly" not in answers
 
 
-def test_speedup_and_efficiency_are_against_one_rank_of_the_same_strategy() -> None:
+def test_speedup_and_efficiency_are_relative_to_one_rank_of_the_same_strategy() -> None:
     cells = [made_cell(n, 256, s, repeat=r) for n, s in ((1, 0.1), (2, 0.06), (4, 0.04)) for r in (1, 2, 3)]
     findings = find(cells)
     assert [(s.kind.world_size, round(s.speedup.value, 6), round(s.efficiency.value, 6)) for s in findings.scaled] == [
@@ -145,7 +145,7 @@ def test_speedup_and_efficiency_are_against_one_rank_of_the_same_strategy() -> N
     ]
 
 
-def test_a_loss_of_accuracy_needs_repeats_to_be_told() -> None:
+def test_a_loss_of_accuracy_is_reported_only_with_repeats() -> None:
     def words_for(accuracies: dict[int, list[float]]) -> str:
         cells = [
             dataclasses.replace(made_cell(n, 256, 0.1 / n, 0.0, repeat=number), test_accuracy=accuracy)
@@ -160,7 +160,7 @@ def test_a_loss_of_accuracy_needs_repeats_to_be_told() -> None:
     assert words_for({1: [0.90, 0.80, 0.85], 2: [0.82, 0.83, 0.84]}).startswith("**Yes, for DDP**")
 
 
-def test_the_words_follow_the_numbers() -> None:
+def test_the_text_matches_the_numbers() -> None:
     linear = [made_cell(n, 256, 0.1 / n, 0.0) for n in (1, 2, 4)]
     words = {answer.question: answer.text for answer in answer_all(find(linear))}
     assert "scales linearly" in words["Is scaling linear, and where does it stop?"]
@@ -171,12 +171,12 @@ def test_the_words_follow_the_numbers() -> None:
     assert "waiting for other ranks**: 69% of the step" in words["What is the bottleneck, and what to try next?"]
 
 
-def test_results_survive_the_way_through_csv(tmp_path: Path) -> None:
+def test_results_survive_a_round_trip_through_csv(tmp_path: Path) -> None:
     cells = [made_cell(n, 256, 0.1 / n, 0.01 / n, repeat=r) for n in (1, 2) for r in (1, 2)]
     write_csv(tmp_path / "results.csv", cells)
     back = read_csv(tmp_path / "results.csv")
     assert [cell.cell for cell in back] == [cell.cell for cell in cells]
-    # Seconds travel as milliseconds.
+    # Seconds are written as milliseconds.
     assert [cell.step_s for cell in back] == pytest.approx([cell.step_s for cell in cells], rel=1e-12)
     assert [cell.peak_mb for cell in back] == [cell.peak_mb for cell in cells]
     header = (tmp_path / "results.csv").read_text().splitlines()[0]
@@ -214,7 +214,7 @@ def test_sixty_four_cells_are_rendered_within_three_seconds(tmp_path: Path) -> N
         (["shapes-cnn", "--wrold-sizes", "1"], "perhaps you meant --world-sizes"),
     ],
 )
-def test_wrong_input_gets_one_screen(
+def test_wrong_input_of_a_study_gives_one_screen(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],

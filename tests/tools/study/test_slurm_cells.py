@@ -1,4 +1,4 @@
-"""Cells of a study on Slurm are comparable: the same threads everywhere, nodes of their own. No cluster is asked."""
+"""Cells of a study on Slurm are comparable: the same threads and exclusive nodes. No cluster is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STUDY = ("study", "synthetic-mlp", "--on=slurm", "--world-sizes=1,2,4", "--proce
     ],
 )
 def test_every_cell_has_the_same_threads(flags: tuple[str, ...], threads: int, tmp_path: Path) -> None:
-    """A rank that is alone on its node gets no more than one of two."""
+    """A rank alone on its node gets no more threads than one of two."""
     answer = paceline(*STUDY, *flags, cwd=tmp_path)
     assert answer.code == 0, answer
     found = re.findall(r"--omp-num-threads[= ](\d+)", answer.out)
@@ -29,13 +29,13 @@ def test_every_cell_has_the_same_threads(flags: tuple[str, ...], threads: int, t
     assert set(found) == {str(threads)}
 
 
-def test_cells_have_nodes_of_their_own(tmp_path: Path) -> None:
+def test_cells_have_exclusive_nodes(tmp_path: Path) -> None:
     answer = paceline(*STUDY, cwd=tmp_path)
     assert answer.out.count("#SBATCH --exclusive\n") == 3, answer.out
 
 
 @pytest.mark.parametrize("line", ["--oversubscribe", "--exclusive=user"])
-def test_a_site_may_decide_who_shares_a_node(line: str, tmp_path: Path) -> None:
+def test_a_site_may_allow_shared_nodes(line: str, tmp_path: Path) -> None:
     """Then the study says that times depend on it."""
     answer = paceline(*STUDY, f"--sbatch={line}", cwd=tmp_path)
     assert answer.code == 0, answer

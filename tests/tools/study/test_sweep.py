@@ -1,4 +1,4 @@
-"""A sweep: which cells it has, what it makes of their results, and one screen for a mistake."""
+"""A sweep: its cells, the summary of their results, and one screen for a mistake."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_random_points_stay_the_same_when_more_are_drawn() -> None:
     assert min(drawn) < 0.1 < max(drawn)  # on a logarithmic scale
 
 
-def test_a_command_names_its_settings_and_continues_in_its_folder(tmp_path: Path) -> None:
+def test_a_command_has_its_settings_and_continues_in_its_folder(tmp_path: Path) -> None:
     spec = spec_of("model_name=a/b.py:build,cnn", flags=("--epochs=2",))
     first, second = spec.cells()
     assert "/" not in first.name
@@ -93,7 +93,7 @@ def test_a_command_names_its_settings_and_continues_in_its_folder(tmp_path: Path
         ("seed=0..999", "base_lr=0.1,0.2,0.3"),
     ],
 )
-def test_values_that_make_no_grid_are_refused(words: tuple[str, ...]) -> None:
+def test_values_without_a_grid_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(UserError):
         spec_of(*words)
 
@@ -104,7 +104,7 @@ def test_values_that_cannot_be_drawn_are_refused(words: tuple[str, ...]) -> None
         spec_of(*words, random=3)
 
 
-def test_a_sweep_grows_and_refuses_other_settings(tmp_path: Path) -> None:
+def test_a_sweep_can_grow_and_refuses_other_settings(tmp_path: Path) -> None:
     first = spec_of("base_lr=0.1,0.2", "seed=1")
     write_sweep(tmp_path, first)
     assert read_sweep(tmp_path) == first
@@ -147,7 +147,7 @@ def test_results_are_means_over_seeds_best_first() -> None:
     assert [dict(result.point)["base_lr"] for result in by_loss] == ["0.3", "0.2", "0.1"]
 
 
-def test_without_a_validation_set_the_test_decides() -> None:
+def test_without_a_validation_set_the_test_accuracy_ranks_the_cells() -> None:
     cells = measured(spec_of("base_lr=0.1,0.2"), [None, None])
     assert metric_with_values(cells, "val_accuracy") == "test_accuracy"
     assert len(collect_results(cells, "test_accuracy")) == 2
@@ -202,7 +202,9 @@ def test_the_report_is_written_with_a_row_per_run(tmp_path: Path) -> None:
         (("shapes-cnn", "seed=-1"), "seed"),
     ],
 )
-def test_a_mistake_gets_one_screen_before_the_first_cell(tmp_path: Path, arguments: tuple[str, ...], part: str) -> None:
+def test_a_mistake_gives_one_screen_before_the_first_cell(
+    tmp_path: Path, arguments: tuple[str, ...], part: str
+) -> None:
     answer = paceline("sweep", *arguments, cwd=tmp_path)
     assert answer.code == 2, answer
     assert answer.err.startswith("error: ")

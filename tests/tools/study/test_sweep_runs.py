@@ -1,4 +1,4 @@
-"""A sweep of real runs: killed in the middle, it continues, and its cells have the bits of plain runs."""
+"""A sweep of real runs: after a kill it continues, and its cells have the bits of plain runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FLAGS = ("--num-samples=900", "--global-batch-size=16", "--epochs=4", "--save-st
 SWEEP = ("sweep", "shapes-cnn", "base_lr=0.01,0.05", *FLAGS, "--processes=1", "--no-async-save", "--track")
 
 
-def test_a_killed_sweep_continues_where_it_was(tmp_path: Path) -> None:
+def test_a_killed_sweep_continues(tmp_path: Path) -> None:
     with started(*SWEEP, cwd=tmp_path) as run:
         run.wait_for("[1/2] base_lr-0.05", 200)
         folder = tmp_path / "sweeps" / "shapes-cnn"
@@ -45,5 +45,5 @@ def test_a_killed_sweep_continues_where_it_was(tmp_path: Path) -> None:
     with (folder / "sweep.csv").open() as file:
         assert [row["base_lr"] for row in csv.DictReader(file)] == ["0.01", "0.05"]
     assert (folder / "report.html").exists()
-    again = paceline(*SWEEP, cwd=tmp_path)  # nothing is left to do
+    again = paceline(*SWEEP, cwd=tmp_path)  # no work is left
     assert (again.code, "2 done already" in again.out) == (0, True)

@@ -1,4 +1,4 @@
-"""A study of real runs on this machine: its numbers against another clock, its page in a real browser."""
+"""A study of real runs on this machine: its numbers compared with another clock, its page in a real browser."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ STUDY = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Interrupted once on the way, and one cell killed: the same command goes on, and --retry heals."""
+    """An interrupted study with one killed cell: the same command continues, and --retry repeats the cell."""
     folder = tmp_path_factory.mktemp("study")
     with started(*STUDY, cwd=folder) as run:
         run.wait_for("[1/4] ddp-1-r1 ", 120)
         run.wait_for("[1/4] ddp-2-r1 ", 120)
         os.kill(run.process.pid, signal.SIGINT)
         assert run.wait() == 130, run.err
-        assert "the same command goes on" in run.err
+        assert "the same command continues" in run.err
     done = (folder / "study" / "cells" / "ddp-1-r1" / "results.json").stat().st_mtime_ns
     with started(*STUDY, cwd=folder) as run:
         assert "1 done already" in run.wait_for("study ")
@@ -50,10 +50,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _kill_the_cell(folder: Path, study_pid: int) -> None:
-    """As the machine's memory killer would, without a word: the study's one child, whose ranks die with it."""
+    """Like the kernel's OOM killer: kill the study's only child without a message. Its ranks die with it."""
     deadline = time.monotonic() + 60
     children: list[int] = []
-    while not children:  # the line that says it runs is a moment ahead of it
+    while not children:  # the line about the start is printed slightly before it
         assert time.monotonic() < deadline, "the study starts no cell"
         children = [pid for pid in processes_in(folder) if parent_of(pid) == study_pid]
     assert len(children) == 1
@@ -77,29 +77,29 @@ def test_the_phases_add_up_to_the_step(folder: Path) -> None:
     phases = ("data", "forward", "backward", "communication", "update", "other")
     for row in read_results(folder):
         parts = {phase: float(row[f"{phase}_ms"]) for phase in phases}
-        # The rest is what the other phases leave, and must be small itself: nothing of weight goes unnamed.
+        # The rest is the time outside of the other phases. It must be small: every large part has a name.
         assert sum(parts.values()) == pytest.approx(float(row["step_ms_mean"]), rel=0.02)
         assert -0.02 < parts["other"] / float(row["step_ms_mean"]) < 0.1
         assert (parts["communication"] > 0) == (row["gpus"] == "2")
 
 
-def test_times_agree_with_a_clock_that_knows_nothing_of_ours(folder: Path) -> None:
-    """The wall clock stamps every row of a run as it is written: the last steps of an epoch against its own figures."""
+def test_times_agree_with_an_independent_clock(folder: Path) -> None:
+    """The wall clock stamps every row of a run. Compare the last steps of an epoch with its figures."""
     ratios = []
     for row in read_results(folder):
         path = folder / "cells" / f"{row['method']}-{row['gpus']}-r{row['repeat']}" / "metrics.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         steps = [r["time"] for r in rows if r["kind"] == "step"]
         per_epoch = int(row["steps_per_epoch"])
-        # From the first step line of an epoch to its last lie all of its steps but one.
+        # Between the first and the last step line of an epoch are all of its steps except one.
         epochs = [steps[n : n + per_epoch] for n in range(per_epoch, len(steps), per_epoch)]
         seen = statistics.fmean((epoch[-1] - epoch[0]) * per_epoch / (per_epoch - 1) for epoch in epochs)
         ratios.append(float(row["time"]) / seen)
-    # The first step of an epoch is no longer than the others, give or take: so only their mean is this close.
+    # The first step of an epoch takes about as long as the others, so only their mean is this close.
     assert statistics.fmean(ratios) == pytest.approx(1.0, abs=0.03)
 
 
-def test_plots_and_page_are_there(folder: Path) -> None:
+def test_plots_and_page_exist(folder: Path) -> None:
     names = {"plot_time_per_epoch", "plot_throughput", "plot_efficiency", "plot_step_breakdown", "plot_step_shares"}
     names |= {"plot_accuracy", "plot_val_loss", "plot_peak_mem_per_gpu"}
     assert {path.name for path in (folder / "plots").iterdir()} == {f"{n}.{e}" for n in names for e in ("png", "svg")}
@@ -108,7 +108,7 @@ def test_plots_and_page_are_there(folder: Path) -> None:
     assert [row["world_size"] for row in json.loads(answer.out)] == [4, 8, 4, 8]
 
 
-def test_a_study_that_is_another_one_is_refused(folder: Path) -> None:
+def test_a_folder_of_another_study_is_refused(folder: Path) -> None:
     answer = paceline(*STUDY, "--base-lr=0.1", cwd=folder.parent)
     assert answer.code == 2, answer
     assert "another study" in answer.err

@@ -16,7 +16,7 @@ from typing import Any
 
 from paceline.tools.doctor import disk, machine, network, software
 from paceline.tools.doctor.findings import DoctorFinding, failed
-from paceline.tools.doctor.plant import Planted
+from paceline.tools.doctor.plant import InjectedFaults
 from paceline.tools.doctor.request import DoctorRequest, NodeRole
 
 Judge = Callable[[Any], list[DoctorFinding | None]]
@@ -44,8 +44,8 @@ class NodeReport:
         return len((self.facts.get("torch") or {}).get("devices", ()))
 
 
-def examine_node(request: DoctorRequest, around: NodeRole, planted: Planted) -> NodeReport:
-    exams = _exams(request, around, planted)
+def examine_node(request: DoctorRequest, around: NodeRole, faults: InjectedFaults) -> NodeReport:
+    exams = _exams(request, around, faults)
     answers = _gather_all(exams)
     findings: list[DoctorFinding] = []
     facts: dict[str, Any] = {}
@@ -58,11 +58,11 @@ def examine_node(request: DoctorRequest, around: NodeRole, planted: Planted) -> 
     return NodeReport(findings, facts)
 
 
-def _exams(request: DoctorRequest, around: NodeRole, planted: Planted) -> list[Exam]:
+def _exams(request: DoctorRequest, around: NodeRole, faults: InjectedFaults) -> list[Exam]:
     return [
         *_software_exams(request),
         *_machine_exams(around.local_ranks),
-        *_disk_exams(request, planted),
+        *_disk_exams(request, faults),
         *_network_exams(around),
     ]
 
@@ -96,18 +96,18 @@ def _machine_exams(ranks: int) -> list[Exam]:
     ]
 
 
-def _disk_exams(request: DoctorRequest, planted: Planted) -> list[Exam]:
+def _disk_exams(request: DoctorRequest, faults: InjectedFaults) -> list[Exam]:
     began = (time.time(), time.monotonic())
 
     def judge_run_folder(place: disk.Place) -> list[DoctorFinding | None]:
         drift_s = (time.time() - began[0]) - (time.monotonic() - began[1])
         run = disk.check_place("run folder", place, flag="--output-dir")
-        return [run, disk.check_clock(place, planted.wall_clock(), drift_s)]
+        return [run, disk.check_clock(place, faults.wall_clock(), drift_s)]
 
     def judge_temporary(place: disk.Place) -> list[DoctorFinding | None]:
         return [disk.check_place("temporary folder", place, flag="TMPDIR=")]
 
-    run = partial(disk.gather_place, request.output_dir, planted.wall_clock)
+    run = partial(disk.gather_place, request.output_dir, faults.wall_clock)
     data = partial(disk.gather_place, request.data_dir, measures=False)
     temporary = partial(disk.gather_place, Path(tempfile.gettempdir()), measures=False)
     dead = "does a mount hang? df and mount show which; use another --output-dir or --data-dir"

@@ -19,7 +19,7 @@ from paceline.tools.bench.collectives import Fit, Row
 from paceline.tools.bench.limits import Limit
 from paceline.tools.doctor.findings import DoctorFinding, failed, passed, warned
 from paceline.tools.doctor.peers import blame, name_ranks
-from paceline.tools.doctor.plant import Planted
+from paceline.tools.doctor.plant import InjectedFaults
 
 # --- Measurements -----------------------------------------------------------------------------------------------------
 
@@ -45,10 +45,10 @@ def known_numbers(rank: int, device: str) -> Tensor:
     return (torch.arange(_NUMBERS, device=device) % _PATTERN + rank % 32).float()
 
 
-def try_sums(world: World, planted: Planted) -> Sums:
+def try_sums(world: World, faults: InjectedFaults) -> Sums:
     """An all-reduce of known numbers. Collective."""
     mine = known_numbers(world.rank, world.device)
-    if planted.flips_a_bit():
+    if faults.flips_a_bit():
         mine.view(torch.int32)[7] ^= 1 << 22
     is_own_right = torch.equal(mine.cpu(), known_numbers(world.rank, "cpu"))
     ranks = [rank % 32 for rank in range(world.world_size)]
@@ -76,11 +76,11 @@ def partners(rank: int, world_size: int) -> list[int]:
     return rounds
 
 
-def try_pairs(world: World, planted: Planted) -> dict[int, tuple[bool, float]]:
+def try_pairs(world: World, faults: InjectedFaults) -> dict[int, tuple[bool, float]]:
     """For each partner: whether its data arrived correctly, and the seconds of one exchange. Collective."""
     found = {}
     mine = known_numbers(world.rank, world.device)
-    if planted.flips_a_bit():
+    if faults.flips_a_bit():
         mine.view(torch.int32)[7] ^= 1 << 22
     for partner in partners(world.rank, world.world_size):
         if partner == world.rank:
@@ -90,7 +90,7 @@ def try_pairs(world: World, planted: Planted) -> dict[int, tuple[bool, float]]:
         for _ in range(_PAIR_TRIES):
             started = time.perf_counter()
             _swap(mine, theirs, partner, world)
-            planted.burn(time.perf_counter() - started)
+            faults.burn(time.perf_counter() - started)
             seconds.append(time.perf_counter() - started)
         found[partner] = (torch.equal(theirs.cpu(), known_numbers(partner, "cpu")), min(seconds))
     return found
@@ -103,7 +103,7 @@ def _swap(mine: Tensor, theirs: Tensor, partner: int, world: World) -> None:
     synchronise(world.device)
 
 
-def measure_pace(world: World, planted: Planted) -> float:
+def measure_pace(world: World, faults: InjectedFaults) -> float:
     """Seconds of one matrix product while every rank computes. Collective.
 
     Uses one thread per rank: threads that wait for each other on shared cores make a healthy rank look ten times
@@ -112,12 +112,12 @@ def measure_pace(world: World, planted: Planted) -> float:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return _measure_pace_of_one_thread(world, planted)
+        return _measure_pace_of_one_thread(world, faults)
     finally:
         torch.set_num_threads(threads)
 
 
-def _measure_pace_of_one_thread(world: World, planted: Planted) -> float:
+def _measure_pace_of_one_thread(world: World, faults: InjectedFaults) -> float:
     side = _SIDES[torch.device(world.device).type]
     left, right = (torch.full((side, side), 0.5, device=world.device) for _ in range(2))
     work: Callable[[], object] = lambda: torch.mm(left, right)  # noqa: E731
@@ -131,7 +131,7 @@ def _measure_pace_of_one_thread(world: World, planted: Planted) -> float:
         started = time.perf_counter()
         work()
         synchronise(world.device)
-        planted.burn(time.perf_counter() - started)
+        faults.burn(time.perf_counter() - started)
         seconds.append(time.perf_counter() - started)
     return statistics.median(seconds)
 
@@ -161,9 +161,9 @@ def check_sums(sums: Sequence[Sums], pairs: Pairs, hosts: Sequence[str]) -> Doct
     if arrived_wrong:
         sender, rank = arrived_wrong[0]
         what = f"data from {name_ranks([sender], hosts)} arrives corrupted at {name_ranks([rank], hosts)}"
-        guilty = sorted({sender, rank})
+        suspects = sorted({sender, rank})
         remedy = "exclude one of the two nodes, then the other, to find the faulty one; check its network card, cable"
-        return failed("all-reduce", what, remedy, nodes=blame(guilty, hosts), wrong_ranks=guilty)
+        return failed("all-reduce", what, remedy, nodes=blame(suspects, hosts), wrong_ranks=suspects)
     got = [rank for rank, one in enumerate(sums) if not one.is_sum_right]
     what = f"every pair exchanges correctly, but the sum over all is wrong at {name_ranks(got, hosts)}"
     return failed("all-reduce", what, "try another torch or NCCL, or NCCL_ALGO=Ring; do not use results from here")

@@ -184,7 +184,7 @@ def check_reach(probes: Sequence[Sequence[Probe]], hosts: Sequence[str]) -> Doct
         longest = max(probe.round_trip_s for row in probes for probe in row)
         return passed("reach", f"all {_ranks(ranks)} reach each other, in {1000 * longest:.1f} ms at most")
     first = shut[0]
-    guilty = fewest_to_leave_out(shut)
+    suspects = fewest_to_leave_out(shut)
     what = f"{len(shut)} of {ranks * (ranks - 1)} connections fail: {name_ranks([first[0]], hosts)} does not reach "
     what += f"{name_ranks([first[1]], hosts)} ({probes[first[0]][first[1]].error})"
     remedy = "if there is a firewall between the nodes, open all TCP ports among them (iptables -L, security groups); "
@@ -193,7 +193,7 @@ def check_reach(probes: Sequence[Sequence[Probe]], hosts: Sequence[str]) -> Doct
         remedy = (
             "the MTU is too large for the network: test with ping -M do -s 1472; reduce it with ip link set ... mtu"
         )
-    return failed("reach", what, remedy, nodes=blame(guilty, hosts), shut=[list(pair) for pair in shut[:100]])
+    return failed("reach", what, remedy, nodes=blame(suspects, hosts), shut=[list(pair) for pair in shut[:100]])
 
 
 def fewest_to_leave_out(shut: Sequence[tuple[int, int]]) -> list[int]:

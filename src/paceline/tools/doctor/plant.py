@@ -21,46 +21,46 @@ _WRONG_VERSION = "0.0.0"
 
 
 @dataclass(frozen=True)
-class Plant:
+class InjectedFault:
     kind: str
     rank: int = 0
 
 
-class Planted:
+class InjectedFaults:
     """The injected faults of this rank, and how often each took effect."""
 
-    def __init__(self, plants: tuple[Plant, ...] = (), rank: int = 0) -> None:
-        self._kinds = {plant.kind for plant in plants if plant.rank == rank}
-        self.struck = dict.fromkeys(sorted(self._kinds), 0)
+    def __init__(self, faults: tuple[InjectedFault, ...] = (), rank: int = 0) -> None:
+        self._kinds = {fault.kind for fault in faults if fault.rank == rank}
+        self.fault_counts = dict.fromkeys(sorted(self._kinds), 0)
 
-    def _strikes(self, kind: str) -> bool:
+    def _takes_effect(self, kind: str) -> bool:
         if kind in self._kinds:
-            self.struck[kind] += 1
+            self.fault_counts[kind] += 1
         return kind in self._kinds
 
     def wall_clock(self) -> float:
         """Seconds since 1970, wrong if the clock fault is injected."""
-        return time.time() + (_CLOCK_S if self._strikes("clock") else 0.0)
+        return time.time() + (_CLOCK_S if self._takes_effect("clock") else 0.0)
 
     def version(self, true: str) -> str:
-        return _WRONG_VERSION if self._strikes("versions") else true
+        return _WRONG_VERSION if self._takes_effect("versions") else true
 
     def burn(self, seconds: float) -> None:
         """Call after a piece of work that took this long."""
-        if self._strikes("slow"):
+        if self._takes_effect("slow"):
             until = time.perf_counter() + 2 * seconds
             while time.perf_counter() < until:
                 pass
 
     def flips_a_bit(self) -> bool:
-        return self._strikes("wrong")
+        return self._takes_effect("wrong")
 
 
-def parse_plants(text: str, where: str = "flag --inject") -> tuple[Plant, ...]:
-    return tuple(_parse_plant(part.strip(), where) for part in text.split(";") if part.strip())
+def parse_faults(text: str, where: str = "flag --inject") -> tuple[InjectedFault, ...]:
+    return tuple(_parse_fault(part.strip(), where) for part in text.split(";") if part.strip())
 
 
-def _parse_plant(text: str, where: str) -> Plant:
+def _parse_fault(text: str, where: str) -> InjectedFault:
     kind, *settings = text.split()
     if kind not in KINDS:
         raise UserError(f"unknown fault {kind!r}", where=where, got=text, allowed=", ".join(KINDS))
@@ -70,4 +70,4 @@ def _parse_plant(text: str, where: str) -> Plant:
         if name != "rank" or not value.isdecimal():
             raise UserError(f"unknown setting {setting!r} of the fault {kind}", where=where, got=text, allowed="rank=N")
         rank = int(value)
-    return Plant(kind, rank)
+    return InjectedFault(kind, rank)

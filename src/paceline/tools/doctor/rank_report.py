@@ -34,7 +34,7 @@ class RankReport:
     facts: dict[str, Any] = field(default_factory=dict)
     shared: list[DoctorFinding] = field(default_factory=list)  # part two; equal on all ranks that got equally far
     hosts: list[str] = field(default_factory=list)  # of all ranks, when known
-    struck: dict[str, int] = field(default_factory=dict)  # injected faults
+    fault_counts: dict[str, int] = field(default_factory=dict)  # injected faults
 
     def to_json(self) -> dict[str, Any]:
         reports = [[finding.to_json() for finding in part] if part is not None else None for part in self._parts()]
@@ -117,7 +117,7 @@ class Examination:
     world_size: int
     launcher: str
     facts: dict[str, Any] = field(default_factory=dict)  # by host
-    struck: dict[str, int] = field(default_factory=dict)  # how often each injected fault took effect
+    fault_counts: dict[str, int] = field(default_factory=dict)  # how often each injected fault took effect
     seconds: float = 0.0
 
 
@@ -147,11 +147,11 @@ def assemble(
     seen = list(dict.fromkeys([*expected.hosts, *by_host, *(report.host for report in reports)]))
     findings += _who_is_missing(reports, expected)
     findings.sort(key=lambda finding: GROUPS.index(finding.group))
-    struck: dict[str, int] = {}
+    fault_counts: dict[str, int] = {}
     for report in reports:
-        for kind, count in report.struck.items():
-            struck[kind] = struck.get(kind, 0) + count
-    return Examination(findings, seen, expected.world_size, expected.launcher, facts, struck)
+        for kind, count in report.fault_counts.items():
+            fault_counts[kind] = fault_counts.get(kind, 0) + count
+    return Examination(findings, seen, expected.world_size, expected.launcher, facts, fault_counts)
 
 
 def _who_is_missing(reports: Sequence[RankReport], expected: Expected) -> list[DoctorFinding]:

@@ -44,7 +44,7 @@ def to_json(examination: Examination) -> dict[str, Any]:
         "world_size": examination.world_size,
         "hosts": examination.hosts,
         "exclude": nodes_to_exclude(findings, examination.hosts),
-        "planted": examination.struck,
+        "planted": examination.fault_counts,
         "findings": [finding.to_json() for finding in findings],
         "facts": examination.facts,
     }

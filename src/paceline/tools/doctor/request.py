@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.tools.doctor.plant import Plant
+from paceline.tools.doctor.plant import InjectedFault
 
 Launch = Literal["local", "torchrun", "slurm"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -18,7 +18,7 @@ class DoctorRequest:
     device: Device = "auto"
     output_dir: Path = Path("runs")
     data_dir: Path = Path("data")
-    plants: tuple[Plant, ...] = ()
+    faults: tuple[InjectedFault, ...] = ()
 
 
 @dataclass(frozen=True)

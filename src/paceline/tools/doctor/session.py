@@ -30,7 +30,7 @@ from paceline.tools.doctor.findings import DoctorFinding, failed, skipped
 from paceline.tools.doctor.known_training import KNOWN_HASH, train_alone, train_together
 from paceline.tools.doctor.network import gather_network, own_address
 from paceline.tools.doctor.peers import LeftToken, Listener, Probe, leave_token, probe_all, read_token
-from paceline.tools.doctor.plant import Planted
+from paceline.tools.doctor.plant import InjectedFaults
 from paceline.tools.doctor.rank_report import DONE, RankReport
 from paceline.tools.doctor.rendezvous import Rendezvous, RendezvousError
 from paceline.tools.doctor.request import DoctorRequest, NodeRole
@@ -50,7 +50,7 @@ class Session:
     def __init__(self, request: DoctorRequest, environment: RankEnvironment) -> None:
         self._request = request
         self._environment = environment
-        self._planted = Planted(request.plants, environment.rank)
+        self._faults = InjectedFaults(request.faults, environment.rank)
         self._world: World | None = None
         self.report = RankReport(environment.rank, environment.world_size, socket.gethostname())
         self.reports: list[RankReport] = []  # of all ranks, if all finished
@@ -74,13 +74,13 @@ class Session:
         timer.cancel()
 
     def _give_up(self, on_late: Callable[[RankReport], None]) -> None:
-        self.report.struck = self._planted.struck
+        self.report.fault_counts = self._faults.fault_counts
         on_late(self.report)
         os._exit(EXIT_HANG)
 
     def _finish(self) -> None:
         self.report.phase = DONE
-        self.report.struck = self._planted.struck
+        self.report.fault_counts = self._faults.fault_counts
 
     def _find(self, group: str, *findings: DoctorFinding) -> None:
         self.report.shared += [replace(finding, group=group) for finding in findings]
@@ -100,7 +100,7 @@ class Session:
             serves=environment.rank == 0 and environment.world_size > 1 and not environment.has_store_server,
         )
         request = replace(self._request, processes=environment.local_world_size)
-        report = examine_node(request, around, self._planted)
+        report = examine_node(request, around, self._faults)
         self.report.node, self.report.facts = report.findings, report.facts
 
     def _choose_device(self) -> None:
@@ -122,8 +122,8 @@ class Session:
         self.report.phase = "training"
         self._find(
             "RANKS",
-            exchange.check_pace([measure_pace(world, self._planted)], [world.host]),
-            exchange.check_training([train_alone(world.device, self._planted)], [], KNOWN_HASH, [world.host]),
+            exchange.check_pace([measure_pace(world, self._faults)], [world.host]),
+            exchange.check_training([train_alone(world.device, self._faults)], [], KNOWN_HASH, [world.host]),
         )
 
     # --- With the other ranks -----------------------------------------------------------------------------------------
@@ -153,12 +153,12 @@ class Session:
     def _compare(self, rendezvous: Rendezvous) -> str:
         """Compare the nodes, and check plain connections between them. Returns the reason to stop, or nothing."""
         host = own_address(self._environment.store_host) if self._environment.is_on_one_node else ""
-        with Listener(self._planted.wall_clock, host) as listener:
+        with Listener(self._faults.wall_clock, host) as listener:
             everyone = rendezvous.exchange("identity", self._identity(listener.port))
             hosts = self.report.hosts = [identity["host"] for identity in everyone]
             self.report.phase = "reach"
             places = [(identity["address"], identity["port"]) for identity in everyone]
-            mine = probe_all(places, self._planted.wall_clock)
+            mine = probe_all(places, self._faults.wall_clock)
             rows = rendezvous.exchange("probes", [probe.to_json() for probe in mine])
         probes = [[Probe(**probe) for probe in row] for row in rows]
         versions, reach = peers.check_versions(everyone), peers.check_reach(probes, hosts)
@@ -205,7 +205,7 @@ class Session:
             "port": port,
             "mtu": next((one.mtu for one in interfaces if one.address == address), 0),
             "versions": {
-                "torch": self._planted.version(torch.__version__),
+                "torch": self._faults.version(torch.__version__),
                 "paceline": paceline.__version__,
                 "code": hash_code(),
                 "python": platform.python_version(),
@@ -238,9 +238,9 @@ class Session:
         """Results are sent through the store, not through the process group that is being tested."""
         hosts = self.report.hosts
         self.report.phase = "all-reduce"
-        sums = [Sums(**one) for one in rendezvous.exchange("sums", asdict(try_sums(world, self._planted)))]
+        sums = [Sums(**one) for one in rendezvous.exchange("sums", asdict(try_sums(world, self._faults)))]
         self.report.phase = "pairs"
-        rows = rendezvous.exchange("pairs", list(try_pairs(world, self._planted).items()))
+        rows = rendezvous.exchange("pairs", list(try_pairs(world, self._faults).items()))
         pairs = [{partner: (right, seconds) for partner, (right, seconds) in row} for row in rows]
         self._find("RANKS", exchange.check_sums(sums, pairs, hosts), exchange.check_pairs(pairs, hosts))
         self.report.phase = "pace"
@@ -248,8 +248,8 @@ class Session:
         self.report.phase = "links"
         self._find("RANKS", self._check_links(rendezvous, world))
         self.report.phase = "training"
-        alone = rendezvous.exchange("alone", train_alone(world.device, self._planted))
-        together = rendezvous.exchange("together", train_together(world, self._planted))
+        alone = rendezvous.exchange("alone", train_alone(world.device, self._faults))
+        together = rendezvous.exchange("together", train_together(world, self._faults))
         self._find("RANKS", exchange.check_training(alone, together, KNOWN_HASH, hosts))
         wait_for_all(world)
         dist.destroy_process_group()
@@ -258,7 +258,7 @@ class Session:
         """Measure again if a rank seems slow: on a busy machine any rank may be slow once."""
         best = [float("inf")] * world.world_size
         for attempt in range(_PACE_TRIES):
-            found = rendezvous.exchange(f"pace-{attempt}", measure_pace(world, self._planted))
+            found = rendezvous.exchange(f"pace-{attempt}", measure_pace(world, self._faults))
             best = [min(pair) for pair in zip(best, found, strict=True)]
             if max(exchange.slowness(best)) < exchange.SLOW_WARN:
                 break
