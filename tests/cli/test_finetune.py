@@ -23,7 +23,9 @@ def write_pictures(folder: Path, classes: tuple[str, ...] = ("bright", "dark"), 
     for number, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
         for index in range(per_class):
-            pixels = noise.integers(0, 80, (40 + index, 50, 3), dtype=np.uint8) + np.uint8(170 * number)
+            pixels = noise.integers(0, 80, (40 + index, 50, 3), dtype=np.uint8) + np.uint8(
+                170 // (len(classes) - 1 or 1) * number
+            )
             Image.fromarray(pixels).save(folder / name / f"{index}.png")
     return folder
 
@@ -49,7 +51,7 @@ def test_one_command_tests_exports_and_describes_a_model(workplace: Path) -> Non
     assert read_results(run)["test_accuracy"] == 1.0
     export = run / "export-safetensors"
     assert {path.name for path in export.iterdir()} >= {"model.safetensors", "card.md", "preprocessing.json"}
-    assert json.loads((export / "labels.json").read_text()) == ["bright", "dark"]
+    assert json.loads((export / "labels.json").read_text()) == {"0": "bright", "1": "dark"}
     assert yaml.safe_load((run / "config.yaml").read_text())["weights"] == "none"  # nothing was downloaded
     again = paceline(*words, "--export=safetensors", "--output-dir=tuned", "--resume=auto", cwd=workplace)
     assert again.code == 0, again  # the export of the same run is replaced
@@ -65,6 +67,18 @@ def test_exported_weights_are_weights_to_start_from(workplace: Path) -> None:
 
     assert answer.code == 0, answer
     assert read_results(workplace / "from-file")["steps"] == 1
+
+
+@pytest.mark.long
+def test_a_head_for_as_many_other_classes_is_left_out(workplace: Path) -> None:
+    write_pictures(workplace / "ten", tuple("abcdefghij"), per_class=6)
+    flags = ["--data-dir=ten", "--init-from=backbone", *SMALL, "--max-steps=1", "--output-dir=ten-classes"]
+
+    answer = paceline("train", "finetune", *flags, cwd=workplace)
+
+    assert answer.code == 0, answer
+    assert "weights   8 of 10 tensors" in answer.out
+    assert answer.out.count("other classes") == 2
 
 
 @pytest.mark.parametrize(

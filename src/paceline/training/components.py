@@ -47,7 +47,7 @@ from paceline.training.compiling import choose_to_compile, compile_for_sizes
 from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.input_sizes import require_sizes
-from paceline.training.model_record import RECORD, ModelRecord, make_record
+from paceline.training.model_record import RECORD, ModelRecord, make_record, was_for_other_classes
 from paceline.training.objective import Objective, build_objective, find_class_weights
 from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_average, build_optimizer
@@ -263,7 +263,8 @@ def build_components(
     if load_weights:
         require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
     if config.run.init_from and load_weights:
-        start_from(model, Path(config.run.init_from))
+        source = Path(config.run.init_from)
+        start_from(model, source, with_head=not was_for_other_classes(source, data.info))
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None and load_weights:
         look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
