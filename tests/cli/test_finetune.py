@@ -22,10 +22,9 @@ def write_pictures(folder: Path, classes: tuple[str, ...] = ("bright", "dark"), 
     noise = np.random.default_rng(0)
     for number, name in enumerate(classes):
         (folder / name).mkdir(parents=True)
+        brightness = np.uint8(170 * number // (len(classes) - 1 or 1))
         for index in range(per_class):
-            pixels = noise.integers(0, 80, (40 + index, 50, 3), dtype=np.uint8) + np.uint8(
-                170 // (len(classes) - 1 or 1) * number
-            )
+            pixels = noise.integers(0, 80, (40 + index, 50, 3), dtype=np.uint8) + brightness
             Image.fromarray(pixels).save(folder / name / f"{index}.png")
     return folder
 
@@ -51,6 +50,7 @@ def test_one_command_tests_exports_and_describes_a_model(workplace: Path) -> Non
     assert read_results(run)["test_accuracy"] == 1.0
     export = run / "export-safetensors"
     assert {path.name for path in export.iterdir()} >= {"model.safetensors", "card.md", "preprocessing.json"}
+    assert "| started from | weights: backbone |" in (export / "card.md").read_text()
     assert json.loads((export / "labels.json").read_text()) == {"0": "bright", "1": "dark"}
     assert yaml.safe_load((run / "config.yaml").read_text())["weights"] == "none"  # nothing was downloaded
     again = paceline(*words, "--export=safetensors", "--output-dir=tuned", "--resume=auto", cwd=workplace)
