@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import paceline
 from paceline.checkpoints.capture import Tensors, model_tensors, optimizer_tensors
@@ -25,7 +25,7 @@ from paceline.checkpoints.identity import (
 from paceline.checkpoints.resume import reader_of, restore_training, start_from
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import Pipeline, build_pipeline
-from paceline.data.dataset import LoadedData
+from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.loader import Loader
 from paceline.data.sampling import Sampling, sampling_of
 from paceline.data.shared import load_once_per_node
@@ -263,8 +263,7 @@ def build_components(
     if load_weights:
         require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
     if config.run.init_from and load_weights:
-        source = Path(config.run.init_from)
-        start_from(model, source, with_head=not was_for_other_classes(source, data.info))
+        _start_from(model, Path(config.run.init_from), data.info)
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None and load_weights:
         look_at(pipeline.for_evaluation(data.train.read(train_ids[:_FIRST_LOOK_SAMPLES])))
@@ -308,3 +307,7 @@ def build_components(
         record=record,
         code=code,
     )
+
+
+def _start_from(model: nn.Module, source: Path, info: DatasetInfo) -> None:
+    start_from(model, source, with_head=not was_for_other_classes(source, info))
