@@ -32,6 +32,7 @@ SMALL = ["--num-samples", "640", "--global-batch-size", "64"]
 QUICKLY: list[tuple[str, list[str]]] = [
     ("train shapes-cnn --json", ["--epochs", "1", *SMALL]),
     ("train folder-resnet50", ["--global-batch-size", "4", "--dry-run"]),
+    ("train finetune", ["--global-batch-size", "4", "--dry-run"]),
     ("train", ["--dry-run"]),
     ("submit", ["--dry-run"]),
     ("study collect", []),
@@ -99,6 +100,7 @@ STAND_INS = {
     "PATH": "page.html",
     "studies/shapes-cnn": "studies/measured",
     "runs/pictures": "runs/second",
+    "runs/backbone": "runs/first",
     "runs/tuned": "runs/first",
     "runs/small-net": "runs/second",
     "runs/one-gpu": "studies/measured/cells/ddp-1-r1",

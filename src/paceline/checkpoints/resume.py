@@ -29,7 +29,7 @@ from paceline.checkpoints.format import MANIFEST, STEP_PREFIX, DamagedCheckpoint
 from paceline.checkpoints.payload import PayloadReader
 from paceline.checkpoints.store import inspect_checkpoint, open_checkpoint, point, pointed_at, take_in, temporary_folder
 from paceline.errors import CheckpointError
-from paceline.models.weights import LoadReport, load_matching, read_tensors
+from paceline.models.weights import load_matching, read_tensors
 from paceline.parallel.collectives import broadcast_text
 from paceline.runs.patience import is_present, read_patiently
 from paceline.runtime.detect import World
@@ -149,11 +149,11 @@ def _explained(checkpoint: store.Checkpoint) -> Iterator[None]:
         ) from error
 
 
-def start_from(model: nn.Module, source: Path) -> None:
+def start_from(model: nn.Module, source: Path, *, with_head: bool = True) -> None:
     """Copy weights of a run (its best), a checkpoint or a weights file into a fresh model."""
     tensors = read_tensors(source) if source.is_file() else _tensors_of_checkpoint(source)
-    report = load_matching(model, tensors, source=str(source))
-    _log.info("weights   %d of %d tensors from %s", len(report.loaded), _wanted(report), source)
+    report = load_matching(model, tensors, source=str(source), with_head=with_head)
+    _log.info("weights   %d of %d tensors from %s", len(report.loaded), report.wanted, source)
     for label, names in report.parts().items():
         for name in names[:_LISTED]:
             _log.info("  %-16s %s", label, name)
@@ -161,13 +161,9 @@ def start_from(model: nn.Module, source: Path) -> None:
             _log.info("  %-16s and %d more", label, len(names) - _LISTED)
 
 
-def _wanted(report: LoadReport) -> int:
-    return len(report.loaded) + len(report.skipped_shape) + len(report.missing)
-
-
 def _tensors_of_checkpoint(source: Path) -> dict[str, Tensor]:
     """The weights a run would be evaluated with: the moving average where there is one."""
-    checkpoint = open_checkpoint(_checkpoint_folder(source))
+    checkpoint = open_checkpoint(checkpoint_folder(source))
     tensors: dict[str, Tensor] = {}
     for kind in ("model", "ema"):
         if checkpoint.files_of(kind):
@@ -176,7 +172,8 @@ def _tensors_of_checkpoint(source: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _checkpoint_folder(source: Path) -> Path:
+def checkpoint_folder(source: Path) -> Path:
+    """The checkpoint itself, or the best one of a run or of a folder of checkpoints (the newest if none is best)."""
     if (source / MANIFEST).exists():
         return source
     folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from paceline.cli.command import Command
-from paceline.errors import EXIT_FINISHED, UserError
+from paceline.errors import EXIT_FINISHED
 from paceline.runs.find import locate_run
 from paceline.runs.folder import require_run_folder
 from paceline.settings.declare import Arg
-from paceline.training.export_request import ExportFormat, check_output, default_output
+from paceline.training.export_request import ExportFormat, check_output, check_packages, default_output
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ def export(settings: Export) -> int:
     output = settings.output or default_output(folder, settings.format)
     require_run_folder(folder)
     check_output(output, is_forced=settings.force)
-    if settings.format == "onnx" and importlib.util.find_spec("onnx") is None:
-        raise UserError("the package onnx is not installed", where="--format onnx", hint="pip install 'paceline[onnx]'")
+    check_packages(settings.format, where=f"--format {settings.format}")
     from paceline.training.export import export_run
 
     flags = [] if settings.data_dir is None else [f"--data-dir={settings.data_dir}"]

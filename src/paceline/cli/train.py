@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.cli.command import Command, RecipeSettings
 from paceline.errors import EXIT_FINISHED, UserError
+from paceline.settings.load import LoadedConfig
+from paceline.training.export_request import ExportFormat, check_packages
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class Train(RecipeSettings):
     """Print only warnings and the result."""
     json: bool = False
     """Print a row per epoch and one for the result on standard output, everything else on standard error."""
+    export: ExportFormat | None = None
+    """When the run is finished, write its best weights and a model card to RUN/export-FORMAT, as `paceline export`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,40 @@ def train(settings: Train) -> int:
     require_open_files()
     keep_bytecode()
     loaded = read_request(settings.recipe, settings.flags)
-    return start_training(loaded, settings.as_arguments(), rank_main)
+    if settings.export is not None:
+        _check_export(settings.export, loaded)
+    ended = start_training(loaded, settings.as_arguments(), rank_main)
+    if settings.export is not None and ended.exit_code == EXIT_FINISHED and ended.folder is not None:
+        _export(ended.folder, settings.export)
+    return ended.exit_code
+
+
+def _check_export(format_name: ExportFormat, loaded: LoadedConfig) -> None:
+    """Refuse before the training what would fail after it."""
+    from paceline.runtime.detect import read_rank_environment
+
+    check_packages(format_name, where=f"--export {format_name}")
+    if loaded.config.run.rehearse:
+        raise UserError("a rehearsal has no model to export", got="--rehearse with --export", hint="leave one out")
+    environment = read_rank_environment()
+    if environment is not None:
+        raise UserError(
+            "--export is for runs that paceline itself starts",
+            where="--export",
+            got=f"a rank of {environment.launcher}",
+            hint=f"after the run: paceline export RUN --format {format_name}",
+        )
+
+
+def _export(folder: Path, format_name: ExportFormat) -> None:
+    from paceline.metrics.screen import say
+    from paceline.training.export import export_run
+    from paceline.training.export_request import check_output, default_output
+
+    output = default_output(folder, format_name)
+    check_output(output, is_forced=True)  # an earlier export of this run, which was continued
+    for line in export_run(folder, format_name, output, []):
+        say(line)
 
 
 def plan(settings: RecipeSettings) -> int:

@@ -34,7 +34,7 @@ _OWN_COLUMNS = ("kind", "step", "epoch", "phase", "throughput", "time", "merit")
 
 def read_request(recipe: str = DEFAULT_RECIPE, flags: Sequence[str | Setting] = ()) -> LoadedConfig:
     """Resolve and check a recipe and its flags, given as arguments or as settings."""
-    loaded = _leave_folder_of_run(load_config(recipe, flags))
+    loaded = _start_from_one_place(_leave_folder_of_run(load_config(recipe, flags)))
     check_loaded(loaded)
     return _read_class_weights(loaded)
 
@@ -56,6 +56,25 @@ def _leave_folder_of_run(loaded: LoadedConfig) -> LoadedConfig:
         return loaded
     run = dataclasses.replace(loaded.config.run, output_dir="")
     return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, run=run))
+
+
+def _start_from_one_place(loaded: LoadedConfig) -> LoadedConfig:
+    """--init-from replaces the weights of the recipe, which would otherwise be downloaded and then overwritten."""
+    model, init_from = loaded.config.model, loaded.config.run.init_from
+    if not init_from or model.weights == "none":
+        return loaded
+    if loaded.origin("weights") == "flag" == loaded.origin("init_from"):
+        raise UserError(
+            "initial weights come from one place",
+            where=f"{loaded.where('weights')} and {loaded.where('init_from')}",
+            got=f"weights {model.weights}, init_from {init_from}",
+            hint="leave one out",
+        )
+    if loaded.origin("weights") == "flag":
+        run = dataclasses.replace(loaded.config.run, init_from="")
+        return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, run=run))
+    model = dataclasses.replace(model, weights="none")
+    return dataclasses.replace(loaded, config=dataclasses.replace(loaded.config, model=model))
 
 
 def check_loaded(loaded: LoadedConfig) -> None:

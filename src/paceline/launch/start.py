@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
 
 from paceline.checkpoints.fetch import prepare_store
 from paceline.checkpoints.format import MANIFEST, DamagedCheckpoint
@@ -45,7 +47,14 @@ from paceline.settings.rules import check_faults, check_world
 RankMain = Callable[[list[str]], None]
 
 
-def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMain) -> int:
+class Ended(NamedTuple):
+    """How the training ended in this process."""
+
+    exit_code: int
+    folder: Path | None  # the run's; None in a rank, and on all nodes but the first
+
+
+def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMain) -> Ended:
     """Run the ranks of this node until the run ends, or be a rank if a launcher started this process.
 
     `arguments` are those of `paceline train`, which every rank gets again. `rank_main` runs them in a rank.
@@ -55,7 +64,7 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
     if environment is not None:
         if environment.launcher != "paceline":
             check_joined_world(loaded, environment)
-        return _be_a_rank(loaded, environment)
+        return Ended(_be_a_rank(loaded, environment), None)
     nodes = read_nodes()
     _check_nodes(loaded, nodes)
     claim_store = prepare_store(loaded, say) if nodes.own == 0 else None
@@ -75,7 +84,9 @@ def start_training(loaded: LoadedConfig, arguments: list[str], rank_main: RankMa
             say(f"note: {note}")
     if claim_store is not None:
         claim_store()
-    return _supervise(loaded, RunFolder(claim_place(place).folder), nodes, arguments, rank_main)
+    folder = RunFolder(claim_place(place).folder)
+    exit_code = _supervise(loaded, folder, nodes, arguments, rank_main)
+    return Ended(exit_code, folder.path if nodes.own == 0 else None)
 
 
 def _check_parts_of_model(loaded: LoadedConfig, world_size: int) -> None:

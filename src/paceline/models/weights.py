@@ -21,6 +21,7 @@ from paceline.data.fetch import fetch_file
 from paceline.errors import DataError
 from paceline.models.external import first_line, is_of_collection, published_tensors
 from paceline.models.head import find_head
+from paceline.models.layers import head_parameters
 from paceline.models.positions import resize_positions
 from paceline.models.published import published_path
 
@@ -36,20 +37,26 @@ class LoadReport:
     missing: tuple[str, ...]  # only in the model
     unexpected: tuple[str, ...]  # only in the file
     resized: tuple[str, ...] = ()  # interpolated to the model's number of patches
+    other_classes: tuple[str, ...] = ()  # of a head with as many classes, but others
 
     def summary(self) -> str:
-        total = len(self.loaded) + len(self.skipped_shape) + len(self.missing)
-        parts = [f"{len(self.loaded)} of {total} tensors loaded"]
+        parts = [f"{len(self.loaded)} of {self.wanted} tensors loaded"]
         for label, names in self.parts().items():
             if names:
                 parts.append(f"{label}: {_first(names)}")
         return "; ".join(parts)
+
+    @property
+    def wanted(self) -> int:
+        """How many tensors the model has."""
+        return len(self.loaded) + len(self.skipped_shape) + len(self.other_classes) + len(self.missing)
 
     def parts(self) -> dict[str, tuple[str, ...]]:
         """Everything but the tensors that were loaded as they are."""
         return {
             "resized": self.resized,
             "other shape": self.skipped_shape,
+            "other classes": self.other_classes,
             "not in the file": self.missing,
             "not in the model": self.unexpected,
         }
@@ -103,7 +110,9 @@ def _named_tensors(content: object) -> dict[str, Tensor]:
     return tensors
 
 
-def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: str = "") -> LoadReport:
+def load_matching(
+    model: nn.Module, tensors: Mapping[str, Tensor], *, source: str = "", with_head: bool = True
+) -> LoadReport:
     """Copy every tensor whose name and shape match. DataError if less than half of the body matches."""
     own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     shared = [name for name in own if name in tensors]
@@ -111,10 +120,13 @@ def load_matching(model: nn.Module, tensors: Mapping[str, Tensor], *, source: st
     others = {name: resize_positions(model, name, tensors[name]) for name in shared if name not in fitting}
     resized = {name: value for name, value in others.items() if value is not None}
     fitting |= resized
+    head = set() if with_head else head_parameters(model) & fitting.keys()
+    fitting = {name: value for name, value in fitting.items() if name not in head}
     report = LoadReport(
         loaded=tuple(fitting),
         resized=tuple(resized),
-        skipped_shape=tuple(name for name in shared if name not in fitting),
+        other_classes=tuple(name for name in shared if name in head),
+        skipped_shape=tuple(name for name in shared if name not in fitting and name not in head),
         missing=tuple(name for name in own if name not in tensors),
         unexpected=tuple(name for name in tensors if name not in own),
     )

@@ -271,7 +271,7 @@ class RunConfig:
     """Start at step 0 if every checkpoint of the run is damaged; otherwise such a run ends with exit code 4."""
 
     init_from: Annotated[str, Arg(completes="run")] = ""
-    """Start a new run from the weights of a run, checkpoint or file. Weights are matched by name and shape."""
+    """Start a new run from the weights of a run, checkpoint or file, matched by name and shape. Replaces weights."""
 
     accept_new_data: bool = False
     """Continue although the data differs from the checkpoint's. Samples that were trained on stay out of validation."""

@@ -25,7 +25,7 @@ from paceline.checkpoints.identity import (
 from paceline.checkpoints.resume import reader_of, restore_training, start_from
 from paceline.checkpoints.store import Checkpoint
 from paceline.data.augment import Pipeline, build_pipeline
-from paceline.data.dataset import LoadedData
+from paceline.data.dataset import DatasetInfo, LoadedData
 from paceline.data.loader import Loader
 from paceline.data.sampling import Sampling, sampling_of
 from paceline.data.shared import load_once_per_node
@@ -47,7 +47,7 @@ from paceline.training.compiling import choose_to_compile, compile_for_sizes
 from paceline.training.freezing import Freezing
 from paceline.training.guards import Guards
 from paceline.training.input_sizes import require_sizes
-from paceline.training.model_record import RECORD, ModelRecord, make_record
+from paceline.training.model_record import RECORD, ModelRecord, make_record, was_for_other_classes
 from paceline.training.objective import Objective, build_objective, find_class_weights
 from paceline.training.objective_check import check_objective
 from paceline.training.optim import MovingAverage, build_average, build_optimizer
@@ -233,7 +233,7 @@ def _build_initial_model(plan: RunPlan, samples: _Samples, pipeline: Pipeline, *
         return model
     require_sizes(model, config.model.model_name, {plan.input_shape, *plan.training_shapes})
     if config.run.init_from:
-        start_from(model, Path(config.run.init_from))
+        _start_from(model, Path(config.run.init_from), data.info)
     look_at: Any = getattr(model, "look_at", None)  # a model may take its first layer from the data
     if look_at is not None:
         look_at(pipeline.for_evaluation(data.train.read(samples.train_ids[:_FIRST_LOOK_SAMPLES])))
@@ -315,3 +315,7 @@ def build_components(
         record=record,
         code=code,
     )
+
+
+def _start_from(model: nn.Module, source: Path, info: DatasetInfo) -> None:
+    start_from(model, source, with_head=not was_for_other_classes(source, info))

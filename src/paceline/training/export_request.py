@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -22,6 +23,11 @@ def check_format(name: str) -> None:
             allowed=", ".join(FORMATS),
             hint=f"did you mean {near[0]}?" if near else None,
         )
+
+
+def check_packages(format_name: ExportFormat, where: str) -> None:
+    if format_name == "onnx" and importlib.util.find_spec("onnx") is None:
+        raise UserError("the package onnx is not installed", where=where, hint="pip install 'paceline[onnx]'")
 
 
 def default_output(run: Path, format_name: str) -> Path:

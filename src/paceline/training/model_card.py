@@ -82,7 +82,8 @@ def write_card(folder: RunFolder, run: OpenRun, snippet: str, exported: list[tup
 
 
 def _training_rows(run: OpenRun, results: dict[str, Any]) -> list[tuple[str, str]]:
-    optim, train, weights = run.config.optim, run.config.train, run.config.model.weights
+    optim, train = run.config.optim, run.config.train
+    weights = run.config.run.init_from or run.config.model.weights
     about = run.checkpoint.manifest.about
     momentum = f", momentum {optim.momentum:g}" if optim.optimizer in ("sgd", "nesterov") else ""
     return [

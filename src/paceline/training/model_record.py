@@ -10,14 +10,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paceline.checkpoints.format import STATE
-from paceline.checkpoints.resume import restore_weights
-from paceline.checkpoints.store import Checkpoint
+from paceline.checkpoints.resume import checkpoint_folder, restore_weights
+from paceline.checkpoints.store import Checkpoint, open_checkpoint
 from paceline.data.augment import SHIFTED, Pipeline
 from paceline.data.dataset import MOST_CLASSES, DatasetInfo
 from paceline.errors import Cause, CheckpointError, PacelineError, UserError
@@ -223,6 +224,12 @@ def read_record(checkpoint: Checkpoint) -> ModelRecord | None:
         return ModelRecord.from_json(checkpoint.state[RECORD])
     except (ValueError, TypeError) as error:
         raise unusable_record(checkpoint, str(error)) from error
+
+
+def was_for_other_classes(source: Path, info: DatasetInfo) -> bool:
+    """Whether a run or checkpoint was trained for other classes than this data has. A file does not say."""
+    record = None if source.is_file() else read_record(open_checkpoint(checkpoint_folder(source)))
+    return record is not None and (record.info.task, record.info.classes) != (info.task, info.classes)
 
 
 def unusable_record(checkpoint: Checkpoint, reason: str) -> CheckpointError:
