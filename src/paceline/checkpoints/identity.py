@@ -24,7 +24,7 @@ IDENTITY = (
     *("task", "class_weights", "best_by", "sampling", "epoch_samples", "teacher_sha256", "distill"),
 )
 # What checkpoints of releases before these settings were trained with.
-_BEFORE = {
+BEFORE = {
     "loss": "",
     "folds": 0,
     "fold": 0,
@@ -62,7 +62,7 @@ def require_same_run(checkpoint: Checkpoint, now: dict[str, Any], *, lanes: int 
     """
     config = checkpoint.state.get("config", {})
     # Checkpoints of earlier releases hold the earlier names of settings.
-    saved = {**_BEFORE, **{RENAMED.get(name, name): value for name, value in config.items()}}
+    saved = {**BEFORE, **{RENAMED.get(name, name): value for name, value in config.items()}}
     saved, now = (json.loads(json.dumps(values)) for values in (saved, now))
     identity: tuple[str, ...] = IDENTITY
     if now.get("teacher") and not now["teacher_sha256"]:

@@ -6,6 +6,7 @@ continues. Metaflow itself only knows the newest checkpoint of a step.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 from metaflow import Checkpoint, Flow, Run
 from metaflow.exception import MetaflowNotFound
 
+from paceline.checkpoints.identity import BEFORE
 from paceline.integrations.metaflow.datastore import CHECKPOINT_NAME
 from paceline.integrations.metaflow.request import Request, StartPoint
 
@@ -80,7 +82,7 @@ def _origins(pathspec: str) -> Iterator[Run]:
     for _ in range(_MOST_ORIGINS):
         run = Run(pathspec, _namespace_check=False)
         yield run
-        if run.origin_pathspec is None:
+        if run.origin_pathspec is None or run.origin_pathspec.endswith("/None"):  # so Metaflow names no origin
             return
         pathspec = run.origin_pathspec
 
@@ -91,10 +93,10 @@ def _difference(request: Request, metadata: Mapping[str, Any]) -> str:
         return f"recipe {metadata.get('recipe')!r}, now {request.about['recipe']!r}"
     if "identity" not in metadata:
         return "its settings are not recorded"
+    saved = {**BEFORE, **metadata["identity"]}
+    now = json.loads(json.dumps(request.about["identity"]))  # the store holds JSON: tuples are lists there
     return ", ".join(
-        f"{name} {metadata['identity'].get(name)!r}, now {value!r}"
-        for name, value in request.about["identity"].items()
-        if metadata["identity"].get(name) != value
+        f"{name} {saved.get(name)!r}, now {value!r}" for name, value in now.items() if saved.get(name) != value
     )
 
 
