@@ -16,7 +16,7 @@ import pytest
 
 from harness.cli import LAUNCH_VARIABLES
 
-SCRIPTS = Path(__file__).resolve().parents[1] / "slurm" / "cluster"
+SCRIPTS = Path(__file__).resolve().parents[1] / "integrations" / "slurm" / "cluster"
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "ip", "unshare", "flock")
 REQUIRE = "PACELINE_REQUIRE_SLURM"
 POLL_S = 0.2

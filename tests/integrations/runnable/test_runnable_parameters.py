@@ -137,7 +137,7 @@ WRONG = {
     "learning_rate: .nan": ("learning_rate: '.nan' is not valid", "greater than 0"),
     "learning_rate: 0.1\nbase_lr: 0.1": ("base_lr is given twice", "leave one out"),
     "train_split: 1.1": ("train_split is out of range", "up to 1"),
-    "num_classes: 1": ("num_classes is out of range", "2 or more"),
+    "num_classes: 1": ("num_classes is out of range", "from 2"),
     "exact: maybe": ("exact: 'maybe' is not valid", "true or false"),
     "recipe: synthetic-mpl": ("there is no recipe 'synthetic-mpl'", "paceline train synthetic-mlp"),
     "dataset: cifar100": ("there is no such data set", "cifar10"),

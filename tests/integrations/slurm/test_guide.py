@@ -16,8 +16,8 @@ from harness.slurm import Cluster, need_slurm
 pytestmark = pytest.mark.slurm
 
 HERE = Path(__file__).parent
-FILES = HERE.parents[1] / "examples" / "slurm" / "cluster"
-GUIDE = HERE.parents[1] / "docs" / "guides" / "slurm-cluster.md"
+FILES = HERE.parents[2] / "examples" / "slurm" / "cluster"
+GUIDE = HERE.parents[2] / "docs" / "guides" / "slurm-cluster.md"
 
 
 def run(*command: str, timeout_s: float = 60) -> str:

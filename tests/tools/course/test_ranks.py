@@ -78,7 +78,7 @@ def test_ranks_see_no_gpu(person: Path) -> None:
         f"warm_up(()); print(on_ranks(Path({str(person)!r}), 1, test_ranks.call, 'visible_gpus'))\n"
         "print(os.environ['CUDA_VISIBLE_DEVICES'])"
     )
-    paths = {"PYTHONPATH": f"{here}{os.pathsep}{here.parent}", "CUDA_VISIBLE_DEVICES": "3"}
+    paths = {"PYTHONPATH": f"{here}{os.pathsep}{here.parents[1]}", "CUDA_VISIBLE_DEVICES": "3"}
     answer = command(sys.executable, "-c", code, cwd=here, env=paths)
     assert answer.out.splitlines() == ["['']", "3"], answer.err
 
