@@ -11,6 +11,7 @@ from paceline.cli.data import Progress
 from paceline.errors import EXIT_FINISHED, UserError
 from paceline.runtime.cores import usable_cores
 from paceline.settings.declare import Arg, Range
+from paceline.settings.tasks import SINGLE_LABEL
 
 if TYPE_CHECKING:  # they import torch
     from PIL.Image import Image
@@ -76,6 +77,12 @@ def _write(settings: Look, config: Config, recipe: str) -> int:
     from paceline.reports.data_page import DataPage, judge_data, write_data_page
     from paceline.training.plan import make_plan, split_samples
 
+    if config.data.task != SINGLE_LABEL or config.data.dataset == "csv":
+        raise UserError(
+            "this page shows data sets with one class per sample that are not in a table",
+            got=f"--dataset {config.data.dataset} --task {config.data.task}",
+            hint="paceline train ... --dry-run checks a table; report.html of a run shows samples",
+        )
     # Unreadable pictures are listed on the page. Training would stop at them unless --unreadable allows them.
     data = load_dataset(replace(config.data, unreadable=10**9), config.train.seed)
     make_plan(config, data.info, 1)  # the checks that need the data

@@ -116,7 +116,15 @@ def _given_names(classes: Any, least: int) -> list[str]:
             got=repr(classes),
             allowed=f"at least {least} names in a list, or the number of classes",
         )
-    return [check_text(str(name), "the name of a class", where="class names") for name in classes]
+    return distinct_names(classes)
+
+
+def distinct_names(classes: Sequence[Any]) -> list[str]:
+    names = [check_text(str(name), "the name of a class", where="class names") for name in classes]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise UserError("a class name is given twice", where="class names", got=", ".join(map(repr, twice[:8])))
+    return names
 
 
 def _leave_gaps(labels: list[int]) -> NoReturn:

@@ -123,6 +123,10 @@ def _read_row(row: dict[str, str | None], root: Path, task: str, where: str) -> 
         raise DataError("a label is no number", where=where, got=label, allowed=f"numbers, separated by {SEPARATOR!r}")
     if weight and not _is_number(weight):
         raise DataError("a weight is no number", where=where, got=weight)
+    if not Path(os.path.normpath(root / path)).is_relative_to(os.path.normpath(root)):
+        raise DataError(
+            "a picture is outside of the data folder", where=where, got=path, allowed=f"a path below {root}"
+        )
     return Listed(root / path, labels, float(weight) if weight else None, where)
 
 

@@ -17,6 +17,7 @@ rules as a table.
 from __future__ import annotations
 
 import hashlib
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,6 +138,8 @@ def _explained(where: str | None) -> Iterator[None]:
 
 def _open(path: Path) -> Image.Image:
     """Reads the header only."""
+    if not stat.S_ISREG(path.stat().st_mode):  # opening a FIFO would wait for a writer
+        raise ValueError("not a regular file")
     image = Image.open(path, formats=READ_FORMATS)
     if image.width * image.height > MOST_PIXELS:
         image.close()

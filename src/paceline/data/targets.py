@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from paceline.data.labels import distinct_names
 from paceline.data.parts import TRAIN
 from paceline.data.picture_table import number_names
 from paceline.errors import UserError
 from paceline.settings.tasks import REGRESSION
-from paceline.settings.text import check_text
 
 
 def as_targets(values: Any, task: str) -> Tensor:
@@ -56,7 +56,7 @@ def column_names(classes: Any, columns: Mapping[str, int], task: str) -> tuple[s
         return number_names(count) if task == REGRESSION else tuple(map(str, range(count)))
     if isinstance(classes, str) or not isinstance(classes, Sequence) or len(classes) != count:
         raise UserError("the class names do not fit the labels", got=repr(classes), allowed=f"{count} names in a list")
-    return tuple(check_text(str(name), "the name of a class", where="class names") for name in classes)
+    return tuple(distinct_names(classes))
 
 
 def _as_tensor(values: Any) -> Tensor:

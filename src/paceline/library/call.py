@@ -23,6 +23,7 @@ from paceline.settings.model_args import write_model_args
 from paceline.settings.recipe_file import DEFAULT_RECIPE
 from paceline.settings.rules import check_faults, check_world
 from paceline.settings.schema import Config, ModelConfig
+from paceline.settings.tasks import SINGLE_LABEL
 from paceline.settings.values import Setting, as_typed, check_texts, invalid, unknown_name
 
 if TYPE_CHECKING:
@@ -125,6 +126,7 @@ def find_objects(call: Call, *, validation: Any, test: Any, classes: Any, transf
     """Convert data and models that are objects. Functions that ranks cannot import are written down."""
     settings = dict(call.settings)
     extra = {"validation": validation, "test": test, "classes": classes, "transform": transform}
+    _refuse_other_tasks(settings)
     objects = _find_data(call, settings, {name: value for name, value in extra.items() if value is not None})
     instance = settings.get("model_name") if is_module(settings.get("model_name")) else None
     if instance is not None:
@@ -135,6 +137,18 @@ def find_objects(call: Call, *, validation: Any, test: Any, classes: Any, transf
     return dataclasses.replace(
         call, settings=settings, source=source, written=written, objects=objects, instance=instance
     )
+
+
+def _refuse_other_tasks(settings: dict[str, Any]) -> None:
+    data, task = settings.get("dataset"), settings.get("task")
+    if task not in (None, SINGLE_LABEL) and data is not None and not isinstance(data, str) and not callable(data):
+        raise UserError(
+            "arrays and data sets hold one class per sample",
+            where="paceline.train(task=...)",
+            got=task,
+            allowed=SINGLE_LABEL,
+            hint="for other tasks, data is a function in a file that returns the parts, or dataset='csv'",
+        )
 
 
 def _find_data(call: Call, settings: dict[str, Any], extra: dict[str, Any]) -> DataObjects | None:

@@ -116,6 +116,14 @@ def call_for_objects(
 
 def _converted(given: dict[str, Any], classes: Any, transform: Transform | None) -> DataObjects:
     is_test_held_out = TEST not in given
+    if any(isinstance(part, tuple | list) and len(part) == 3 for part in given.values()):
+        raise UserError(
+            "sample weights are not taken with arrays",
+            where="paceline.train(data=...)",
+            got="(x, y, weights)",
+            allowed="(x, y)",
+            hint="a function in a file that returns (x, y, weights) for each part, and sampling='weighted'",
+        )
     try:
         # The held-out part is cut off below. Until then the training part stands for it.
         loaded = adapt_parts({TEST: given[TRAIN], **given}, classes, ARRAYS, transform)

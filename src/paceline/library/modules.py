@@ -32,7 +32,7 @@ def constructor_arguments(module: nn.Module) -> tuple[type, list[Any], dict[str,
     from torch import nn
 
     kind = type(module)
-    children = dict(module.named_children())
+    children = dict(module._modules)  # named_children leaves out a layer that is used a second time
     is_numbered = list(children) == [str(number) for number in range(len(children))]
     if kind is nn.Sequential:
         return kind, list(children.values()) if is_numbered else [collections.OrderedDict(children)], {}
@@ -83,10 +83,16 @@ def _difference(module: nn.Module, again: nn.Module) -> str:
     """What differs, by name. Empty if nothing but the values of the weights does."""
     from torch import nn
 
-    inside, own = dict(again.named_modules()), vars(nn.Module())
-    if dict(module.named_modules()).keys() != inside.keys():
+    inside, own = dict(again.named_modules(remove_duplicate=False)), vars(nn.Module())
+    layers = dict(module.named_modules(remove_duplicate=False))
+    if layers.keys() != inside.keys():
         return "the list of its layers"
-    for path, layer in module.named_modules():
+    shared = _shared_weights(module)
+    if shared:
+        return f"that {shared} are one tensor"
+    for path, layer in layers.items():
+        if layer.training != module.training:
+            return f"the mode of {path} ({'train' if layer.training else 'eval'})"
         other, prefix = inside[path], f"{path}." if path else ""
         if type(layer) is not type(other):
             return f"the class of {path or 'the model'}"
@@ -99,7 +105,22 @@ def _difference(module: nn.Module, again: nn.Module) -> str:
         for name, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
             if _describe(tensor) != _describe(getattr(other, name, None)):
                 return f"{prefix}{name}"
+            is_saved = name not in layer._non_persistent_buffers_set
+            if not is_saved and not _same_bits(tensor, getattr(other, name)):
+                return f"the value of {prefix}{name}, a buffer that is not saved"
     return "" if module.state_dict().keys() == again.state_dict().keys() else "the list of its weights"
+
+
+def _shared_weights(module: nn.Module) -> str:
+    """The names of weights that are one tensor, or an empty text."""
+    names: dict[int, list[str]] = collections.defaultdict(list)
+    for name, tensor in module.named_parameters(remove_duplicate=False):
+        names[id(tensor)].append(name)
+    return next((" and ".join(group) for group in names.values() if len(group) > 1), "")
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.detach().cpu().numpy().tobytes() == other.detach().cpu().numpy().tobytes()
 
 
 def _is_equal(one: Any, other: Any) -> bool:

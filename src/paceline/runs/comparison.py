@@ -132,6 +132,7 @@ def _epoch_metrics(rows: list[Row]) -> dict[str, float]:
         for row in rows
         if row["kind"] == "epoch"
         for name in _EPOCH_METRICS
+        if name in row
     }
 
 

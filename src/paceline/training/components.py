@@ -221,7 +221,7 @@ def _build_objective(
     class_weights = find_class_weights(config, samples.train_labels, info.classes, device)
     if config.objective.teacher and is_for_training:
         teacher = Distillation(open_teacher(config.objective.teacher), config, info, pipeline, device)
-    return build_objective(config, class_weights=class_weights, teacher=teacher)
+    return build_objective(config, class_weights=class_weights, teacher=teacher, num_outputs=info.num_classes)
 
 
 def _build_initial_model(plan: RunPlan, samples: _Samples, pipeline: Pipeline, *, load_weights: bool) -> nn.Module:

@@ -132,9 +132,18 @@ class Objective:
     loss: BuiltInLoss | UserFunction = field(default_factory=BuiltInLoss)
     metrics: dict[str, UserFunction] = field(default_factory=dict)
     teacher: TeacherLoss | None = None
+    num_outputs: int | None = None  # of the model for each sample; None: not checked
 
     def training_loss(self, logits: Tensor, labels: Tensor, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
         """What training minimises: the loss of the labels, and the teacher's part if there is a teacher."""
+        if self.num_outputs is not None and logits.shape != (len(labels), self.num_outputs):
+            raise UserError(
+                "the first step failed: the model does not fit the data",
+                got=f"outputs of shape {tuple(logits.shape)} for {len(labels)} samples",
+                allowed=f"({len(labels)}, {self.num_outputs}): a value for each class of the data",
+                hint="does the model use num_classes?",
+                cause=Cause.USER_CODE,
+            )
         loss = self.mean_loss(logits, labels, scale)
         return loss if self.teacher is None else self.teacher.blend(loss, logits, inputs)
 
@@ -173,13 +182,14 @@ def build_objective(
     *,
     class_weights: Tensor | None = None,
     teacher: TeacherLoss | None = None,
+    num_outputs: int | None = None,
 ) -> Objective:
-    """The loss and the metrics of a config. `resolve` finds the user's functions. The last two are for training."""
+    """The loss and the metrics of a config. `resolve` finds the user's functions. The last three are for training."""
     train, options = config.train, config.objective
     metrics = {name.rpartition(":")[2]: UserFunction(name, resolve(name, where="--metrics")) for name in train.metrics}
     if has_own_loss(config):
         own = UserFunction(train.loss, resolve(train.loss, where="--loss"), True)
-        return Objective(config.data.task, own, metrics, teacher)
+        return Objective(config.data.task, own, metrics, teacher, num_outputs)
     built_in = BuiltInLoss(
         name=loss_name(config),
         label_smoothing=config.optim.label_smoothing,
@@ -187,7 +197,7 @@ def build_objective(
         focal_gamma=options.focal_gamma,
         class_weights=class_weights,
     )
-    return Objective(config.data.task, built_in, metrics, teacher)
+    return Objective(config.data.task, built_in, metrics, teacher, num_outputs)
 
 
 def find_class_weights(config: Config, labels: Tensor, classes: tuple[str, ...], device: str) -> Tensor | None:

@@ -129,13 +129,17 @@ def _require_fitting(teacher: Teacher, info: DatasetInfo, pipeline: Pipeline) ->
             got=f"{teacher.name}: {_in_words(teacher.classes, teacher.num_classes)}",
             allowed=_in_words(info.classes, info.num_classes),
         )
-    shape = tuple(pipeline.input_shape)
-    if teacher.input_shape not in (None, shape) or (teacher.input_shape is None and shape[0] != 3):
+    shapes = {tuple(pipeline.input_shape)}
+    shapes |= {tuple(pipeline.in_epoch(start).input_shape) for start, _ in pipeline.training_sizes}
+    shape = max(shapes)
+    if (teacher.input_shape is not None and {teacher.input_shape} != shapes) or (
+        teacher.input_shape is None and shape[0] != 3
+    ):
         raise UserError(
             "the teacher takes inputs of another shape",
             where="--teacher",
             got=f"{teacher.name}: {'x'.join(map(str, teacher.input_shape or ('3', 'H', 'W')))}",
-            allowed="x".join(map(str, shape)),
+            allowed=" and ".join("x".join(map(str, each)) for each in sorted(shapes)),
         )
 
 

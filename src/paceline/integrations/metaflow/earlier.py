@@ -93,8 +93,9 @@ def _difference(request: Request, metadata: Mapping[str, Any]) -> str:
         return f"recipe {metadata.get('recipe')!r}, now {request.about['recipe']!r}"
     if "identity" not in metadata:
         return "its settings are not recorded"
-    saved = {**BEFORE, **metadata["identity"]}
-    now = json.loads(json.dumps(request.about["identity"]))  # the store holds JSON: tuples are lists there
+    # Through JSON: tuples are lists in the store.
+    saved, now = (json.loads(json.dumps(values)) for values in (metadata["identity"], request.about["identity"]))
+    saved = {**BEFORE, **saved}
     return ", ".join(
         f"{name} {saved.get(name)!r}, now {value!r}" for name, value in now.items() if saved.get(name) != value
     )
