@@ -82,11 +82,15 @@ def test_course_starts_and_grades(has_venv: Newcomer) -> None:
     assert checked.code == 1, checked.out + checked.err
 
 
-def test_slurm_guide_writes_its_script_as_a_dry_run_without_gpus(has_venv: Newcomer) -> None:
-    """Its first command requests eight GPUs: --dry-run checks everything else and prints the script."""
-    (line,) = lines_of("docs/guides/slurm.md", with_text="paceline submit slurm")
+def test_slurm_guide_writes_its_script_as_a_dry_run_without_gpus(has_venv: Newcomer, tmp_path: Path) -> None:
+    """Its first command requests eight GPUs: --dry-run checks everything else and prints the script.
 
-    answer = has_venv.types([ACTIVATE, f"{line} --dry-run"])
+    The folder of the data set must exist. Here it is an empty one, for its download.
+    """
+    (line,) = lines_of("docs/guides/slurm.md", with_text="paceline submit slurm")
+    assert line.count("/scratch/data") == 1
+
+    answer = has_venv.types([ACTIVATE, f"{line.replace('/scratch/data', str(tmp_path))} --dry-run"])
 
     assert answer.code == 0, answer.out + answer.err
     assert "#SBATCH --nodes=2" in answer.out
