@@ -133,12 +133,13 @@ class Objective:
     metrics: dict[str, UserFunction] = field(default_factory=dict)
     teacher: TeacherLoss | None = None
     num_outputs: int | None = None  # of the model for each sample; None: not checked
+    model_name: str = ""  # for the error
 
     def training_loss(self, logits: Tensor, labels: Tensor, inputs: Tensor, scale: Tensor | None = None) -> Tensor:
         """What training minimises: the loss of the labels, and the teacher's part if there is a teacher."""
         if self.num_outputs is not None and logits.shape != (len(labels), self.num_outputs):
             raise UserError(
-                "the first step failed: the model does not fit the data",
+                f"the first step failed: {self.model_name} does not fit the data",
                 got=f"outputs of shape {tuple(logits.shape)} for {len(labels)} samples",
                 allowed=f"({len(labels)}, {self.num_outputs}): a value for each class of the data",
                 hint="does the model use num_classes?",
@@ -189,7 +190,7 @@ def build_objective(
     metrics = {name.rpartition(":")[2]: UserFunction(name, resolve(name, where="--metrics")) for name in train.metrics}
     if has_own_loss(config):
         own = UserFunction(train.loss, resolve(train.loss, where="--loss"), True)
-        return Objective(config.data.task, own, metrics, teacher, num_outputs)
+        return Objective(config.data.task, own, metrics, teacher, num_outputs, config.model.model_name)
     built_in = BuiltInLoss(
         name=loss_name(config),
         label_smoothing=config.optim.label_smoothing,
@@ -197,7 +198,7 @@ def build_objective(
         focal_gamma=options.focal_gamma,
         class_weights=class_weights,
     )
-    return Objective(config.data.task, built_in, metrics, teacher, num_outputs)
+    return Objective(config.data.task, built_in, metrics, teacher, num_outputs, config.model.model_name)
 
 
 def find_class_weights(config: Config, labels: Tensor, classes: tuple[str, ...], device: str) -> Tensor | None:
