@@ -110,7 +110,9 @@ def try_ranks(
                 "MASTER_PORT": str(port),
             }
             own_listener = listener if rank == 0 else None
-            ranks.start(rank, _be_a_rank, start, theirs, environment=variables, listener=own_listener)
+            # A rank gets the variables of this process, and these. Like its server, it must not see a GPU.
+            own = {**variables, "CUDA_VISIBLE_DEVICES": ""}
+            ranks.start(rank, _be_a_rank, start, theirs, environment=own, listener=own_listener)
             theirs.close()
             lines.append(ours)
         if listener is not None:
